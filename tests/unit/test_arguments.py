@@ -1,4 +1,4 @@
-"""Ranges in annotations, and what is said of arguments that do not fit: where, what is accepted, what was meant."""
+"""Ranges in annotations, and errors about arguments: where, what is accepted, and what was probably meant."""
 
 import inspect
 import math
@@ -19,7 +19,7 @@ from hydra_ensembles.errors import ConfigError, DataError
     ("accepted", "got", "shown", "words"),
     [
         (Range(1, 2**63 - 1), 0, "at least 1", "a number of at least 1"),
-        (Range(1, 2**63 - 1), 2**63, "at least 1", "a number from 1 to 2**63 - 1"),  # only to whoever is beyond it
+        (Range(1, 2**63 - 1), 2**63, "at least 1", "a number from 1 to 2**63 - 1"),  # named only when exceeded
         (Range(0.0, 1.0), 2, "from 0 to 1", "a number from 0 to 1"),
         (Range(above=0), 0, "positive", "a positive number"),
         (Range(above=0), math.inf, "positive", "a positive finite number"),

@@ -1,4 +1,4 @@
-"""Batches: the forms users have them in, labels that are wanted and labels that are not, sources known again."""
+"""Batches: every form users pass them in, required and ignored labels, and recognising a source."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
         assert inputs is X or inputs == {"pixel_values": X}
     with pytest.raises(DataError, match="batch 2 of val"):
         read_batch((X, beside), "val", 2)
-    for one, way in ((3, "DataLoader"), (Y[:, None], "squeeze")):  # of a data set itself; of a table
+    for one, way in ((3, "DataLoader"), (Y[:, None], "squeeze")):  # items of a data set; a column of a table
         with pytest.raises(DataError, match=way):
             read_batch((X, one))
 
@@ -64,7 +64,7 @@ def test_a_generator_that_is_not_torchs_is_left_alone() -> None:
     class Own(TensorDataset):
         @property
         def generator(self) -> object:
-            return object()  # another one each time, and no way to set it
+            return object()  # a new one each time, without a setter
 
     data = Own(X, Y)
     with borrowed(data):
@@ -73,7 +73,7 @@ def test_a_generator_that_is_not_torchs_is_left_alone() -> None:
 
 
 class Noisy(Dataset[Tensor]):
-    """Samples with noise, and the epoch that the data set was told."""
+    """Samples with noise that depends on the epoch set on the data set."""
 
     epoch = 0
 
@@ -99,12 +99,12 @@ def test_an_epoch_is_the_same_whether_workers_of_the_loader_have_read_others_or_
 
 
 IMAGES, LABELS = torch.randn(48, 3, 2, 2), torch.arange(48) % 3
-LATE = LABELS.clone()  # labels that differ outside the first batch
+LATE = LABELS.clone()  # labels that differ only after the first batch
 LATE[20] = 0
 
 
 class Pictures(Dataset[Any]):
-    """A data set with its labels at hand, under the name that torchvision uses or under ours."""
+    """A data set with its labels as an attribute, under torchvision's name or ours."""
 
     def __init__(self, labels: Tensor, name: str) -> None:
         self.read = 0

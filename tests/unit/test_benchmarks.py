@@ -1,4 +1,4 @@
-"""Every benchmark runs on a tiny shape; what its numbers rest on is checked against plain computation."""
+"""Every benchmark runs on a tiny shape; what its numbers depend on is checked against plain computation."""
 
 import json
 import re
@@ -36,14 +36,14 @@ def ran(benchmark: Any, folder: Path, *options: str) -> Any:
 @pytest.mark.parametrize("shape", ["tiny", "tiny-clip"])
 def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> None:
     names = inference_models.names_of(inference_models.SHAPES[shape])
-    some = [name for name in names if name not in ("hydra-k4", "hydra-k6", "hydra-k10")]  # made as `hydra-k8` is
+    some = [name for name in names if name not in ("hydra-k4", "hydra-k6", "hydra-k10")]  # built like `hydra-k8`
     options = [*TINY, "--shape", shape, "--contenders", *some]
     found = ran(inference, tmp_path, *options)
     rows = {row["contender"]: row for row in found["rows"]}
     assert set(rows) == set(some)
     for name, row in rows.items():
         assert row["error"] is None if name == "mc-dropout" else row["error"] < 1e-5
-    assert ran(inference, tmp_path, *options) == found  # rows that are there are not measured again
+    assert ran(inference, tmp_path, *options) == found  # existing rows are not measured again
 
 
 @pytest.mark.slow
@@ -87,11 +87,11 @@ def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp
     _, _, width, height = map(float, re.findall(r'viewBox="([^"]*)"', drawn)[0].split())
     places = [(float(x), float(y)) for x, y in re.findall(r'<text[^>]* x="([\d.-]+)" y="([\d.-]+)"', drawn)]
     assert len(places) > 10
-    assert all(0 < x < width and 0 < y < height for x, y in places)  # the legend below, too
+    assert all(0 < x < width and 0 < y < height for x, y in places)  # including the legend
 
 
 def test_no_number_of_a_sentence_is_without_its_source() -> None:
-    """Of any page but those that are named with a reason; of these, each still needs to be named."""
+    """Pages in UNCHECKED are exempt, with a reason; each of them still needs to be."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found = {page.relative_to(ROOT).as_posix(): quoted.without_source(page.read_text()) for page in pages}
     assert {name: numbers for name, numbers in found.items() if numbers and name not in quoted.UNCHECKED} == {}
@@ -102,7 +102,7 @@ VALUES = {"A": 0.0, "B": 0.02, "C": 0.005, "D": 0.0}
 
 
 class MadeUp:
-    """A stored study of three rows: B is 2 ± 1 points better than A, C no better than chance."""
+    """A made-up study of three rows: B is 2 ± 1 points better than A, C not significantly better."""
 
     name, rows = "small", ("A", "B", "C")
 
@@ -121,7 +121,7 @@ class MadeUp:
         ("+2", "small | B - A | calibrated.nll | worse", "worse"),
         ("1", "small | C - A | accuracy | better", "± 1.000"),
         ("2", "small | B - A | accuracy | chance", "chance"),
-        ("0", "small | D - A | accuracy | chance", "chance"),  # of one seed nobody knows
+        ("0", "small | D - A | accuracy | chance", "chance"),  # one seed has no interval
         ("", "! small | B - A | accuracy | lower", "lower"),
         ("2 of 3", "small | B - A | accuracy", "2 numbers"),
         ("3", "given 4", "given"),

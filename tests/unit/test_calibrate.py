@@ -1,4 +1,4 @@
-"""Temperature and threshold: the minimum of the likelihood, the share that is accepted, what is refused."""
+"""Temperature and threshold: the minimum of the NLL, the accepted share, and refusals."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def tiny(members: int = 2, classes: int = 4) -> Ensemble:
 
 
 def sample(members: int, count: int, classes: int, scale: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Member logits that carry some signal, sharpened by `scale`."""
+    """Member logits with some signal, scaled by `scale`."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, (count,), generator=generator)
     logits = torch.randn(members, count, classes, generator=generator) + F.one_hot(labels, classes)
@@ -39,7 +39,7 @@ def sample(members: int, count: int, classes: int, scale: float, seed: int) -> t
 
 
 def nll(logits: Tensor, labels: Tensor, temperature: tuple[float, ...]) -> float:
-    """The definition, by a loop over members: one temperature after the mean, one for each before it."""
+    """The definition, as a loop over members: one temperature after the mean, or one per member before it."""
     degrees = temperature if len(temperature) > 1 else (1.0,) * len(logits)
     members = [(one.double() / t).log_softmax(-1) for one, t in zip(logits, degrees, strict=True)]
     mean = torch.stack(members).logsumexp(0) - math.log(len(members))
@@ -72,9 +72,9 @@ def test_nll_never_worsens_and_the_threshold_accepts_the_share(
     accepted = int(prediction.accept.sum())
     assert accepted >= min(share * (count + 1), count) - 1e-9
     assert accepted / count == fit.accepted
-    fewer = int((prediction.score() < fit.calibration.threshold).sum())  # any smaller one would not be enough
+    fewer = int((prediction.score() < fit.calibration.threshold).sum())  # a smaller threshold would not suffice
     assert fewer < share * (count + 1)
-    assert torch.equal(prediction.score(), plain.score(score))  # as without a calibration
+    assert torch.equal(prediction.score(), plain.score(score))  # scores ignore the temperature
     if len(temperature) == 1:
         assert torch.equal(prediction.label, plain.label)
     assert ((prediction.p_value() <= 1 - share) <= ~prediction.accept).all()
@@ -84,7 +84,7 @@ def test_nll_never_worsens_and_the_threshold_accepts_the_share(
 
 
 def prior(temperature: tuple[float, ...], count: int) -> float:
-    """What is added to the NLL of `count` samples: logarithms of temperatures are normal, 0.5 around 0."""
+    """The term added to the NLL of `count` samples: log temperatures are normal with mean 0, deviation 0.5."""
     return sum(math.log(one) ** 2 for one in temperature) / (2 * 0.5**2 * count)
 
 
@@ -101,7 +101,7 @@ def test_the_found_temperatures_are_the_likeliest_under_the_prior(count):
         return nll(logits, labels, degrees) + prior(degrees, count)
 
     each = np.log(fit_calibration(logits, labels, per_member=True).calibration.temperature)
-    assert cost(each) <= minimize(cost, each, bounds=[(-3, 3)] * 3).fun + 1e-10  # whatever members change together
+    assert cost(each) <= minimize(cost, each, bounds=[(-3, 3)] * 3).fun + 1e-10  # a joint minimum over members
 
 
 @pytest.mark.filterwarnings("error")
@@ -126,7 +126,7 @@ def test_separable_data_stay_within_the_range_and_warn():
 
 @pytest.mark.parametrize("per_member", [False, True])
 def test_labels_that_do_not_fit_are_told_of(per_member):
-    """The prior keeps the temperature off the bound, which alone told of them before."""
+    """The prior keeps the temperature away from its bound, which used to be the only sign of wrong labels."""
     logits, labels = sample(2, 140, 7, 3.0, seed=6)
     with warnings.catch_warnings(action="error"):
         fit_calibration(logits, labels, per_member=per_member)
@@ -140,7 +140,7 @@ def test_too_few_samples_for_the_share_accept_everything_and_say_so():
         fit = fit_calibration(logits, labels, share=0.95)
     assert fit.calibration.prediction(100 * logits).accept.all()
     assert fit_calibration(logits, labels, share=0.9).accepted == 1.0  # the 18th of 18
-    assert fit_calibration(logits, labels, share=1.0).accepted == 1.0  # asked for, no warning
+    assert fit_calibration(logits, labels, share=1.0).accepted == 1.0  # requested, so no warning
 
 
 LOGITS, LABELS = sample(2, 10, 3, 1.0, seed=5)
@@ -180,7 +180,7 @@ def validation(count: int = 40) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_classes_that_are_mostly_declined_are_told_of():
-    """A share of all is promised: where most are of one class, a rare one may be declined whole."""
+    """The share is promised over all classes: a rare one may be declined entirely."""
     for declined, token in (((6, 0, 8, 2), r"rare \(8 of 9\) are"), ((9, 9, 0, 1), None), ((50, 2, 0, 0), None)):
         labels = torch.tensor([0, 1, 2, 3]).repeat_interleave(torch.tensor([150, 40, 9, 2]))
         places = torch.cat([torch.arange(count) for count in (150, 40, 9, 2)])
@@ -189,7 +189,7 @@ def test_classes_that_are_mostly_declined_are_told_of():
             warn_of_declined_classes(accept, labels, ("a", "b", "rare", "c"))
     images, labels = (torch.cat(parts) for parts in zip(*validation(400), strict=True))
     ensemble, labels = tiny(), labels % 3
-    labels[ensemble.predict(images).score().topk(12).indices] = 3  # of which the model is least sure
+    labels[ensemble.predict(images).score().topk(12).indices] = 3  # the model's least certain samples
     with pytest.warns(HydraWarning, match="class 3"):
         calibrated = calibrate(ensemble, [(images, labels)])
     with pytest.warns(HydraWarning, match="class 3"):
@@ -221,7 +221,7 @@ def test_a_calibrated_ensemble_predicts_and_abstains(per_member):
 
 @pytest.mark.parametrize("temperature", [(0.5,), (0.5, 3.0)])
 def test_a_calibration_of_before_answers_as_before(tmp_path, temperature):
-    """Files of earlier versions say nothing of what a temperature divides: it was the logits, for everything."""
+    """In older files, which do not say what a temperature divides, it divides the logits, for everything."""
     images = validation()[0][0]
     model = tiny().with_metadata(calibration=Calibration(temperature, 0.3, "msp", 0.9))
     model.save_pretrained(tmp_path)
@@ -244,8 +244,8 @@ def test_a_member_taken_out_does_not_keep_the_calibration_of_all():
     assert (member.metadata.calibration, member.metadata.metrics) == (None, {})
     assert member.metadata.history == calibrated.metadata.history
     single = calibrate(tiny(members=1), data)
-    assert single.member(0).metadata == single.metadata  # of one member it is its own
-    with pytest.raises(ConfigError, match="mutual_information"):  # one does not disagree with itself
+    assert single.member(0).metadata == single.metadata  # a single member keeps it
+    with pytest.raises(ConfigError, match="mutual_information"):  # one member cannot disagree
         calibrate(single, ["not read"], score="mutual_information")
 
 
@@ -256,7 +256,7 @@ def test_what_was_calibrated_under_a_mask_stays_so():
         inside = model(images).detach()
         calibrated = calibrate(model, [(images, torch.arange(6) % model.num_classes)])
     torch.testing.assert_close(calibrated(images), inside)
-    assert "kept" not in calibrated.metadata.metrics  # which was measured with all heads
+    assert "kept" not in calibrated.metadata.metrics  # it was measured with all heads
     assert "calibrated with heads masked" in calibrated.metadata.history
     assert calibrated.predict(images).threshold is not None
 
@@ -269,7 +269,7 @@ def test_a_compiled_ensemble_is_calibrated_as_it_is():
 
 
 def test_copies_of_a_sample_are_said_and_do_not_fit_what_they_are_held_against():
-    """Draws with replacement: a copy of what was fitted looks familiar, and the threshold would refuse new data."""
+    """Drawn with replacement: a copy of a fitted sample looks familiar, and the threshold would reject new data."""
     data = validation(200)
     images, labels = (torch.cat(parts) for parts in zip(*data, strict=True))
     ensemble = tiny()
@@ -279,12 +279,12 @@ def test_copies_of_a_sample_are_said_and_do_not_fit_what_they_are_held_against()
     with pytest.warns(HydraWarning, match="copies"):
         thrice = calibrate(ensemble, [(images, labels)] * 3)
     alone, several = once.metadata.familiarity.settings, thrice.metadata.familiarity.settings
-    assert several.samples % 3 == 0  # whole samples, with all their copies
+    assert several.samples % 3 == 0  # samples stay together with their copies
     assert several.threshold > 0.8 * alone.threshold
 
 
 def test_neither_calibrations_nor_distances_follow_a_callers_autocast():
-    """Features in half precision are what they are; the distances of them are not computed so."""
+    """Half-precision features are used as given; distances are not computed in half precision."""
     model, data = tiny(), validation(200)
     features, logits = torch.randn(2, 50, 8), torch.randn(2, 50, 4)
     wanted = calibrate(model, data).metadata

@@ -1,4 +1,4 @@
-"""Checkpoints that must not load: refused with an error of ours, before anything large is read or built."""
+"""Checkpoints that must not load are refused with one of our errors, before anything large is read or built."""
 
 import json
 import os
@@ -26,7 +26,7 @@ Change = Callable[[dict[str, Any]], object]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a text ensemble, a tiny one, a dual encoder and a zero-shot classifier; not to be changed."""
+    """A folder with a text ensemble, a tiny one, a dual encoder and a zero-shot classifier; not to be modified."""
     folder = tmp_path_factory.mktemp("saved")
     ensemble(text()).save_pretrained(folder / "text")
     ensemble(tiny()).save_pretrained(folder / "tiny")
@@ -39,12 +39,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A copy of the text ensemble, or of the one that a test names."""
+    """A copy of the text ensemble, or of the one named by the test."""
     return Path(shutil.copytree(saved / getattr(request, "param", "text"), tmp_path / "model"))
 
 
 def change_config(folder: Path, change: Change) -> None:
-    """Change the configuration and write a digest that is right, so that only what it says is wrong."""
+    """Change the configuration and update its digest, so that only the content is wrong."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     change(config)
     del config["digest"]
@@ -64,7 +64,7 @@ def test_missing_folders_and_files(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="revision"):
         Ensemble.from_pretrained(folder, revision="main")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert_refused(folder, "pickles")  # which are never read
+    assert_refused(folder, "pickles")  # which are never loaded
     (folder / "pytorch_model.bin").unlink()
     assert_refused(folder, "no model.safetensors")
     for name in ("tokenizer.json", "config.json"):
@@ -78,13 +78,13 @@ def test_only_plain_files_in_the_folder_are_read(name: str, folder: Path, tmp_pa
     (folder / name).symlink_to(tmp_path / name)
     assert_refused(folder, "outside")
     (folder / name).unlink()
-    (folder / name).symlink_to(folder / name)  # a circle
+    (folder / name).symlink_to(folder / name)  # a symlink to itself
     assert_refused(folder, f"no {name}|symbolic links")
     (folder / name).unlink()
     (folder / name).mkdir()
     assert_refused(folder, "plain file")
     (folder / name).rmdir()
-    os.mkfifo(folder / name)  # opening it would wait for ever
+    os.mkfifo(folder / name)  # opening it would block forever
     assert_refused(folder, "plain file")
 
 
@@ -141,7 +141,7 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
         (lambda c: c.pop("model"), "model"),
         (lambda c: c["files"].update({"../model.safetensors": "0" * 64}), "checksums"),
         (lambda c: c["files"].update({"model.safetensors": "abc"}), "SHA-256"),
-        (lambda c: c["model"]["encoder"].pop("causal"), "causal"),  # a lost field is not its default
+        (lambda c: c["model"]["encoder"].pop("causal"), "causal"),  # a missing field does not get its default
         (lambda c: c["model"]["heads"].pop(), "3 temperatures"),
         (lambda c: c["model"]["heads"][0].pop(), r"heads\[0\]"),
         (lambda c: c["model"]["heads"][0].__setitem__(0, [1, 0]), "ascending"),
@@ -208,13 +208,13 @@ def test_a_changed_config_is_noticed_and_one_of_the_first_format_answers_as_befo
     (folder / "config.json").write_text(content.replace('"threshold": 0.1', '"threshold": 0.2'), encoding="utf-8")
     assert_refused(folder, "digest")  # a changed value is noticed
     config = json.loads(content)
-    del config["digest"]  # which that format did not have
+    del config["digest"]  # the old format had none
     (folder / "config.json").write_text(json.dumps({**config, "format_version": 1}), encoding="utf-8")
     loaded = Ensemble.from_pretrained(folder)
     assert (loaded.config, loaded.metadata) == (model.config, model.metadata)
     assert same_state(loaded, model)
     tensors = load_file(folder / "model.safetensors")
-    tensors["stem.words"] = tensors["stem.words"].double()  # it allowed several types, which compute together
+    tensors["stem.words"] = tensors["stem.words"].double()  # the old format allowed mixed dtypes
     save_file(tensors, folder / "model.safetensors")
     config["files"]["model.safetensors"] = checksum(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**config, "format_version": 1}), encoding="utf-8")
@@ -226,7 +226,7 @@ def test_a_changed_config_is_noticed_and_one_of_the_first_format_answers_as_befo
 def test_files_that_are_unreadable_or_of_absurd_size_are_not_read_through(folder: Path) -> None:
     with patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")):
         assert_refused(folder, "Permission denied")
-    for error in (MemoryError, RuntimeError("unable to mmap")):  # what the system does not map
+    for error in (MemoryError, RuntimeError("unable to mmap")):  # mmap failures
         with patch("hydra_ensembles.checkpoint.safe_open", side_effect=error):
             assert_refused(folder, "memory")
     for name, token in (("model.safetensors", "damaged"), ("config.json", "4194304 bytes")):

@@ -1,4 +1,4 @@
-"""What is saved comes back: every bit, every dtype, both kinds of model, with torch and safetensors alone."""
+"""Saved models load unchanged: every bit, every dtype, both kinds of model, also with torch and safetensors alone."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_every_bit_comes_back(name: str, dtype: torch.dtype, tmp_path: Path) -> 
     loaded = Ensemble.from_pretrained(tmp_path)
     assert_same_model(loaded, model)
     assert loaded.metadata == model.metadata
-    if name == "text":  # whose tokenizer is a file of its own
+    if name == "text":  # its tokenizer is a separate file
         assert (tmp_path / "tokenizer.json").read_bytes() == TOKENIZER.encode()
         assert "tokenizer" not in json.loads((tmp_path / "config.json").read_text())["metadata"]["preprocessing"]
     if dtype != torch.float16:  # several operators have no half-precision CPU kernel
@@ -74,7 +74,7 @@ def test_odd_values_views_and_ties_come_back(tmp_path: Path) -> None:
         model.stem.patch.flatten()[:5] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-45])
     model.save_pretrained(tmp_path)
     loaded = Ensemble.from_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")  # parameters no longer lie in the file
+    (tmp_path / "model.safetensors").write_bytes(b"")  # parameters are not mapped to the file
     assert_same_model(loaded, model)
 
 
@@ -146,7 +146,7 @@ def test_files_and_folders_respect_the_umask(mask: int, tmp_path: Path) -> None:
     assert (tmp_path / "model").stat().st_mode & 0o777 == 0o777 & ~mask
 
 
-COMMIT = 8  # the step of a save that renames config.json, of all that flush or rename something
+COMMIT = 8  # among all fsync and rename calls of a save, the index of the one that renames config.json
 
 
 @pytest.mark.parametrize("step", range(COMMIT + 5))
@@ -154,7 +154,7 @@ COMMIT = 8  # the step of a save that renames config.json, of all that flush or 
 def test_a_save_cut_short_anywhere_leaves_one_model_whole_and_the_next_one_tidies_up(
     step: int, ending: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = ensemble(single()), ensemble(text())  # which has one file more
+    old, new = ensemble(single()), ensemble(text())  # the new model has one more file
     old.save_pretrained(tmp_path)
     left, acts = step, {name: getattr(os, name) for name in ("fsync", "rename", "replace")}
 
@@ -183,7 +183,7 @@ def test_a_save_cut_short_anywhere_leaves_one_model_whole_and_the_next_one_tidie
     assert_same_model(Ensemble.from_pretrained(tmp_path), new if committed else old)
     assert committed or ending == "killed" or not list(tmp_path.glob(".*"))
     (tmp_path / ".saving-1").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"config\.json"):  # also one that is refused tidies up
+    with pytest.raises(CheckpointError, match=r"config\.json"):  # a refused save cleans up too
         old.with_metadata(labels=("a", "b", "\ud800")).save_pretrained(tmp_path)
     assert_same_model(Ensemble.from_pretrained(tmp_path), new if committed else old)
     assert not list(tmp_path.glob(".*"))
@@ -195,7 +195,7 @@ def test_a_full_disk_is_a_clear_error_and_the_earlier_model_stays(tmp_path: Path
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def save() -> None:
-        for limit in (len(files["model.safetensors"]) - 1, 9):  # too little for the weights, for any file
+        for limit in (len(files["model.safetensors"]) - 1, 9):  # too little for the weights; for any file
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             with pytest.raises(StorageError, match="the earlier model"):
                 model.save_pretrained(tmp_path)
@@ -221,7 +221,7 @@ def test_a_reader_overtaken_by_a_save_gets_one_model_whole(
     original, overtaken = getattr(checkpoint, step), []
 
     def overtake(*arguments: object) -> object:
-        result = original(*arguments) if step == "_read_record" else None  # between config.json and the weights
+        result = original(*arguments) if step == "_read_record" else None  # between config.json and weights
         if not overtaken:
             overtaken.append(True)
             for model in (other, one) if back else (other,):

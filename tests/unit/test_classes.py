@@ -1,4 +1,4 @@
-"""Which class is which: names found, sets held against the model and against each other, by every caller alike."""
+"""The order of classes: finding their names, and checking sets against the model and each other, in every function."""
 
 import warnings
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def test_names_of_classes_are_found_wherever_libraries_keep_them(data: Any) -> N
     source: Any = SimpleNamespace(dataset=data)
     with pytest.raises(DataError, match=r"class 0 of data is 'dog', .* class 1"):
         in_order({"data": source}, ("cat", "dog"), 2)
-    if hasattr(data, "datasets"):  # where nothing is known of the model, they are held against each other
+    if hasattr(data, "datasets"):  # without known labels of the model, the parts are compared with each other
         for labels in ((), ("ant", "bee")):
             with pytest.raises(DataError, match=r"class 0 of data is 'dog', which data has as class 1"):
                 in_order({"data": source}, labels, 2)
@@ -76,11 +76,11 @@ def test_classes_that_may_be_the_models_pass(classes: Any, transform: Any, label
 
 
 def test_spelling_makes_no_other_class() -> None:
-    """Names that a Mac stores with accents apart are sorted otherwise: summer and hospital were exchanged."""
+    """File names on a Mac have decomposed accents, which sort differently: summer and hospital once were swapped."""
     apart, capitals = ("e\u0301te\u0301", "ho\u0302pital"), ("Hôpital", "ÉTÉ")
     assert class_numbers(apart, ("hôpital", "été")) == {0: 1, 1: 0}
     assert class_numbers(apart, capitals) == {0: 1, 1: 0}
-    assert class_numbers(("us", "US"), ("US", "us")) == {0: 1, 1: 0}  # which are two
+    assert class_numbers(("us", "US"), ("US", "us")) == {0: 1, 1: 0}  # two different classes
     data = ImageDataset([0, 0], [0, 1], apart)
     assert in_order({"data": data}, capitals, 2)["data"].labels.tolist() == [1, 0]
     with warnings.catch_warnings(action="error"):
@@ -99,7 +99,7 @@ def test_sets_without_a_name_in_common_are_told_of_once() -> None:
 
 
 def answered(model: he.Ensemble, names: tuple[str, ...], called: Callable[[int], str], seed: int) -> ImageDataset:
-    """Images that the model takes for the classes of these names, in the order of the names."""
+    """Images that the model assigns to the classes of these names, labelled in the order of the names."""
     images = torch.randn(400, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
     found = [called(label) for label in model(images)[0].argmax(-1).tolist()]
     rows = [row for row, name in enumerate(found) if name in names]
@@ -111,7 +111,7 @@ def given(data: ImageDataset) -> BatchLoader:
 
 
 def foreign(data: Any) -> DataLoader[Any]:
-    """A loader that is not ours; what it does with labels nobody knows."""
+    """A loader of another library, whose labels cannot be renumbered."""
     return DataLoader(data, 50)
 
 
@@ -129,7 +129,7 @@ def whole(model: he.Ensemble) -> ImageDataset:
 
 @pytest.fixture(scope="module")
 def part(model: he.Ensemble) -> ImageDataset:
-    """`pos` is class 1 here."""
+    """A set in which `pos` is class 1."""
     return answered(model, ("neg", "pos"), NAMES.__getitem__, 2)
 
 
@@ -144,7 +144,7 @@ def test_validation_is_numbered_as_train(model: he.Ensemble, whole: ImageDataset
         he.finetune(model, given(whole), STILL, foreign(part), progress=False)
     remedied = he.finetune(model, given(whole), STILL, foreign(part.with_classes(whole.class_names)), progress=False)
     assert remedied.metadata.metrics["validation/accuracy"] == 1.0
-    with pytest.raises(DataError, match="train has 2 classes"):  # it would teach pos as class 1
+    with pytest.raises(DataError, match="train has 2 classes"):  # would train pos as class 1
         he.finetune(model, given(part), STILL, progress=False)
 
 
@@ -177,7 +177,7 @@ def test_sets_of_an_evaluation_are_numbered_alike(model: he.Ensemble, whole: Ima
 
 def test_numbers_that_are_not_their_places_are_refused_and_each_remedy_works() -> None:
     large = noisy(small(classes=12), 1)
-    numbers = tuple(sorted(map(str, range(12))))  # 0, 1, 10, 11, 2: as folders are sorted
+    numbers = tuple(sorted(map(str, range(12))))  # 0, 1, 10, 11, 2: the order of folders
     data = answered(large, numbers, str, 1)
     assert {2, 3, 4} & set(data.labels.tolist())
     for call in (
@@ -217,7 +217,7 @@ def test_classes_are_put_in_order_by_name(part: ImageDataset) -> None:
 @pytest.mark.parametrize(
     ("names", "labels", "numbers"),
     [
-        ("crane dog crane", "crane dog crane", {0: 0, 1: 1, 2: 2}),  # ImageNet has two cranes: their places tell them
+        ("crane dog crane", "crane dog crane", {0: 0, 1: 1, 2: 2}),  # ImageNet has two cranes: told apart by index
         ("dog crane", "crane dog crane", {0: 1}),
         ("1 3", "001 002 003", {0: 0, 1: 2}),
         ("0 10 2", "", {0: 0, 1: 10, 2: 2}),

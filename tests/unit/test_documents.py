@@ -1,4 +1,4 @@
-"""Links of documents lead somewhere, no number is without its line; tables and code are tested with benchmarks."""
+"""Links in documents have targets, and every number is in the glossary; benchmarks' tests check tables and code."""
 
 import ast
 import contextlib
@@ -29,7 +29,7 @@ GLOSSARY = "".join((ROOT / "docs" / name).read_text() for name in ("glossary.md"
 
 
 def anchors(path: Path) -> set[str]:
-    """Of the headings, as a git host and the site make them."""
+    """Anchors of the headings, as a git host and the site generate them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -43,7 +43,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_results_that_are_named_are_there() -> None:
-    """Or the commit is named at which they are."""
+    """Files named in documents exist, or the commit that has them is given."""
     named = [one for path in CITING for one in re.findall(r"`(results/[\w./-]+)`( at [0-9a-f]{7})?", path.read_text())]
     assert not [name for name, commit in named if not commit and not (ROOT / name).exists()]
 
@@ -55,7 +55,7 @@ def test_every_file_of_results_is_listed_with_what_writes_it() -> None:
 
 
 def calls(code: str) -> Iterator[tuple[Any, list[str]]]:
-    """What of ours a piece of code calls, `he.…`, `data.…` or `baselines.…`, and the keywords it gives."""
+    """Functions that a piece of code calls as `he.…`, `data.…` or `baselines.…`, and the keywords passed."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Call):
             named = ast.unparse(node.func)
@@ -65,31 +65,31 @@ def calls(code: str) -> Iterator[tuple[Any, list[str]]]:
 
 
 def known_keywords(called: Any, given: list[str]) -> set[str]:
-    """Those that a function takes; all that are given where it does not say which others it takes."""
+    """Keywords that a function accepts; all given ones if it takes unspecified `**kwargs`."""
     known = inspect.signature(called).parameters
     (free,) = [one for one in known.values() if one.kind is inspect.Parameter.VAR_KEYWORD] or [None]
-    named = get_args(free.annotation) if free else ()  # as Unpack[TrainOptions]
+    named = get_args(free.annotation) if free else ()  # such as Unpack[TrainOptions]
     return {*known, *(named[0].__annotations__ if named else given if free else ())}
 
 
 def written_code(text: str) -> Iterator[str]:
-    """Blocks of Python, and calls inside sentences and tables."""
+    """Python code blocks, and calls inside sentences and tables."""
     yield from map(textwrap.dedent, re.findall(r"^ *```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE))
     for inline in re.findall(r"`([^`\n]+\))`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
-        with contextlib.suppress(SyntaxError):  # no Python, such as a formula
+        with contextlib.suppress(SyntaxError):  # not Python, such as a formula
             ast.parse(code := inline.replace("…", "..."))
             yield code
 
 
 @pytest.mark.parametrize("path", sorted(TEXTS), ids=lambda path: path.name)
 def test_code_calls_what_there_is_pictures_say_what_they_show_and_pages_are_short(path: Path) -> None:
-    """By names that exist, with keywords that exist; that code runs is tested where it is a whole."""
+    """Called names and keywords exist; complete pieces of code are run elsewhere."""
     text = path.read_text()
     for code in written_code(text):
         for called, keywords in calls(code):
             assert set(keywords) <= known_keywords(called, keywords), f"{called.__qualname__}: {keywords}"
     assert "![](" not in text
-    # sources of numbers among them; what is longer belongs into the `tables_` of its page
+    # the sources of numbers count too; longer content belongs in a page's `tables_` file
     assert path.parent == ROOT or path.name.startswith(("tables_", "study_")) or text.count("\n") <= 200
 
 
@@ -106,13 +106,13 @@ def test_every_number_has_a_line_in_the_glossary() -> None:
     said = set(re.findall(r"`([\w.+]+)(?:\(\))?`", GLOSSARY))
     shown = {column.key.rpartition(".")[2] for column in (*COLUMNS, *DIVERSITY)}
     scores = {name for names in (ScoreName, FamiliarityName, LearnedName) for name in get_args(names)}
-    steps = "_per_sample|_of_confidence|_parts|top_label|roc_curve|label_scores|conformal_threshold"  # to a number
+    steps = "_per_sample|_of_confidence|_parts|top_label|roc_curve|label_scores|conformal_threshold"  # no numbers
     plain = {name for name in metrics.__all__ if name.islower() and not re.search(steps, name)}
     assert shown | scores | plain <= said
 
 
 def columns_of_generated_tables() -> set[str]:
-    """The parts of their titles: `cifar10 (near)` is a `SET (near)`, `batch 4, eager` a `batch N` and `eager`."""
+    """The parts of their titles: `cifar10 (near)` becomes `SET (near)`, `batch 4, eager` `batch N` and `eager`."""
     tables = "".join(re.findall(r"<!-- table: .*?<!-- end -->", "".join(one.read_text() for one in TEXTS), re.DOTALL))
     titles = "|".join(re.findall(r"^\|(.*)\|\n\|[-:| ]+\|$", tables, re.MULTILINE))
     titles = re.sub(r"[↑↓*]|\(?%\)?", "", titles)

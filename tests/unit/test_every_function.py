@@ -1,4 +1,4 @@
-"""What holds for every function that reads a model and batches: it leaves them alone, and names what it cannot use."""
+"""Common to every function that reads a model and batches: it does not modify them, and reports what it cannot use."""
 
 import random
 from collections.abc import Callable
@@ -40,13 +40,13 @@ FUNCTIONS: dict[str, Function] = {
     "synthetic_ood": lambda model, data: he.data.synthetic_ood(data, model=model),
 }
 LABELLED = [name for name in FUNCTIONS if name not in ("head_vectors", "synthetic_ood")]
-AS_IT_COMES = ("evaluate", "atlas", "calibrate", "fit_familiarity", "head_vectors")  # the order is the loader's own
+AS_IT_COMES = ("evaluate", "atlas", "calibrate", "fit_familiarity", "head_vectors")  # use the loader's own order
 ONE_MEMBER = ("taylor", "naive", "build", "head_vectors")
 X, Y = cases.samples(8, seed=5)
 
 
 def content(found: Any) -> Any:
-    """What an answer says, such that equal answers are equal."""
+    """The content of a result, comparable with ==."""
     if isinstance(found, nn.Module):
         return tensors_digest(found.state_dict()), found.metadata
     if isinstance(found, he.HeadRanking):
@@ -58,7 +58,7 @@ def content(found: Any) -> Any:
 
 
 def state(model: he.Ensemble) -> list[Any]:
-    """Everything about a model that its owner may rely on: the same tensors, what is in them, and its flags."""
+    """Everything an owner relies on: tensor identities, values and flags of a model."""
     tensors = [one for weight in model.parameters() for one in (weight, weight.grad) if one is not None]
     parts = [(id(one), one.requires_grad, tensors_digest({"": one})) for one in tensors]
     return [*parts, *(module.training for module in model.modules())]
@@ -67,7 +67,7 @@ def state(model: he.Ensemble) -> list[Any]:
 @pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_model_loader_and_random_numbers_are_left_alone_and_the_answer_is_the_same_again(name: str) -> None:
-    """Whatever was drawn before, whether gradients are switched off, and also after an error."""
+    """Regardless of earlier random draws and of disabled gradients, and also after an error."""
     model, generator = cases.image_model().train(), torch.Generator().manual_seed(3)
     model.encoder.layers[1].eval()
     model.readout.requires_grad_(False)
@@ -92,7 +92,7 @@ def test_model_loader_and_random_numbers_are_left_alone_and_the_answer_is_the_sa
         bad = TensorDataset(X, Y + 100)
         with pytest.raises(DataError, match="batch") as caught:
             FUNCTIONS[name](model, DataLoader(bad, 2, shuffle=True, generator=generator))
-        assert caught.tb is not None  # its frames are alive, so nothing was put back by their end
+        assert caught.tb is not None  # frames are alive: nothing was restored merely by their end
     assert surroundings() == before
 
 
@@ -139,7 +139,7 @@ WITH_OOD: dict[str, Callable[[he.Ensemble, Any], Any]] = {
 
 @pytest.mark.parametrize("name", WITH_OOD)
 def test_labels_of_ood_data_are_not_read(name: str) -> None:
-    """Alone, beside names of files, and in a mapping; tests of batches have every other form."""
+    """Alone, with file names, and in a mapping; test_batches.py has all other forms."""
     images, names = cases.samples(7, seed=6, shift=1.5)[0], tuple(f"{row}.png" for row in range(7))
     forms = ([images], [(images, names)], [{"pixel_values": images, "label": names}])
     first, *rest = (content(WITH_OOD[name](cases.image_model(), form)) for form in forms)
@@ -147,7 +147,7 @@ def test_labels_of_ood_data_are_not_read(name: str) -> None:
 
 
 class Folders(Dataset[tuple[Tensor, int]]):
-    """As torchvision's: names of classes in the order of folders."""
+    """Like torchvision's ImageFolder: class names in the order of folders."""
 
     classes = ("blue", "green", "red")
 

@@ -1,4 +1,4 @@
-"""Familiarity: every score against independent computations, the way through a model's life, reasons, bad input."""
+"""Familiarity: every score against an independent computation, a model's life cycle, reasons, and bad input."""
 
 import sys
 from functools import partial
@@ -53,7 +53,7 @@ RAGGED, NEW = ragged(), joined(labelled(ragged(), 40, seed=1, shift=1.0))[0]
 
 
 def distances(name: str, fit: np.ndarray, labels: np.ndarray, new: np.ndarray, shrinkage: float) -> np.ndarray:
-    """The score of one member by NumPy, one class after another."""
+    """The score of one member in NumPy, class by class."""
     if name.endswith("++"):
         fit, new = (one / np.linalg.norm(one, axis=-1, keepdims=True) for one in (fit, new))
     means = np.stack([fit[labels == one].mean(0) for one in np.unique(labels)])
@@ -74,24 +74,24 @@ def test_distances_are_those_of_the_definition(name, shrinkage) -> None:
     inputs, labels = joined(data)
     exact = {"held_out": 0.0, "shrinkage": shrinkage}
     p = fit_familiarity(one, data, name, **exact).predict(NEW)
-    added = 0.01 if shrinkage is None else shrinkage  # of the mean eigenvalue, with 40 samples a class
+    added = 0.01 if shrinkage is None else shrinkage  # times the mean eigenvalue, for 40 samples per class
     pairs = zip(features_of(one, inputs).numpy(), features_of(one, NEW).numpy(), strict=True)
     by_member = [distances(name, fit, labels.numpy(), new, added) for fit, new in pairs]
-    atol = 5e-4 if name.startswith("relative") else 1e-4  # a difference of larger numbers
+    atol = 5e-4 if name.startswith("relative") else 1e-4  # a difference of large numbers
     np.testing.assert_allclose(p.unfamiliarity.member_scores[0].numpy(), by_member, rtol=1e-4, atol=atol)
     np.testing.assert_allclose(p.score(name).numpy(), np.mean(by_member, axis=0), rtol=1e-4, atol=atol)
-    assert one.metadata.familiarity is None  # the input is untouched
+    assert one.metadata.familiarity is None  # the input is not modified
     whole = fit_familiarity(one, [(inputs, labels)], name, **exact)  # read in one batch
     torch.testing.assert_close(whole.predict(NEW).score(name), p.score(name), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.usefixtures("usual_kernels")  # vim is a small difference of larger numbers, as float32 rounds them
+@pytest.mark.usefixtures("usual_kernels")  # vim is a small difference of large float32 numbers
 @pytest.mark.parametrize("name", ["mahalanobis", "relative_mahalanobis", "vim", "knn"])
 def test_pytorch_ood_agrees(name) -> None:
-    """Its covariance is not divided by the samples, has 1e-6 added, and must have an inverse; of Mahalanobis, a half.
+    """Its covariance is a sum, not a mean, has 1e-6 added and must be invertible; its Mahalanobis is half of ours.
 
-    So distances, which do not depend on the scale and the basis of the features, are compared on large features
-    without the one direction in which a last norm lets nothing vary.
+    So distances, which do not depend on the scale and basis of the features, are compared on scaled-up features
+    without the one direction in which a final norm allows no variance.
     """
     one, data = model(RAGGED), labelled(RAGGED)
     inputs, labels = joined(data)
@@ -107,7 +107,7 @@ def test_pytorch_ood_agrees(name) -> None:
         if "mahalanobis" in name:
             directions = torch.linalg.svd(fit - fit.mean(0))[2][:-1].T
             fit, new = 1e3 * fit @ directions, 1e3 * new @ directions
-        torch.set_default_dtype(torch.float64)  # its statistics have that of torch
+        torch.set_default_dtype(torch.float64)  # it computes statistics in torch's default dtype
         try:
             theirs = factor * referee.fit_features(fit, labels).predict_features(new)
         finally:
@@ -116,7 +116,7 @@ def test_pytorch_ood_agrees(name) -> None:
         torch.testing.assert_close(scores, theirs.double(), rtol=1e-3, atol=1e-6)
 
 
-# --- the life of a model ----------------------------------------------------------------------------------------------
+# --- the life cycle of a model ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [single(), hydra(), text()], ids=["one member", "two tokens, a trunk", "text"])
@@ -147,8 +147,8 @@ def test_it_is_saved_loaded_optimized_and_evaluated(config, tmp_path) -> None:
     with torch.inference_mode():
         fitted = fit_familiarity(model(config), data, names)
         fitted.predict(inputs)
-    fitted.answers(inputs)[1].sum().backward()  # what was made and used there has gradients all the same
-    if config.kind == "image":  # and what is used first by a compiler is one graph
+    fitted.answers(inputs)[1].sum().backward()  # a model fitted and used in inference mode still has gradients
+    if config.kind == "image":  # a model first used inside torch.compile is one graph
         fresh = Ensemble.from_pretrained(tmp_path)
         compiled = torch.compile(lambda pixels: fresh.answers(pixels)[1], backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(inputs)[0].mean(0), p.score(names[0]), rtol=1e-3, atol=1e-4)
@@ -160,14 +160,14 @@ def test_a_zero_shot_ensemble_learns_what_is_familiar() -> None:
     fitted = fit_familiarity(classifier, [(many, torch.arange(60) % len(NAMES))])
     assert fitted.predict(many).familiarity.mean() > 0.2
     assert (fitted.predict(50 + 30 * many).score("mahalanobis") > fitted.predict(many).score("mahalanobis").max()).all()
-    assert he.retarget(fitted, ["boat", "tree"]).metadata.familiarity is None  # other classes, other means
+    assert he.retarget(fitted, ["boat", "tree"]).metadata.familiarity is None  # new classes have new means
 
 
 def test_it_does_not_outlive_the_features_it_knows() -> None:
     fitted = fit_familiarity(model(CONFIG), labelled(CONFIG))
     assert he.prune(fitted, [(0, 0)]).metadata.familiarity is None
     assert he.fuse([fitted, he.prune(fitted, [(0, 0)])], mlp="separate").metadata.familiarity is None
-    assert fitted.member(0).metadata.familiarity == fitted.metadata.familiarity  # of one member it is its own
+    assert fitted.member(0).metadata.familiarity == fitted.metadata.familiarity  # a single member keeps it
 
 
 def test_foreign_inputs_are_unfamiliar_and_p_values_of_familiar_ones_uniform() -> None:
@@ -188,7 +188,7 @@ def test_both_thresholds_promise_their_share() -> None:
     settings, metrics = calibrated.metadata.familiarity.settings, calibrated.metadata.metrics
     assert (settings.scores, settings.accepted_share) == (("mahalanobis",), 0.9)
     assert 150 < settings.samples < 250
-    assert settings.reference.samples == 400 - settings.samples  # the threshold is of the others
+    assert settings.reference.samples == 400 - settings.samples  # the others set the threshold
     assert metrics["validation/accepted_share"] >= 2 * 0.9 - 1
     assert min(metrics["validation/sure_share"], metrics["validation/familiar_share"]) >= 0.85
     assert "both accept" in calibrated.metadata.history[-1]
@@ -207,21 +207,21 @@ def test_both_thresholds_promise_their_share() -> None:
 def test_the_only_sample_of_a_class_fits_and_is_not_held_out() -> None:
     inputs, labels = joined(labelled(CONFIG, 60))
     labels = torch.where(labels == 0, 1, labels)
-    labels[0] = 0  # which is not drawn to fit
+    labels[0] = 0  # not drawn for fitting
     drawn = int((np.random.default_rng(0).random(60) < 0.5).sum())
-    for score, fitted in (("mahalanobis", drawn + 1), ("knn", drawn)):  # which knows no classes
+    for score, fitted in (("mahalanobis", drawn + 1), ("knn", drawn)):  # knn ignores classes
         calibrated = he.calibrate(model(CONFIG), [(inputs, labels)], share=0.9, familiarity=score)
         assert calibrated.metadata.familiarity.settings.samples == fitted
 
 
 def test_thresholds_keep_their_promise_where_many_classes_are_rare() -> None:
-    """Samples that a rare class has to fit with are not held out; without others in their place 0.926 are accepted."""
+    """Samples needed to fit a rare class are not held out; unless others replace them, only 0.926 are accepted."""
     accepted, classes = [], 200
     for seed in range(8):
         draws = np.random.default_rng(seed)
         means = 3 * draws.normal(size=(classes, 64))
         drawn = draws.choice(classes, p=(often := 1 / np.arange(1, classes + 1)) / often.sum(), size=3000)
-        known = np.concatenate([drawn[:1000], np.setdiff1d(np.arange(classes), drawn[:1000])])  # some of each
+        known = np.concatenate([drawn[:1000], np.setdiff1d(np.arange(classes), drawn[:1000])])  # one of each
 
         def seen(labels: np.ndarray, means: np.ndarray = means, draws: np.random.Generator = draws) -> Answered:
             features = torch.from_numpy(means[labels] + draws.normal(size=(len(labels), 64))).float()
@@ -240,7 +240,7 @@ def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:
     assert shares <= calibrated.metadata.metrics.keys()
     again = he.calibrate(calibrated, labelled(CONFIG, 200), share=0.9, familiarity=None).metadata
     assert again.familiarity.settings.scores == ("mahalanobis",)
-    assert again.familiarity.settings.threshold is None  # it was set beside another calibration
+    assert again.familiarity.settings.threshold is None  # set with another calibration
     assert not shares & again.metrics.keys()
     assert "validation/accepted_share" in again.metrics
     with pytest.warns(he.HydraWarning, match="calibrate again"):
@@ -264,7 +264,7 @@ def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone(monkeypat
     one, auto, named = model(CONFIG), he.HydraConfig(), he.HydraConfig(familiarity="mahalanobis")
     good, fresh = labelled(CONFIG, 60), labelled(CONFIG, 60, seed=1)
     assert chain._familiar(one, auto, good, fresh).metadata.familiarity is not None
-    assert chain._familiar(one, auto, good, good) is one  # calibration fits a half of them
+    assert chain._familiar(one, auto, good, good) is one  # calibration fits on half of them
     assert chain._familiar(one, auto, good[:1], fresh).metadata.familiarity is not None
     few = [(inputs[:1], labels[:1]) for inputs, labels in good[:1]]
     assert chain._familiar(one, auto, few, fresh) is one
@@ -303,7 +303,7 @@ def test_calibrate_without_familiarity_or_with_another() -> None:
 
 
 def numbered(first: int, count: int) -> Answered:
-    """Samples whose features, logits and label are all one number."""
+    """Samples whose features, logits and label all equal one number."""
     labels = torch.arange(first, first + count)
     return Answered(labels.float().expand(2, 1, -1).mT.clone(), labels.float().expand(2, 3, -1).mT.clone(), labels)
 
@@ -313,7 +313,7 @@ def test_memory_is_bounded_and_draws_are_even() -> None:
     for start in range(0, 1000, 100):
         left += kept.offer(numbered(start, 100)).labels.tolist()
     rows = kept.samples().labels
-    assert sorted([*rows.tolist(), *left]) == list(range(1000))  # none lost, none twice
+    assert sorted([*rows.tolist(), *left]) == list(range(1000))  # none lost or doubled
     assert len(rows) == 50
     assert 350 < rows.double().mean() < 650
     fitted = fit_familiarity(model(CONFIG), labelled(CONFIG, 90), "knn", held_out=0.0, stored=40)
@@ -322,7 +322,7 @@ def test_memory_is_bounded_and_draws_are_even() -> None:
 
 @pytest.mark.parametrize("sizes", [[7, 0, 30, 1, 64, 3], [5, 5, 5], [10, 10], [200, 1, 1]])
 def test_a_seed_keeps_the_samples_it_always_kept_however_they_are_batched(sizes: list[int]) -> None:
-    """Drawn for a whole batch at once, as if for one sample after another."""
+    """Random numbers are drawn per batch, but as if sample by sample."""
     first, by_batch, by_row = 0, Reservoir(10, np.random.default_rng(3)), Reservoir(10, np.random.default_rng(3))
     for size in sizes:
         whole = by_batch.offer(numbered(first, size))
@@ -338,7 +338,7 @@ def test_a_seed_keeps_the_samples_it_always_kept_however_they_are_batched(sizes:
 
 
 def test_what_overflows_is_fitted_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums over one sample cost nearly what those over a batch do."""
+    """Sums over one sample cost almost as much as sums over a batch."""
     added, add = [], familiarity.Sums.add
     monkeypatch.setattr(familiarity, "HELD_OUT_MOST", 5)
     monkeypatch.setattr(familiarity.Sums, "add", lambda sums, *given: (added.append(len(given[1])), add(sums, *given)))
@@ -349,7 +349,7 @@ def test_what_overflows_is_fitted_batch_by_batch(monkeypatch: pytest.MonkeyPatch
 
 
 OTHERS, RECIPE = labelled(CONFIG, seed=1), he.Recipe(optimizer="sgd", learning_rate=0.1, steps=1)
-READERS: dict[str, tuple[str, Any]] = {  # with what each calls its data
+READERS: dict[str, tuple[str, Any]] = {  # the name each gives its data
     "fit_familiarity": ("id_batches", fit_familiarity),
     "calibrate": ("validation", he.calibrate),
     "evaluate": ("set 'id'", partial(he.evaluate, progress=False)),
@@ -366,14 +366,14 @@ def test_a_loader_that_is_split_between_processes_is_refused(called: str, read: 
     data, one = TensorDataset(*joined(labelled(CONFIG))), model(CONFIG)
     part = DistributedSampler(data, 2, 0)
     for split in (DataLoader(data, 16, sampler=part), DataLoader(data, batch_sampler=BatchSampler(part, 16, False))):
-        check_unsharded(split, "alone")  # one process: nothing is split twice
+        check_unsharded(split, "alone")  # one process: nothing is split
         for refused in by_two_ranks(partial(lambda split, rank: read(one, split), split)):
             with pytest.raises(ConfigError, match=f"^{called} .*split between processes"):
                 refused.result()
 
 
 def test_copies_and_few_samples_are_said() -> None:
-    """Copies that are held out are at no distance from those that were fitted; few samples are shrunk more."""
+    """Held-out copies have distance zero to fitted ones; few samples are shrunk more."""
     with pytest.warns(HydraWarning, match="120 of the 240 samples of id_batches are copies"):
         fit_familiarity(model(CONFIG), labelled(CONFIG) * 2, "knn")
     with pytest.warns(UserWarning, match="4 on average, 4 of the rarest"):
@@ -415,8 +415,8 @@ def test_what_was_not_fitted_or_calibrated_is_named_and_labels_are_not_needed_wi
     ):
         with pytest.raises(ConfigError, match=token):
             call()
-    unlabelled = fit_familiarity(one, [inputs for inputs, _ in data], ("knn", "vim"))  # which know no classes
+    unlabelled = fit_familiarity(one, [inputs for inputs, _ in data], ("knn", "vim"))  # which ignore classes
     assert unlabelled.predict(data[0][0]).familiarity.shape == (16,)
-    for prediction in (plain, fitted):  # what nobody asked for by name is None
+    for prediction in (plain, fitted):  # without an explicit request, the answer is None
         known = (prediction.accept, prediction.doubt, prediction.reason, prediction.familiarity)
         assert known == (None, None, None, None)

@@ -1,4 +1,4 @@
-"""Files appear in one piece, JSON is read strictly, and one worker at a time is in a folder, whatever ends it."""
+"""Files are written atomically, JSON is read strictly, and one worker at a time uses a folder, even after a kill."""
 
 import errno
 import os
@@ -68,7 +68,7 @@ def test_a_disk_that_flushes_files_alone_is_good_enough(tmp_path: Path, monkeypa
 
 
 def test_what_is_no_file_is_not_replaced_by_one_and_a_file_is_no_folder(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")  # as a device: whoever may write there must not take it away
+    os.mkfifo(tmp_path / "pipe")  # like a device, it must not be replaced
     with pytest.raises(StorageError, match="not a plain file"):
         files.write_atomically(tmp_path / "pipe", b"content")
     assert (tmp_path / "pipe").is_fifo()
@@ -119,9 +119,9 @@ def test_a_killed_worker_holds_nothing_even_if_its_child_lives(tmp_path: Path) -
 
     def work() -> None:
         with files.locked(tmp_path, "build"):
-            if os.fork() == 0:  # a child, as loaders of data have them, that outlives its killed parent
+            if os.fork() == 0:  # a child, such as a data loader's worker, that outlives its killed parent
                 os.close(write)
-                os.write(born, b"1")  # by now it has let go of what its parent holds
+                os.write(born, b"1")  # by now it has released its parent's lock
                 os.read(read, 1)
                 os._exit(0)
             os.read(lives, 1)
@@ -132,7 +132,7 @@ def test_a_killed_worker_holds_nothing_even_if_its_child_lives(tmp_path: Path) -
     with files.locked(tmp_path, "build"):
         pass
     assert not list(tmp_path.iterdir())
-    for end in (write, read, lives, born):  # the first of which ends the grandchild
+    for end in (write, read, lives, born):  # closing the first ends the grandchild
         os.close(end)
 
 
@@ -144,7 +144,7 @@ def test_those_who_wait_come_one_at_a_time(tmp_path: Path) -> None:
                 (tmp_path / "count").write_text(str(count + 1))
 
     (tmp_path / "count").write_text("0")
-    with ThreadPoolExecutor(3) as pool:  # a lock belongs to an open file, so threads are like processes to it
+    with ThreadPoolExecutor(3) as pool:  # locks belong to open files, so threads act like processes
         for done in [pool.submit(work) for _ in range(3)]:
             done.result()
     assert (tmp_path / "count").read_text() == "300"
@@ -185,7 +185,7 @@ def test_json_comes_back_and_files_are_read_within_limits(tmp_path: Path) -> Non
         for read in (files.read_file, files.read_json):
             with pytest.raises(CheckpointError, match=wrong.name):
                 read(wrong)
-    os.truncate(path, 1 << 40)  # a hole, which takes no place on the disk
+    os.truncate(path, 1 << 40)  # a sparse file takes no space on disk
     with pytest.raises(CheckpointError, match="limit"):
         files.checksum(path, 1 << 20)
 

@@ -1,4 +1,4 @@
-"""What is stored of models and data to know them again does not change: journals, run folders and answers hold it."""
+"""Fingerprints of models and data must not change: journals, run folders and results store them."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset

@@ -27,7 +27,7 @@ IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
 
 
 def small(seed: int = 0, **changes: Any) -> he.Ensemble:
-    """The same model at every call of a seed."""
+    """A small model, equal for equal seeds."""
     return noisy(small_config(classes=5, width=24, layers=3, heads=4, head_dim=6, mlp_width=48, **changes), seed)
 
 
@@ -41,7 +41,7 @@ def moved(ensemble: he.Ensemble, seed: int, groups: tuple[str, ...]) -> he.Ensem
 
 
 def tuned(base: he.Ensemble, member: int, groups: tuple[str, ...] = GROUPS) -> he.Ensemble:
-    """A copy with two heads of its own gone, moved away from the base as fine-tuning would."""
+    """A copy with two heads pruned and weights moved away from the base, as fine-tuning does."""
     return moved(he.prune(base, [(0, member % 4), (1, (member + 1) % 4)]), 100 + member, groups)
 
 
@@ -77,7 +77,7 @@ def test_the_trunk_is_found_exactly_when_it_exists(trunk: int) -> None:
             part.get_parameter(f"encoder.layers.{trunk}.norm2.bias").add_(member * 1e-3)
     fused = he.fuse(parts)
     assert fused.config.trunk == trunk
-    assert he.fuse(parts, trunk=1).config.trunk == min(trunk, 1)  # a limit keeps equal layers apart
+    assert he.fuse(parts, trunk=1).config.trunk == min(trunk, 1)  # the limit keeps equal layers separate
     expected = torch.cat([part(IMAGES) for part in parts])
     assert torch.allclose(fused(IMAGES), expected, atol=1e-5)
     stored = {name: p.shape[0] for name, p in fused.named_parameters() if name.endswith("norm1.weight")}
@@ -85,12 +85,12 @@ def test_the_trunk_is_found_exactly_when_it_exists(trunk: int) -> None:
 
 
 def test_equal_stems_before_a_trunk_are_one_also_where_stems_are_to_be_separate() -> None:
-    """Else the trunk would see as many inputs as there are members, and run for each of them."""
+    """Otherwise the trunk would get one input per member and run for each."""
     parts = [moved(small(), member, ("stem", *GROUPS)) for member in range(3)]
     fused = he.fuse(parts, stem="separate", mlp="separate", average=2)
     assert fused.stem(IMAGES).shape[0] == 1
     assert torch.equal(fused(IMAGES), he.fuse(parts, mlp="separate", average=2)(IMAGES))
-    apart = he.fuse(parts, stem="separate", mlp="separate", average=2, trunk=0)  # which are to part in training
+    apart = he.fuse(parts, stem="separate", mlp="separate", average=2, trunk=0)  # kept apart for training
     assert apart.stem(IMAGES).shape[0] == 3
 
 
@@ -142,7 +142,7 @@ def test_members_of_different_dtypes_or_devices_are_refused_by_number(join: Join
 
 @pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack, he.soup], ids=["fuse", "stack", "soup"])
 def test_members_may_have_been_trained_with_different_dropout(join: Join) -> None:
-    """Fine-tunings of one model often are: it changes no answer. The first one's is kept."""
+    """Fine-tunings of one model often are; it changes no answer. The first member's rates are kept."""
     kinds = ("attention", "projection", "activation", "output")
     rates: dict[str, Any] = {"drop_path": (0.0, 0.1, 0.2), **{f"{kind}_dropout": 0.1 for kind in kinds}}
     rates["readout"] = {"dropout": 0.3}
@@ -156,7 +156,7 @@ def test_members_may_have_been_trained_with_different_dropout(join: Join) -> Non
 
 @pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack, he.soup], ids=["fuse", "stack", "soup"])
 def test_models_of_other_libraries_are_converted(join: Join) -> None:
-    """As `convert` does by itself; one of ours may stand beside them."""
+    """As by `convert`; converted ensembles may be among them."""
     model = timm.create_model("test_vit", num_classes=3).eval()
     other = copy.deepcopy(model)
     torch.nn.init.normal_(other.head.weight)
@@ -221,7 +221,7 @@ def test_a_soup_is_the_mean_of_all_weights() -> None:
 
 @pytest.mark.parametrize("mlp", ["separate", "mean"])
 def test_a_mean_trunk_is_a_soup_below_and_the_members_above(mlp: Any) -> None:
-    """Every answer is that of the member with the stem and the first layers of the soup."""
+    """Each output equals that of the member with the soup's stem and first layers."""
     models = [small(seed) for seed in range(3)]
     fused, mixed, inputs = he.fuse(models, mlp=mlp, average=2), he.soup(models).state_dict(), torch.randn(4, 3, 4, 4)
     assert (fused.config.trunk, fused.num_members) == (2, 3)
@@ -242,7 +242,7 @@ def test_a_mean_trunk_is_a_soup_below_and_the_members_above(mlp: Any) -> None:
     ("average", "layers"), [(0.8, 2), (0.5, 2), (0.34, 1), (np.float32(0.8), 2), (0.0, 0), (3, 3), (np.int64(1), 1)]
 )
 def test_a_share_of_the_layers_or_their_number_is_averaged(average: float, layers: int) -> None:
-    """Rounded to whole layers, of three; nothing else differs from asking for their number."""
+    """The share is rounded to whole layers, of three; the result equals asking for their number."""
     members = [moved(small(), seed, ("mlp",)) for seed in range(2)]
     found = he.fuse(members, mlp="separate", average=average)
     assert found.config.trunk == layers
@@ -261,7 +261,7 @@ def test_a_share_of_the_layers_or_their_number_is_averaged(average: float, layer
     ],
 )
 def test_the_mean_of_models_that_have_no_common_start_is_warned_of(join: Any, apart: bool) -> None:
-    """Where layers are averaged, and only there; one warning, however many layers and members are strangers."""
+    """Only where layers are averaged; one warning, however many layers and members are unrelated."""
     kin = [perturbed(small(), seed) for seed in range(3)]
     for models, expected in ((kin, 0), ([*kin[:2], small(7)], int(apart))):
         with warnings.catch_warnings(record=True, action="always") as said:
@@ -270,7 +270,7 @@ def test_the_mean_of_models_that_have_no_common_start_is_warned_of(join: Any, ap
 
 
 def test_layers_begun_anew_in_one_member_are_strangers() -> None:
-    """Fine-tuners who draw the last block afresh have one start for the others alone."""
+    """If fine-tuning reinitialises the last block, only the other blocks have a common start."""
     other, drawn = small(), small(9).state_dict()
     other.load_state_dict({name: one for name, one in drawn.items() if place_of(name)[1] == 2}, strict=False)
     with pytest.warns(he.HydraWarning, match="layer 2"):

@@ -25,12 +25,12 @@ FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for pat
 
 @cache
 def top_level(name: str) -> list[ast.stmt]:
-    """What stands in a file outside of functions and TYPE_CHECKING."""
+    """Statements of a file outside functions and TYPE_CHECKING."""
     return ast.parse(FILES[name].read_text()).body
 
 
 def imports(name: str) -> Iterator[str]:
-    """What a file imports when it is loaded: files of ours as `part.file`, other libraries as `!library`."""
+    """Imports of a file at load time: our files as `part.file`, other libraries as `!library`."""
     package = name.split(".")[:-1]
     for node in top_level(name):
         if isinstance(node, ast.Import):
@@ -45,7 +45,7 @@ def imports(name: str) -> Iterator[str]:
 
 
 def graph() -> dict[str, set[str]]:
-    """Files of ours that each of them imports."""
+    """Our files, each with those it imports."""
     return {
         name: {f"{to}.__init__" if f"{to}.__init__" in FILES else to for to in imports(name) if not to.startswith("!")}
         for name in FILES
@@ -79,7 +79,7 @@ def test_the_page_of_every_file_is_as_written_and_the_page_on_architecture_has_i
 
 
 def defined(name: str) -> set[str]:
-    """Classes, functions and types that a file defines; not commands of the shell, variables of types and constants."""
+    """Classes, functions and types a file defines, except shell commands, type variables and constants."""
     found = set()
     for node in top_level(name):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -94,7 +94,7 @@ def defined(name: str) -> set[str]:
 def test_one_word_has_one_meaning() -> None:
     """No class, function, type or file of the package has the name of another.
 
-    Names that begin with `_` are of one file, and a command of the shell is called as the function that it calls.
+    Names that begin with `_` belong to one file, and a shell command has the name of the function it calls.
     """
     files = [name.rpartition(".")[2] for name in FILES]
     names = [name for file in FILES for name in defined(file)]

@@ -1,4 +1,4 @@
-"""MC Dropout: passes are members, the answer depends on the seed alone, the ensemble is untouched."""
+"""MC Dropout: passes are members, the answer depends only on the seed, the ensemble is not modified."""
 
 import pytest
 import torch
@@ -28,11 +28,11 @@ def test_passes_are_members_and_without_dropout_the_plain_model_exactly(members)
     assert (view.num_members, view.num_classes, view.kind) == (4 * members, 4, "image")
     assert view(IMAGES).std(dim=0).min() > 0
     plain = mc_dropout(ensemble, p=0.0, passes=4)(IMAGES)
-    assert torch.equal(plain, ensemble(IMAGES).repeat_interleave(4, dim=0))  # the passes of a member lie together
+    assert torch.equal(plain, ensemble(IMAGES).repeat_interleave(4, dim=0))  # passes are grouped by member
 
 
 def test_many_passes_average_to_the_deterministic_model():
-    """Padding before a text sees no token in a causal one: neither weights nor what is read may become NaN."""
+    """In a causal model, left padding attends to no token: neither weights nor outputs may become NaN."""
     text = tiny(kind="text", readout={"pool": "last"}, causal=True, attention_dropout=0.1)
     ids = torch.tensor([[0, 0, 3, 4, 5], [3, 4, 5, 6, 7]])
     for ensemble, given in ((tiny(), (IMAGES,)), (text, (ids, (ids > 0).long()))):
@@ -71,7 +71,7 @@ def test_the_ensemble_is_untouched_and_its_weights_are_shared():
 def test_dropout_sits_where_the_baseline_and_the_model_have_it():
     view = MCDropout(tiny(), p=0.25, passes=2)
     rates = [module.p for module in view.modules() if isinstance(module, nn.Dropout)]
-    assert rates.count(0.25) == 1 + 3 * 2  # the stem, and three places in each of two layers
+    assert rates.count(0.25) == 1 + 3 * 2  # the stem, and three per layer in two layers
     config = view.model.config
     assert (config.encoder.attention_dropout, config.encoder.drop_path) == (0.0, ())
     assert (config.readout.dropout, config.readout.hidden_dropout) == (0.0, 0.0)

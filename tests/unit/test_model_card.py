@@ -1,4 +1,4 @@
-"""The model card: valid for the hub, and true to the model."""
+"""The model card: valid for the Hub, and consistent with the model."""
 
 import contextlib
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_the_code_on_the_card_loads_the_model(tmp_path: Path) -> None:
 
 
 def card_about(text: str, labels: tuple[str, ...]) -> str:
-    """The card of a model about which everything that comes from outside is this text."""
+    """The card of a model whose user-supplied fields all contain this text."""
     metadata = Metadata(source=text, labels=labels, history=(text,), metrics={text: 1.0})
     return card_of(ensemble(single(), metadata=metadata), name=text)
 
@@ -81,7 +81,7 @@ def test_text_from_outside_is_neither_layout_nor_html_nor_a_link() -> None:
     nasty = '<script>alert(1)</script> <img src=x onerror="f()"> ![x](http://a.b/c.png) [y](javascript:f) \\| &lt;b&gt;'
     card = card_about(nasty, tuple(f"{nasty} {index}" for index in range(3)))
     before, _, rest = card.partition("```python")
-    text = before + rest.partition("```")[2]  # what is code is shown as it is
+    text = before + rest.partition("```")[2]  # code blocks are shown verbatim
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") == text.count("alert(1)") == 8
     for dangerous in ("<script", "<img", "](", "&lt;b"):
         assert dangerous not in text.replace("\\](", "")

@@ -1,4 +1,4 @@
-"""Sets that are the same by value: refused where nothing sensible comes of it, else warned of, by every function."""
+"""Sets with equal samples: refused where the result would be meaningless, else warned about, in every function."""
 
 import copy
 import json
@@ -71,7 +71,7 @@ def test_ood_data_that_are_trained_on_or_given_twice_and_id_data_that_validate()
 
 
 class Items(Dataset[Any]):
-    """A data set that reads its items when they are asked for; `imgs` may be anything."""
+    """A data set that loads items on access; `imgs` may be anything."""
 
     def __init__(self, items: Any = (), imgs: Any = ()) -> None:
         self.items = list(items or zip(*cases.samples(16, seed=1), strict=True))
@@ -87,7 +87,7 @@ class Items(Dataset[Any]):
 
 
 class Folder(Items, ImageFolder):
-    """A folder of torchvision; `imgs` names its files."""
+    """A torchvision folder; `imgs` names its files."""
 
     def __init__(self) -> None:
         Items.__init__(self, imgs=[(f"{row}.png", 0) for row in range(16)])
@@ -96,7 +96,7 @@ class Folder(Items, ImageFolder):
 ITEMS, ROWS = Items(), list(zip(*(torch.cat(part) for part in zip(*ID, strict=True)), strict=True))
 PICTURES = ImageDataset([picture(seed) for seed in range(16)], [row % cases.CLASSES for row in range(16)])
 PREPARED = [batches(PICTURES, ImagePreprocessing(size=(8, 8)), 4, shuffle=shuffle) for shuffle in (True, False)]
-HELD_OUT: dict[str, tuple[Any, Any, str]] = {  # data that train a model, data that are held out, and how many are both
+HELD_OUT: dict[str, tuple[Any, Any, str]] = {  # training data, held-out data, and how many samples are in both
     "in memory": (ID, copied(ID), "16 of 16"),
     "shuffled tensors": (DataLoader(TensorDataset(*map(torch.cat, zip(*ID, strict=True))), 4, True), ID, "16 of 16"),
     "the same rows": (DataLoader(ITEMS, 4, shuffle=True), DataLoader(ITEMS, 4), "16 of 16"),
@@ -133,7 +133,7 @@ def test_members_that_are_equal() -> None:
     for join, token in ((he.fuse, "members 0 and 2"), (he.Ensemble.stack, r"members 0 and 2 given to Ensemble\.stack")):
         with pytest.warns(HydraWarning, match=token) as caught:
             assert join(pruned).num_members == 3
-        assert caught[0].filename == __file__  # of whoever called, not of a file in the library
+        assert caught[0].filename == __file__  # the caller's file, not the library's
         with warnings.catch_warnings(action="error"):
             join(pruned[:2])
     with warnings.catch_warnings(action="error"):
@@ -150,24 +150,24 @@ def test_a_key_is_of_values_and_their_places() -> None:
         values = torch.tensor([[1, 0], [0, 1]]).to(dtype)
         assert len(set(overlap.sample_keys({"pixel_values": values}).tolist())) == 2
     many = torch.randn(600, 3, 4)
-    numbered = {"pixel_values": many, "index": torch.arange(600)}  # whose row it is does not make it another sample
+    numbered = {"pixel_values": many, "index": torch.arange(600)}  # an index does not make a sample different
     assert np.array_equal(overlap.sample_keys(many), overlap.sample_keys(numbered))
     assert np.array_equal(overlap.sample_keys(many)[500:], overlap.sample_keys(many[500:].clone()))
     assert overlap.keys_at_hand(iter(())) is None
     assert overlap.keys_at_hand([]) is None
 
 
-# --- what something was fitted on, known again ------------------------------------------------------------------------
+# --- recognising the data something was fitted on ---------------------------------------------------------------------
 
 
 def measured(one: he.Ensemble, data: list[Any], told: str = "", **sets: Any) -> he.Evaluation:
-    """An evaluation that tells this, or nothing."""
+    """Evaluate; must warn with this text, or not at all."""
     with pytest.warns(HydraWarning, match=told) if told else warnings.catch_warnings(action="error"):
         return he.evaluate(one, data, progress=False, **sets)
 
 
 PLAIN = ensemble(single(), metadata=Metadata())
-BOTH = r"about 100 % fitted the calibration and about (4[5-9]|5[0-5]) % fitted the familiarity"  # a half did
+BOTH = r"about 100 % fitted the calibration and about (4[5-9]|5[0-5]) % fitted the familiarity"  # half of it
 FIT, FRESH = labelled(PLAIN.config, 160, seed=1), labelled(PLAIN.config, 160, seed=2)
 
 
@@ -202,7 +202,7 @@ def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_pat
     notes = he.compare({"calibrated": again, "other": half}, allow_mismatch=True).notes
     assert any("about 100 %" in note for note in notes)
     assert not any("fitted calibration" in note for note in he.compare([measured(calibrated, FRESH)]).notes)
-    assert "reused" not in measured(PLAIN, FIT).to_dict()  # the file is one of before
+    assert "reused" not in measured(PLAIN, FIT).to_dict()  # the file format is unchanged
 
 
 def test_logits_that_were_fitted_on_are_known_again() -> None:
@@ -216,7 +216,7 @@ def test_logits_that_were_fitted_on_are_known_again() -> None:
     with warnings.catch_warnings(action="error"):
         fresh = evaluate_logits(other, labels, calibration=known)
         evaluate_logits(logits, labels)
-    assert fresh.reused is None  # of other logits of the same samples nobody knows
+    assert fresh.reused is None  # other logits of the same samples are not recognised
     assert not fresh.model.calibration.logit_marks
 
 
@@ -224,7 +224,7 @@ def test_marks_travel_with_what_was_fitted(calibrated: he.Ensemble, tmp_path: Pa
     calibrated.save_pretrained(tmp_path)
     marks = calibrated.metadata.calibration.marks
     assert len(marks) == 160  # all of them
-    assert not calibrated.metadata.calibration.logit_marks  # samples say more
+    assert not calibrated.metadata.calibration.logit_marks  # sample marks suffice
     for one in (he.Ensemble.from_pretrained(tmp_path), copy.deepcopy(calibrated), calibrated.optimize()):
         assert measured(one, FIT, "about 100 %").reused == 1.0
     assert calibrated.metadata.calibration.brief.marks == ()
@@ -274,15 +274,15 @@ def test_marks_are_drawn_evenly_and_from_parts_as_from_the_whole() -> None:
 @pytest.mark.parametrize(("fitted", "new"), [(700, 250), (6_000, 1_000), (500, 2_000)])
 @pytest.mark.parametrize("known", [1.0, 0.1, 0.0])
 def test_the_share_of_the_new_set_is_estimated(fitted: int, new: int, known: float) -> None:
-    """Not the share of the fitted set: all of a small set may be a small part of it."""
+    """Not the share of the fitted set: all of a small set may be a small part of that."""
     common = min(int(known * new), fitted)
     shares = []
-    for start in range(0, 40 * 10_000, 10_000):  # 40 draws, as keys in another place are mixed otherwise
+    for start in range(0, 40 * 10_000, 10_000):  # 40 draws: the hash of a key depends on its value
         keys = np.arange(start, start + fitted, dtype=np.int64)
         kept = overlap.FittedSet(overlap.marks_of(keys), fitted)
         shares.append(overlap.reused_of(np.arange(start + fitted - common, start + fitted - common + new), kept).share)
     assert max(shares) <= 1
-    assert np.mean(shares) == pytest.approx(common / new, abs=0.08 if known < 1 else 0.15)  # none is above 1
+    assert np.mean(shares) == pytest.approx(common / new, abs=0.08 if known < 1 else 0.15)  # capped at 1
     assert np.mean(np.array(shares) > 0.5) > 0.9 or common < new
     two = overlap.FittedSet(overlap.marks_of(np.arange(2)), 2)
     assert overlap.reused_of(np.repeat(np.arange(3), 5), two).share == 2 / 3  # copies
@@ -294,7 +294,7 @@ def test_a_small_part_of_a_large_set_is_known_again() -> None:
     for start in range(0, 20 * 100_000, 100_000):
         kept = overlap.FittedSet(overlap.marks_of(np.arange(start, start + 50_000)), 50_000)
         told.append(overlap.reused_of(np.arange(start, start + 1_000), kept).mostly)
-        assert not overlap.reused_of(np.arange(start + 49_950, start + 50_950), kept).mostly  # 5 % of it
+        assert not overlap.reused_of(np.arange(start + 49_950, start + 50_950), kept).mostly  # 5 % are known
     assert np.mean(told) >= 0.95
 
 
@@ -305,11 +305,11 @@ def test_one_sample_that_is_known_again_refuses_nothing(marks: int) -> None:
     hits = np.array([int(name, 16) for name in kept.marks])
     one, three = (overlap.reused_of(np.concatenate([hits[:count], fresh[count:]]), kept) for count in (1, 3))
     assert not one.mostly
-    assert one.share == pytest.approx(50 / marks)  # by the number that the file has
+    assert one.share == pytest.approx(50 / marks)  # one mark stands for 50,000 / marks samples
     assert "told by 1 of them alone" in str(one)
-    assert three.mostly == (marks == 64)  # three stand for 2,344 samples, or for 146
+    assert three.mostly == (marks == 64)  # three marks stand for 2,344 samples, or for 146
     assert "told by" not in str(three)
-    assert overlap.reused_of(hits[:2], kept).mostly  # a set of two, both of which are known
+    assert overlap.reused_of(hits[:2], kept).mostly  # a set of two, both known
 
 
 def test_all_of_a_small_set_was_fitted_on() -> None:
@@ -330,21 +330,21 @@ def test_all_of_a_small_set_was_fitted_on() -> None:
 
 
 def test_calibrated_on_the_same_samples_again_halves_them_again(calibrated: he.Ensemble) -> None:
-    """Statistics from a half of the samples, with a threshold from all of them, would promise what they do not keep."""
+    """Statistics from half of the samples with a threshold from all of them would not keep the promised share."""
     again = he.calibrate(calibrated, FIT)
     assert again.metadata.familiarity == calibrated.metadata.familiarity
     by_neighbours = he.calibrate(he.calibrate(PLAIN, FIT, familiarity="knn"), FIT, share=0.9)
     assert by_neighbours.metadata.familiarity.settings.scores == ("knn",)
     assert by_neighbours.metadata.familiarity.settings.accepted_share == 0.9
     fresh = he.calibrate(calibrated, FRESH).metadata.familiarity
-    assert fresh.settings.marks == calibrated.metadata.familiarity.settings.marks  # others set the threshold anew
-    with pytest.raises(DataError, match="too few"):  # the threshold of before is not left there
+    assert fresh.settings.marks == calibrated.metadata.familiarity.settings.marks  # only the threshold is new
+    with pytest.raises(DataError, match="too few"):  # the old threshold is not kept
         he.calibrate(calibrated, FIT, share=0.999)
 
 
 @pytest.mark.parametrize("source", [ID, DataLoader(Items(ROWS), 4, shuffle=True)], ids=["in memory", "a loader"])
 def test_samples_that_trained_a_model_are_told_when_they_calibrate_or_measure_it(source: Any, tmp_path: Path) -> None:
-    """Also in another call, and of what was made of the model since."""
+    """Also in another call, and for models derived from the trained one."""
     trained = he.finetune(MODEL, source, he.Recipe(learning_rate=1e-4, steps=1), progress=False)
     assert trained.metadata.trained_set.samples == 16
     trained.save_pretrained(tmp_path)
@@ -356,7 +356,7 @@ def test_samples_that_trained_a_model_are_told_when_they_calibrate_or_measure_it
         assert measured(model, copied(ID), "about 100 % trained the model").reused == 1.0
     assert once_more.metadata.trained_set.samples == 28
     with warnings.catch_warnings(action="error"):
-        he.calibrate(trained, OOD, **settings)  # no word of others
+        he.calibrate(trained, OOD, **settings)  # no warning for other data
         he.evaluate(trained, OOD, progress=False)
 
 
@@ -371,7 +371,7 @@ def test_a_training_is_not_lost_for_the_marks_of_its_data(source: Any) -> None:
 
 
 def test_training_data_are_marked_by_the_workers_that_read_them() -> None:
-    """Files that a data set opens when it is first read must not be open in this process when others are forked."""
+    """Files that a data set opens on first access must not be opened in this process before it forks workers."""
     opened: list[int] = []
 
     class Opening(Items):

@@ -1,7 +1,7 @@
-"""Plain mistakes in every argument of public functions: an error of ours, or an answer, never a raw exception.
+"""Plain mistakes in every argument of public functions give one of our errors or an answer, never a raw exception.
 
-Here are functions that the tables of `attack/` lack. Each has a call that works, and each of its arguments is replaced
-in turn by every value of its lists, whatever the annotation says.
+This covers functions missing from the tables of `attack/`. Each has a valid call, and each of its arguments is
+replaced in turn by every value of its lists, whatever the annotation says.
 """
 
 import inspect
@@ -31,10 +31,10 @@ from unit.training.training_cases import tiny_dual
 
 
 class Unreadable:
-    """An object that nothing can be made of."""
+    """An object that no argument accepts."""
 
 
-PLAIN = int | float | str | tuple | None  # kinds of defaults that are values
+PLAIN = int | float | str | tuple | None  # types of defaults that are plain values
 X, Y = cases.samples(6, seed=9)
 VALUES = values.VALUES | {
     "object": Unreadable,
@@ -76,8 +76,8 @@ METHODS: dict[str, Any] = {  # small settings of the baselines that train
 ATLAS = {"ensemble": MODEL, "id_data": data(1), "ood": {"far": data(2, 1.5)}, "inputs": 1, "layers": [0]}
 LOGITS, TWO = torch.randn(2, 6, 3), ImageDataset([1, 2], [0, 1], ("a", "b"))
 SETS = {"ood": {"x": torch.randn(2, 5, 3)}, "shift": {"s": (torch.randn(2, 6, 3), Y)}}
-Call = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]  # a function, and arguments that it takes
-CALLS: dict[str, Call] = {  # of a partial function, what is given is looked at; of others also what has a default
+Call = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]  # a function, and valid arguments
+CALLS: dict[str, Call] = {  # for a partial, only the listed arguments are replaced; otherwise also those with a default
     "ImageDataset": (ImageDataset, lambda: {"source": [1, 2], "labels": [0, 1], "class_names": ("a", "b")}),
     "atlas": (he.atlas, lambda: ATLAS),
     "evaluate_logits": (evaluate_logits, lambda: {"id_logits": LOGITS, "labels": Y, **SETS}),
@@ -137,7 +137,7 @@ def small_atlas() -> he.Atlas:
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """Of a call that works: what the table gives, and the defaults of everything else."""
+    """Arguments of a valid call: those of the table, and the defaults of all others."""
     function, make = CALLS[name]
     known = {} if isinstance(function, partial) else inspect.signature(function).parameters
     usual = {key: one.default for key, one in known.items() if isinstance(one.default, PLAIN)}
@@ -145,7 +145,7 @@ def arguments(name: str) -> dict[str, Any]:
 
 
 def mistakes(name: str, every: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every nth wrong call of a function, other values for each argument: what is wrong about it, and the call."""
+    """Every nth wrong call of a function, with different values for each argument: a description, and the call."""
     function, _ = CALLS[name]
     for place, argument in enumerate(arguments(name)):
         values = VALUES | BATCHES if argument in DATA else VALUES
@@ -156,7 +156,7 @@ def mistakes(name: str, every: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_mistake_is_answered_or_refused_in_our_words(name: str, every: int, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)  # some values are names of files, and may be written
+    monkeypatch.chdir(tmp_path)  # some values are file names, which may be written
     Path("folder").mkdir()
     Path("file").touch()
     raw = []
@@ -172,7 +172,7 @@ def test_every_mistake_is_answered_or_refused_in_our_words(name: str, every: int
 
 
 def test_settings_of_another_kind_are_refused() -> None:
-    """What the tables of `attack/` do not give."""
+    """Cases that the tables of `attack/` do not cover."""
     with pytest.raises(ConfigError, match="TextPreprocessing"):
         MODEL.with_metadata(preprocessing=he.TextPreprocessing(8))
     with pytest.raises(ConfigError, match="count"):

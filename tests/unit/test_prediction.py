@@ -1,4 +1,4 @@
-"""`Prediction`: uncertainty identities for any logits, scores, abstention, picking and joining samples."""
+"""`Prediction`: uncertainty identities for any logits, scores, abstention, indexing and concatenation."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ T = torch.tensor
 SCORES = ScoreName.__args__
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DERIVED = [name for name, one in vars(Prediction).items() if isinstance(one, property | functools.cached_property)]
-OTHERS = ("members", "classes", "reason", "familiarity")  # numbers, and what takes more than logits
+OTHERS = ("members", "classes", "reason", "familiarity")  # not tensors, or not from logits alone
 TENSORS = ["member_logits", *(name for name in DERIVED if name[0] != "_" and name not in OTHERS)]
 
 
@@ -105,7 +105,7 @@ def test_temperature_divides_each_members_logits():
     for temperature in ([0.5, 4.0], T([0.5, 4.0]), np.array([0.5, 4.0])):
         each = Prediction.from_logits(logits, temperature=temperature)
         torch.testing.assert_close(each.probs, (logits / T([0.5, 4.0])[:, None, None]).softmax(-1).mean(0))
-    assert torch.equal(each.probs, Prediction.from_logits(each.member_logits).probs)  # they are kept divided
+    assert torch.equal(each.probs, Prediction.from_logits(each.member_logits).probs)  # they are stored divided
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 7.0, [0.5, 4.0, 1.0]])
@@ -165,7 +165,7 @@ def test_what_is_neither_a_place_nor_a_mask_picks_no_samples():
     for index in (4, -5):
         with pytest.raises(IndexError, match="4 samples"):
             p[index]
-    # a mask made a number: as places it would be samples 1, 0, 1, 1
+    # a mask as numbers: read as indices, it would be samples 1, 0, 1, 1
     for index in (T([1.0, 0.0, 1.0, 1.0]), T([1, 0, 1, 1], dtype=torch.uint8), T(0.7), [[0, 1], [2, 3]]):
         with pytest.raises(DataError, match="mask of bool"):
             p[index]
@@ -194,14 +194,14 @@ def test_joining_batches_and_moving_devices():
         with pytest.raises(DataError, match="one model"):
             Prediction.concat([known, replace(known, unfamiliarity=replace(UNFAMILIAR, **change))])
     moved = p.to(torch.device("meta"))
-    assert {getattr(moved, name).device.type for name in TENSORS} == {"meta"}  # accept as well: there is a threshold
+    assert {getattr(moved, name).device.type for name in TENSORS} == {"meta"}  # accept too: there is a threshold
 
 
 UNFAMILIAR = Unfamiliarity(("knn",), torch.rand(1, 3, 6), 0.5, Reference((0.1, 0.2), 2))
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often a value is read from a tensor: on a GPU each of these waits until it is computed."""
+    """Counts reads of tensor values: on a GPU, each waits until the value is computed."""
 
     def __init__(self):
         super().__init__()
@@ -233,10 +233,10 @@ def test_probabilities_in_place_of_logits_are_said(dtype):
     probs = logits.softmax(-1).to(dtype)
     with pytest.warns(HydraWarning, match="probabilities"):
         Prediction.from_logits(probs)
-    quiet = (logits.abs(), logits, probs.log(), torch.eye(3)[None] * 2, probs[:, :0])  # no word of these
+    quiet = (logits.abs(), logits, probs.log(), torch.eye(3)[None] * 2, probs[:, :0])  # no warning for these
     assert all(Prediction.from_logits(one.to(dtype)).members for one in quiet)
-    assert Prediction.from_logits(probs, check_finite=False).members == 2  # nobody looks at the values
-    assert Calibration().prediction(T([[[0.25, 0.75]]])).members == 1  # a model may answer so by chance
+    assert Prediction.from_logits(probs, check_finite=False).members == 2  # values are not checked
+    assert Calibration().prediction(T([[[0.25, 0.75]]])).members == 1  # a model's own logits may look like this
 
 
 @pytest.mark.parametrize(

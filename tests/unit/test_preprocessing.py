@@ -1,4 +1,4 @@
-"""Images of unusual modes, and settings that check themselves; values are held against libraries in test_processors."""
+"""Images of unusual modes, and validation of settings; test_processors.py compares values with libraries."""
 
 import io
 import json
@@ -25,7 +25,7 @@ LEVELS, IN_BYTES = np.array([[0, 0x1234], [0x8000, 0xFFFF]]), [[0, 0x12], [0x80,
 
 
 def plain(channels: int) -> ImagePreprocessing:
-    """Preprocessing that changes nothing but the range of the numbers."""
+    """Preprocessing that only changes the range of values."""
     return ImagePreprocessing((2, 2), mean=(0.0,) * channels, std=(1.0,) * channels, interpolation="nearest")
 
 
@@ -40,7 +40,7 @@ def opened_as_numbers(pixels: Any, format: str) -> Image.Image:
 
 
 def said(call: Any) -> tuple[Any, list[str]]:
-    """What a call gives, and what it warns of."""
+    """The result of a call, and its warnings."""
     with warnings.catch_warnings(record=True, action="always") as caught:
         return call(), [str(one.message) for one in caught]
 
@@ -80,7 +80,7 @@ def test_other_modes_become_grey_as_pillow_does_it(mode: str) -> None:
 
 
 def test_texts_that_are_cut_or_without_a_word_are_warned_of() -> None:
-    """A tokenizer that puts tokens around every text makes something of nothing, and models answer it."""
+    """A tokenizer with special tokens makes tokens from an empty text, and models answer it."""
     words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "cat": 3}, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
     words.post_processor = TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 2)])
@@ -88,7 +88,7 @@ def test_texts_that_are_cut_or_without_a_word_are_warned_of() -> None:
     found, messages = said(lambda: prepare(["cat", " ", "", "cat cat"]))
     assert found["input_ids"].tolist() == [[2, 3], [2, 0], [2, 0], [2, 3]]
     assert [message[:21] for message in messages] == ["at least one text has", "at least one text is "]
-    assert said(lambda: prepare(["cat cat", "cat"]))[1] == messages[1:]  # in every batch the same: it is shown once
+    assert said(lambda: prepare(["cat cat", "cat"]))[1] == messages[1:]  # the same in every batch: shown once
     assert said(lambda: prepare(["cat"]))[1] == []
 
 
@@ -96,7 +96,7 @@ def test_texts_that_are_cut_or_without_a_word_are_warned_of() -> None:
     ("changes", "told"), [({}, True), ({"attention_mask": True}, False), ({"pad_to_max": True}, False)]
 )
 def test_padding_that_a_model_is_not_told_of_is_warned_of(changes: dict[str, Any], told: bool) -> None:
-    """A text is answered by what lies beside it: padded to the longest, or to a length of its own."""
+    """Padded to the longest text without a mask, an answer depends on the other texts; with a fixed length, not."""
     words = Tokenizer(WordLevel({"[PAD]": 0, "cat": 1}))
     words.pre_tokenizer = Whitespace()
     prepare = TextPreprocessing(**{"max_length": 4, "attention_mask": False, "tokenizer": words.to_str()} | changes)
@@ -128,7 +128,7 @@ def test_a_transparent_palette_gives_no_warning() -> None:
     [
         lambda content: content["model"].update(unk_token="[NOWHERE]"),
         lambda content: content["post_processor"].update(single=content["post_processor"]["single"] * 2),
-        lambda content: content["post_processor"]["special_tokens"].pop("[END]"),  # a panic in some releases
+        lambda content: content["post_processor"]["special_tokens"].pop("[END]"),  # panics in some releases
     ],
     ids=["an unknown token is needed", "rows of other lengths", "a special token is lacking"],
 )
@@ -156,7 +156,7 @@ def test_nothing_images_without_a_pixel_and_texts_that_cannot_be_read_are_refuse
 
 
 def test_preprocessing_does_not_follow_the_usual_type_of_tensors() -> None:
-    """Code for large language models often makes bfloat16 the default, in which the mean of ImageNet is another one."""
+    """LLM code often sets bfloat16 as default dtype, which would round ImageNet's mean."""
     image = Image.new("RGB", (4, 4), (3, 14, 159))
     expected = ImagePreprocessing((4, 4))(image)
     torch.set_default_dtype(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Names of the package, and what documents use of its rooms: types and docstring are complete, the example runs."""
+"""Public names, and those of submodules used in documents, have complete types and docstrings and a working example."""
 
 import doctest
 import functools
@@ -19,7 +19,7 @@ from random_ensembles import small
 from zero_shot_models import word_tokenizer
 
 NAMES = [name for name in he.__all__ if name != "__version__"]
-ROOMS = {  # what of them README, how-tos and notebooks call first
+ROOMS = {  # what README, how-tos and notebooks call first
     "baselines": "deep_ensemble laplace mc_dropout",
     "data": "batches load only_classes split subset suite synthetic_ood without_classes",
     "demo": "load_backbone load_sample",
@@ -32,7 +32,7 @@ USED = [f"{room}.{name}" for room, names in ROOMS.items() for name in names.spli
 
 @functools.cache
 def dual() -> he.DualEncoder:
-    """What examples call `dual`; others make everything they use."""
+    """The `dual` used by some examples; others define everything themselves."""
     blocks: dict[str, Any] = {"classes": 0, "width": 24, "heads": 4, "head_dim": 6, "mlp_width": 32}
     text = small("text", text={"vocabulary": 60, "positions": 12}, readout={"pool": "mean", "norm": "none"}, **blocks)
     image = replace(small(**blocks), stem=PatchStemConfig((32, 32), (16, 16)))
@@ -71,7 +71,7 @@ def test_types_and_docstring_are_complete(name: str) -> None:
 
 
 def test_type_checkers_know_what_a_model_becomes() -> None:
-    """`Any` stands beside `Ensemble` where a dual encoder may come: nobody has to tell the two apart to use one."""
+    """`Any` in `Ensemble | Any`: callers need not narrow the type where a dual encoder is possible."""
     open_ended = he.Ensemble | Any
     found = [get_type_hints(one)["return"] for one in get_overloads(inspect.unwrap(he.convert))]
     assert found == [he.DualEncoder, open_ended]

@@ -1,4 +1,4 @@
-"""`make release` ships nothing that the changelog has not closed."""
+"""`make release` refuses changes that the changelog lists without a version."""
 
 import re
 import runpy
@@ -13,7 +13,7 @@ SCRIPT = ROOT / ".ci" / "release.py"
 
 
 class BuildingError(Exception):
-    """The release has begun."""
+    """Raised when the build starts."""
 
 
 def building(folder: Path) -> Any:
@@ -38,6 +38,6 @@ def test_changes_without_a_version_are_refused(
 
 def test_extras_that_are_asked_for_are_there_under_the_name_that_pip_knows() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wheel = {re.sub(r"[-_.]+", "-", name).lower() for name in extras}  # older pips take no other spelling of these
+    wheel = {re.sub(r"[-_.]+", "-", name).lower() for name in extras}  # older versions of pip accept only this form
     code = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     assert {*extras, *re.findall(r'extra="([^"]+)"', code)} == wheel

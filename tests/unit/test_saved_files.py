@@ -1,4 +1,4 @@
-"""Results in files: they come back equal, no change goes unnoticed, those of before digests are read."""
+"""Saved results load equal, every change is detected, and files from before digests are still read."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_every_change_of_a_file_is_noticed(kind: str, tmp_path: Path) -> None:
     contents += [json.dumps({key: written[key] for key in written if key != name}) for name in written]
     for content in (*contents, text[:-40]):
         path.write_text(content)
-        if content == contents[-1] and kind != "search":  # the digest, which is the last field
+        if content == contents[-1] and kind != "search":  # without the digest, the last field
             assert type(saved).load(path) == saved
         else:
             with pytest.raises(error, match=path.name):

@@ -1,4 +1,4 @@
-"""Dataclasses to plain data and back: what is accepted, what is refused, and where."""
+"""Dataclasses to plain data and back: what is accepted, what is refused, and where the error is."""
 
 import json
 import re

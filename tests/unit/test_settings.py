@@ -1,7 +1,7 @@
-"""Settings check themselves: fields refuse what their annotations do, and what does not go together.
+"""Settings validate themselves: fields refuse what their annotations exclude, and bad combinations.
 
-Which numbers each setting takes is said in `attack/bad_settings.py`, apart from the code: all that it must refuse is
-given to it every day.
+The values each setting accepts are listed independently in `attack/bad_settings.py`, which tries all that must be
+refused.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ KINDS = {f"{one.__module__}.{one.__name__}": one for one in kinds()}
 
 
 def good(kind: Any) -> dict[str, Any]:
-    """Settings that work: what has no default, and the data that an evaluation must have."""
+    """Valid settings: fields without defaults, and the data an evaluation needs."""
     bare = [one.name for one in dataclasses.fields(kind) if one.default is one.default_factory or one.name == "id"]
     return {name: NEEDED[name] for name in bare} | GOOD.get(kind, {})
 
@@ -52,7 +52,7 @@ def wrong(hint: Any) -> Iterator[Any]:
     if origin is Annotated:
         accepted, step = inner[1], partial(add, 1) if inner[0] is int else lambda x: math.nextafter(x, math.inf)
         yield -step(-accepted.least) if accepted.above is None else accepted.above
-        yield step(accepted.most) if accepted.below is None else accepted.below  # infinite where there is no end
+        yield step(accepted.most) if accepted.below is None else accepted.below  # infinity where unbounded
         yield from wrong(inner[0])
     elif origin in (Union, types.UnionType):
         yield from wrong(inner[0]) if len(inner) == 2 and inner[1] is types.NoneType else ()
@@ -78,15 +78,15 @@ WHOLE = recipe(train_groups=("stem", "attention", "mlp", "norms", "readout"))
 @pytest.mark.parametrize(
     ("kind", "changes", "token"),
     [
-        (he.Recipe, {"warmup": 10}, "warmup"),  # all steps
-        (he.Recipe, {"epochs": 2}, "epochs"),  # beside steps
-        (he.Recipe, {"grid": (0.1,)}, "grid"),  # beside a learning rate
+        (he.Recipe, {"warmup": 10}, "warmup"),  # all of the steps
+        (he.Recipe, {"epochs": 2}, "epochs"),  # in addition to steps
+        (he.Recipe, {"grid": (0.1,)}, "grid"),  # in addition to a learning rate
         (he.Recipe, {"train_groups": ("mlp", "mlp")}, "train_groups"),
         (he.Recipe, {"learning_rate": None, "grid": (0.1, 0.1)}, "grid"),
         (he.Recipe, {"learning_rate": None, "grid": ("0.1",)}, "grid"),
         (he.Recipe, {"train_groups": ("mlp",), "reinit_classifier": "zeros"}, "reinit_classifier"),
         (he.Recipe, {"rand_augment": {"operations": 2, "magnitude": 31}}, "magnitude"),
-        (he.HydraConfig, {"pool": 4}, "pool"),  # as many heads are pruned
+        (he.HydraConfig, {"pool": 4}, "pool"),  # equal to the number of pruned heads
         (he.HydraConfig, {"recipe": WHOLE}, "stem"),
         (he.HydraConfig, {"strategy": "branches", "prune": 2, "training": "together"}, "branches"),
         (he.HydraConfig, {"strategy": "branches", "prune": None}, "training"),

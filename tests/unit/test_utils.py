@@ -1,4 +1,4 @@
-"""Small helpers: modules are left in the mode they were in, warnings go to whom they concern."""
+"""Small helpers: modules keep their mode, and warnings point to the caller."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +19,7 @@ HOST = {"proc/meminfo": f"MemTotal: {64 * GB // 1024} kB\nMemAvailable: {40 * GB
 
 
 def limited(folder: str, limit: float | str, used: float, cached: float = 0) -> dict[str, str]:
-    """The files of a control group, of version 1 under its mount, else of version 2; in gigabytes."""
+    """The files of a control group, version 1 under its mount, otherwise version 2; in gigabytes."""
     of_first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     names = of_first if folder.startswith(V1) else ("memory.max", "memory.current", "inactive_file")
     most = limit if isinstance(limit, str) else int(limit * GB)
@@ -42,10 +42,10 @@ def host(groups: str, **files: str) -> dict[str, str]:
         (host("0::/\n", **limited(V2, "max", 3)), 40),
         (host("0::/\n", **limited(V2, 8, 9)), 0),
         (host("0::/\n", **limited(V2, 90, 1)), 40),
-        # of a job, the limit of the user around it
+        # the limit of the user around a job
         (host("0::/user/job\n", **limited(f"{V2}/user/job", "max", 1), **limited(f"{V2}/user", 6, 2)), 4),
         (host("9:cpu:/\n4:memory:/a/b\n0::/\n", **limited(f"{V1}/a/b", 7, 1)), 6),
-        # a container whose own group is mounted as the root of all
+        # a container with its own group mounted as the root
         (host("4:memory:/docker/1f\n", **limited(V1, 7, 5, cached=1)), 3),
         (host("4:memory:/\n", **limited(V1, "9223372036854771712", 5)), 40),
         (host("0::/../../x\n", **limited(f"{V2}/x", 3, 1)), 2),
@@ -61,13 +61,13 @@ def test_free_memory_is_what_limits_leave(tmp_path: Path, files: dict[str, str],
 
 def test_who_leaves_evaluation_mode_last_puts_the_flags_back_also_after_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    model[0].eval()  # a frozen part of a model in training
+    model[0].eval()  # a frozen part in a model being trained
     first, second = evaluation_mode(model), evaluation_mode(model)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     assert not any(module.training for module in model.modules())
-    assert not second.__exit__(RuntimeError, RuntimeError("stop"), None)  # which is passed on
+    assert not second.__exit__(RuntimeError, RuntimeError("stop"), None)  # it is re-raised
     assert [module.training for module in model.modules()] == [True, False, True]
 
 
@@ -85,10 +85,10 @@ def test_what_is_noted_is_not_warned_of_and_only_by_this_thread() -> None:
 
 def test_a_warning_names_the_line_of_the_caller_whatever_of_torch_and_python_lies_between() -> None:
     def run(one: he.Ensemble) -> None:
-        one.predict(torch.randn(1, 3, 64, 64))  # torch.no_grad is around it
+        one.predict(torch.randn(1, 3, 64, 64))  # runs inside torch.no_grad
 
     def mask(one: he.Ensemble) -> None:
-        with he.masked(one, [(0, 0)]):  # a generator, which contextlib runs
+        with he.masked(one, [(0, 0)]):  # a generator, run by contextlib
             pass
 
     for use in (run, mask):
