@@ -29,7 +29,7 @@ from .evaluations import grouped_specs
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 from .use import next_commands, preprocessing_of
 
-# sets a command may be given
+# roles of the data sets
 LABELLED = ("id", "train", "validation", "judge_id")
 FOREIGN = ("ood", "judge_ood")
 SYNTHETIC = "synthetic"
@@ -39,7 +39,7 @@ VARIETY = 2  # times as many batches as a ranking reads, so that members are ran
 
 @dataclass(frozen=True)
 class BuildSources(DataSettings, ModelSettings):
-    """What goes into a build and where it comes out; the rest is `HydraConfig`."""
+    """Inputs and output folder of a build; the other settings are in `HydraConfig`."""
 
     output: str = option(..., "Run folder.")
     id: str | None = option(None, "Held-out labelled data.")
@@ -58,10 +58,10 @@ class BuildSources(DataSettings, ModelSettings):
 
 
 def ood_sources(specs: tuple[str, ...]) -> list[tuple[str | None, str]]:
-    """Name (None: the data's own) and data of each OOD source that is given; `synthetic` stands alone, for none."""
+    """Name (None: the data's own) and data of each given OOD source; empty for `synthetic`, which must stand alone."""
     if SYNTHETIC in specs and len(specs) > 1:
         raise DataError(f"ood is either {SYNTHETIC} or data that you give, not both; got {', '.join(specs)}")
-    paths = [(None, spec) for spec in specs if source.existing_path(spec)[0] is not None]  # also one with "="
+    paths = [(None, spec) for spec in specs if source.existing_path(spec)[0] is not None]  # a path may contain "="
     others = [spec for spec in specs if spec != SYNTHETIC and (None, spec) not in paths]
     return [*paths, *((name, data) for _, name, data in grouped_specs(others))]
 
@@ -104,7 +104,7 @@ def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_js
 
 @dataclass(frozen=True)
 class SearchSources(DataSettings, ModelSettings):
-    """What goes into a search and where it comes out; `search` says more of each."""
+    """Inputs, output folder and settings of a search; see `search` for details."""
 
     output: str = option(..., "Folder of the search.")
     id: str = option(..., "Held-out labelled data; half of it is used to judge.")
@@ -204,7 +204,7 @@ def search(
 
 
 def _read_candidates(settings: DataSettings, file: str) -> list[dict[str, Any]]:
-    """Settings of candidates from a file; a recipe may be the name of a preset, as everywhere."""
+    """Settings of candidates from a file; a recipe may be the name of a preset."""
     path = expanded(file)
     most = settings.batch_size
     listed = parse_yaml(read_file(path), str(path))
@@ -214,25 +214,25 @@ def _read_candidates(settings: DataSettings, file: str) -> list[dict[str, Any]]:
     return [{**raw, **recipe} for raw, recipe in zip(listed, recipes, strict=True)]
 
 
-# --- what both have in common ----------------------------------------------------------------------------------------
+# --- shared by both --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def with_settings(folder: Path, settings: Mapping[str, Any], name: str) -> Iterator[None]:
-    """Work in a folder that has its settings written; of two commands that start at once in it, one is told."""
+    """Write the settings, then work in the folder; if two commands start in it at once, the second one raises."""
     begun = (folder / IDENTITY).exists()
-    writes = launched_rank() == 0 and (not begun or os.access(folder, os.W_OK))  # a finished one can be read anywhere
+    writes = launched_rank() == 0 and (not begun or os.access(folder, os.W_OK))  # a finished run may be read-only
     with locked(folder, name, file=SETTINGS) if writes else nullcontext():
-        if writes and not (folder / IDENTITY).exists():  # else those of the run stay, which may be another one
+        if writes and not (folder / IDENTITY).exists():  # otherwise keep those of the run, which may differ
             write_settings(folder / SETTINGS, settings, name)
         yield
 
 
 def in_batches_of(recipe: Recipe | None, most: int | None) -> Recipe | None:
-    """A recipe in batches of at most so many samples, and as many of them in an update as keep its samples.
+    """A recipe with batches of at most `most` samples, accumulating gradients to keep the samples per update.
 
-    So it trains the same in less memory. A recipe that does not say how many samples it is meant for stays as it is,
-    and so does one whose batches are no larger.
+    It trains the same in less memory. A recipe without a batch size, or with batches that are small enough, is
+    returned unchanged.
     """
     if recipe is None or recipe.batch_size is None or most is None or _samples_of(recipe) <= most:
         return recipe
@@ -241,24 +241,24 @@ def in_batches_of(recipe: Recipe | None, most: int | None) -> Recipe | None:
 
 
 def _samples_of(recipe: Recipe) -> int:
-    """Samples of a batch of a recipe, where it says how many an update has."""
+    """Samples per batch of a recipe with a batch size."""
     return max(1, (recipe.batch_size or 1) // recipe.gradient_accumulation)
 
 
 def model_and_sets(
     sources: Any, hydra: HydraConfig, folder: Path, name: str
 ) -> tuple[Ensemble, dict[str, Any], int | None]:
-    """The model, its sets as batches by role, those that the config has a use for, and the samples of a batch.
+    """The model, batches by role of the sets that the config needs, and the batch size to write into the settings.
 
-    The latter is None where none was given and the recipe has its own: written, 64 would be a limit to it.
+    The batch size is None if none was given and the recipe has its own: a written 64 would limit the recipe.
 
-    The settings have a field for each set, of those in `LABELLED` and `FOREIGN`. The folder is where the command of
-    this name writes to: one of its own, and none that it reads from.
+    `sources` has a field for each role in `LABELLED` and `FOREIGN` that the command takes. `folder` is the output of
+    the command called `name`: it must not belong to another command, or lie inside the data.
     """
     require_own_folder(folder, f"a {name}")
     specs = {role: getattr(sources, role, None) for role in LABELLED}
     foreign = {role: ood_sources(getattr(sources, role, ())) for role in FOREIGN}
-    if not (folder / IDENTITY).exists():  # before anything is written
+    if not (folder / IDENTITY).exists():  # check before anything is written
         every = [(role, data) for role, listed in foreign.items() for _, data in listed]
         source.output_folder(sources.output, *specs.items(), *every)
     model = source.load_classifier(sources)
@@ -296,10 +296,10 @@ def model_and_sets(
 
 
 def _batch_sizes(sources: DataSettings, hydra: HydraConfig, samples: dict[str, int]) -> tuple[int, int]:
-    """Samples a batch, of held-out and of training data.
+    """Batch sizes for held-out and for training data.
 
-    A Taylor ranking reads some batches of the training data, or else of the held-out data; there must be more of
-    them than it reads, or all members would be ranked alike.
+    A Taylor ranking reads some batches of the training data, or else of the held-out data. There must be more batches
+    than it reads, or all members would get the same ranking.
     """
 
     def enough(role: str) -> int:

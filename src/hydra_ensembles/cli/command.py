@@ -1,11 +1,11 @@
-"""What all commands have in common: options derived from settings, files of settings, and how a command ends.
+"""Shared by all commands: options derived from settings, settings files, and exit codes.
 
-A parameter of a command that is a dataclass becomes one option a field, with the type, the default and the first
-sentence that the field, made by `option`, or the docstring says of it. `--config FILE` gives the same fields in YAML,
-`--set recipe.epochs=3` one of them, also inside another; options win over the file, and `--set` over both.
+A dataclass parameter of a command becomes one option per field, with the field's type and default; the help comes from
+`option`, or from the first clause about it in the docstring. `--config FILE` sets the same fields from YAML,
+`--set recipe.epochs=3` a single one, also a nested one. Options override the file; `--set` overrides both.
 
-Exit codes are 0, 2 (something given is wrong), 130 (interrupted) and 1 (a mistake of ours). Whatever goes wrong is said
-in one line, as the library says it; `--debug`, before or after the name of the command, shows the traceback.
+Exit codes: 0, 2 (wrong input), 130 (interrupted), 1 (internal error). An error is printed in one line, with the
+library's message; `--debug`, before or after the name of the command, adds the traceback.
 """
 
 import functools
@@ -33,7 +33,7 @@ from ..files import read_file, write_atomically
 from ..schema import from_plain, nearest
 from ..training.recipe import Recipe
 
-FLAGS: Mapping[str, tuple[str, ...]] = {  # options that are not called like their setting, or have a short form
+FLAGS: Mapping[str, tuple[str, ...]] = {  # options with a name other than their setting's, or with a short form
     "output": ("--output", "-o"),
     "members": ("--members", "-m"),
     "prune": ("--prune", "-p"),
@@ -41,13 +41,13 @@ FLAGS: Mapping[str, tuple[str, ...]] = {  # options that are not called like the
     "columns": ("--column",),
     "scores": ("--also-score",),
 }
-EXCLUDES: Mapping[str, tuple[str, Any]] = {  # settings that take the place of others of a preset, and what is left then
+EXCLUDES: Mapping[str, tuple[str, Any]] = {  # settings that replace another one of a preset, and what that is set to
     "steps": ("epochs", None),
     "epochs": ("steps", None),
     "learning_rate": ("grid", ()),
     "grid": ("learning_rate", None),
 }
-WIDE = 240  # characters of a table for the terminal that goes to a file
+WIDE = 240  # width, in characters, of a terminal table written to a file
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Config = Annotated[
@@ -64,14 +64,14 @@ NamedColumns = Annotated[
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML in which `1e-4` is a number: the standard wants a point in it, whoever writes it does not.
+    """YAML in which `1e-4` is a number (YAML 1.1 requires a decimal point).
 
-    A name that is written twice is refused, where the last one would count without a word; `<<` may be, and what it
-    brings in may be there, too.
+    Duplicate keys raise, where plain YAML would silently use the last one. `<<` may repeat, and keys that it merges in
+    may be overridden.
     """
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """A mapping as it is written."""
+        """Compose a mapping; raise on duplicate keys."""
         node = super().compose_mapping_node(anchor)
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -86,7 +86,7 @@ _Loader.add_implicit_resolver(
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a function a command, as described at the top of this file; its `table` is what the command line reads."""
+    """Make a function a command, as described at the top of this file; the command line is built from its `table`."""
     hints = get_type_hints(function, include_extras=True)
     kinds: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     entries: list[dict[str, Any]] = []
@@ -98,7 +98,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def guarded(*, context: typer.Context, debug: bool, **options: Any) -> None:
-        for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace")):  # a locale may stand for other words
+        for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace")):  # a locale could garble text
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors=errors)
         try:
@@ -111,13 +111,13 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 raise
             raise typer.Exit(code) from error
 
-    help = inspect.cleandoc(function.__doc__ or "").replace("Examples:", "\b\nExamples:")  # kept as they are
+    help = inspect.cleandoc(function.__doc__ or "").replace("Examples:", "\b\nExamples:")  # typer must not wrap them
     guarded.table = {"name": function.__name__, "help": help, "parameters": entries}  # type: ignore[attr-defined]
     return guarded
 
 
 def _entry(name: str, annotation: Any, default: Any = None) -> dict[str, Any]:
-    """A parameter as plain data: all that help and completion need to know of it."""
+    """A parameter as plain data: everything that help and completion need."""
     hint, info = get_args(annotation)
     kind = _without_none(hint)
     several = get_origin(kind) is list
@@ -134,7 +134,7 @@ def _entry(name: str, annotation: Any, default: Any = None) -> dict[str, Any]:
 
 
 def _options(settings: type) -> Iterator[dict[str, Any]]:
-    """A parameter for each field of a dataclass; None says that an option was not given."""
+    """One parameter per field of a dataclass; None means that the option was not given."""
     hints = get_type_hints(settings)
     help = _help(settings)
     for setting in fields(settings):
@@ -145,11 +145,11 @@ def _options(settings: type) -> Iterator[dict[str, Any]]:
             continue
         flags = FLAGS.get(name, (f"--{name.replace('_', '-')}",))
         origin = get_origin(kind) or kind
-        if is_dataclass(kind):  # a recipe, by the name of a preset
+        if is_dataclass(kind):  # a recipe, given by preset name
             kind = str
         elif origin in (Mapping, tuple):
             kind = list[str]
-        elif _is_count_or_share(kind):  # as it is written: a point tells them apart
+        elif _is_count_or_share(kind):  # keep the text: the decimal point marks a share
             yield _entry(name, Annotated[str | None, typer.Option(*flags, metavar="NUMBER", help=help[name])])
             continue
         elif origin is bool and setting.default is not False:
@@ -159,7 +159,7 @@ def _options(settings: type) -> Iterator[dict[str, Any]]:
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of settings that are a command's alone, with what its option says of it; `...` has to be given."""
+    """A settings field with the help text of its option; `...` as default makes it required."""
     if default is ...:
         return field(kw_only=True, metadata={"help": help})
     keywords: Any = {"default_factory": dict} if default == {} else {"default": default}
@@ -176,7 +176,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _help(settings: type) -> dict[str, str]:
-    """What the fields of a dataclass say of themselves, or the first clause that its docstring says of each."""
+    """Help of each field: from its metadata, otherwise the first clause about it in the class docstring."""
     _, _, attributes = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")
     sections = re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.*)*)", attributes, re.MULTILINE)
     texts = {name: " ".join(text.split()) for names, text in sections for name in names.split(", ")}
@@ -188,9 +188,9 @@ def _help(settings: type) -> dict[str, str]:
 def read_settings(
     kinds: Mapping[str, type], options: Mapping[str, Any], config: Path | None, changes: Iterable[str]
 ) -> dict[str, Any]:
-    """Settings from a YAML file, options (None where one was not given) and `--set` (`name.name=value`).
+    """Merge settings from a YAML file, options (None if not given) and `--set` (`name.name=value`).
 
-    `kinds` has the dataclass of each parameter that is one; options that are no settings are passed on.
+    `kinds` maps each dataclass parameter to its class; options that are not settings are returned unchanged.
     """
     settings: dict[str, Field[Any]] = {setting.name: setting for kind in kinds.values() for setting in fields(kind)}
     merged = {} if config is None else parse_yaml(read_file(config), str(config)) or {}
@@ -222,9 +222,9 @@ def read_settings(
 
 
 def _listed(hint: Any, value: Any) -> Any:
-    """A setting of which there may be several: one may stand by itself, nothing is none, and numbers have commas.
+    """Normalise a tuple setting: accept a single value, None for empty, and comma-separated numbers.
 
-    A number that may be a count or a share is text where it was an option, and is read here.
+    A number that may be a count or a share arrives as text from an option, and is parsed here.
     """
     if _is_count_or_share(hint) and isinstance(value, str):
         return parse_yaml(value, value)
@@ -238,7 +238,7 @@ def _listed(hint: Any, value: Any) -> Any:
 
 
 def read_recipe(value: Any) -> Recipe | None:
-    """A recipe from plain data: the name of a preset, `none`, or settings, which may start from a `preset`."""
+    """A recipe from plain data: the name of a preset, `none`, or settings, optionally based on a `preset`."""
     if value is None or value == "none":
         return None
     plain = {"preset": value} if isinstance(value, str) else value
@@ -250,7 +250,7 @@ def read_recipe(value: Any) -> Recipe | None:
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:
-    """What YAML holds; `where` is for the error."""
+    """Parse YAML; `where` is named in the error."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
@@ -258,7 +258,7 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
 
 
 def assign(settings: dict[str, Any], change: str) -> None:
-    """Put `name.name=value` into nested settings; a preset that was named becomes settings that start from it."""
+    """Set `name.name=value` in nested settings; a preset name becomes settings based on that preset."""
     path, separator, value = change.partition("=")
     *outer, name = path.split(".")
     if not separator or not name:
@@ -271,14 +271,14 @@ def assign(settings: dict[str, Any], change: str) -> None:
 
 
 def write_settings(path: Path, settings: Mapping[str, Any], command: str) -> None:
-    """Write the settings of a run, with all defaults filled in, as a file for `--config`."""
+    """Write the settings of a run, including defaults, as a file for `--config`."""
     text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=100)
     heading = f"# Resolved settings; repeat the run with: hydra-ensembles {command} --config THIS_FILE\n"
     write_atomically(path, (heading + text).encode())
 
 
 def did_you_mean(name: str | Path, known: Iterable[str] = ()) -> str:
-    """`; did you mean a, b?`, or nothing where no known name, or file beside a path, is nearly the same."""
+    """`; did you mean a, b?`; empty if no known name, or file next to the path, is similar."""
     if isinstance(name, Path):
         known = [entry.name for entry in name.parent.iterdir()] if name.parent.is_dir() else []
         name = name.name
@@ -287,12 +287,12 @@ def did_you_mean(name: str | Path, known: Iterable[str] = ()) -> str:
 
 
 def emit_json(result: Any) -> None:
-    """Print plain data for a machine."""
+    """Print plain data as JSON."""
     emit(json.dumps(result, indent=1, ensure_ascii=False) + "\n", None)
 
 
 def emit(content: str | RenderableType, output: Path | None) -> None:
-    """Print text or a table, or write it to a file, in which a table is as wide as it likes to be."""
+    """Print text or a table, or write it to a file; tables in files are `WIDE` characters wide."""
     if not isinstance(content, str):
         console = Console(width=None if output is None else WIDE)
         with console.capture() as captured:
@@ -305,8 +305,8 @@ def emit(content: str | RenderableType, output: Path | None) -> None:
 
 
 def report_failure(error: BaseException, debug: bool) -> int | None:
-    """Say what went wrong on the standard error; the exit code, or None for what typer or Python deals with."""
-    if isinstance(error, BrokenPipeError):  # the reader of our output, such as `head`, has seen enough
+    """Print an error to standard error; return the exit code, or None if typer or Python should handle it."""
+    if isinstance(error, BrokenPipeError):  # the reader of our output, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     ours = isinstance(error, Exception | KeyboardInterrupt)
@@ -317,7 +317,7 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
     if isinstance(error, KeyboardInterrupt):
         code = 130
         advice = str(error)
-        if not advice and hasattr(error, "__notes__"):  # where, and that the same goes on there
+        if not advice and hasattr(error, "__notes__"):  # the note says what was kept and how to resume
             advice = f"{error.__notes__[0]}: {shlex.join(['hydra-ensembles', *sys.argv[1:]])}"
         message = f"interrupted{': ' if advice else ''}{advice}"
     elif isinstance(error, HydraError | OSError):
@@ -330,6 +330,6 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
         hint = "" if debug else "; --debug shows where"
         code = 1
         message = f"internal error, please report it: {type(error).__name__}: {error}{hint}"
-    lines = message.splitlines() if isinstance(error, ConversionError) else [message]  # what, why and what works
+    lines = message.splitlines() if isinstance(error, ConversionError) else [message]  # what, why, and a way out
     print("\n".join(" ".join(line.split()) for line in lines), file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""`hydra-ensembles evaluate`, `compare`, `report` and `atlas`: measure a model, and show what was measured."""
+"""`hydra-ensembles evaluate`, `compare`, `report` and `atlas`: measure models and show the results."""
 
 import math
 import re
@@ -35,10 +35,10 @@ from . import sources as source
 from .command import Json, Quiet, command, emit, emit_json, option, parse_yaml, write_settings
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
-KEPT = ".run"  # suffix of the folder that keeps what is done until all is
-SETTINGS_SUFFIX = ".config.yaml"  # of the settings beside an evaluation
-OF_THE_MODEL = ("model", "weights", "model_options")  # settings that say which one is measured
-GALLERY = 6  # inputs that the report shows
+KEPT = ".run"  # suffix of the folder that keeps partial results until the run is finished
+SETTINGS_SUFFIX = ".config.yaml"  # suffix of the settings file next to an evaluation
+OF_THE_MODEL = ("model", "weights", "model_options")  # settings that identify the model
+GALLERY = 6  # number of inputs shown in the report
 GROUPS = ("near", "far", "apart")
 UNGROUPED = "ungrouped"
 _NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+)", re.DOTALL)
@@ -55,7 +55,7 @@ class MeasuredSettings(DataSettings, ModelSettings):
     score: AnyScore = option("msp", "Score that detects OOD inputs.")
 
     def __post_init__(self) -> None:
-        """Check that there is something to measure on."""
+        """Check that there are data to measure on."""
         super().__post_init__()
         if self.id is None and self.suite is None:
             raise ConfigError("no data to evaluate on; give id (and ood, as near:NAME=DATA), or a suite")
@@ -63,7 +63,7 @@ class MeasuredSettings(DataSettings, ModelSettings):
 
     @property
     def common(self) -> dict[str, Any]:
-        """What `evaluate` and `atlas` take alike."""
+        """Arguments that `evaluate` and `atlas` share."""
         about = {"name": self.name or self.own_name, "score": self.score}
         return {**about, "batch_size": self.batch_size or USUAL_BATCH, "num_workers": self.workers}
 
@@ -80,7 +80,7 @@ class EvaluateSettings(MeasuredSettings):
     keep_logits: bool = option(False, "Save the member logits too.")
 
     def __post_init__(self) -> None:
-        """Check that shifted sets can be told apart."""
+        """Check that shifted sets have no group and different names."""
         super().__post_init__()
         specs = grouped_specs(self.shift)
         grouped = [spec for group, _, spec in specs if group != UNGROUPED]
@@ -100,9 +100,9 @@ class EvaluateSettings(MeasuredSettings):
         return path if path.suffix == ".json" else path / f"{slug}.json"
 
     def require_free_file(self) -> None:
-        """Refuse to lose an earlier evaluation to that of another model, or of fewer data, that has its name by chance.
+        """Refuse to overwrite an evaluation of another model, or of data that this run lacks, with the same file name.
 
-        A file that is named outright is replaced, and so is an evaluation of the same model on no more data.
+        A file that `output` names explicitly is overwritten, and so is an evaluation of the same model on no more data.
         """
         if Path(self.output).suffix == ".json" or not self.file.exists():
             return
@@ -110,7 +110,7 @@ class EvaluateSettings(MeasuredSettings):
         if settings.exists():
             plain = parse_yaml(read_file(settings), str(settings))
             earlier = plain if isinstance(plain, dict) else {}
-            present = self.by_full_names()  # of a relative name of before, nobody knows where it began
+            present = self.by_full_names()  # absolute: the working directory of the earlier run is unknown
             same_model = all((earlier.get(name) or None) == (present[name] or None) for name in OF_THE_MODEL)
             most, now = (run.get("limit") or math.inf for run in (earlier, present))
             if same_model and _data_of(earlier) <= _data_of(present) and most <= now:
@@ -125,7 +125,7 @@ class EvaluateSettings(MeasuredSettings):
         )
 
     def by_full_names(self) -> dict[str, Any]:
-        """The settings as plain data, in which files and folders have names that mean the same wherever one stands."""
+        """The settings as plain data with absolute paths, so that they mean the same in any working directory."""
         plain: dict[str, Any] = to_plain(self)
         folder = expanded(self.model)
         if folder.is_dir() and not self.model.startswith((source.TIMM, source.HUB)):
@@ -138,7 +138,7 @@ class EvaluateSettings(MeasuredSettings):
             plain[role] = [
                 spec if role == "shift" and name is None else entry.removesuffix(spec) + source.full_name_of_data(spec)
                 for entry, (_, name, spec) in zip(getattr(self, role), grouped_specs(getattr(self, role)), strict=True)
-            ]  # a shifted set without a name is called as it was typed, and stays so
+            ]  # an unnamed shifted set keeps the text that was typed as its name
         specs = [plain["id"] or "", *plain["ood"], *plain["shift"]]
         below_root = self.suite is not None or any(source.SUITE in spec or source.TORCHVISION in spec for spec in specs)
         if self.root is not None or below_root:
@@ -166,7 +166,7 @@ class AtlasSettings(MeasuredSettings):
 
 
 def _data_of(settings: Mapping[str, Any]) -> set[object]:
-    """Which data settings measure on, by their full names."""
+    """The data sets in some settings, by absolute path."""
     lists = (grouped_specs(settings.get(name) or ()) for name in ("ood", "shift"))
     data = [settings.get("id"), *(spec for specs in lists for _, _, spec in specs)]
     names: set[object] = {spec for spec in data if spec is not None}
@@ -188,7 +188,7 @@ def grouped_specs(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
 
 
 def read_sets(settings: MeasuredSettings, model: Ensemble) -> tuple[AnyDataset, dict[str, dict[str, AnyDataset]]]:
-    """The in-distribution set, and OOD sets by group and name, each fit for the model."""
+    """The in-distribution set, and OOD sets by group and name, each checked against the model."""
     test = _read(f"suite:{settings.suite}:test" if settings.id is None else settings.id, settings, model)
     groups: dict[str, dict[str, AnyDataset]] = {}
     specs = settings.ood
@@ -239,10 +239,10 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
         output=settings.file.with_suffix(KEPT),
         progress=not quiet,
     )
-    write_settings(settings.file.with_suffix(SETTINGS_SUFFIX), settings.by_full_names(), "evaluate")  # for who goes on
+    write_settings(settings.file.with_suffix(SETTINGS_SUFFIX), settings.by_full_names(), "evaluate")  # for later runs
     evaluation.save(settings.file)
     shutil.rmtree(settings.file.with_suffix(KEPT))
-    if evaluation.logits is None:  # those of an evaluation that this one replaces
+    if evaluation.logits is None:  # remove those of the evaluation that this one replaces
         logits_path(settings.file).unlink(missing_ok=True)
     if as_json:
         emit_json(read_json(settings.file))
@@ -255,7 +255,7 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
 
 
 def accepted_in_words(chosen: Selective, id_name: str) -> str:
-    """What calibrated thresholds do on the in-distribution set."""
+    """Describe what the calibrated thresholds accept of the in-distribution set."""
     risk = "" if chosen.risk is None else f", of which {chosen.risk:.2%} are wrong"
     text = f"{chosen.accepted:.2%} of {id_name}{risk}"
     if chosen.sure is not None and chosen.familiar is not None:
@@ -341,7 +341,7 @@ def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
-    """Evaluations and costs in JSON files and folders of them; other JSON files in a folder are passed over."""
+    """Load evaluations and costs from JSON files and folders; other JSON files in a folder are skipped."""
     evaluations: list[Evaluation] = []
     costs: list[Cost] = []
     for path in paths:
@@ -362,6 +362,6 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
 
 
 def _format_of(file: Path) -> object:
-    """What a JSON file says that it holds."""
+    """The `format` that a JSON file states; None without one."""
     data = parse_json(read_file(file), str(file), foreign=True)
     return data.get("format") if isinstance(data, dict) else None

@@ -1,4 +1,4 @@
-"""The command line: all commands, and the demo."""
+"""The command line: the list of commands, and the demo."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -30,12 +30,12 @@ def commands() -> tuple[Callable[..., None], ...]:
 
 
 def run_command(name: str, options: Mapping[str, Any]) -> None:
-    """Run the command of a name with its options, as `hydra_ensembles_cli` read them."""
+    """Run a command by name, with options parsed by `hydra_ensembles_cli`."""
     {function.__name__: function for function in commands()}[name](**options)
 
 
 def table() -> str:
-    """What all commands are and take, as JSON, a line for each parameter: `hydra_ensembles_cli` answers from it."""
+    """All commands and parameters as JSON, one line per parameter: `hydra_ensembles_cli` parses and completes by it."""
 
     def text(entry: dict[str, Any]) -> str:
         *head, (_, parameters) = entry.items()
@@ -47,7 +47,7 @@ def table() -> str:
 
 
 def write_table() -> None:
-    """Write the table to its place (`make commands`)."""
+    """Write the table to `commands.json` (`make commands`)."""
     write_atomically(TABLE, table().encode())
 
 

@@ -1,4 +1,4 @@
-"""`hydra-ensembles calibrate` and `fuse`: a trained model that says when not to answer, and several as one."""
+"""`hydra-ensembles calibrate` and `fuse`: teach a trained model when to abstain; fuse several models into one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from .use import next_commands, preprocessing_of
 
 @dataclass(frozen=True)
 class CalibrateSettings(DataSettings, ModelSettings):
-    """What is calibrated, on what, and where it goes; `calibrate` says more of each."""
+    """Inputs, output and settings of `calibrate`; see there for details."""
 
     output: str = option(..., "New folder for the calibrated model.")
     id: str = option(..., "Held-out labelled data, not used in training.")
@@ -64,7 +64,7 @@ def calibrate(settings: CalibrateSettings) -> None:
 
 @dataclass(frozen=True)
 class FuseSettings(Checked):
-    """How models become members of one; `fuse` says more of each."""
+    """Output and settings of `fuse`; see there for details."""
 
     output: str = option(..., "New folder for the fused model.")
     average: Count | Rate = option(
@@ -106,7 +106,7 @@ def fuse(
 
 
 def _new_folder(output: str, data: str | None = None) -> Path:
-    """Where a model is written to: a folder that has nothing in it yet but what a kill left, not among the data."""
+    """The output folder: outside the data, and new, empty, or with nothing but hidden leftovers of a killed run."""
     folder = source.output_folder(output, ("id", data))
     if folder.exists() and not (folder.is_dir() and all(entry.name.startswith(".") for entry in folder.iterdir())):
         raise ConfigError(f"output is {folder}, where something is already; name a new folder")
@@ -114,7 +114,7 @@ def _new_folder(output: str, data: str | None = None) -> Path:
 
 
 def _save(model: Ensemble, folder: Path, *commands: str) -> None:
-    """Save a model, and say what it is, what was done last, where it lies, and which commands may follow."""
+    """Save a model; print its description, its last history entry, its folder, and commands to try next."""
     model.save_pretrained(folder)
     print(f"{model.describe()}\npreprocessing  {preprocessing_of(model)}\n{model.metadata.history[-1]}")
     print(f"\nThe model is in {folder}. Next:")

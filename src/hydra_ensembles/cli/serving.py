@@ -25,7 +25,7 @@ from .command import Json, NamedColumns, command, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier
 from .use import find_inputs, named_columns
 
-BACKLOG = 2048  # connections that the system keeps while the server is busy
+BACKLOG = 2048  # connections that the system queues while the server is busy
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -43,7 +43,7 @@ def serve(model: ModelSettings, settings: ServeSettings) -> None:
       hydra-ensembles serve hub:me/my-hydra --uds hydra.sock
       curl -F file=@photo.jpg http://127.0.0.1:8000/v1/predict
     """
-    for name in ("fastapi", "httptools", "prometheus_client", "python_multipart"):  # said before anything is loaded
+    for name in ("fastapi", "httptools", "prometheus_client", "python_multipart"):  # fail before the model is loaded
         require(name, extra="serve")
     uvicorn = require("uvicorn", extra="serve")
     listener = listen(settings)
@@ -57,9 +57,9 @@ def serve(model: ModelSettings, settings: ServeSettings) -> None:
 
 
 def listen(settings: ServeSettings) -> socket.socket:
-    """The socket of a server, bound before anything is loaded: an address that is taken is said at once.
+    """Bind the server's socket before the model is loaded, so that an address in use is reported at once.
 
-    A Unix socket is for the user who started the server, and nobody else.
+    Only the user who started the server can open its Unix socket.
     """
     try:
         if settings.uds is None:
@@ -67,7 +67,7 @@ def listen(settings: ServeSettings) -> socket.socket:
             return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
         path = expanded(settings.uds)
         if path.is_socket() and not _answers(path):
-            path.unlink()  # left by a server that was killed
+            path.unlink()  # left by a killed server
         listener = socket.socket(socket.AF_UNIX)
         umask = os.umask(0o177)
         try:
@@ -85,13 +85,13 @@ def listen(settings: ServeSettings) -> socket.socket:
 
 
 def _answers(path: Path) -> bool:
-    """Whether somebody listens on a Unix socket."""
+    """Whether a process listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
 
 
 def run_server(uvicorn: Any, app: Any, listener: socket.socket, settings: ServeSettings) -> None:
-    """Serve until a signal comes; what was taken in is answered, which takes no longer than the deadline."""
+    """Serve until a signal arrives, then finish all accepted requests, which the timeout limits."""
     log_to_stdout()
     config = uvicorn.Config(
         app,
@@ -105,7 +105,7 @@ def run_server(uvicorn: Any, app: Any, listener: socket.socket, settings: ServeS
     )
 
     class Announcing(uvicorn.Server):  # type: ignore[misc]
-        """A server that says when it takes requests."""
+        """A server that reports when it accepts requests."""
 
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
@@ -113,17 +113,17 @@ def run_server(uvicorn: Any, app: Any, listener: socket.socket, settings: ServeS
                 _announce(listener, settings)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
-            if not self.started:  # nothing was taken in, and a thread that warms or compiles plans is waited for
+            if not self.started:  # no request to finish, and a graceful exit would wait for the warm-up
                 print("interrupted", file=sys.stderr, flush=True)
                 os._exit(128 + sig)
             super().handle_exit(sig, frame)
 
-    former = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it is done: a clean end is 0
+    former = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn re-raises the signal when done; exit with 0
     try:
         Announcing(config).run([listener])
-    except KeyboardInterrupt:  # likewise
+    except KeyboardInterrupt:  # re-raised in the same way
         pass
-    except SystemExit as end:  # it could not start
+    except SystemExit as end:  # startup failed
         raise getattr(app.state, "failure", end) from None
     finally:
         signal.signal(signal.SIGTERM, former)

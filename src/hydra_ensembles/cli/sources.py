@@ -1,4 +1,4 @@
-"""Models and data by name: folders and files, the Hugging Face hub, timm, torchvision, suites; matching classes."""
+"""Models and data by name (folders, files, the Hugging Face hub, timm, torchvision, suites); matching of classes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ from .command import did_you_mean, option
 
 TIMM, HUB, TORCHVISION, SUITE = "timm:", "hub:", "torchvision:", "suite:"
 TRANSFORMERS = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
-SEED = 0  # the samples that `limit` keeps are the same whenever they are asked for
+SEED = 0  # `limit` always keeps the same samples
 USUAL_BATCH = 64
 ZERO_SHOT = "in Python, he.zero_shot(he.convert(model, processor=…), class_names) makes a classifier of it"
 
@@ -43,7 +43,7 @@ ZERO_SHOT = "in Python, he.zero_shot(he.convert(model, processor=…), class_nam
 
 @dataclass(frozen=True)
 class ModelSettings(Checked):
-    """Which model, and how it is made where its name alone does not say so."""
+    """Which model, its device, and how to create and preprocess where its name does not determine that."""
 
     model: str = field(metadata={"help": "Folder, timm:NAME or hub:OWNER/NAME."})
     weights: str | None = option(
@@ -72,26 +72,26 @@ class ModelSettings(Checked):
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """What is said of the preprocessing, by the names of `convert`."""
+        """The preprocessing settings that were given, by their names in `convert`."""
         settings = {name: getattr(self, name) for name in (*IMAGE_SETTINGS, *TEXT_SETTINGS)}
         return {name: value for name, value in settings.items() if value not in (None, ())}
 
     def place(self) -> torch.device:
-        """The device; `auto` is the first GPU, or else the CPU."""
+        """The device; `auto` is the first GPU, or the CPU without one."""
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         return require_device(automatic if self.device == "auto" else self.device)
 
     @property
     def own_name(self) -> str:
-        """What tables call the model: the last part of its name."""
+        """Default name in tables: the last part of the model's name."""
         name = Path(self.model.rstrip("/")).name
-        if name in ("", "..", "~"):  # what `.` and its like stand for
+        if name in ("", "..", "~"):  # `.` and the like: use the name of the folder
             name = expanded(self.model).resolve().name
         return name or self.model
 
 
 def load_classifier(settings: ModelSettings) -> Ensemble:
-    """The model of the settings as an ensemble; a `HydraError` where there is none, or it is no classifier."""
+    """Load the model as an ensemble; raise `HydraError` if it does not exist or is not a classifier."""
     model = load_model(settings)
     if isinstance(model, DualEncoder):
         raise ConfigError(f"{settings.model} is a dual encoder (CLIP); commands take classifiers; {ZERO_SHOT}")
@@ -101,7 +101,7 @@ def load_classifier(settings: ModelSettings) -> Ensemble:
 
 
 def further(settings: ModelSettings, name: str) -> ModelSettings:
-    """The settings of another training of a model: a folder or name like its own, or a file of weights like its own."""
+    """Settings of another training of the same model: a folder or name, or a weights file like the first one's."""
     if name.endswith(".safetensors"):
         if settings.weights is None:
             raise ConfigError(
@@ -114,16 +114,16 @@ def further(settings: ModelSettings, name: str) -> ModelSettings:
 
 
 def load_further(settings: ModelSettings, labels: tuple[str, ...]) -> Ensemble:
-    """Another training, by settings of `further`; with these class names where it has none."""
+    """Load another training from the settings of `further`; `labels` are its class names if it has none."""
     model = load_classifier(settings)
     return model if model.metadata.labels else model.with_metadata(labels=labels)
 
 
 def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
-    """Find and load a model, onto its device.
+    """Load a model onto its device.
 
-    Accepted are `timm:NAME`, `hub:OWNER/NAME` (a classifier of transformers, a model of timm, or one that this library
-    published), and a folder that one of these libraries wrote, also the run folder of `build`.
+    Accepts `timm:NAME`, `hub:OWNER/NAME` (a transformers classifier, a timm model, or one saved by this library), and a
+    folder written by one of these libraries, including the run folder of `build`.
     """
     name = settings.model
     path = expanded(settings.model)
@@ -145,7 +145,7 @@ def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
 
 
 def _from_folder(folder: Path, settings: ModelSettings) -> Ensemble | DualEncoder:
-    """Load what a library, or `build`, left in a folder."""
+    """Load a folder written by a supported library, or the run folder of `build`."""
     is_run = (folder / IDENTITY).is_file()
     path = (folder / RESULT if is_run else folder) / "config.json"
     if not path.is_file():
@@ -162,13 +162,13 @@ def _from_hub(name: str, settings: ModelSettings) -> Ensemble | DualEncoder:
     hub = require("huggingface_hub", extra="transformers")
     try:
         path = Path(hub.hf_hub_download(name, "config.json"))
-    except Exception as error:  # the hub client raises whatever its HTTP library does
+    except Exception as error:  # the hub client also raises errors of its HTTP library
         raise CheckpointError(f"the hub did not give {name!r}: {error!r}; check name and connection") from error
     return _by_config(name, "hf-hub", path, settings)
 
 
 def _by_config(source: str, timm_scheme: str, path: Path, settings: ModelSettings) -> Ensemble | DualEncoder:
-    """Load a folder or hub id by what its `config.json` says of the library that wrote it."""
+    """Load a folder or hub id with the library that its `config.json` indicates."""
     content = parse_json(read_file(path), str(path), foreign=True)
     config = content if isinstance(content, dict) else {}
     ours = config.get("format") == "hydra_ensembles"
@@ -186,10 +186,10 @@ def _by_config(source: str, timm_scheme: str, path: Path, settings: ModelSetting
 
 
 def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> Ensemble:
-    """Make a timm model, with its pretrained weights or those of a file, which say how many classes there are.
+    """Create a timm model with its pretrained weights, or with those of a file, which determine the number of classes.
 
-    Whether it can be converted is asked by its architecture: a tag says who trained the weights (`openai`, `sam`), and
-    an owner or a folder says less. `architecture` is that of a config; of a plain name it stands before the tag.
+    Support is checked by the architecture: the tag says who trained the weights (`openai`, `sam`), and an owner or a
+    folder says even less. `architecture` is the one in a config; in a plain name it is the part before the tag.
     """
     timm = require("timm", extra="timm")
     architecture = (architecture or ("" if ":" in name else name)).partition(".")[0]
@@ -197,15 +197,15 @@ def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> En
         raise CheckpointError(f"timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
     try:
         state = None if settings.weights is None else load_file(plain_file(expanded(settings.weights)))
-    except (OSError, SafetensorError, UnicodeError) as error:  # files of other kinds can run code
+    except (OSError, SafetensorError, UnicodeError) as error:  # pickle files are never loaded: they can run code
         raise CheckpointError(f"the weights {settings.weights} cannot be read as safetensors: {error}") from error
     classes = (len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state)
-    if refusal(f"timm.{architecture}") is not None:  # before anything is downloaded
+    if refusal(f"timm.{architecture}") is not None:  # check before downloading
         raise ConversionError(explained(f"timm.{architecture}"))
     options = {"num_classes": next(classes, None), **settings.model_options}
     try:
         model = timm.create_model(name, pretrained=state is None, **options).eval()
-    except Exception as error:  # timm raises whatever its model, the hub client or the HTTP library does
+    except Exception as error:  # timm also raises errors of the model, the hub client and its HTTP library
         hint = "check the connection, or give a file of weights" if state is None else "check model_options"
         raise CheckpointError(f"timm could not make {name}: {error!r}; {hint}") from error
     if state is not None:
@@ -220,7 +220,7 @@ def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> En
 
 
 def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> Ensemble:
-    """Load a classifier with its tokenizer or image processor, from a folder or the hub, whose files lie in one too."""
+    """Load a classifier with its tokenizer or image processor; `folder` has the files, also those of the hub."""
     transformers = require("transformers", extra="transformers")
     _require_no_code(source, folder)
     names = [str(name) for name in config.get("architectures") or ()]
@@ -239,9 +239,9 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
         raise ConversionError(in_lines(f"{source} is a {described}", "it has no trained classifier", remedy + every))
     require_supported(getattr(transformers, chosen), kind)
     try:
-        transformers.utils.logging.disable_progress_bar()  # loading a local file takes no time worth a bar
+        transformers.utils.logging.disable_progress_bar()  # loading a local file is fast
         model = getattr(transformers, chosen).from_pretrained(source, trust_remote_code=False).eval()
-    except Exception as error:  # the library raises whatever it meets
+    except Exception as error:  # transformers can raise anything
         raise CheckpointError(f"transformers could not load {source}: {error!r}") from error
     text = chosen.endswith("ForSequenceClassification")
     reader = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
@@ -249,15 +249,15 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
         processor = reader.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError):
         processor = None
-    _require_no_code(source, folder)  # what came from the hub only now
+    _require_no_code(source, folder)  # the rest of the hub's files arrived only now
     if text and processor is not None and processor.get_vocab().keys() <= set(processor.all_special_tokens):
-        processor = None  # without files, transformers makes a tokenizer that knows no word
+        processor = None  # without files, transformers creates a tokenizer with an empty vocabulary
     converted: Ensemble = convert(model, processor=processor)
     return converted
 
 
 def _require_no_code(source: str, folder: Path) -> None:
-    """Refuse a model that is meant to be read by code of its own: without it, the answers may be other ones."""
+    """Refuse a model that needs its own code: without it, the outputs may differ."""
     for path in sorted(folder.glob("*config.json")):
         content = parse_json(read_file(path), str(path), foreign=True)
         if isinstance(content, dict) and content.get("auto_map"):
@@ -289,9 +289,9 @@ class DataSettings(Checked):
 
 
 def load_data(spec: str, settings: DataSettings, labelled: bool = True) -> AnyDataset:
-    """Load a data set: a file or folder (with `:SPLIT` behind it, if need be), or by a name of the hub and its like.
+    """Load a data set from a file or folder (optionally with `:SPLIT`), the hub, torchvision or a suite.
 
-    OOD data need no labels. A `DataError` where it is not there, or not as described, says what was tried.
+    OOD data need no labels. Raises `DataError` if the data do not exist or do not match the description.
     """
     source, split = existing_path(spec)
     columns = from_plain(Columns, settings.columns, "columns")
@@ -325,7 +325,7 @@ def load_data(spec: str, settings: DataSettings, labelled: bool = True) -> AnyDa
 
 
 def existing_path(spec: str) -> tuple[Path | None, str | None]:
-    """The file or folder that a name of data stands for, and the split behind it; None where there is none."""
+    """The existing file or folder of a data spec, and the split after it; None for both if there is none."""
     if not spec.startswith((SUITE, HUB, TORCHVISION)):
         before, _, last = spec.rpartition(":")
         for name, split in ((spec, None), (before, last)):
@@ -336,7 +336,7 @@ def existing_path(spec: str) -> tuple[Path | None, str | None]:
 
 
 def output_folder(output: str, *data: tuple[str, str | None]) -> Path:
-    """The folder that a command writes to, which lies in none of the data that it reads, each with its role."""
+    """The output folder of a command; raises if it lies inside the data, given as pairs of role and spec."""
     if not output:
         raise ConfigError("output is empty; name the folder to write to")
     folder = expanded(output)
@@ -348,7 +348,7 @@ def output_folder(output: str, *data: tuple[str, str | None]) -> Path:
 
 
 def full_name_of_data(spec: str) -> str:
-    """The name of data that means the same wherever one stands, and that two names of the same data have in common."""
+    """The absolute form of a data spec: independent of the working directory, and equal for equal data."""
     path, split = existing_path(spec)
     if path is None:
         return spec
@@ -356,7 +356,7 @@ def full_name_of_data(spec: str) -> str:
 
 
 def require_different_sources(*specs: tuple[str, str | None]) -> None:
-    """Refuse settings (the name of each, and the data it names) two of which stand for the same data."""
+    """Raise if two settings, given as pairs of name and data spec, refer to the same data."""
     earlier: dict[object, str] = {}
     for name, spec in specs:
         full_name = full_name_of_data(spec or "")
@@ -366,7 +366,7 @@ def require_different_sources(*specs: tuple[str, str | None]) -> None:
 
 
 def sets_of_suite(name: str) -> dict[str, SetRef]:
-    """The sets of a suite: by what they are for, and the others by name."""
+    """The sets of a suite: by role, the others by name."""
     entry = suite(name)
     sets = {"test": entry.id, "circuit_ood": entry.circuit_ood, "train": entry.train, "validation": entry.validation}
     sets |= {ref.name: ref for ref in (*entry.near, *entry.far, *entry.apart, *entry.tasks)}
@@ -374,7 +374,7 @@ def sets_of_suite(name: str) -> dict[str, SetRef]:
 
 
 def require_preprocessing(model: Ensemble) -> None:
-    """Refuse a model that cannot read files."""
+    """Raise if a model has no preprocessing and so cannot read files."""
     if model.metadata.preprocessing is None:
         missing = "tokenizer" if model.kind == "text" else "image processor"
         other = getattr(model.config.stem, "channels", 3) not in (1, 3)
@@ -383,10 +383,10 @@ def require_preprocessing(model: Ensemble) -> None:
 
 
 def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labelled: bool = True) -> AnyDataset:
-    """Check that a model can read a set, and number the classes of a labelled one as the model's logits.
+    """Check that a model can read a set, and renumber the classes of a labelled set to match the model's logits.
 
-    Where both name their classes, names decide, and the data may have fewer classes. Where the model has no names,
-    or the data only numbers, or `by_position` is set, numbers decide.
+    If both have class names, they are matched by name, and the data may have fewer classes. If the model has no names,
+    the data only have numbers, or `by_position` is set, they are matched by number.
     """
     if data.kind != model.kind:
         raise DataError(f"{data.name} holds {data.kind}s, but the model reads {model.kind}s; give it {model.kind}s")
@@ -420,7 +420,7 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
 
 
 def _warn_of_numbers(data: AnyDataset, numbers: Mapping[int, int]) -> None:
-    """Say where nothing but a number tells classes, and it may be another one than the model's."""
+    """Warn if classes are matched by numbers alone and these may not be the model's."""
     moved = next((index for index, number in numbers.items() if index != number), None)
     if moved is not None:
         warn(
@@ -436,6 +436,6 @@ def _warn_of_numbers(data: AnyDataset, numbers: Mapping[int, int]) -> None:
 
 
 def with_labels_of(model: Ensemble, data: AnyDataset) -> Ensemble:
-    """The model, with the class names of the data where it has none and the numbers of classes agree."""
+    """The model, with the class names of the data if it has none and the numbers of classes agree."""
     names = class_names_in(data, model.num_classes)
     return model if model.metadata.labels or are_numbers(names) else model.with_metadata(labels=names)

@@ -35,17 +35,17 @@ from ..schema import from_plain, to_plain
 from .command import Json, NamedColumns, assign, command, did_you_mean, emit, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model, require_preprocessing
 
-NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")  # of `prediction.OUTPUTS`
-IN_TABLE = ("confidence", "epistemic", "familiarity")  # of them, what fits a terminal
-LONGEST = 60  # characters of an input that a table shows
+NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")  # in `prediction.OUTPUTS`
+IN_TABLE = ("confidence", "epistemic", "familiarity")  # those that fit into a terminal
+LONGEST = 60  # maximum number of characters of an input in a table
 KEPT, PRUNED = "■", "·"
-SHOWN = 12  # items of a list
-MOST_DIGITS = 5  # of a batch size to measure
-TOKENS = 128  # length of the texts that `bench` runs, as far as the model takes so many
+SHOWN = 12  # maximum number of list items to print
+MOST_DIGITS = 5  # maximum number of digits of a batch size
+TOKENS = 128  # length of the texts in `bench`, unless the model's maximum is smaller
 
 NamedItem = tuple[str, Callable[[], Any]]
-"""One input: what the result calls it, and how its content is read."""
-Baseline = Literal["single", "deep"]  # what `bench` measures beside a model
+"""One input: its name in the output, and a function that reads its content."""
+Baseline = Literal["single", "deep"]  # models that `bench` also measures
 OutputFormat = Literal["table", "jsonl", "csv"]
 
 
@@ -109,9 +109,9 @@ def named_columns(pairs: Iterable[str] | None) -> Columns:
 
 
 def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns: Columns) -> list[NamedItem]:
-    """The inputs that arguments name, for a model that reads this kind, in their order; `texts` come last.
+    """The inputs that the arguments name, in order, for a model of this kind; `texts` come last.
 
-    Arguments are files and folders, and `-`, the standard input: an image, or texts. `columns` are for tables.
+    Arguments are files, folders, and `-` for standard input (one image, or lines of text). `columns` are for tables.
     """
     if kind == "image" and texts:
         raise DataError("got a text, but the model reads images; give image files or folders")
@@ -149,7 +149,7 @@ def _content(data: AnyDataset, row: int) -> Any:
 
 
 def _texts(argument: str, path: Path) -> list[str]:
-    """The lines of a file, or of the standard input; blank ones are passed over, and told of where texts follow."""
+    """The lines of a file or of standard input; blank lines are skipped, and reported if other lines follow."""
     if path.is_dir():
         raise DataError(f"{path} is a folder, but the model reads text; give a file with one text a line")
     source = "standard input" if argument == "-" else path
@@ -157,7 +157,7 @@ def _texts(argument: str, path: Path) -> list[str]:
         content = sys.stdin.read() if argument == "-" else read_file(path, most=None).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{source} is not text in UTF-8 ({error})") from error
-    plain = content.removeprefix("\ufeff").rstrip()  # a mark of UTF-8 is no text
+    plain = content.removeprefix("\ufeff").rstrip()  # the UTF-8 byte order mark is not text
     lines = [line.strip() for line in re.split(r"\r\n|\r|\n", plain)]
     texts = [line for line in lines if line]
     if not texts:
@@ -169,7 +169,7 @@ def _texts(argument: str, path: Path) -> list[str]:
 
 
 def _answered(ensemble: Ensemble, items: Sequence[NamedItem], problems: list[DataError]) -> list[dict[str, Any]]:
-    """The answers to a batch; what cannot be read or prepared is found one by one, and added to the problems."""
+    """Answers to a batch; if it fails, each input is tried alone, and errors are appended to `problems`."""
     try:
         return _answers([name for name, _ in items], ensemble.predict([read() for _, read in items]))
     except DataError as error:
@@ -180,7 +180,7 @@ def _answered(ensemble: Ensemble, items: Sequence[NamedItem], problems: list[Dat
 
 
 def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any]]:
-    """The columns of the output; a label is a number where the model has no names, uncertainties are in nats."""
+    """Rows of the output; without class names a label is a class index; uncertainties are in nats."""
     plain = prediction.to_dict()
     words = {None: None, True: "accept", False: "abstain"}
     columns = {
@@ -218,7 +218,7 @@ def _short(text: str) -> str:
 
 
 def next_commands(folder: Path, kind: str, *commands: str) -> str:
-    """How to go on with a model that was written to a folder, and reads this kind: `info`, and some other commands."""
+    """Suggested commands for a model in this folder: `info`, and the given ones."""
     arguments = {"info": "", "calibrate": " --id DATA --output FOLDER", "evaluate": " --id DATA --ood near:NAME=DATA"}
     arguments["predict"] = " IMAGE..." if kind == "image" else " --text TEXT"
     place = shlex.quote(str(folder))
@@ -247,13 +247,13 @@ def info(model: ModelSettings, as_json: Json = False) -> None:
 
 
 def _facts(ensemble: Ensemble) -> dict[str, Any]:
-    """Everything worth knowing about an ensemble, as plain data."""
+    """Everything about an ensemble, as plain data."""
     fitted, calibration = ensemble.metadata.familiarity, ensemble.metadata.calibration
     calibration = calibration and calibration.brief
     description = ensemble.describe()
     metadata = to_plain(replace(ensemble.metadata.plain, calibration=calibration, train_marks=()))
     if isinstance(ensemble.metadata.preprocessing, TextPreprocessing):
-        metadata["preprocessing"]["tokenizer"] = bool(metadata["preprocessing"]["tokenizer"])  # not all its words
+        metadata["preprocessing"]["tokenizer"] = bool(metadata["preprocessing"]["tokenizer"])  # not the vocabulary
     return {
         "kind": ensemble.kind,
         "members": ensemble.num_members,
@@ -269,7 +269,7 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
 
 
 def _described(title: str, ensemble: Ensemble) -> str:
-    """The facts in words, and the map of heads."""
+    """The facts as text, and the map of heads."""
     facts = _facts(ensemble)
     encoder = ensemble.config.encoder
     shared = ", ".join(group for group in GROUPS if getattr(ensemble.config.sharing, group))
@@ -296,7 +296,7 @@ def _described(title: str, ensemble: Ensemble) -> str:
 
 
 def preprocessing_of(ensemble: Ensemble) -> str:
-    """What becomes of raw inputs, and where that was taken from, in words."""
+    """The preprocessing of raw inputs and its origin, as text."""
     facts = _facts(ensemble)
     origin = ensemble.metadata.preprocessing_from
     if facts["preprocessing"] is None:
@@ -305,7 +305,7 @@ def preprocessing_of(ensemble: Ensemble) -> str:
 
 
 def _value(value: Any) -> str:
-    """Plain data in words, what is there of it; of a long list the first items."""
+    """Plain data as text, without empty values; long lists are shortened."""
     if isinstance(value, Mapping):
         items = {name: item for name, item in value.items() if name != "kind" and item is not None and item != []}
         return ", ".join(f"{name} {_value(item)}" for name, item in items.items())
@@ -317,7 +317,7 @@ def _value(value: Any) -> str:
 
 
 def _head_map(heads: Sequence[Sequence[Sequence[int]]], counts: Sequence[int]) -> list[str]:
-    """Which heads of so many each member keeps, of `[member][layer]` indices: a row a layer, a block a member."""
+    """A map of the heads each member keeps, from `[member][layer]` indices: one row per layer, one block per member."""
     column = max(*counts, len(f"member {len(heads) - 1}")) + 2
     lines = ["layer  " + "".join(f"member {member}".ljust(column) for member in range(len(heads)))]
     for layer, members in enumerate(zip(*heads, strict=True)):
@@ -379,7 +379,7 @@ def bench(
 
 
 def _whole(ensemble: Ensemble, members: int) -> Ensemble:
-    """Fresh models of the same architecture with all heads; weights make no difference to what they cost."""
+    """Randomly initialised models of the same architecture with all heads; cost does not depend on the weights."""
     config = ensemble.config
     with torch.random.fork_rng(), torch.device(ensemble.device):
         heads = config.encoder.all_heads(members)
