@@ -164,7 +164,7 @@ def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking
 
     The score of a token is (W_q a) · (W_k x) = (W_kᵀ W_q a) · x, and the weighted sum of values is W_v applied to a
     weighted sum of inputs; so W_k and W_v are applied once per query, not once per token. The key bias adds the same
-    number to all scores of a query, so softmax cancels it. Requires keys without norm and attention that is not causal.
+    number to all scores of a query, so softmax cancels it. Requires keys without norm or rotation, and no causal mask.
     """
     heads, _, head_dim, _ = attention.qkv.shape
     to_query, to_key, to_value = attention.qkv.unbind(1)  # each [H, d_k, d]
@@ -459,7 +459,7 @@ def plan_memory(max_memory: int, groups: Sequence[Tensor], layers: int) -> tuple
 
 
 def default_max_memory(device: torch.device) -> int:
-    """Half of the free GPU memory, or a quarter of the free host memory, divided among the local ranks."""
+    """Half of the free GPU memory; on the CPU a quarter of the free host memory, divided among the local ranks."""
     if device.type == "cuda":
         return _free_on_gpu(device) // 2
     free = free_memory()

@@ -100,7 +100,7 @@ def run_without(
     work["multiply_adds"] += forward_cost(model, samples)
 
 
-_CHUNKS = 16  # in which the samples of a candidate are evaluated
+_CHUNKS = 16  # into which the samples of a candidate are divided
 _LARGEST_CHUNK = 128
 _TOGETHER = {"cuda": 16, "cpu": 4}  # minimum number of candidates advanced at once
 _PAIRS = {"cuda": 1024, "cpu": 32}  # pairs of candidate and sample that are worth one pass
@@ -157,7 +157,7 @@ class Exact(Search):
     def _next(self, waiting: Sequence[Result], best: Result | None) -> dict[Head, int]:
         """Decide which candidates to evaluate next, and on how many more samples; `waiting` are bounds, smallest first.
 
-        The first is completed at once: a good result rules out others early. The smallest bounds advance by chunks.
+        The first is completed at once: a good result rules out others early. Then smallest bounds advance in chunks.
         """
         if best is None:
             return {bound.head: self.objective.samples for bound in waiting[:1]}

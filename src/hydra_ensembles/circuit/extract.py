@@ -103,7 +103,7 @@ def extract_circuit(
         max_accuracy_loss: Share of its accuracy on the ID samples that the model may lose in total: from 90 %, 0.02
             allows 88.2 %. A head that would cost more stays; if only such heads are left, the ranking ends there, with
             a warning and fewer heads than the budget. None for no limit, as in the paper.
-        layers: Layers whose heads are candidates; None for all, and if both towers have candidates.
+        layers: Layers whose heads are candidates; None for all, which is required if both towers have candidates.
         removed: Heads that are off from the start.
         dtype: Precision of the evaluation; None for the model's own.
         device: Where to evaluate; None for where the model is. `"cuda"` is the GPU of the rank.
@@ -111,9 +111,9 @@ def extract_circuit(
             of a GPU, or a quarter of the free memory of the host or container.
         batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
         journal: A file that records every step. If it exists, the run resumes after its last step. One run at a time.
-        progress: Say how long it will take, and show a progress bar that moves with every candidate.
+        progress: Print the estimated time, and show a progress bar that moves with every candidate.
         screen_size: Maximum number of heads that `"screened"` measures at a step; twice as many at every eighth step,
-            where it starts afresh. None for a third of the candidates.
+            where its estimates are reset. None for a third of the candidates.
         audit_steps: Steps of `"screened"`, spread evenly, at which its choice is compared with that of `"exact"`.
         seed: Seed of PyTorch's random numbers while the batches are read, for loaders that shuffle.
         class_names: For a dual encoder: the names of the classes, in the order of the labels.

@@ -38,7 +38,7 @@ class Screened(Search):
     """Measures only promising candidates; for `acc` it is the exact method with TF32 products.
 
     `exact` must not cache activations of candidates. At most `size` candidates are measured in a step, twice as many
-    after a reset; `step` is the number of greedy steps taken so far, for scores but `acc` a multiple of `AFRESH`.
+    after a reset; `step` is the number of greedy steps taken so far, a multiple of `AFRESH` except for `acc`.
     """
 
     def __init__(self, exact: Exact, size: int, step: int) -> None:

@@ -74,7 +74,7 @@ def _origin(function: Callable[..., Any]) -> str:
 # --- parts ---------------------------------------------------------------------------------------------------
 
 _LIBRARIES = ("torch.nn.modules.", "timm.", "torchvision.", "open_clip.")
-_IDLE = ("Identity", "Dropout", "DropPath", "PatchDropout", "Sequential", "ModuleList")  # in evaluation mode
+_IDLE = ("Identity", "Dropout", "DropPath", "PatchDropout", "Sequential", "ModuleList")  # no-ops in evaluation mode
 _ACTIVATIONS = frozenset(name for names in ACTIVATIONS.values() for name in names)
 MERGE = "merge them first: merge_and_unload() of the model of peft"
 # What to do about a part, by prefix of its qualified class name.

@@ -95,7 +95,7 @@ def convert(
             transforms of torchvision, or an `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble. For a
             dual encoder also a processor of both, open_clip's tokenizer, or a list of processors.
         declaration: Where the parts of your own model are. A plain classifier around an `nn.TransformerEncoder`,
-            or around blocks with an `nn.MultiheadAttention`, needs none: its parts are found, and compared.
+            or around blocks with an `nn.MultiheadAttention`, needs none: its parts are found, and outputs compared.
         preprocessing: Changes to the preprocessing of the processor or library: `image_size`, `crop`, `mean`, `std`,
             `interpolation`; for a text model `max_length`.
         probe: Compare the answers of both models. False skips the comparison, for a model that cannot be run

@@ -147,8 +147,8 @@ class Both:
         """Yield one image of the model's size, or two texts of different length; the same in every process.
 
         For a user's own model more is checked. Its output for a sample must not depend on the rest of the batch: two
-        images follow, or one text of maximum length. Its computation may depend on the range of pixel values, as if it
-        rescales bytes itself: images in [0, 1] and in [0, 255] follow.
+        images follow, or one text of maximum length. Its computation may depend on the range of pixel values (some
+        models rescale bytes themselves): images in [0, 1] and in [0, 255] follow.
         """
         stem = self.ensemble.config.stem
         samples = self.samples()

@@ -144,7 +144,7 @@ def most_to_go(model: Ensemble | DualEncoder, left: Sequence[Head]) -> int:
 
 
 def attention_of(ensemble: Ensemble, layer: int) -> Attention:
-    """Return the attention sublayer of a layer; layer `num_layers` is the attention pooling, where there is one."""
+    """Return the attention sublayer of a layer; layer `num_layers` is attention pooling, if the model has it."""
     if layer == ensemble.num_layers and ensemble.readout.map is not None:
         return ensemble.readout.map.attention
     return cast(Attention, ensemble.encoder.layers[layer].attention)

@@ -1,7 +1,7 @@
 """Choosing the members of an ensemble: which heads each of them loses.
 
-Every function returns one tuple of heads per member, ready for pruning. No two members lose the same set of heads: they
-would be one model, counted twice.
+A choice is one tuple of heads per member, ready for pruning. No two members lose the same set of heads: they would be
+one model, counted twice.
 """
 
 import math

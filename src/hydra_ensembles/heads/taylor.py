@@ -62,7 +62,7 @@ def taylor(
     scores, with new gradients before each layer; `first` of such a ranking accepts only `budget`.
     `scope="global"` compares the heads of all layers after a single gradient pass and ranks all of them.
 
-    Dropout is off. Nothing of the ensemble is changed: weights, gradients, flags, training mode.
+    Dropout is off. The ensemble is not changed: neither weights nor gradients, flags or training mode.
 
     Args:
         ensemble: An ensemble with one member and a classifier.
@@ -116,7 +116,7 @@ def taylor(
             order += lowest
             if len(steps) > 1:
                 masks.enter_context(masked(model, [head for _, head in lowest]))
-    if scope == "global":  # attention pooling keeps its highest-ranked head
+    if scope == "global":  # attention pooling keeps its most important head
         order = [pair for i, pair in enumerate(order) if pair[1] in may_go(ensemble, [head for _, head in order[i:]])]
     return HeadRanking(
         heads=tuple(head for _, head in order),
