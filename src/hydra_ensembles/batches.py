@@ -301,7 +301,7 @@ def parts_of(batches: Batches | None) -> list[Any]:
 
 
 def all_parts(batches: Batches) -> list[Any]:
-    """`parts_of` a source, and all parts of what is joined in a `ConcatDataset`."""
+    """`parts_of` a source, including those of the data sets inside a `ConcatDataset`."""
     parts: list[Any] = []
     for part in parts_of(batches):
         joined = getattr(part, "datasets", None)

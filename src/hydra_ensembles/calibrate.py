@@ -45,7 +45,7 @@ _UNFIT = "the labels do not fit the answers; check that data and model number th
 
 @dataclass(frozen=True)
 class CalibrationFit:
-    """A calibration (temperature and threshold), and what it does to the samples it was fitted on."""
+    """A calibration (temperature and threshold), and its effect on the samples it was fitted on."""
 
     calibration: Calibration
     samples: int
@@ -78,9 +78,9 @@ def calibrate(
     `predict` applies all of it, and it is saved with the model, replacing an earlier calibration. The numbers of the
     fit are added to its metrics under `validation/`. It belongs to these weights: once they are edited in place, or
     trained, it is dropped with a warning. Edits through `.data` and steps of fused optimizers are noticed only when
-    the model is next saved, copied, evaluated, optimized or exported. It is fitted in the precision of the model,
-    whatever autocast is active: if it will run in half precision, convert it first, `ensemble.bfloat16()`. Forward
-    hooks added later that change what its parts compute are not noticed.
+    the model is next saved, copied, evaluated, optimized or exported. The fit uses the precision of the model,
+    whatever autocast is active: if it will run in half precision, convert it first: `ensemble.bfloat16()`. Forward
+    hooks added later that change its outputs are not noticed.
 
     Digests of 1,024 of the samples, drawn evenly, are stored with it (`Calibration.marks`), and `evaluate` warns if it
     is given them: numbers on data that set the thresholds are too good. If a share f of these samples is in a set,
@@ -283,7 +283,7 @@ def fit_calibration(
     between 0.05 and 20 that minimises NLL + (ln T)² / (2 · 0.5² · n) over the n samples: the negative log-likelihood
     under a prior by which its logarithm is normal, with mean 0 and standard deviation 0.5. So it stays near 1 if there
     are few samples or hardly any mistakes; with hundreds of mistakes the prior hardly matters. It is 1 unless another
-    helps. A warning is given if it ends at a bound, or if with any temperature answers are no likelier than a guess:
+    helps. A warning is given if it ends at a bound, or if no temperature makes the answers likelier than a guess:
     the labels may be numbered differently. Scores are not calibrated, and do not depend on it.
 
     The threshold is the ⌈share · (n + 1)⌉-th smallest of the n scores: an input like the samples is accepted with
@@ -294,7 +294,7 @@ def fit_calibration(
         member_logits: `[M, B, C]` of held-out in-distribution samples, at least two.
         labels: `[B]`.
         share: Share of inputs like these to accept, in (0, 1].
-        score: Uncertainty score that the threshold is on.
+        score: Uncertainty score that the threshold applies to.
         per_member: Whether each member gets its own temperature before the mean, each under the prior; labels may
             change.
         temperature: Whether to fit a temperature at all.

@@ -189,7 +189,7 @@ def push_checkpoint(
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
             commit = api.upload_folder(repo_id=repo_id, folder_path=temporary, commit_message=message)
-        except Exception as error:  # the hub client raises whatever its HTTP library does
+        except Exception as error:  # the hub client passes on any error of its HTTP library
             raise CheckpointError(
                 f"the hub did not take {repo_id!r}: {first_line(error)}. Check the name, the connection and the token"
             ) from error
@@ -273,7 +273,7 @@ class Stored:
             return renewed(tensors, shapes)
 
     def tokenizer(self) -> str:
-        """The text of `tokenizer.json`."""
+        """Read the text of `tokenizer.json`."""
         with self._opened(TOKENIZER) as file:
             content = file.read(MAX_TOKENIZER + 1)
             self._verify(TOKENIZER, hashlib.sha256(content).hexdigest())

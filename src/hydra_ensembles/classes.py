@@ -1,4 +1,4 @@
-"""Matching the classes of a model and of a data set: one rule for everything that reads labels."""
+"""Match the classes of a model with those of a data set: one rule for everything that reads labels."""
 
 import unicodedata
 from collections import Counter
@@ -138,7 +138,7 @@ def are_numbers(names: Sequence[str]) -> bool:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names, for a message."""
+    """The first few names, for a message."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 

@@ -20,7 +20,7 @@ class HydraError(ValueError):
 
 
 class HydraWarning(UserWarning):
-    """Something that is done as asked, though it is probably a mistake.
+    """A request that is carried out although it is probably a mistake.
 
     Examples:
         >>> import warnings, hydra_ensembles as he
@@ -34,7 +34,7 @@ class ConfigError(HydraError):
 
 
 class ConversionError(HydraError):
-    """A model that cannot be translated, from or for another library, without changing its predictions."""
+    """A model that cannot be converted, from or to another library, without changing its predictions."""
 
 
 class CheckpointError(HydraError):
@@ -50,7 +50,7 @@ class HeadError(HydraError):
 
 
 class SameMembersError(HeadError):
-    """Members that would lose the same heads, and so be identical."""
+    """Members that would lose the same heads, and would be identical."""
 
 
 class DataError(HydraError):

@@ -1,4 +1,4 @@
-"""Familiarity: how far the features of an input lie from those of data the model knows.
+"""Familiarity: how far the features of an input are from those of data the model knows.
 
 Fitting reads the data once. It keeps sums in float64 and a bounded sample of the features, so memory does not grow with
 the data, except for 8 bytes per sample, used to count copies. The statistics are stored with the ensemble, and every
@@ -73,7 +73,7 @@ def fit_familiarity(
 ) -> Ensemble:
     """Fit how familiar inputs are, `p.score("mahalanobis")` and `p.familiarity`; returns a copy of the ensemble.
 
-    A share of the samples, drawn by the seed, is held out: the statistics do not use it, and p-values come from it.
+    A random share of the samples is held out: the statistics do not use it, and p-values come from it.
     If the samples trained the model, they look more familiar than new ones, so p-values of new inputs are too low:
     `calibrate` sets a threshold on other data, and p-values then come from those. Scores fitted here before are
     replaced; those of `baselines.vilu` and `baselines.neg_label` stay, after the new ones. Features are in the

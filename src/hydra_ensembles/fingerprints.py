@@ -1,4 +1,4 @@
-"""Recognising models, data and tensors: the digests stored in journals, run folders and saved answers.
+"""Recognise models, data and tensors by digests, which are stored in journals, run folders and saved answers.
 
 | name | of | is the same for | is a |
 |---|---|---|---|

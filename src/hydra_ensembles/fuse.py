@@ -91,8 +91,8 @@ def fuse(
             now and will differ after training.
         average: Average the stem and the first layers of the members, and store them once. An `int` is a number of
             layers, 10 of 12; a `float` below 1 a share of them, rounded: 0.8 is 10 of 12, too. A share that rounds to
-            no layer, or to all, is refused. For several fine-tunings of one model, with `mlp="separate"`: most of
-            what they gain together, at little more than the price of one.
+            no layer, or to all, is refused. With `mlp="separate"`, for several fine-tunings of one model, this
+            keeps most of the gain of an ensemble, at little more than the price of one model.
 
     Raises:
         ConfigError: Members of different architectures, dtypes, devices or class names, unequal stems with

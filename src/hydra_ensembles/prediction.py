@@ -1,4 +1,4 @@
-"""What an ensemble says about a batch: probabilities, a label, how sure it is, and why not.
+"""Predictions of an ensemble for a batch: probabilities, labels, uncertainty, and reasons to abstain.
 
 Everything here is a pure function of member logits `[M, B, C]`, wherever they come from. Half precision is converted to
 float32; float64 stays float64. A temperature calibrates probabilities; what separates inputs (scores, the parts of
@@ -174,7 +174,7 @@ class Prediction:
 
     @cached_property
     def log_probs(self) -> Tensor:
-        """Logarithm of `probs`, `[B, C]`, finite also where a probability underflows to zero."""
+        """Logarithm of `probs`, `[B, C]`, finite even if a probability underflows to zero."""
         return log_mean_probs(self._calibrated if self._is_calibrated else self.member_logits)
 
     @cached_property
@@ -214,7 +214,7 @@ class Prediction:
 
     @cached_property
     def accept(self) -> Tensor | None:
-        """`[B]` of bool, True if every score with a threshold is at most that; None without a threshold."""
+        """`[B]` of bool, True if every score with a threshold is at most its threshold; None without any threshold."""
         decisions = [passed for passed in self.passed().values() if passed is not None]
         return reduce(and_, decisions) if decisions else None
 

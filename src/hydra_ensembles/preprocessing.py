@@ -141,7 +141,7 @@ class TextPreprocessing(Checked):
     tokenizer: str = field(default="", repr=False)
 
     def __call__(self, texts: "str | Sequence[str | tuple[str, str]]") -> dict[str, Tensor]:
-        """Turn strings (or pairs of strings) into `input_ids` and what else the model takes, `[B, T]` each."""
+        """Turn strings (or pairs of strings) into `input_ids` and the model's other inputs, `[B, T]` each."""
         batch = _items(texts, str)
         encoded, remarks = self.encode(batch)
         for remark in dict.fromkeys(remarks.values()):

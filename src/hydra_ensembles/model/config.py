@@ -25,14 +25,14 @@ NormKind = Literal["layer", "layer_no_bias", "rms"]
 class RotaryConfig(Checked):
     """Positions as rotations of queries and keys: of n pairs of numbers, pair j rotates by position / base^(j / n).
 
-    In a text, the position of a token is its number. In an image, half of the pairs rotate by the row of a patch and
+    In a text, the position of a token is its index. In an image, half of the pairs rotate by the row of a patch and
     half by its column, and tokens before the patches do not rotate.
 
     Attributes:
-        local_base: Base of the layers with local attention, if they have another.
+        local_base: Base of the layers with local attention, if it differs.
         centred: Rows and columns of an image run from -2π to 2π, whatever its size (DINOv3), instead of counting.
         offset: Where counting rows and columns starts.
-        reference: The grid that counted rows and columns are scaled to (EVA); None does not scale them.
+        reference: The grid to which counted rows and columns are scaled (EVA); None for no scaling.
         shift: In training, rows and columns, from -1 to 1, are shifted by up to this much, independently.
         jitter: In training, rows and columns are stretched or shrunk by up to this factor, independently.
         rescale: In training, both are stretched or shrunk by up to this factor.

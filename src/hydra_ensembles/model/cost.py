@@ -22,7 +22,7 @@ Name = TypeVar("Name", bound=str)
 
 @dataclass(frozen=True)
 class Description:
-    """Counts of an ensemble; printing it gives a summary and the table of heads kept.
+    """Counts of an ensemble; print it for a summary and a table of the heads kept.
 
     Attributes:
         parameters: Stored parameters, shared ones counted once.
@@ -119,7 +119,7 @@ class Cost:
         parameters: Stored parameters; None for a function that is not a module.
         multiply_adds: For one input, as the model describes itself; None if it does not.
         latency_ms: Median time of a batch; `latency_low_ms` and `latency_high_ms` are the quartiles.
-        latency_ratio: Median over that of the first model measured.
+        latency_ratio: Median divided by that of the first model.
         peak_memory_bytes: Weights plus the peak allocation of a forward pass; None on a CPU.
         batch: Inputs per batch.
         repeats: How often each model ran.

@@ -33,7 +33,7 @@ class DualEncoder(OurModel, Saved):
     a text is the cosine of their embeddings times `exp(logit_scale)`, plus `logit_bias` if there is one.
 
     Attributes:
-        config: What it is made of.
+        config: Configuration of towers, projections and scale.
         num_members: Number of members, M.
         embedding_width: Width of the common embedding, e.
 
@@ -122,7 +122,7 @@ class DualEncoder(OurModel, Saved):
         return logits if self.logit_bias is None else logits + self.logit_bias[:, None, None]
 
     def member(self, index: int) -> "DualEncoder":
-        """A copy of one member as a dual encoder of its own."""
+        """A copy of one member as a separate dual encoder."""
         index = member_index(index, self.num_members)
         image, text = (tower.member(min(index, tower.num_members - 1)) for tower in (self.image, self.text))
         copy = min(index, self.config.scale_copies - 1)

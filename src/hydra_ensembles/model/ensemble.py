@@ -117,7 +117,7 @@ class Saved(ABC):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card into a folder.
 
-        Files of an earlier save are replaced; a kill in between leaves each of them whole.
+        An earlier save is replaced; if the process is killed, the folder holds the earlier or the new model, complete.
         """
         save_checkpoint(folder, self._contents(expanded(folder).resolve().name))
 
@@ -155,11 +155,11 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
     whose members share nothing, a Hydra Ensemble one whose members share stem and MLPs.
 
-    The first axis of every parameter is that of copies, also of norms and biases, `[G, d]`: in your own training loop,
+    The first axis of every parameter holds copies, also for norms and biases, `[G, d]`: in your own training loop,
     rules based on the number of axes (`ndim <= 1` for weight decay, 2 for Muon) must use names instead.
 
     Attributes:
-        config: What it is made of.
+        config: Configuration of stem, encoder, readout and members.
         metadata: Labels, preprocessing, calibration, history, for the current weights.
         kind: `"image"` or `"text"`.
         num_members: Number of members, M.
@@ -242,7 +242,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
     ) -> Tensor:
         """Member logits `[M, B, C]`.
 
-        `nn.DataParallel` concatenates the outputs of its GPUs along the first axis, which is that of members, not of
+        `nn.DataParallel` concatenates the outputs of its GPUs along the first axis, which holds members, not
         samples: use `DistributedDataParallel`, or wrap the ensemble in a module that returns samples first. The
         `Trainer` of transformers does the same, and also writes to `config`: give it a module without a `config` that
         returns a loss.
@@ -408,7 +408,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         return Ensemble.from_state(config, join_states(config, states), metadata)
 
     def member(self, index: int) -> "Ensemble":
-        """A copy of one member as an ensemble by itself, without the calibration, which belongs to several members."""
+        """A copy of one member as a separate ensemble, without the calibration, which belongs to several members."""
         index = member_index(index, self.num_members)
         state = member_state(self.config, self.whole_state(), index)
         metadata = member_metadata(self.kept_metadata("taken apart"), index, self.num_members)

@@ -120,9 +120,9 @@ def require_images(config: PatchStemConfig, images: Tensor) -> None:
 def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
     """Warn, if values are visible, of images that are not normalised: from 0 to 255, or from 0 to 1 by mistake.
 
-    A few pixels of the first images are checked; `preprocessing` is the model's, if any. Normalised bright images may
-    also lie between 0 and 1. So that range only counts as raw if the values are multiples of 1/255, or (images resized
-    as floats have none) if they span most of it, and if undoing the normalisation does not give multiples of 1/255.
+    A few pixels of the first images are checked; `preprocessing` is the model's, if any. Bright images may also
+    lie between 0 and 1 once normalised. So values in that range count as raw only if undoing the normalisation does not
+    give multiples of 1/255, and if they are such multiples themselves or (resized as floats) span most of the range.
     """
     pixels = images[:8, :, :: max(1, images.shape[2] // 32), :: max(1, images.shape[3] // 32)]
     if not _visible(images) or not pixels.numel():

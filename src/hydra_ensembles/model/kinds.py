@@ -1,4 +1,4 @@
-"""Both kinds of models: loading either, and checking which one a function takes."""
+"""Load models of either kind, and check which kind a function takes."""
 
 from pathlib import Path
 from typing import Any

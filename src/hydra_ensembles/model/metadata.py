@@ -34,7 +34,7 @@ class Calibration(Checked):
     the threshold was chosen to accept. For what the temperature `calibrates`, see `Prediction.from_logits`.
     `reference` has the scores of the held-out data, for p-values, and `marks` the digests of 1,024 of its samples,
     drawn evenly (in older files, 64), from which `evaluate` estimates their share of a set. If only logits were given
-    (`fit_calibration`), `logit_marks` has those of as many, for `evaluate_logits`.
+    (`fit_calibration`), `logit_marks` has the digests of as many of them, for `evaluate_logits`.
     """
 
     temperature: tuple[float, ...] = (1.0,)

@@ -289,7 +289,7 @@ def projection_from(config: ProjectionConfig | None, inputs: int) -> GroupedLine
 
 
 def projection_config(projection: GroupedLinear | None) -> ProjectionConfig | None:
-    """The configuration of a map."""
+    """The configuration of a projection."""
     if projection is None:
         return None
     copies, outputs, _ = projection.weight.shape

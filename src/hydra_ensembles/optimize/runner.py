@@ -69,10 +69,10 @@ class OptimizedEnsemble:
         Args:
             ensemble: The ensemble; it is not changed, and later changes to it do not reach the result.
             example_inputs: A batch to measure (and compile, and record) with now rather than at the first call.
-            plans: Ways to choose from; None for all that can be faster on the device.
+            plans: Plans to choose from; None for all that can be faster on the device.
             compile: Whether to compile the plan chosen for an input shape.
-            dynamic: Whether compiled code is to serve all batch sizes, which makes it somewhat slower.
-            compiled_shapes: For so many input shapes code of their own is compiled; further ones run uncompiled.
+            dynamic: Whether compiled code should serve all batch sizes, which makes it somewhat slower.
+            compiled_shapes: Maximum number of input shapes to compile code for; further ones run uncompiled.
             graphs: Whether to record CUDA graphs; None does so on a CUDA device. They are kept for 16 shapes, or for
                 `compiled_shapes` if that is more.
             dtype: Floating type to compute in, such as `torch.bfloat16`; None keeps the ensemble's. A caller's autocast
@@ -151,7 +151,7 @@ class OptimizedEnsemble:
         return self._model.prediction(*self.answers(self.prepare(*inputs, **named)), check_finite=check_finite)
 
     def prepare(self, *inputs: Any, **named: Any) -> Inputs:
-        """As `Ensemble.prepare`."""
+        """Like `Ensemble.prepare`."""
         return self._model.prepare(*inputs, **named)
 
     @torch.inference_mode()
