@@ -1,4 +1,4 @@
-"""One world for all tests of the command line; ensembles are built in it through the command line itself."""
+"""Shared data for all tests of the command line; ensembles are built through the command line itself."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_folder(world: Path) -> Path:
-    """A finished build of images, with circuits."""
+    """A finished build of an image ensemble, with circuits."""
     folder, sets = world / "run", ["--id", world / "val", "--ood", world / "stripes"]
     naive = ["--prune", 4, "--shared-layers", 0, "--method", "naive", "-q"]  # few heads: quick
     cases.succeed("build", *cases.vit_flags(world / "mine.safetensors"), *sets, *naive, "-o", folder)
@@ -34,7 +34,7 @@ def run_folder(world: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def text_folder(world: Path) -> Path:
-    """A finished build of texts, with Taylor rankings."""
+    """A finished build of a text ensemble, with Taylor rankings."""
     folder = world / "text-run"
     flags = ["--strategy", "taylor", "--calibration-batches", 3, "--prune", 3, "--shared-layers", 0, "--quiet"]
     cases.succeed("build", world / "bert", "--id", world / "val.csv", *flags, "--output", folder)

@@ -24,11 +24,11 @@ def test_a_build_leaves_a_calibrated_ensemble_and_settings_that_run_it_again(run
     settings = yaml.safe_load((text_folder / "config.yaml").read_text())
     assert settings["batch_size"] == 40 // (2 * 3)  # so that 40 texts give more batches than a ranking reads
     hydra = he.Ensemble.from_pretrained(run_folder / "ensemble")
-    assert (hydra.num_members, hydra.metadata.labels) == (3, COLOURS)  # the model had no names, the folders have
+    assert (hydra.num_members, hydra.metadata.labels) == (3, COLOURS)  # the names come from the folders
     assert hydra.metadata.calibration is not None
     settings = yaml.safe_load((run_folder / "config.yaml").read_text())
     assert (settings["model"], settings["model_options"]["img_size"]) == ("timm:test_vit", 16)
-    assert (settings["prune"], settings["strategy"], settings["batch_size"]) == (4, "circuit", 64)  # defaults, too
+    assert (settings["prune"], settings["strategy"], settings["batch_size"]) == (4, "circuit", 64)  # also defaults
     before = (run_folder / "ensemble" / "model.safetensors").stat().st_mtime_ns
     out = succeed("build", "--config", run_folder / "config.yaml", "--quiet")
     assert "heads kept" in out
@@ -86,7 +86,7 @@ def test_several_ood_sources_or_none(world, tmp_path):
 
 
 def test_a_recipe_of_a_file_is_changed_by_options_and_batches_are_no_larger_than_asked(world, tmp_path):
-    """An update keeps its samples: it reads more batches; what is written down is what was asked for."""
+    """An update keeps its number of samples by reading more batches; files record the requested settings."""
     recipe = {"learning_rate": 0.1, "steps": 1, "batch_size": 8, "train_groups": ["mlp"]}
     recipe |= {"rand_augment": {"operations": 2, "magnitude": 9}}
     (tmp_path / "build.yaml").write_text(yaml.safe_dump({"recipe": recipe}))
@@ -103,14 +103,14 @@ def test_a_recipe_of_a_file_is_changed_by_options_and_batches_are_no_larger_than
     assert summary["samples"]["validation"] == 4
     history = he.Ensemble.from_pretrained(tmp_path / "run" / "ensemble").metadata.history
     assert any("fine-tuned" in line for line in history)
-    succeed("build", "--config", tmp_path / "run" / "config.yaml", "-q")  # the same build again
+    succeed("build", "--config", tmp_path / "run" / "config.yaml", "-q")  # repeats the same build
 
 
 @pytest.mark.parametrize(
     ("recipe", "augmented"), [("imagenet", 12), ("cifar100-last5", None), ("cifar100-base", None), ("hydra", False)]
 )
 def test_recipes_of_the_paper_train_on_the_images_that_it_prints(world, tmp_path, monkeypatch, recipe, augmented):
-    """Random crops and mirroring, for ImageNet-1K with RandAugment, resized as the model does; ours is plain."""
+    """Random crops and flips, with RandAugment for ImageNet-1K, resized as by the model; ours does not augment."""
     given = []
 
     def watched(model, config, **settings):
@@ -175,7 +175,7 @@ def test_impossible_settings(world, tmp_path):
 
 
 def test_an_interrupted_build_goes_on_and_ends_with_the_same_bits(run_folder, world, tmp_path, monkeypatch):
-    """Ctrl-C when the file of a ranking is about to get its name, so that its stage is not finished."""
+    """Ctrl-C just before the file of a ranking is renamed, so that its stage is unfinished."""
     folder = tmp_path / "run"
 
     def interrupted(target):

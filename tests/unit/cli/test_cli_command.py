@@ -1,4 +1,4 @@
-"""What all commands share: options from settings, files of settings, exit codes, one line on what went wrong."""
+"""Common to all commands: options from settings, files of settings, exit codes, and one-line errors."""
 
 import io
 import os
@@ -35,7 +35,7 @@ def settings(file: Path | None = None, *changes: str, **options: object) -> he.H
 
 
 def main_ends_with(capsys) -> tuple[object, str]:
-    """The exit code of the command, and what it says on standard error."""
+    """The exit code of the command and its standard error."""
     with pytest.raises(SystemExit) as stopped:
         hydra_ensembles_cli.main()
     return stopped.value.code, capsys.readouterr().err
@@ -70,13 +70,13 @@ def test_the_table_behind_help_and_completion_is_that_of_the_commands():
     assert not asked
     assert CliRunner().invoke(app, ["predict", "m", "--text", "--help", "-f", "csv"]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "m", "--baseline", "single"]).exit_code == 0
-    (first, one), (second, other) = asked  # a text that looks like an option is no question
+    (first, one), (second, other) = asked  # a text that looks like an option does not ask for help
     assert (first, one["text"], one["format"]) == ("predict", ["--help"], "csv")
     assert (second, other["baseline"], other["repeats"]) == ("bench", ["single"], 20)
 
 
 def test_help_version_and_completion_load_no_torch():
-    """In a process of its own, as a shell calls it."""
+    """In a new process, as called by a shell."""
     lines = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["build", "--membrs", "3"]]
     code = (
         "import os, sys, hydra_ensembles_cli\n"
@@ -91,7 +91,7 @@ def test_help_version_and_completion_load_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("\ncircuit\ntaylor\nsampled\nrandom\nbranches\nset()\n")
-    assert "No such option: --membrs (Possible options: --members)\n" in done.stderr  # and none that is not near
+    assert "No such option: --membrs (Possible options: --members)\n" in done.stderr  # only similar options
 
 
 def test_python_m_answers_as_the_command_does():
@@ -127,7 +127,7 @@ def test_the_file_then_options_then_single_settings(tmp_path):
     assert (found.members, found.seed) == (4, 7)
     assert found.recipe == he.Recipe(learning_rate=1e-4, epochs=2, train_groups=("mlp",))  # 1e-4 is a number
     assert settings(recipe="none").recipe is None
-    parts = "{<<: {epochs: 2, seed: 1}, <<: {train_groups: [mlp]}, seed: 2}"  # what is merged may be changed
+    parts = "{<<: {epochs: 2, seed: 1}, <<: {train_groups: [mlp]}, seed: 2}"  # merged settings may be overridden
     file.write_text(f"recipe: {{<<: [&usual {parts}], learning_rate: 1.0e-4}}\n")
     assert settings(file).recipe == he.Recipe(learning_rate=1e-4, epochs=2, train_groups=("mlp",), seed=2)
     changed = settings(None, "recipe.learning_rate=0.1", "recipe.steps=900", recipe="cifar100-classifier")
@@ -185,8 +185,8 @@ def test_wrong_arguments_are_exit_code_2():
     [
         (KeyError("lost"), 1, "internal error, please report it: KeyError: 'lost'; --debug shows where\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
-        (DataError("two\nlines of HydraConfig.prune"), 2, "error: two lines of HydraConfig.prune\n"),  # word for word
-        (ConversionError("what \nwhy\nwhat works"), 2, "error: what\nwhy\nwhat works\n"),  # a refusal has its lines
+        (DataError("two\nlines of HydraConfig.prune"), 2, "error: two lines of HydraConfig.prune\n"),  # verbatim
+        (ConversionError("what \nwhy\nwhat works"), 2, "error: what\nwhy\nwhat works\n"),  # refusals keep their lines
         (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13] Permission denied: 'x'\n"),
         (torch.OutOfMemoryError("full"), 2, "error: not enough memory (full)"),
     ],
@@ -211,7 +211,7 @@ def test_a_missing_library_is_named_with_its_extra_and_an_interrupt_outside_a_co
     assert main_ends_with(capsys) == (130, "interrupted\n")
 
     def load(*_, **__):
-        with pytest.raises(KeyboardInterrupt):  # as code does that makes something else of it, or aborts
+        with pytest.raises(KeyboardInterrupt):  # as code that swallows the exception, or aborts
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(os, "_exit", sys.exit)

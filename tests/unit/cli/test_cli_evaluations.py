@@ -35,7 +35,7 @@ def test_an_evaluation_is_written_with_settings_that_repeat_it(evaluations, worl
     found = Evaluation.load(evaluations / "hydra.json")
     assert (found.name, found.id.samples) == ("Hydra", 12)
     assert {name: one.group for name, one in found.ood.items()} == {"dots": "near", "stripes": "far"}
-    assert found.selective is not None  # the threshold that build has stored
+    assert found.selective is not None  # the threshold stored by build
     assert Evaluation.load(evaluations / "single.json").selective is None
     settings = yaml.safe_load((evaluations / "hydra.config.yaml").read_text())
     assert settings["ood"] == [f"near:dots={world / 'dots'}", f"far:stripes={world / 'stripes'}"]
@@ -62,21 +62,21 @@ def test_texts_without_groups_and_with_shift(text_folder, world, tmp_path):
     assert "OOD avg" in out
     found = Evaluation.load(tmp_path / "out" / "text-run.json", with_logits=True)
     assert (found.id.samples, found.shift["older"].samples) == (16, 16)
-    assert set(found.ood["news"].detection) == {"msp", "energy", "mahalanobis"}  # what the build fitted, unasked
+    assert set(found.ood["news"].detection) == {"msp", "energy", "mahalanobis"}  # fitted by build, shown by default
     assert found.intervals
     assert found.logits is not None
 
 
 def test_classes_are_matched_by_name(run_folder, world, tmp_path):
-    """Of a set with fewer classes, in another order, the labels are still those of the model."""
+    """Labels of a set with fewer classes in another order are mapped to the model's."""
     save_images(tmp_path / "some", 4, seed=9)
     shutil.rmtree(tmp_path / "some" / "blue")
     succeed("evaluate", run_folder, "--id", tmp_path / "some", "-o", tmp_path / "a.json", "--keep-logits", "-q")
     logits = Evaluation.load(tmp_path / "a.json", with_logits=True).logits
-    assert set(logits.id.labels.tolist()) == {1, 2}  # green and red of blue, green, red
+    assert set(logits.id.labels.tolist()) == {1, 2}  # green and red among blue, green, red
     printed = succeed("evaluate", run_folder, "--id", tmp_path / "some", "-o", tmp_path / "a.json", "-q", "--json")
     assert json.loads(printed) == json.loads((tmp_path / "a.json").read_text())
-    assert not (tmp_path / "a.logits.safetensors").exists()  # they were those of another evaluation
+    assert not (tmp_path / "a.logits.safetensors").exists()  # they belonged to another evaluation
     (tmp_path / "some" / "red").rename(tmp_path / "some" / "redd")
     says = fail("evaluate", run_folder, "--id", tmp_path / "some", "-o", tmp_path / "b.json", "-q")
     assert "has the classes redd" in says
@@ -142,7 +142,7 @@ def two_folders(run_folder, world, tmp_path):
 
 
 def test_an_evaluation_is_not_lost_to_another_of_the_same_name(two_folders, world, tmp_path, monkeypatch):
-    """Two folders called `ensemble`: one is told; the same one again, with more data, replaces what it did."""
+    """Of two folders called `ensemble`, the second is refused; the first, evaluated again on more data, is replaced."""
     monkeypatch.chdir(tmp_path)
     sets, out = ["--id", world / "test", "--limit", 9, "-q"], tmp_path / "evaluations" / "ensemble.json"
     succeed("evaluate", "a/ensemble", *sets)
@@ -154,7 +154,7 @@ def test_an_evaluation_is_not_lost_to_another_of_the_same_name(two_folders, worl
     assert out.read_text() == first
     succeed("evaluate", "./a/ensemble/", "--id", world / "test", "--ood", world / "dots", "-q")
     assert list(Evaluation.load(out).ood) == ["dots"]
-    succeed("evaluate", "b/ensemble", *sets, "-o", out)  # a file that is named is replaced
+    succeed("evaluate", "b/ensemble", *sets, "-o", out)  # a named file is replaced
     assert not Evaluation.load(out).ood
     monkeypatch.chdir(tmp_path / "b" / "ensemble")
     assert EvaluateSettings(model=".", id="test").file.name == "ensemble.json"
@@ -169,14 +169,14 @@ def test_names_in_the_settings_of_an_evaluation_mean_the_same_from_every_folder(
     assert written["model"] == str(tmp_path / "a" / "ensemble")
     assert written["ood"] == [f"near:x={tmp_path / 'a' / 'dots'}"]
     monkeypatch.chdir(tmp_path / "b")
-    assert "another model" in fail(*line)  # it has the same name, from here
+    assert "another model" in fail(*line)  # from here it has the same name
     assert "other data" in fail("evaluate", "../a/ensemble", *line[2:])
-    succeed("evaluate", "--config", settings, "-o", "../evaluations", "-q")  # the same once more
+    succeed("evaluate", "--config", settings, "-o", "../evaluations", "-q")  # the same evaluation again
     assert Evaluation.load(out).numbers() == first.numbers()
     relative = settings.read_text().replace(str(tmp_path / "a" / "ensemble"), "ensemble")
-    settings.write_text(relative)  # as they were written before: from which folder is not known
+    settings.write_text(relative)  # as written by older versions, without the folder
     assert "another model, ensemble" in fail(*line)
-    settings.unlink()  # as Python saves an evaluation
+    settings.unlink()  # as saved from Python
     assert "nothing says what it is" in fail(*line)
     assert "nothing says what it is" in fail("evaluate", "../a/ensemble", *line[2:])
     unnamed = EvaluateSettings(model="ensemble", id="test", shift=("../a/test", "fog=../a/test"))
@@ -237,7 +237,7 @@ def test_an_interruption_names_the_line_that_goes_on(run_folder, world, tmp_path
     assert str(tmp_path / "a.run") in stopped.stderr
     assert stopped.stderr.endswith(f": hydra-ensembles {shlex.join(map(str, words))}\n")
     succeed(*shlex.split(stopped.stderr.rpartition(": hydra-ensembles ")[2]))
-    assert len(calls) == 3  # two batches, the second of which was asked for twice
+    assert len(calls) == 3  # two batches; the second was requested twice
     assert not (tmp_path / "a.run").exists()
     assert (tmp_path / result).exists()
 

@@ -1,4 +1,4 @@
-"""`hydra-ensembles calibrate` and `fuse` through their entry point: what they write is what the functions make."""
+"""`hydra-ensembles calibrate` and `fuse` through their entry point: they write what the functions return."""
 
 import shlex
 from pathlib import Path
@@ -31,7 +31,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("flag", "average"), [("0.8", 0.8), ("2", 2)])
 def test_fine_tunings_become_one_model(tunings, tmp_path, flag: str, average: float) -> None:
-    (tmp_path / "hydra" / ".saving-0").mkdir(parents=True)  # as one that was killed leaves it
+    (tmp_path / "hydra" / ".saving-0").mkdir(parents=True)  # as left by a killed run
     out = succeed("fuse", *tunings, "--average", flag, "--mlp", "separate", "--output", tmp_path / "hydra")
     found = he.load(tmp_path / "hydra")
     assert same_state(found, he.fuse([he.load(one) for one in tunings], mlp="separate", average=average))
@@ -51,7 +51,7 @@ def test_files_of_weights_of_one_timm_model_become_one_model(tmp_path) -> None:
     succeed("fuse", *vit_flags(first), *others, *flags)
     assert same_state(he.load(tmp_path / "hydra"), he.fuse(models, mlp="separate", average=0.8))
     for models, token in (
-        ([*vit_flags(first), "timm:test_vit"], "0.safetensors"),  # whose weights would be timm's
+        ([*vit_flags(first), "timm:test_vit"], "0.safetensors"),  # it would have timm's weights
         ([tmp_path / "hydra", *others], "weights"),
         (["timm:test_vit", *others], "weights"),
     ):
@@ -65,19 +65,19 @@ def test_a_model_is_calibrated_as_the_function_does(world, held_out, tmp_path) -
     assert found.metadata.calibration.temperature == (1.0,)
     assert found.metadata.calibration.accepted_share == 0.9
     assert found.metadata.familiarity is not None
-    assert found.metadata.labels == ("blue", "green", "red")  # those of the folders
+    assert found.metadata.labels == ("blue", "green", "red")  # from the folders
     base = he.convert(small_vit(), labels=["blue", "green", "red"])
     again = he.calibrate(
         base, data.batches(data.load(held_out), base.metadata.preprocessing, 64), share=0.9, temperature=False
     )
     assert found.metadata.calibration == again.metadata.calibration
     assert found.metadata.history[-1] in out
-    assert "preprocessing  size" in out  # the user's to check
+    assert "preprocessing  size" in out  # for the user to check
     assert "verdict" in succeed("predict", tmp_path / "ready", world / "test", "--format", "csv")
 
 
 def test_what_was_calibrated_on_is_known_again(world, held_out, tmp_path) -> None:
-    """In batches of another size, by another command: with a warning, in the table and in the file."""
+    """Also with another batch size and by another command: a warning, and a note in the table and in the file."""
     succeed("calibrate", *vit_flags(world / "mine.safetensors"), "--id", held_out, "-o", tmp_path / "ready")
     flags = ["-o", tmp_path / "found.json", "--batch-size", 7]
     with pytest.warns(he.HydraWarning, match="about 100 % fitted the calibration"):

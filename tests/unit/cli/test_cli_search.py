@@ -1,4 +1,4 @@
-"""`hydra-ensembles search` through its entry point: from a plan to a model that predicts, resumed, and bad input."""
+"""`hydra-ensembles search` through its entry point: from a plan to a model that predicts, resuming, and bad input."""
 
 import json
 import os
@@ -21,7 +21,7 @@ STEPS = ["--recipe", "hydra", "--set", "recipe.steps=2", "--set", "recipe.batch_
 
 @pytest.fixture(scope="module")
 def flags(world, tmp_path_factory) -> list[str]:
-    """A search of two candidates, without its output."""
+    """A search of two candidates, without `--output`."""
     folder = tmp_path_factory.mktemp("candidates")
     (folder / "candidates.yaml").write_text(yaml.safe_dump(CANDIDATES))
     train = save_images(folder / "train", 4, seed=7)

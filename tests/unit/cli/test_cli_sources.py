@@ -1,4 +1,4 @@
-"""Models and data by name: what is found, what an error says about what is not, and classes that fit the model."""
+"""Models and data by name: what is found, errors about what is not, and classes that fit the model."""
 
 import json
 import shutil
@@ -96,7 +96,7 @@ def test_models_that_cannot_be_had(world, monkeypatch, arguments, says):
 
 
 def test_models_of_timm_are_refused_by_architecture_never_by_tag_owner_or_folder(tmp_path, monkeypatch):
-    """`openai` is a decoder and `sam` answers with masks; a ViT whose weights they trained is a ViT."""
+    """`openai` is a decoder and `sam` predicts masks; but a ViT with weights from them is a ViT."""
     import timm
 
     parts = [name.split(".", 1) for name in timm.list_pretrained() if "." in name]
@@ -222,10 +222,10 @@ def test_classes_that_do_not_fit_and_folders_called_by_numbers_that_are_places()
 @pytest.mark.parametrize(
     ("labels", "names", "found", "token"),
     [
-        ((), ("10", "2"), [2, 10], "--by-position"),  # sorted by name; torchvision would count places
-        ((), ("0", "1", "2"), [1, 2], "from 1"),  # a table with whole numbers, and none of the first class
+        ((), ("10", "2"), [2, 10], "--by-position"),  # sorted by name; torchvision would use positions
+        ((), ("0", "1", "2"), [1, 2], "from 1"),  # integers in a table without the first class
         ((), ("0", "1", "2"), [0, 2], None),
-        (("001", "002", "003"), ("0", "1", "2", "3"), [0, 2], None),  # 1 and 3 of a table, where zeros are lost
+        (("001", "002", "003"), ("0", "1", "2", "3"), [0, 2], None),  # 1 and 3 in a table that lost leading zeros
         (("001", "002", "003"), ("0", "1"), None, "classes 0"),
     ],
 )
@@ -252,7 +252,7 @@ CODE = "import pathlib\npathlib.Path({mark!r}).touch()\nclass Own:\n    pass\n"
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}),
     ],
 )
-@pytest.mark.parametrize("model_type", ["bert", "vit"])  # of the second the library has no tokenizer of its own
+@pytest.mark.parametrize("model_type", ["bert", "vit"])  # transformers has no tokenizer for vit
 def test_a_model_that_brings_code_is_refused(world, tmp_path, monkeypatch, file, changes, model_type):
     folder, mark = tmp_path / "model", tmp_path / "code was run"
     shutil.copytree(world / "bert", folder)

@@ -36,7 +36,7 @@ def test_predict_says_what_the_library_says(run_folder, world, monkeypatch):
         patch.setattr("sys.stdin", None)
         with pytest.raises(DataError, match="closed"):
             find_inputs("image", ["-"], (), Columns())
-    result = run("predict", run_folder, world / "news.txt", file, "-f", "jsonl")  # the others have their answers
+    result = run("predict", run_folder, world / "news.txt", file, "-f", "jsonl")  # the image is still answered
     assert (json.loads(result.stdout), result.exit_code) == (row, 2)
     assert "1 of 2 inputs have no answer, the others do; the first: " in result.stderr
 
@@ -45,7 +45,7 @@ def test_predictions_as_a_table_as_csv_without_formulas_and_in_files(run_folder,
     lines = succeed("predict", text_folder, "-t", "=cmd|' /C calc'!A0", "-t", "@sum", "-t", "a film", "-f", "csv")
     rows = list(csv.reader(lines.splitlines()))[1:]
     assert [row[0] for row in rows] == ["'=cmd|' /C calc'!A0", "'@sum", "a film"]
-    assert all(float(number) is not None for row in rows for number in row[2:7])  # which stay numbers
+    assert all(float(number) is not None for row in rows for number in row[2:7])  # numbers stay numbers
     out = succeed("predict", run_folder, world / "test" / "red" / "0.png", world / "dots", env={"COLUMNS": "200"})
     assert out.count(".png") == 7
     shown = ("input", "label", "confidence", "epistemic", "familiarity", "verdict")
@@ -58,7 +58,7 @@ def test_predictions_as_a_table_as_csv_without_formulas_and_in_files(run_folder,
 
 def test_texts_from_options_files_tables_and_standard_input(text_folder, world, tmp_path):
     (tmp_path / "other.csv").write_text("sentence\na good film\n")
-    (tmp_path / "two.txt").write_bytes("good\u2028film\rbad film\n".encode())  # the first a line break only to some
+    (tmp_path / "two.txt").write_bytes("good\u2028film\rbad film\n".encode())  # U+2028 ends a line only for some
     rows = predicted(text_folder, world / "news.txt", world / "test.jsonl", "--text", "good", "--text", "a dull film")
     assert [row["input"] for row in rows[:2]] == ["long long film", "the dull plot"]
     assert rows[2]["input"] == f"{world / 'test.jsonl'}:0"
@@ -71,7 +71,7 @@ def test_texts_from_options_files_tables_and_standard_input(text_folder, world, 
     (tmp_path / "marked.txt").write_text("good film\n", encoding="utf-8-sig")
     assert predicted(text_folder, tmp_path / "marked.txt") == predicted(text_folder, "--text", "good film")
     assert len(predicted(text_folder, tmp_path / "other.csv", "--column", "text=sentence")) == 1
-    for charset in ("latin-1", "ascii"):  # of the locale: texts are in UTF-8 all the same
+    for charset in ("latin-1", "ascii"):  # of the locale; texts are always UTF-8
         words = ["predict", str(text_folder), "-", "-f", "jsonl"]
         result = CliRunner(charset=charset).invoke(APP, words, "café ■".encode())
         assert json.loads(result.stdout_bytes)["input"] == "café ■"
@@ -118,7 +118,7 @@ def test_no_threshold_no_verdict(run_folder, world):
 )
 def test_what_is_no_input_for_the_model(run_folder, text_folder, world, tmp_path, kind, inputs, says):
     for suffix in ("png", "txt", "csv") if "pipe" in str(inputs) else ():
-        os.mkfifo(tmp_path / f"pipe.{suffix}")  # opening it would wait for ever
+        os.mkfifo(tmp_path / f"pipe.{suffix}")  # opening it would block forever
     given = [one.format(world=world, empty=tmp_path) for one in inputs]
     assert says in fail("predict", run_folder if kind == "image" else text_folder, *given, input="\n")
 

@@ -14,7 +14,7 @@ from random_ensembles import noisy, small
 CLASSES = 3
 LAYERS, HEADS = 3, 4
 BLOCKS: dict[str, Any] = {"width": 12, "layers": LAYERS, "heads": HEADS, "head_dim": 3, "mlp_width": 16}
-TEXT_BATCHES = ((10, 7), (9, 9), (9, 5))  # samples and tokens of each
+TEXT_BATCHES = ((10, 7), (9, 9), (9, 5))  # samples and tokens per batch
 
 
 def image_model(seed: int = 4, layers: int = LAYERS) -> he.Ensemble:
@@ -30,7 +30,7 @@ def text_model(seed: int = 0) -> he.Ensemble:
 
 
 def samples(count: int = 48, seed: int = 1, shift: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Images whose class is the brightest channel; `shift` moves them all away."""
+    """Images whose class is the brightest channel; `shift` is added to all."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     images = torch.randn(count, 3, 8, 8, generator=generator) + shift
@@ -48,7 +48,7 @@ def shuffled(count: int = 24, size: int = 4, seed: int = 1) -> DataLoader[tuple[
 
 
 def text_batches(seed: int = 1) -> list[dict[str, Tensor]]:
-    """Batches of different lengths, padded at the end."""
+    """Batches of different lengths, right-padded."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for count, tokens in TEXT_BATCHES:
@@ -73,7 +73,7 @@ def text_sets(**changes: Any) -> dict[str, Any]:
 
 
 def recipe(**changes: Any) -> he.Recipe:
-    """A short one that trains everything but the stem."""
+    """A short recipe that trains everything but the stem."""
     settings: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.05, "steps": 4, "dropout": 0.1}
     return he.Recipe(**{**settings, "train_groups": ("attention", "mlp", "norms", "readout"), **changes})
 

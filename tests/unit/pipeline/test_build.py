@@ -1,4 +1,4 @@
-"""The whole chain: what it makes, and what it refuses before it starts."""
+"""The whole pipeline: what it makes, and what it refuses before it starts."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ from hydra_ensembles.pipeline.settings import Strategy
 from hydra_ensembles.schema import from_plain, to_plain
 from zero_shot_models import NAMES, OTHER_NAMES, dual_of
 
-# One head of each layer for Taylor; on a model this small, the slowest way to find circuits is the quickest.
+# Taylor prunes one head per layer; on a model this small, the naive circuit search is the fastest.
 QUICK: dict[str, Any] = {"prune": LAYERS, "shared_layers": 0, "calibration_batches": 1, "method": "naive"}
 
 
@@ -55,10 +55,10 @@ def test_other_numbers_of_members(strategy: Strategy, members: int, tmp_path: Pa
     hydra = he.build(image_model(), config(strategy=strategy, members=members), output=tmp_path, **sets())
     assert (hydra.num_members, len(set(hydra.heads)), hydra.config.trunk) == (members, members, 0)
     rankings = {path.stem: len(he.HeadRanking.load(path)) for path in (tmp_path / "rankings").glob("*.json")}
-    if "acc-further" in rankings:  # by weights that some versions of torch draw: all circuits go on where two are equal
+    if "acc-further" in rankings:  # depends on torch's random weights: circuits get a further head where two are equal
         assert {rankings.pop(f"{score}-further") for score in ("acc", "ood")} == {5}
     expected = {"taylor": {"taylor-0": 3}, "sampled": {"avg": 6}, "circuit": {"avg": 3}}[strategy]
-    if members == 5:  # the pool is 100 / 48 of the heads to prune; the other circuits need no more than those
+    if members == 5:  # the pool is 100 / 48 of the heads to prune; the other circuits need only as many as pruned
         expected |= {"avg": 6, "acc": 3, "ood": 3}
         drawn = json.loads((tmp_path / "heads.json").read_text())["members"][3:]
         pool = he.HeadRanking.load(tmp_path / "rankings" / "avg.json").first(6)
@@ -71,7 +71,7 @@ def test_other_numbers_of_members(strategy: Strategy, members: int, tmp_path: Pa
     [("circuit", "image", 1), ("sampled", "image", 2), ("random", "image", 1), ("taylor", "text", 1)],
 )
 def test_shared_layers_become_the_trunk(strategy: Strategy, kind: str, shared: int) -> None:
-    """Whole, common and frozen, whatever the recipe trains."""
+    """The trunk is whole, shared and frozen, whatever the recipe trains."""
     base = image_model() if kind == "image" else text_model(seed=1)
     everything = recipe(steps=2, train_groups=("stem", "attention", "mlp", "norms", "readout"))
     asked = config(strategy=strategy, members=2, prune=2 * (LAYERS - shared), shared_layers=shared, recipe=everything)
@@ -139,7 +139,7 @@ def test_a_models_own_library_is_fine_too_and_nothing_is_calibrated_where_nobody
 
 
 def test_taylor_passes_over_a_seed_that_repeats_a_member(tmp_path: Path) -> None:
-    """Two batches to draw one from: some seeds must draw the same."""
+    """With two batches to draw one from, some seeds draw the same."""
     settings = config(strategy="taylor", members=2, seed=3)
     hydra = he.build(image_model(), settings, output=tmp_path, **sets(train=batches(8, seed=5)))
     assert len(set(hydra.heads)) == 2
@@ -157,7 +157,7 @@ def test_a_circuit_that_repeats_a_member_goes_on_for_another_head_or_is_named(
         return he.HeadRanking(heads, (0.5,) * len(heads), "circuit", score)
 
     monkeypatch.setattr(chain, "extract_circuit", same_order)
-    if known == LAYERS:  # no further head
+    if known == LAYERS:  # no further head exists
         with pytest.raises(SameMembersError, match=r"'avg'.*'acc'"):
             he.build(image_model(), config(), output=tmp_path, **sets())
     else:
@@ -165,7 +165,7 @@ def test_a_circuit_that_repeats_a_member_goes_on_for_another_head_or_is_named(
         assert len(set(hydra.heads)) == 3
         assert {tuple(map(len, member)) for member in hydra.heads} <= {(3, 3, 3), (2, 3, 4), (3, 2, 4)}
     assert {file.name for file in (tmp_path / "rankings").iterdir()} >= {"avg.json", "acc.json"}
-    assert (tmp_path / "rankings" / "acc-further.json").exists()  # one more was asked for, in vain or not
+    assert (tmp_path / "rankings" / "acc-further.json").exists()  # one further head was requested, available or not
 
 
 WRONG_LABELS = [(samples(4, 0)[0], torch.full((4,), 3))]
@@ -214,10 +214,10 @@ def test_recipes_that_a_config_takes_and_those_that_are_not_for_texts() -> None:
     he.HydraConfig(prune=4, recipe=whole, members=1)
     he.HydraConfig(prune=4, recipe=whole, shared_layers=1)  # freezes the stem too
     he.HydraConfig(prune=4, recipe=recipe(train_groups=whole.train_groups, last_blocks=2))
-    for preset in ("imagenet", "cifar100-last5", "cifar100-classifier", "sst2"):  # those of the paper fit
+    for preset in ("imagenet", "cifar100-last5", "cifar100-classifier", "sst2"):  # the paper's presets are accepted
         config = he.HydraConfig(prune=4, recipe=he.Recipe.preset(preset))
         assert from_plain(he.HydraConfig, json.loads(json.dumps(to_plain(config))), complete=True) == config
-    for changes in ({"augment": True}, {"rand_augment": he.data.RandAugment()}):  # of images
+    for changes in ({"augment": True}, {"rand_augment": he.data.RandAugment()}):  # for images only
         config = he.HydraConfig(prune=4, shared_layers=0, strategy="random", recipe=recipe(**changes))
         with pytest.raises(ConfigError, match="reads texts"):
             he.build(text_model(), config, **text_sets())
@@ -233,25 +233,25 @@ def test_the_usual_pool_has_the_ratio_of_the_paper(prune: int, heads: int) -> No
 
 
 def right(model: he.Ensemble, count: int) -> list[Any]:
-    """Samples about which a model is always right."""
+    """Samples that a model always gets right."""
     with torch.no_grad():
         return [(images, model(images)[0].argmax(-1)) for images, _ in batches(count, 16, seed=2)]
 
 
 def test_a_result_significantly_below_its_model_is_warned_of(tmp_path: Path) -> None:
-    """Most heads of a good model are gone, and nobody trained on; the history keeps it, and a few heads are fine."""
+    """Most heads of a good model are pruned without retraining: recorded in the history. A few heads are fine."""
     base = image_model()
     spoiling, held = config(prune=11, strategy="random"), {"id": right(base, 60), "progress": False}
     with pytest.warns(he.HydraWarning, match=r"significantly below the model's .*he\.calibrate"):
         spoilt = he.build(base, spoiling, output=tmp_path, **held)
     assert "significantly" in spoilt.metadata.history[-1]
-    assert "30 samples" in spoilt.metadata.history[-1]  # the half that calibrates
+    assert "30 samples" in spoilt.metadata.history[-1]  # the calibration half
     assert "significantly" in json.loads((tmp_path / "summary.json").read_text())["history"][-1]
     assert spoilt.metadata.calibration is not None
     assert same(spoilt, he.build(base, spoiling, output=tmp_path, **held))
     with patch.object(chain, "held_against_base", wraps=chain.held_against_base) as asked:
         fine = he.build(base, config(prune=1, strategy="random"), **held)
-    assert asked.call_args.args[1].metadata.calibration is not None  # what a user could keep is calibrated, too
+    assert asked.call_args.args[1].metadata.calibration is not None  # the base is calibrated too
     assert not any("accuracy" in line for line in fine.metadata.history)
 
 
@@ -266,7 +266,7 @@ def test_a_result_whose_likelihood_alone_is_below_its_model_is_warned_of() -> No
 
 
 def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll() -> None:
-    """Each of them does so by itself; on new ones, a mistake of the surer model costs more than all of them gain."""
+    """Each sample alone suggests it; on new ones, one mistake of the surer model costs more than all these gain."""
     base = image_model()
     sure, surer = (base.with_metadata(calibration=Calibration((degrees,))) for degrees in (0.05, 0.02))
     pair = chain.Paired.of(surer, sure, right(base, 60))

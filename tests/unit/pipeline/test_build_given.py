@@ -1,4 +1,4 @@
-"""Held-out data: read once, in one order, split into halves that never meet."""
+"""Held-out data: read once, in one order, split into disjoint halves."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ def test_a_start_is_changed_and_moved_in_a_copy_of_the_model(monkeypatch: pytest
     assert start.base.metadata.preprocessing == he.ImagePreprocessing((8, 8), mean=(0.25,) * 3)
     assert model.metadata.preprocessing == he.ImagePreprocessing((8, 8))
     told = starting_model(model.with_metadata(preprocessing_from="timm"), None, "{label}", None)
-    assert model_identity(told) == model_identity(starting_model(model, None, "{label}", None))  # of earlier releases
-    monkeypatch.setattr("hydra_ensembles.pipeline.material.require_device", torch.device)  # "meta" is no place to build
+    assert model_identity(told) == model_identity(starting_model(model, None, "{label}", None))  # as before
+    monkeypatch.setattr("hydra_ensembles.pipeline.material.require_device", torch.device)  # "meta" is normally refused
     moved = starting_model(model, None, (), "meta").base
     assert (moved.device.type, model.device.type) == ("meta", "cpu")
     assert moved.metadata == model.metadata
@@ -29,7 +29,7 @@ def test_a_start_is_changed_and_moved_in_a_copy_of_the_model(monkeypatch: pytest
 
 
 def numbered(sizes: list[int]) -> list[ReadBatch]:
-    """Batches of one-pixel images that are their own number, as are the labels."""
+    """Batches of one-pixel images; each pixel and label is the sample's index."""
     numbers = torch.arange(sum(sizes))
     return [(part.float().view(-1, 1, 1, 1), part) for part in numbers.split(sizes)]
 
@@ -51,7 +51,7 @@ def test_halves_share_nothing_and_leave_nothing_out(sizes: list[int], seed: int)
     for inputs, labels in first + second:
         assert torch.equal(inputs.flatten(), labels.float())  # each with its own label
     cut_otherwise = numbered([sum(sizes)])
-    assert labels_of(halves(cut_otherwise, seed)[0]) == one  # the seed alone decides
+    assert labels_of(halves(cut_otherwise, seed)[0]) == one  # only the seed matters, not the batches
     assert not cut_otherwise  # samples are not in memory twice
 
 

@@ -1,4 +1,4 @@
-"""A build that was stopped goes on where it was, does nothing twice, and ends with the same bits."""
+"""An interrupted build resumes where it stopped, repeats nothing, and gives the same bits."""
 
 import json
 import os
@@ -25,7 +25,7 @@ GIVEN = {"train": shuffled(12), "id": shuffled(16, 8, seed=2), "ood": batches(8,
 
 
 def model(seed: int = 4) -> he.Ensemble:
-    """Of two layers, which are soon saved, read and trained."""
+    """A model of two layers: quick to save, load and train."""
     return image_model(seed, layers=2)
 
 
@@ -48,7 +48,7 @@ def expected(finished: Path) -> he.Ensemble:
 
 @pytest.fixture
 def folder(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the finished folder, for a test to take things away from."""
+    """A copy of the finished folder, from which tests delete parts."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
@@ -77,7 +77,7 @@ TWO_MEMBERS = {"calibrate": 2, "fuse": 1, "finetune": 2, "prune": 2, "update": 6
     [
         (["summary.json"], {}),
         (["base", "rankings", "finetune", "members", "fused"], {}),
-        (["ensemble", "rankings", "members", "finetune"], {"calibrate": 2}),  # the result, and the model beside it
+        (["ensemble", "rankings", "members", "finetune"], {"calibrate": 2}),  # the result, and the base for comparison
         ([*FUSED, "members/1"], ONE_MEMBER),
         ([*FUSED, "members/0", "finetune/member-0"], {**ONE_MEMBER, "update": 3}),
         ([*FUSED, "members", "finetune", "heads.json"], TWO_MEMBERS),
@@ -105,10 +105,10 @@ def test_a_finished_build_is_not_touched_and_the_folder_makes_no_difference(
 def test_a_kill_between_any_two_writes_can_be_resumed(
     tmp_path: Path, expected: he.Ensemble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before each rename, what a kill at that moment would leave on the disk is put aside, and resumed later.
+    """Before each rename, copy the state that a kill at that moment would leave, and resume it later.
 
-    Of writes that differ in numbers only (members, steps), of model cards, and of all files of a saved model but those
-    of members, the first one stands for all: tests of saves end those between any two of their files.
+    For writes that differ only in numbers (members, steps), model cards, and saved models other than members, only
+    the first is tried: test_checkpoint_saving.py interrupts saves between any two files.
     """
     folder, left = tmp_path / "run", tmp_path / "left"
     writes: list[str] = []
@@ -131,7 +131,7 @@ def test_a_kill_between_any_two_writes_can_be_resumed(
     assert len(states) > 12
     for state in states:
         assert same(run(state), expected), writes[int(state.name) - 1]
-        assert not list(state.rglob(".*")) or state is states[0]  # no litter; before `run.json` it may be anybody's
+        assert not list(state.rglob(".*")) or state is states[0]  # no temporary files, unless they predate `run.json`
 
 
 def test_the_folder_of_another_build_is_refused(folder: Path) -> None:
@@ -149,11 +149,11 @@ def test_the_folder_of_another_build_is_refused(folder: Path) -> None:
     for change, message in changes:
         with pytest.raises(CheckpointError, match=message):
             run(folder, **change)
-    run(folder)  # and nothing happened to it
+    run(folder)  # the folder is unchanged
 
 
 def test_a_damaged_product_is_named_and_made_anew_when_deleted(folder: Path, expected: he.Ensemble) -> None:
-    """From the last to the first; what comes after each is gone."""
+    """From the last product to the first, without those that depend on it."""
     for damaged, product, gone in (
         ("members/1/model.safetensors", "members/1", FUSED),
         ("heads.json", "heads.json", [*FUSED, "members"]),
@@ -170,7 +170,7 @@ def test_a_damaged_product_is_named_and_made_anew_when_deleted(folder: Path, exp
 
 
 def test_heads_are_held_against_the_settings(folder: Path, expected: he.Ensemble) -> None:
-    """In a folder of before, without digests; elsewhere a change is noticed by them."""
+    """In a folder of an older version, without digests; otherwise the digests detect changes."""
     delete(folder, *FUSED, "members", "finetune", "summary.json")
     record, file = folder / "run.json", folder / "heads.json"
     known = json.loads(record.read_text())
@@ -197,7 +197,7 @@ def test_a_second_build_in_the_folder_of_a_living_one_is_refused(
             run(tmp_path)
         refused.append(raised)
 
-    count_calls(monkeypatch, chain.Chain, "finish", ask)  # between two products, which are locked each
+    count_calls(monkeypatch, chain.Chain, "finish", ask)  # between two products, which have their own locks
     assert same(run(tmp_path), expected)
     assert len(refused) == 1
     assert not list(tmp_path.rglob(".*"))

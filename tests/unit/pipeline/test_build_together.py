@@ -1,4 +1,4 @@
-"""Members that train together after fusing: what that is, and what it makes."""
+"""Members trained together after fusing: equivalence to separate passes, and the resulting ensembles."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +16,14 @@ from hydra_ensembles.model.states import member_config, member_state, place_of
 from hydra_ensembles.pipeline.material import starting_model
 
 EVERYTHING = ("stem", "attention", "mlp", "norms", "readout")
-# not AdamW: it divides by gradients, and that of a key's bias is zero but for rounding
+# not AdamW: it normalises gradients, and that of a key bias is only rounding error
 SGD: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.02, "dropout": 0.0, "train_groups": EVERYTHING}
 NORM = "encoder.layers.0.norm1.weight"
 QUICK: dict[str, Any] = {"strategy": "random", "prune": 3, "training": "together", "shared_layers": 1}
 
 
 def uneven(trunk: int = 1, **how: Any) -> he.Ensemble:
-    """Three members of unequal heads above a trunk; one keeps all of them."""
+    """Three members with different numbers of heads above a trunk; one keeps all."""
     base = image_model()
     members = [he.prune(base, heads) for heads in ([(1, 0), (2, 1), (2, 3)], [(2, 2)], [])]
     return he.fuse(members, trunk=trunk, **how)
@@ -31,7 +31,7 @@ def uneven(trunk: int = 1, **how: Any) -> he.Ensemble:
 
 @pytest.mark.parametrize("mlp", ["mean", "separate"])
 def test_training_together_is_training_of_members_in_turn(mlp: str) -> None:
-    """The same weights after as many steps, when every member runs by itself on views of the shared parameters."""
+    """Equal weights after training each member separately on views of the shared parameters."""
     start, steps = uneven(mlp=mlp), 5
     data = batches(4 * steps)
     chosen = he.Recipe(steps=steps, schedule="constant", **SGD)
@@ -42,7 +42,7 @@ def test_training_together_is_training_of_members_in_turn(mlp: str) -> None:
     optimizer = torch.optim.SGD(weights.values(), lr=0.02, momentum=0.9)
     for images, labels in data[:steps]:
         optimizer.zero_grad()
-        for index, member in enumerate(alone):  # gradients of what they share add up
+        for index, member in enumerate(alone):  # gradients of shared parameters add up
             logits = functional_call(member, member_state(config, weights, index), (images,))[0]
             F.cross_entropy(logits, labels).backward()
         optimizer.step()
@@ -50,7 +50,7 @@ def test_training_together_is_training_of_members_in_turn(mlp: str) -> None:
     for name, tensor in weights.items():
         torch.testing.assert_close(got[name], tensor.detach(), rtol=1e-4, atol=2e-6)
         moved += not torch.equal(got[name], start.state_dict()[name])
-    assert moved == len(weights)  # the trunk and the stem learn, too
+    assert moved == len(weights)  # including trunk and stem
 
 
 @pytest.mark.parametrize("kind", ["image", "text"])
@@ -68,14 +68,14 @@ def test_a_build_that_trains_together(kind: str, tmp_path: Path) -> None:
 
 
 def test_branches_are_paths_of_their_own_above_the_trunk() -> None:
-    """They start equal but for their classifiers, and training takes them apart."""
+    """They start equal except for their classifiers, and training makes them differ."""
     base = image_model()
     settings = he.HydraConfig(strategy="branches", training="together", shared_layers=2, recipe=recipe(steps=3))
     hydra = he.build(base, settings, **sets())
     assert hydra.config.trunk == 2
     assert set(hydra.heads) == set(base.heads)
     state = hydra.state_dict()
-    attention = state[f"encoder.layers.{LAYERS - 1}.attention.out"].chunk(3)  # one after another
+    attention = state[f"encoder.layers.{LAYERS - 1}.attention.out"].chunk(3)  # one chunk per member
     classifiers = state["readout.classifier.weight"]  # [M, C, d]
     assert classifiers.shape[:2] == (3, CLASSES)
     for parts in (attention, classifiers):
@@ -85,9 +85,9 @@ def test_branches_are_paths_of_their_own_above_the_trunk() -> None:
 
 def test_members_start_from_pretrained_layers_above_the_trunk() -> None:
     base, before = image_model(seed=4), image_model(seed=5)
-    dropping = replace(before.config, encoder=replace(before.config.encoder, output_dropout=0.1))  # no other answers
+    dropping = replace(before.config, encoder=replace(before.config.encoder, output_dropout=0.1))  # same answers
     before = he.Ensemble.from_state(dropping, before.state_dict(), before.metadata)
-    frozen = recipe(learning_rate=1e-12, steps=1, dropout=0.0)  # so that the start is seen
+    frozen = recipe(learning_rate=1e-12, steps=1, dropout=0.0)  # weights stay at their start
     settings = he.HydraConfig(strategy="branches", training="together", shared_layers=1, recipe=frozen)
     hydra = he.build(base, settings, pretrained=before, **sets()).member(0).state_dict()
     for name, tensor in hydra.items():
@@ -102,7 +102,7 @@ def test_members_start_from_pretrained_layers_above_the_trunk() -> None:
 
 
 def test_a_mean_trunk_is_trained_by_every_member_and_the_model_itself_is_one(tmp_path: Path) -> None:
-    """Others are trained whole from the pretrained weights; it is what the parts do by hand, and resumes."""
+    """The other members are trained whole from the pretrained weights; equals the same steps by hand, and resumes."""
     base, before, data = image_model(seed=4), image_model(seed=5), sets()
     chosen = {"training": "apart", "average_trunk": True, "shared_layers": 2, "calibrate": False}
     chosen["recipe"] = recipe(steps=2, train_groups=EVERYTHING)
@@ -117,7 +117,7 @@ def test_a_mean_trunk_is_trained_by_every_member_and_the_model_itself_is_one(tmp
 
 
 def test_what_is_left_open_follows_the_model() -> None:
-    """Five sixths of the layers and few heads where nothing is said; with prune given, no trunk, as in the paper."""
+    """By default five sixths of the layers are shared and few heads pruned; with prune given, no trunk (the paper)."""
     hydra = he.build(image_model(), he.HydraConfig(strategy="random", members=2), **sets())
     assert hydra.config.trunk >= 2
     assert all(sum(len(layer) for layer in member) == 11 for member in hydra.heads)
@@ -128,7 +128,7 @@ def test_what_is_left_open_follows_the_model() -> None:
 
 @pytest.mark.parametrize("settings", [{"prune": 1, "strategy": "random"}, {"prune": 0, "strategy": "branches"}])
 def test_a_trunk_that_is_lost_by_giving_prune_is_said(settings: dict[str, Any]) -> None:
-    """Naming what would be pruned anyway changes what members share, and so the price."""
+    """Giving prune its default value changes what members share, and so the price."""
     chosen = {"members": 2, "recipe": recipe(), **settings}
     start = starting_model(image_model(), None, None, None)
     assert he.HydraConfig(**{**chosen, "prune": None}).settled(start).trunk == 2
@@ -139,7 +139,7 @@ def test_a_trunk_that_is_lost_by_giving_prune_is_said(settings: dict[str, Any]) 
 
 
 def test_a_training_needs_data_and_classifiers_that_differ_and_takes_our_recipe() -> None:
-    """So whoever asks what a build reads, the command line too, is told of the training data."""
+    """So `reads_train` tells callers, the command line included, that training data are needed."""
     for training in ("together", "apart"):
         settings = he.HydraConfig(training=training)
         assert (settings.recipe, settings.reads_train) == (he.Recipe.preset("hydra"), True)

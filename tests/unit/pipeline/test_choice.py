@@ -1,4 +1,4 @@
-"""Which candidate a search chooses, from rows that are given: price, numbers, ties, fronts, files, table, figure."""
+"""How a search chooses from given rows: price, numbers, ties, fronts, files, table, figure."""
 
 from pathlib import Path
 from xml.etree import ElementTree
@@ -31,7 +31,7 @@ def result(*rows: SearchRow, cost: float = 1.3, tolerance: float = 0.0) -> Searc
         ([row("better", 1.2, 0.8)], {}, "better"),
         ([row("better", 1.2, 0.8), row("best", 1.3, 0.7)], {}, "best"),
         ([row("too dear", 1.31, 0.1), row("better", 1.2, 0.8)], {}, "better"),
-        ([row("worse NLL", 1.0, 0.91)], {"tolerance": 0.5}, YOURS),  # of the NLL nothing is forgiven
+        ([row("worse NLL", 1.0, 0.91)], {"tolerance": 0.5}, YOURS),  # tolerance does not apply to the NLL
         ([row("less accurate", 1.2, 0.8, right=0.74)], {}, YOURS),
         ([row("less accurate", 1.2, 0.8, right=0.74)], {"tolerance": 0.02}, "less accurate"),
         ([row("worse AURC", 1.2, 0.8, aurc=0.11)], {}, YOURS),
@@ -61,7 +61,7 @@ def test_the_fronts_have_who_is_not_beaten_at_their_price() -> None:
     found = result(*rows)
     assert found.front == {"nll": (YOURS, "a", "d"), "auroc": (YOURS, "e")}
     pairs = ((1, 1), (2, 2)), ((1, 2), (2, 2)), ((1, 3), (2, 2)), ((2, 2), (2, 2))
-    assert [dominates(*pair) for pair in pairs] == [True, True, False, False]  # equal in one number, as accuracies are
+    assert [dominates(*pair) for pair in pairs] == [True, True, False, False]  # one number may be equal
 
 
 def test_the_table_has_all_rows_and_says_what_became_of_those_without_numbers() -> None:
@@ -75,7 +75,7 @@ def test_the_table_has_all_rows_and_says_what_became_of_those_without_numbers() 
     assert "x: stopped early (why)." in text
     assert found.why in text
     plan = SearchResult(found.rows[3:], 1.3, "multiply_adds", SCORES, {})
-    assert [column.title for column in plan.table().columns] == ["MAdds"]  # nothing else is known
+    assert [column.title for column in plan.table().columns] == ["MAdds"]  # nothing else is known yet
 
 
 def test_the_figure_is_a_file_of_its_own() -> None:
@@ -89,9 +89,9 @@ def test_the_figure_is_a_file_of_its_own() -> None:
     assert "var(--" not in found.figure()
     points = [one for one in root.iter(f"{svg}path") if "translate" in one.get("transform", "")]
     assert len(points) == 2 * len(found.rows)  # each candidate in both plots
-    assert not list(root.iter(f"{svg}use"))  # nothing refers to what is not there
+    assert not list(root.iter(f"{svg}use"))  # no dangling references
     close = result(row("close", 1.2, 0.898), row("closer", 1.3, 0.896))  # the given model has 0.9
     texts = {"".join(one.itertext()).strip() for one in ElementTree.fromstring(close.figure()).iter(f"{svg}text")}
-    assert len(texts & {"0.896", "0.897", "0.898", "0.899"}) >= 2  # numbers on its axes are not shortened
+    assert len(texts & {"0.896", "0.897", "0.898", "0.899"}) >= 2  # axis labels are not rounded
     page = Path(figures.__file__).with_name("style.css.j2").read_text()
     assert all(f"--{name}:{ink};" in page for name, ink in figures._LIGHT.items())

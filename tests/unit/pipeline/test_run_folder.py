@@ -1,4 +1,4 @@
-"""The resumable folder: made once and read afterwards, refused where it belongs to other work."""
+"""The resumable run folder: products are made once and then loaded; folders of other work are refused."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_without_a_path_nothing_is_kept_and_only_the_first_process_writes(
     monkeypatch.setenv("RANK", "1")
     assert RunFolder(tmp_path, IDENTITY).json("a", lambda: 1) == 1
     assert not list(tmp_path.iterdir())
-    monkeypatch.delenv("RANK")  # of a process group that nobody launched it is known all the same
+    monkeypatch.delenv("RANK")  # a process group started without torchrun is detected too
     both = by_two_ranks(lambda rank: RunFolder(tmp_path / str(rank), IDENTITY).json("a", lambda: 1))
     assert [one.result() for one in both] == [1, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
@@ -69,11 +69,11 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
 def test_what_a_kill_leaves_is_no_obstacle_and_removed_once_the_folder_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("config.yaml", ".config.yaml.x.tmp"):  # of a command line killed early
+    for name in ("config.yaml", ".config.yaml.x.tmp"):  # left by a command line killed early
         (tmp_path / name).write_text("")
     require_own_folder(tmp_path)
     run = RunFolder(tmp_path, IDENTITY)
-    assert (tmp_path / ".config.yaml.x.tmp").exists()  # before `run.json` it might be anybody's
+    assert (tmp_path / ".config.yaml.x.tmp").exists()  # before `run.json` it might belong to someone else
     (tmp_path / "model" / ".saving-x").mkdir(parents=True)
     (tmp_path / "model" / ".saving-link").symlink_to(tmp_path / "model" / ".saving-x")
     (tmp_path / "model" / ".config.json.y.tmp").write_text("{")
@@ -81,7 +81,7 @@ def test_what_a_kill_leaves_is_no_obstacle_and_removed_once_the_folder_is_ours(
     assert {path.name for path in tmp_path.rglob("*")} == {"config.yaml", "run.json", "kept.json", "model"}
     settled: list[Path] = []
     monkeypatch.setattr(run_folder, "settle_checkpoint", settled.append)
-    (tmp_path / ".saving-x").mkdir()  # where no model is saved: a run does not wait for its own lock
+    (tmp_path / ".saving-x").mkdir()  # not a saved model: a run does not wait for its own lock
     (tmp_path / "model" / ".saved-y").mkdir(parents=True)
     run.json("more", lambda: 1)
     assert settled == [tmp_path / "model"]
@@ -100,7 +100,7 @@ def test_a_damaged_product_is_named_and_a_write_that_fails_leaves_nothing(
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"Delete .*a\.json"):
         run.json("a", never)
-    os.truncate(tmp_path / "a.json", 1 << 40)  # a hole, which nobody reads to its end
+    os.truncate(tmp_path / "a.json", 1 << 40)  # a sparse file, not read to its end
     with pytest.raises(CheckpointError, match=r"limit.*Delete .*a\.json"):
         run.json("a", never)
 
@@ -112,7 +112,7 @@ def copy(source: Path, target: Path) -> None:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
-    """Two runs, each with a finished product of either kind."""
+    """Two runs, each with a finished JSON file and a model."""
     for number in (1, 2):
         run = RunFolder(tmp_path / f"run{number}", IDENTITY)
         run.json("facts", lambda number=number: {"number": number})
@@ -133,7 +133,7 @@ def test_a_product_of_another_run_is_refused_and_one_that_is_not_finished_is_mad
     copy(made / "run2" / name, made / "run3" / name)
     (made / "run3" / "run.json").write_text(json.dumps(sealed({**IDENTITY, "products": {}})))
     run = RunFolder(made / "run3", IDENTITY)
-    assert not run.has(name)  # for all that is known, a kill left it
+    assert not run.has(name)  # not recorded, so a kill may have left it
     get(run, lambda: image_model(3) if name == "model" else {"number": 3})
     found = get(RunFolder(made / "run3", IDENTITY), never)
     assert same(found, image_model(3)) if name == "model" else found == {"number": 3}
@@ -160,11 +160,11 @@ def test_two_do_not_work_in_one_folder_and_reading_needs_no_lock(made: Path) -> 
     folder = made / "run1"
     first, second = RunFolder(folder, IDENTITY), RunFolder(folder, IDENTITY)
     with first.working():
-        (folder / ".facts.json.x.tmp").write_text("half of it")  # the first is writing this
+        (folder / ".facts.json.x.tmp").write_text("half of it")  # being written by the first
         with pytest.raises(StorageError, match=rf"another run works in {folder} \(process {os.getpid()}\)"):
             second.json("new", never)
         assert (folder / ".facts.json.x.tmp").exists()
         assert second.json("facts", never) == {"number": 1}
-        assert first.json("new", lambda: 1) == 1  # whoever has the lock has it
+        assert first.json("new", lambda: 1) == 1  # the holder of the lock can work
     assert second.json("other", lambda: 2) == 2
     assert not list(folder.rglob(".*"))

@@ -1,4 +1,4 @@
-"""The best ensemble for a price: what is built, what is not, what is chosen; stopped and resumed; bad input."""
+"""Search for the best ensemble within a price: what is built, skipped and chosen; resuming; bad input."""
 
 import os
 import shutil
@@ -35,11 +35,11 @@ SETS: dict[str, Any] = {
     "id": batches(248, size=124, seed=2),
     "ood": batches(48, size=24, seed=3, shift=1.5),
 }
-STEPS = 5  # of a training; the first comparison comes after one of them
+STEPS = 5  # steps per training; the first comparison comes after one of them
 
 
 def run(output: Path | None = None, **changes: Any) -> he.SearchResult:
-    """A search of two trained candidates and an untrained one."""
+    """A search of two trained candidates and one untrained."""
     usual = {"candidates": [PLAIN, TOGETHER, DEEPER], "price": "multiply_adds", "cost": 4.0, "progress": False}
     usual |= {"first": 1 / STEPS}
     trained = recipe(steps=STEPS, dropout=0.0)
@@ -49,7 +49,7 @@ def run(output: Path | None = None, **changes: Any) -> he.SearchResult:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, he.SearchResult]:
-    """The folder of a search that nobody stopped, and what it found."""
+    """The folder and result of an uninterrupted search."""
     folder = tmp_path_factory.mktemp("search")
     return folder, run(folder)
 
@@ -68,7 +68,7 @@ def names(result: he.SearchResult, state: str) -> list[str]:
 
 
 def first_numbers(monkeypatch: pytest.MonkeyPatch, trunk_2: float, trunk_1: float) -> None:
-    """Let the first comparison of both trained candidates find these losses instead of what it would find."""
+    """Replace the losses at the first comparison of the two trained candidates."""
     original, places = searching._Search._numbers, "first/random-3-trunk-{}-1-heads-off-trained-together"
     table = {places.format(2): trunk_2, places.format(1): trunk_1}
 
@@ -104,7 +104,7 @@ def test_every_candidate_is_judged_beside_the_given_model_and_the_choice_is_read
     row = next(row for row in found.rows if row.name.endswith("heads off"))
     assert row.numbers["nll"] == judged.id.nll
     inner = he.Ensemble.from_pretrained(folder / "candidates" / "random-3-trunk-2-1-heads-off" / "ensemble")
-    assert inner.metadata.familiarity.settings.samples == 62  # a quarter of id; another one calibrates
+    assert inner.metadata.familiarity.settings.samples == 62  # a quarter of id; another quarter calibrates
 
 
 @pytest.mark.parametrize(("gain", "verdict"), [(0.05, "not significantly"), (0.5, "significantly")])
@@ -114,7 +114,7 @@ def test_the_reason_says_whether_chance_could_choose_so(
     right, nll = torch.ones(100), torch.randn(100, generator=torch.Generator().manual_seed(0)) - gain
     pair = searching.Paired(right, right, nll, torch.zeros(100), mistake=0.0)
     monkeypatch.setattr(searching.Paired, "of", lambda *_: pair)
-    others = {"other": "judged", "third": "stopped early", "dear": "too dear"}  # of which two were looked at
+    others = {"other": "judged", "third": "stopped early", "dear": "too dear"}  # two were evaluated
     rows = (SearchRow(YOURS, 1.0, "judged"), *(SearchRow(name, 1.2, state) for name, state in others.items()))  # type: ignore[arg-type]
     decided = he.SearchResult(rows, 1.5, "latency", (), {}, choice="other", why="it is so")
     work: Any = SimpleNamespace(judges={"ID": []}, settings=SimpleNamespace(seed=0), _final=lambda name: name)
@@ -144,7 +144,7 @@ def test_a_model_keeps_the_calibration_that_it_came_with(tmp_path) -> None:
     run(tmp_path, model=model, candidates=[PLAIN])
     kept = he.Ensemble.from_pretrained(tmp_path / "candidates" / "yours" / "ensemble").metadata
     assert (kept.calibration, kept.metrics) == (own, {"validation/nll": 0.5})
-    assert kept.familiarity.settings.threshold is not None  # as of the others
+    assert kept.familiarity.settings.threshold is not None  # as for other candidates
 
 
 def test_what_is_too_dear_is_never_built(work) -> None:
@@ -153,7 +153,7 @@ def test_what_is_too_dear_is_never_built(work) -> None:
     cost = (prices["random ×3, trunk 2, 1 heads off, trained together"] + max(prices.values())) / 2
     found = run(cost=cost, candidates=[TOGETHER, DEEPER])
     assert names(found, "too dear") == ["random ×3, trunk 1, 1 heads off, trained together"]
-    assert work["finetune"] == 1  # nobody is left to compare the other one with, so it trains once, to the end
+    assert work["finetune"] == 1  # there is no other candidate to compare with, so it trains once, to the end
     assert work["update"] == STEPS
     assert next(row for row in found.rows if row.name == found.choice).price <= cost
 
@@ -184,14 +184,14 @@ def test_one_that_is_worse_in_every_number_at_no_lower_price_stops_early(monkeyp
     assert "20%" in next(row.note for row in found.rows if row.name == stopped)
     assert not list((tmp_path / "candidates").glob("random-3-trunk-1*"))
     assert work["update"] == STEPS
-    first_numbers(monkeypatch, 0.3, 0.2)  # a better and dearer one stops no cheaper one
+    first_numbers(monkeypatch, 0.3, 0.2)  # a better but more expensive one does not stop a cheaper one
     assert not names(run(candidates=[TOGETHER, DEEPER]), "stopped early")
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"candidates": [TOGETHER, BRANCHES]},  # branches get new classifiers, and are behind at first
+        {"candidates": [TOGETHER, BRANCHES]},  # branches get new classifiers and lag at first
         {"candidates": [TOGETHER, DEEPER], "first": 1.0},
     ],
 )
@@ -205,7 +205,7 @@ def test_circuits_are_extracted_once_for_all_that_can_use_them(work, tmp_path) -
     wanted = [circuit, {**circuit, "training": "together"}, {**circuit, "training": "together", "mlp": "separate"}]
     found = run(tmp_path, candidates=wanted, seed=2)
     assert len(names(found, "judged")) + len(names(found, "not possible")) + len(names(found, "stopped early")) == 4
-    assert work["extract_circuit"] == 2  # for both goals, and for accuracy
+    assert work["extract_circuit"] == 2  # for the score avg, and for acc
 
 
 def test_candidates_whose_members_would_be_equal_are_left_out_with_the_reason(monkeypatch) -> None:
@@ -220,7 +220,7 @@ def test_candidates_whose_members_would_be_equal_are_left_out_with_the_reason(mo
 
 
 def test_soup_mean_trunk_and_deep_ensemble_of_given_models(tmp_path: Path) -> None:
-    """The setting that the documents recommend is among them, as `fuse` makes it."""
+    """The configuration that the documents recommend is among the candidates, as made by `fuse`."""
     models = [image_model(5), image_model(6)]
     found = run(tmp_path, candidates=[PLAIN], models=models)
     prices = {row.name: row.price for row in found.rows}
@@ -233,7 +233,7 @@ def test_soup_mean_trunk_and_deep_ensemble_of_given_models(tmp_path: Path) -> No
 
 
 def test_the_usual_budget_admits_what_the_documents_recommend() -> None:
-    """Of 12 layers, as those of the documents: by multiply-adds, which no measurement scatters."""
+    """With 12 layers, as in the documents; priced by multiply-adds, which are deterministic."""
     deep = small(classes=3, **{**BLOCKS, "layers": 12})
     own, *models = (noisy(deep, seed) for seed in range(3))
     settings = {"id": SETS["id"], "train": SETS["train"], "price": "multiply_adds", "progress": False}
@@ -248,7 +248,7 @@ def test_the_usual_budget_admits_what_the_documents_recommend() -> None:
 
 
 def test_without_ood_data_judges_are_made_from_the_half_that_judges() -> None:
-    """And are called what they are; judges that are given stay, whatever circuits see."""
+    """They are labelled as synthetic; given judges are used as they are, whatever data the circuits use."""
     circuit = {"prune": 1, "shared_layers": 2, "members": 1, "method": "naive"}
     given = {name: value for name, value in SETS.items() if name != "ood"}
     usual = {"candidates": [circuit], "price": "multiply_adds", "cost": 4.0, "progress": False}
@@ -258,7 +258,7 @@ def test_without_ood_data_judges_are_made_from_the_half_that_judges() -> None:
     assert "synthetic (124 samples)" in found.table().notes[0]
     judged = he.search(image_model(), **given, **usual, judge_ood=SETS["ood"], dry_run=True)
     assert judged.samples == {"ID": 124, "judge_ood": 48}
-    several = {"near": SETS["ood"], "far": batches(24, size=24, seed=8, shift=4.0)}  # are cut in two each
+    several = {"near": SETS["ood"], "far": batches(24, size=24, seed=8, shift=4.0)}  # each is split in two
     assert run(candidates=[circuit], ood=several).samples == {"ID": 124, "ood['near']": 24, "ood['far']": 12}
 
 
@@ -266,7 +266,7 @@ def test_the_usual_candidates_fit_the_model_and_train_only_with_data() -> None:
     plan = run(candidates=None, dry_run=True)
     kinds = {(row.config.strategy, row.config.training, row.config.whole) for row in plan.rows[1:] if row.config}
     assert {("circuit", None, False), ("branches", "together", False), ("circuit", "together", True)} <= kinds
-    assert {row.config.trunk for row in plan.rows[1:] if row.config} == {2}  # of three layers
+    assert {row.config.trunk for row in plan.rows[1:] if row.config} == {2}  # five sixths of three
     untrained = run(candidates=None, dry_run=True, train=None)
     assert {row.config.training for row in untrained.rows[1:] if row.config} == {None}
 
@@ -285,7 +285,7 @@ def test_it_takes_texts_given_judges_and_no_distance() -> None:
 # --- stopped and resumed ---------------------------------------------------------------------------------------------
 
 
-STOPS = (  # in this order
+STOPS = (  # in chronological order
     "prices/random",
     "first/random-3-trunk-1-1-heads-off-trained-together/",
     "candidates/random-3-trunk-2-1-heads-off-trained-together/finetune",
@@ -310,13 +310,13 @@ def test_a_search_that_is_stopped_again_and_again_goes_on_and_finds_the_same(
     found = run(tmp_path)
     assert found == finished[1]
     assert same(found.ensemble, finished[1].ensemble)
-    assert work["update"] <= 2 * STEPS + 2 + STEPS  # of both trainings, short and whole, at most one was begun twice
+    assert work["update"] <= 2 * STEPS + 2 + STEPS  # of short and full trainings, at most one was restarted
 
 
 def test_a_finished_search_is_read_back_and_its_folder_is_for_it_and_one_worker(finished, tmp_path, work) -> None:
     assert run(finished[0]) == finished[1]
     assert not work
-    assert not [path for path in finished[0].rglob("*") if path.name in searching.WORK]  # what only builds needed
+    assert not [path for path in finished[0].rglob("*") if path.name in searching.WORK]  # needed only by builds
     folder = Path(shutil.copytree(finished[0], tmp_path / "copy"))
     with pytest.raises(CheckpointError, match="tolerance"):
         run(folder, tolerance=0.1)
