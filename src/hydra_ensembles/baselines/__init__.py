@@ -1,4 +1,4 @@
-"""What Hydra Ensembles are compared with, one file a method."""
+"""The methods that Hydra Ensembles are compared with, one file per method."""
 
 from .batch_ensemble import BatchEnsemble, batch_ensemble
 from .bayes_vlm import BayesVLM, bayes_vlm, published_bayes_vlm

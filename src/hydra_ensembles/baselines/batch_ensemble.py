@@ -1,4 +1,4 @@
-"""BatchEnsemble: members that share their weights up to a scale of every input and every output."""
+"""BatchEnsemble: members share their weights and differ in the scales of every input and output."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, Unpack
@@ -48,7 +48,7 @@ class BatchEnsemble(Checked):
     rate: Positive = 1.0
 
     def check(self, model: Ensemble) -> None:
-        """Refuse more layers than there are, and folding where the norm comes after."""
+        """Raise for more layers than the model has, and for folding scales in a post-norm model."""
         if self.last_layers is not None and self.last_layers > model.num_layers:
             layers = model.num_layers
             raise ConfigError(f"BatchEnsemble.last_layers is {self.last_layers}, but the model has {layers} layers")
@@ -72,14 +72,14 @@ def batch_ensemble(
 
     At the end the scales are multiplied into the weights, or folded into norms: the forward pass is the ordinary one.
     If weights are scaled on both sides, the result is as large as M copies of the layers above the trunk.
-    The loss is the sum over members, as for `finetune`; published code takes their mean, so with SGD its learning rates
+    The loss is the sum over members, as for `finetune`; published code uses their mean, so with SGD its learning rates
     are M times too high here.
 
     Args:
         model: A classifier with one member; it is not changed.
         train: Batches with labels that can be read repeatedly.
         recipe: How to train; its groups say which weights and biases are trained, scales always are.
-        settings: Which scales, and how they start.
+        settings: Which scales are trained, and how they are initialised.
         validation: Held-out batches with labels, as for `finetune`.
         run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
     """
@@ -100,10 +100,10 @@ def batch_ensemble(
 
 
 class Scaled(Parametrised):
-    """An ensemble whose members have the weights `shared`, scaled by `inputs` (r) and `outputs` (s) of their own.
+    """An ensemble whose members scale the `shared` weights by their own `inputs` (r) and `outputs` (s).
 
-    What is stored per member in the ensemble is computed here: linear maps by their scales, all else from what is
-    shared. Only biases are the ensemble's own. Names of parameters have `/` in the place of dots.
+    The per-member parameters of the ensemble are computed from these: linear maps are scaled, everything else is a
+    copy of the shared value. Only biases are trained per member. Parameter names have `/` in place of dots.
     """
 
     def __init__(self, ensemble: Ensemble, settings: BatchEnsemble, recipe: Recipe, seed: int) -> None:
@@ -129,21 +129,21 @@ class Scaled(Parametrised):
                 self.rates[f"shared.{key}"] = recipe.classifier_rate
             if name.endswith("attention.qkv"):  # [h, 3, d_k, d]
                 self.inputs[key], self.outputs[key] = scales(1, 1, 1, weight.shape[3]), scales(*weight.shape[:3], 1)
-            elif name.endswith("attention.out"):  # [h, d_k, d], from the heads to the width
+            elif name.endswith("attention.out"):  # [h, d_k, d]
                 self.inputs[key], self.outputs[key] = scales(*weight.shape[:2], 1), scales(1, 1, weight.shape[2])
             elif name.endswith(".weight") and weight.dim() == 3:  # [1, out, in]
                 self.inputs[key], self.outputs[key] = scales(1, 1, weight.shape[2]), scales(1, weight.shape[1], 1)
-            elif layer is not None and name.endswith("weight") and group == "norms":  # of the map that follows
+            elif layer is not None and name.endswith("weight") and group == "norms":  # input scales of the next map
                 self.inputs[key] = scales(1, weight.shape[1])
         scaled = [f"{part}.{key}" for part in ("inputs", "outputs") for key in getattr(self, part)]
         self.rates |= dict.fromkeys(scaled, settings.rate)
         self.spared = frozenset([*scaled, *(f"shared.{key}" for key in self.shared if "norm" in key)])
 
     def computed(self) -> dict[str, Tensor]:
-        """What is stored per member: `[M, …]` out of one, members one after another."""
+        """The per-member parameters: members concatenated along the first axis."""
         stored: dict[str, Tensor] = {}
         for key, weight in self.shared.items():
-            norm = key.removesuffix("bias") + "weight"  # the bias of a norm is scaled as its weight is
+            norm = key.removesuffix("bias") + "weight"  # the bias of a norm is scaled like its weight
             scale = self.inputs[norm] if norm in self.inputs and key.endswith("bias") else self.inputs.get(key)
             many = weight[None] if scale is None else weight[None] * scale  # [M or 1, …]
             many = many * self.outputs[key] if key in self.outputs else many

@@ -1,8 +1,8 @@
 """BayesVLM: a posterior over the projections of a dual encoder, from pairs of images and texts.
 
-For one side, with projection P, inputs a of it and embeddings h = P a, the posterior of P is normal with a Kronecker
+For one side, with projection P, its inputs a and embeddings h = P a, the posterior of P is normal with a Kronecker
 product as precision: `(√τ A + √λ I) ⊗ (√τ B + √λ I)`. A sums `a aᵀ`, B the Gauss-Newton curvature of the contrastive
-loss in h, each over √n; τ is how many pairs the n at hand count for, λ the precision of the prior.
+loss in h, each divided by √n; τ is the number of pairs that the n given ones count for, λ the precision of the prior.
 """
 
 import copy
@@ -39,22 +39,22 @@ from ..model.zero_shot import (
 from ..training.text import features_of, read_pairs
 from .start import View, joined, taken_apart, with_bias, with_one
 
-_ROWS = 1024  # samples whose similarities to all others are computed at once
+_ROWS = 1024  # samples per block of the similarity matrix
 _PROMPTS = 256
 _READOUT, _CLASSES = "readout.projection.", "readout.class_embeddings.weight"
 
 
 @dataclass(frozen=True)
 class BayesVLM(Checked):
-    """How the posterior of the projections is made.
+    """How the posterior of the projections is computed.
 
     Attributes:
-        pseudo_count: How many pairs the data count for, however many there are.
-        negatives: Pairs that are compared with each other at once, as in contrastive training.
+        pseudo_count: How many pairs the data count for, regardless of their number.
+        negatives: Number of pairs that are compared with each other, as in contrastive training.
         prior_precision: Precision of a normal prior around zero: one for both sides, or two, for images and texts; None
             maximises the evidence, for each side.
-        as_published: The evidence as in the public code (the powers of both determinants exchanged, no factor of a
-            half, a thousand steps of Adam), and only the variances of an embedding, without covariances.
+        as_published: Compute the evidence as in the public code (the powers of both determinants exchanged, no factor
+            of a half, a thousand steps of Adam), and use only the variances of an embedding, without covariances.
     """
 
     pseudo_count: Positive = 10.0
@@ -71,8 +71,8 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
     Args:
         dual: A dual encoder with one member and two projections; it is not changed, and later changes to it do not
             affect the result.
-        pairs: Batches `(images, texts)`, as for `tune_text`, also features instead of images; read once, their
-            embeddings are kept.
+        pairs: Batches `(images, texts)`, as for `tune_text`, also with features instead of images; read once, and all
+            embeddings are held in memory.
         settings: How much the pairs count, and the prior.
     """
     projections = _projections(dual)
@@ -99,16 +99,16 @@ def published_bayes_vlm(
     folder: str | Path,
     settings: BayesVLM = BayesVLM(),  # noqa: B008 (frozen)
 ) -> "VLMPosterior":
-    """The posterior from factors as BayesVLM publishes them: `A_img_analytic.pt`, `B_img_analytic.pt`, and of txt.
+    """The posterior from published factors: `A_img_analytic.pt`, `B_img_analytic.pt`, and the same for `txt`.
 
     The files are pickles, read with torch's `weights_only`: only tensors, no code is run. The priors next to them in
-    `prior_precision_analytic.json` are for a pseudo-count of one, and the authors' own script fits them again for
-    theirs, as is done here; to use them, give `BayesVLM(1.0, prior_precision=(lambda_img, lambda_txt))`. The published
-    factors of SigLIP are of the last map inside its pooling head, not of a projection: they fit no model here.
+    `prior_precision_analytic.json` are for a pseudo-count of one; the authors' own script refits them for its own
+    count, as is done here; to use them, give `BayesVLM(1.0, prior_precision=(lambda_img, lambda_txt))`. The published
+    factors of SigLIP are for the last map inside its pooling head, not for a projection: they fit no model here.
 
     Args:
         dual: The dual encoder that the files belong to.
-        folder: Their folder.
+        folder: The folder of the files.
         settings: How much the pairs count, and the prior.
     """
     sides = []
@@ -119,7 +119,7 @@ def published_bayes_vlm(
             path = Path(folder) / f"{letter}_{tag}_analytic.pt"
             try:
                 factor = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:  # whatever unpickling a strange file may raise
+            except Exception as error:  # unpickling an unknown file may raise anything
                 raise CheckpointError(f"{path} holds no factor of BayesVLM: {error}; give the published one") from error
             if not isinstance(factor, Tensor) or factor.shape != (size, size) or not bool(factor.isfinite().all()):
                 got = list(factor.shape) if isinstance(factor, Tensor) else type(factor).__name__
@@ -132,19 +132,19 @@ def published_bayes_vlm(
 def kronecker_factors(
     features: Tensor, embedded: Tensor, other: Tensor, scale: float, negatives: int, sigmoid: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A `[d, d]` and B `[e, e]` of one side, each over √n.
+    """A `[d, d]` and B `[e, e]` of one side, each divided by √n.
 
-    B adds up `Jᵀ (Yᵀ (diag(p) - p pᵀ) Y) J · scale²`, where Y are the other side's embeddings of length one, p the
-    probabilities of one sample over them, and J the derivative of `h / |h|`. Written out, no matrix of one sample is
-    ever needed.
+    B sums `Jᵀ (Yᵀ (diag(p) - p pᵀ) Y) J · scale²` over samples, where Y are the other side's embeddings of length one,
+    p the probabilities of one sample over them, and J the derivative of `h / |h|`. The sum is expanded so that no
+    matrix per sample is needed.
 
     Args:
-        features: What the projection is applied to, `[n, d]`.
+        features: Inputs of the projection, `[n, d]`.
         embedded: Embeddings `[n, e]`, before they are scaled to length one.
-        other: Those of the other side, `[n, e]`.
-        scale: Of the cosines.
-        negatives: Samples that are compared with each other at once.
-        sigmoid: The logit bias where the loss is that of SigLIP, in which each pair is judged alone; None for softmax.
+        other: Embeddings of the other side, `[n, e]`.
+        scale: Scale of the cosines.
+        negatives: Number of samples that are compared with each other.
+        sigmoid: The logit bias for the loss of SigLIP, which judges each pair separately; None for softmax.
     """
     count, width = embedded.shape
     outputs = embedded.new_zeros(width, width)
@@ -186,7 +186,7 @@ class ProjectionPosterior:
     def of(
         cls, mean: Tensor, inputs: Tensor, outputs: Tensor, settings: BayesVLM, side: int = 0
     ) -> "ProjectionPosterior":
-        """The posterior out of the factors A and B, of images (side 0) or texts (1)."""
+        """The posterior from the factors A and B, for images (side 0) or texts (1)."""
         root = math.sqrt(settings.pseudo_count)
         precision = settings.prior_precision
         prior = precision[side] if isinstance(precision, tuple) else precision
@@ -198,16 +198,16 @@ class ProjectionPosterior:
         return cls(mean, first, second, prior)
 
     def spread(self, features: Tensor) -> Tensor:
-        """`aᵀ A⁻¹ a` `[B]` of inputs `[B, d]`: the covariance of an embedding is this times that of the outputs."""
+        """`aᵀ A⁻¹ a` `[B]` of inputs `[B, d]`: the covariance of an embedding is this times `covariance`."""
         return (features * torch.linalg.solve(self.inputs.to(features), features.T).T).sum(-1)
 
     @property
     def covariance(self) -> Tensor:
-        """Of the outputs, `[e, e]`."""
+        """Covariance of the outputs, `[e, e]`."""
         return torch.linalg.inv(self.outputs)
 
     def draw(self, count: int, seed: int) -> Tensor:
-        """Projections `[count, e, d]`."""
+        """Draw projections `[count, e, d]`."""
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(count, *self.mean.shape, dtype=self.mean.dtype, generator=generator)
         left, right = torch.linalg.cholesky(self.outputs), torch.linalg.cholesky(self.inputs)
@@ -216,7 +216,7 @@ class ProjectionPosterior:
 
 
 def likeliest_precision(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
-    """The prior precision of largest evidence: `½ dq log λ - ½ λ |P|² - ½ log det` of the posterior's precision."""
+    """Prior precision that maximises the evidence `½ dq log λ - ½ λ |P|² - ½ log det(posterior precision)`."""
     values = [torch.linalg.eigvalsh(part).clamp(min=0) for part in (inputs, outputs)]
     sizes = (len(values[1]), len(values[0]))
     squared = mean.square().sum()
@@ -227,7 +227,7 @@ def likeliest_precision(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
         return (mean.numel() * log_prior - log_prior.exp() * squared - determinants) / 2
 
     low, high = -30.0, 40.0
-    for _ in range(8):  # each grid is between the neighbours of the best point of the one before
+    for _ in range(8):  # each grid spans the neighbours of the previous grid's best point
         grid = torch.linspace(low, high, 201, dtype=mean.dtype)
         best = int(evidence(grid).argmax())
         low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 200)])
@@ -236,7 +236,7 @@ def likeliest_precision(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
 
 @torch.enable_grad()
 def published_prior(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
-    """The prior precision that the public code finds: its evidence, a thousand steps of Adam from 300."""
+    """Prior precision as in the public code: its evidence, maximised by a thousand steps of Adam from 300."""
     log_prior = torch.tensor(300.0, dtype=mean.dtype).log().requires_grad_()
     optimizer = torch.optim.Adam([log_prior], lr=1e-2, maximize=True)
     values = [torch.linalg.eigvalsh(part).clamp(min=0) for part in (inputs, outputs)]
@@ -251,9 +251,9 @@ def published_prior(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class VLMPosterior:
-    """Posteriors of both projections of a dual encoder, for classifiers: an ensemble, or one closed form.
+    """Posteriors of both projections of a dual encoder; builds classifiers: an ensemble, or one in closed form.
 
-    The dual encoder is a copy, because the posteriors belong to its towers as they are now.
+    The dual encoder is a copy, because the posteriors are valid only for its current towers.
     """
 
     dual: DualEncoder
@@ -276,8 +276,8 @@ class VLMPosterior:
         Args:
             class_names: One per class, in the order of the logits.
             templates: Sentences with `{label}`, as for `he.zero_shot`.
-            members: Projections to draw.
-            seed: Draws them.
+            members: Number of projections to draw.
+            seed: Seed of the draw.
             keep_text: Keep the text side, so that `retarget` can set other classes.
         """
         base = zero_shot(self.dual, class_names, templates, keep_text)
@@ -318,7 +318,7 @@ class VLMPosterior:
 
     @torch.no_grad()
     def _texts(self, prompts: Sequence[str]) -> Tensor:
-        """What the text projection takes, `[prompts, d]` in float64 on the CPU; with a one where it has a bias."""
+        """Inputs of the text projection, `[prompts, d]` in float64 on the CPU; a one is appended if it has a bias."""
         with dropping(False):
             parts = [prompts[start : start + _PROMPTS] for start in range(0, len(prompts), _PROMPTS)]
             features = torch.cat([embed(self.dual.text, None, list(batch), normalize=False)[0] for batch in parts])
@@ -326,7 +326,7 @@ class VLMPosterior:
 
 
 class ProbitClassifier(View):
-    """A zero-shot classifier whose logits are toned down where image or class are little known; one member."""
+    """A zero-shot classifier of one member whose logits shrink with the uncertainty of image and class embeddings."""
 
     saved = "save the dual encoder, or members that `VLMPosterior.zero_shot` draws"
 
@@ -360,7 +360,7 @@ class ProbitClassifier(View):
         """Mean and variance of the scaled similarities, `[B, C]` each, in float64."""
         with dropping(False):
             features = embed(self.model, None, inputs, normalize=False)[0].double()
-        self.terms = {name: tensor.to(features.device) for name, tensor in self.terms.items()}  # they stay there
+        self.terms = {name: tensor.to(features.device) for name, tensor in self.terms.items()}  # kept there
         terms = self.terms
         augmented = with_one(features, self.biased)
         # h [B, e], [B]
@@ -370,7 +370,7 @@ class ProbitClassifier(View):
         lengths = embedded.square().sum(-1) + spread * of_image.trace()  # E|h|², [B]
         both = lengths[:, None] * terms["lengths"]
         mean = embedded @ classes.T / both.sqrt()
-        # the variance of h·g, where both are normal and know nothing of each other
+        # Variance of h·g for independent normal h and g
         variance = (embedded @ of_text * embedded).sum(-1)[:, None] * terms["spread"]
         variance = variance + spread[:, None] * (classes @ of_image * classes).sum(-1)
         variance = variance + spread[:, None] * terms["spread"] * (of_image * of_text).sum()
@@ -387,7 +387,7 @@ class ProbitClassifier(View):
 
 
 def _projections(model: object) -> tuple[GroupedLinear, GroupedLinear]:
-    """The maps of images and texts, of a dual encoder that has one member."""
+    """The projections of images and texts, for a dual encoder with one member."""
     dual: DualEncoder = require_model(model, "BayesVLM", DualEncoder)
     if dual.num_members != 1:
         raise ConfigError(f"BayesVLM takes a single dual encoder, got {dual.num_members} members; give dual.member(i)")
@@ -400,7 +400,7 @@ def _projections(model: object) -> tuple[GroupedLinear, GroupedLinear]:
 
 
 def _inputs_of_projections(dual: DualEncoder, pairs: Batches) -> tuple[Tensor, Tensor]:
-    """What the projections of images and texts take, `[n, d]` each, in float64 on the CPU."""
+    """Inputs of the projections of images and texts, `[n, d]` each, in float64 on the CPU."""
 
     def embedded() -> Iterator[tuple[Tensor, Tensor]]:
         for index, raw in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""Deep Ensembles by fine-tuning: one model trained several times, with what does not train stored once."""
+"""Deep Ensembles by fine-tuning: one model trained several times, frozen parts stored once."""
 
 from dataclasses import replace
 from typing import Unpack
@@ -26,8 +26,8 @@ def deep_ensemble(
 ) -> Ensemble:
     """Fine-tune one model several times, each with its own order of the data, dropout and classifier.
 
-    What the recipe does not train is the same in all of them and stored once: with `train_groups=("readout",)` this is
-    an ensemble of classifiers at the price of one model, with `last_blocks` one above a common trunk. To combine
+    Parts that the recipe does not train are the same in all members and stored once: `train_groups=("readout",)` gives
+    an ensemble of classifiers at the price of one model, `last_blocks` members above a common trunk. To combine
     separately pretrained models, use `Ensemble.stack`.
 
     Args:
@@ -36,8 +36,8 @@ def deep_ensemble(
         recipe: How to train; `reinit_classifier="random"` gives every member its own classifier to start from.
         members: Number of members.
         validation: Held-out batches with labels, as for `finetune`.
-        snapshots: Start each fine-tuning from the end of the one before, with a high learning rate again: a Snapshot
-            Ensemble, for which each run may be short. Only the first starts with a new classifier.
+        snapshots: Start each fine-tuning from the result of the previous one, with a high learning rate again: a
+            Snapshot Ensemble, for which each run may be short. Only the first starts with a new classifier.
         run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Examples:

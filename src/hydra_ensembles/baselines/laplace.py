@@ -18,15 +18,15 @@ from ..model.kinds import require_single
 from .start import joined, taken_apart, with_bias, with_one
 
 Structure = Literal["kron", "diag", "full"]
-MOST_FULL = 20_000  # parameters of a full covariance: 3.2 GB in float64
+MOST_FULL = 20_000  # maximum number of parameters for a full covariance: 3.2 GB in float64
 
 
 @dataclass(frozen=True)
 class Laplace(Checked):
-    """The posterior of the classifier, and how many are drawn.
+    """The posterior of the classifier, and how many classifiers are drawn.
 
     Attributes:
-        members: Classifiers to draw.
+        members: Number of classifiers to draw.
         structure: Structure of the curvature: `"kron"` (a Kronecker product), `"diag"`, or `"full"`, for small
             classifiers.
         prior_precision: Precision of a normal prior around zero; None maximises the marginal likelihood.
@@ -106,8 +106,8 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
 class Curvature:
     """Gauss-Newton curvature of the cross-entropy in a classifier `[C, d]`, added up batch by batch in float64.
 
-    For one sample it is the product of `diag(p) - p pᵀ` over classes and `a aᵀ` over inputs; their sums are kept apart
-    where the structure is a Kronecker product. A bias is the weight of an input that is always one.
+    For one sample it is the product of `diag(p) - p pᵀ` over classes and `a aᵀ` over inputs; the structure `"kron"`
+    sums the two factors separately. A bias is the weight of an input that is always one.
     """
 
     def __init__(self, structure: Structure, classes: int, inputs: int) -> None:
@@ -132,9 +132,9 @@ class Curvature:
         self.sums += torch.einsum("bce,bi,bj->ciej", spread, features, features)
 
     def posterior(self, mean: Tensor, prior: float | None, samples: int | None = None) -> "Posterior":
-        """The normal distribution around `mean` `[C, d]`, with the given prior or the likeliest one.
+        """The normal distribution around `mean` `[C, d]`, with the given prior or that of maximal marginal likelihood.
 
-        Where `samples` are given, those that were added stand for so many.
+        If `samples` is given, the curvature is scaled up to that many samples.
         """
         axes: tuple[Tensor, ...] | None = None
         if self.structure == "diag":
@@ -152,13 +152,13 @@ class Curvature:
 
 
 def likeliest_prior(values: Tensor, mean: Tensor) -> float:
-    """The prior precision of largest marginal likelihood, where curvature has these eigenvalues; MacKay's iteration."""
+    """Prior precision that maximises the marginal likelihood, given the curvature's eigenvalues; MacKay's iteration."""
     squared = float(mean.square().sum())
     prior = 1.0
     if not squared or not values.any():
-        return prior  # nothing says how wide the prior is
+        return prior  # the data do not determine the prior
     for _ in range(10_000):
-        determined = float((values / (values + prior)).sum())  # how many parameters the data determine
+        determined = float((values / (values + prior)).sum())  # effective number of parameters
         prior, before = determined / squared, prior
         if abs(prior - before) <= 1e-10 * before:
             break
@@ -169,7 +169,7 @@ def likeliest_prior(values: Tensor, mean: Tensor) -> float:
 class Posterior:
     """A normal distribution of classifiers: precisions `values + prior` along `axes` (None: along the parameters).
 
-    Two axes are those of outputs and inputs, of a Kronecker product; one is that of all parameters.
+    Two matrices are the eigenvectors of outputs and inputs (a Kronecker product), one those of all parameters.
     """
 
     mean: Tensor  # [C, d]
@@ -178,7 +178,7 @@ class Posterior:
     prior: float
 
     def draw(self, count: int, seed: int) -> Tensor:
-        """Classifiers `[count, C, d]`."""
+        """Draw classifiers `[count, C, d]`."""
         noise = torch.randn(count, len(self.values), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         scaled = noise / (self.values + self.prior).sqrt()
         if self.axes is None:

@@ -1,4 +1,4 @@
-"""LoRA-Ensemble: members that differ by low-rank updates of the attention, and by their classifiers."""
+"""LoRA-Ensemble: members that differ in low-rank updates of the attention and in their classifiers."""
 
 import math
 from dataclasses import dataclass
@@ -53,11 +53,11 @@ class LoRA(Checked):
 
     @property
     def scale(self) -> float:
-        """What an update `B A` is multiplied by."""
+        """Factor of an update `B A`."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def check(self, model: Ensemble) -> None:
-        """Refuse a rank that is no less than that of the weights it updates."""
+        """Raise if the rank is not below that of the weights it updates."""
         encoder = model.config.encoder
         rows = [len(heads) * encoder.head_dim for heads in model.heads[0] if heads]
         least = min([encoder.width, *rows])
@@ -77,7 +77,7 @@ def lora_ensemble(
     """Make members from one model by low-rank updates of its attention; all else except the classifiers is frozen.
 
     The updates are merged at the end: the result is an ensemble with attention and classifier per member, and an
-    ordinary forward pass. Of the recipe's `train_groups`, attention trains by its updates, and the readout by its
+    ordinary forward pass. Of the recipe's `train_groups`, attention trains only its updates, and the readout only its
     classifiers; the rest is frozen. With `last_blocks`, earlier blocks run once for all members.
 
     Args:
@@ -122,7 +122,7 @@ class LowRank(Parametrised):
     def __init__(self, ensemble: Ensemble, settings: LoRA, recipe: Recipe, seed: int) -> None:
         super().__init__(ensemble)
         self.scale = settings.scale
-        self.layers: dict[int, int] = {}  # heads of the layers that are updated
+        self.layers: dict[int, int] = {}  # updated layers, with their number of heads
         config = ensemble.config
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in ensemble.named_parameters():
@@ -145,7 +145,7 @@ class LowRank(Parametrised):
                 self.up[key] = nn.Parameter(zeros)
 
     def computed(self) -> dict[str, Tensor]:
-        """Attention of every member, updated."""
+        """Attention weights of every member with their updates added."""
         updated: dict[str, Tensor] = {}
         for layer, heads in self.layers.items():
             prefix = f"encoder.layers.{layer}.attention."
@@ -157,13 +157,13 @@ class LowRank(Parametrised):
         return updated
 
     def update(self, layer: int, projection: str) -> Tensor:
-        """What is added to a weight `[out, in]` of every member, `[M, out, in]`."""
+        """Update `[M, out, in]` of a weight `[out, in]`, for every member."""
         key = f"{layer}_{projection}"
         return self.scale * (self.up[key] @ self.down[key])
 
 
 def _drawn(settings: LoRA, inputs: int, generator: torch.Generator) -> Tensor:
-    """One A `[r, in]`: uniform, as wide as `nn.init` would have it."""
+    """Draw one A `[r, in]` from the uniform distribution of `nn.init`."""
     first = torch.empty(settings.rank, inputs)
     if settings.start == "xavier":
         return nn.init.xavier_uniform_(first, settings.gain, generator)

@@ -1,4 +1,4 @@
-"""MC Dropout as an ensemble: the members are passes of one model with different neurons dropped."""
+"""MC Dropout as an ensemble: the members are forward passes of one model with different dropout masks."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -23,7 +23,7 @@ def mc_dropout(ensemble: Ensemble, p: Rate, passes: Whole, seed: Seed = 0) -> "M
         ensemble: One member or several.
         p: Share of the activations that a pass drops.
         passes: Passes of each member.
-        seed: Seed for what is dropped: the same inputs always get the same answer.
+        seed: Seed of the dropout masks: the same inputs always get the same answer.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -36,14 +36,14 @@ def mc_dropout(ensemble: Ensemble, p: Rate, passes: Whole, seed: Seed = 0) -> "M
 
 
 class MCDropout(View):
-    """A view of an ensemble in which every pass is a member; `forward` gives `[M·passes, B, C]`.
+    """A view of an ensemble in which every pass is a member; `forward` returns `[M·passes, B, C]`.
 
-    Dropout sits where transformers have it in training: on the embedded tokens and, in each layer, after the attention
-    projection, the MLP activation and the MLP output; on attention weights and the input of the classifier where the
-    model itself was trained so. The ensemble's calibration does not apply: it was made for other probabilities.
+    Dropout is applied where transformers have it in training: on the embedded tokens and, in each layer, after the
+    attention projection, the MLP activation and the MLP output; on attention weights and the input of the classifier
+    only if the model has dropout there. The ensemble's calibration is dropped: it was fitted to other probabilities.
 
     The same inputs get the same answer every time, in training and in evaluation mode, in any number of threads: each
-    call has random numbers of its own, from the seed, so batches of one size are seen through the same masks.
+    call uses its own generator, seeded with `seed`, so batches of one size get the same masks.
     """
 
     @checked
@@ -53,7 +53,7 @@ class MCDropout(View):
         self.p, self.passes, self.seed = p, passes, seed
         config = _with_dropout(ensemble.config, p)
         self.metadata = replace(ensemble.metadata, calibration=None, familiarity=None)
-        weights = ensemble.state_dict()  # not copies
+        weights = ensemble.state_dict()  # shared, not copied
         self.model = built_around(lambda: Ensemble(config, self.metadata), weights)
         again = f"he.mc_dropout(he.load(folder), p={p}, passes={passes}, seed={seed})"
         self.saved = f"save its ensemble, and look at it again: {again}"
@@ -62,7 +62,7 @@ class MCDropout(View):
         self.eval()
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Member logits `[M·passes, B, C]`, of what an ensemble takes; the passes of a member lie together."""
+        """Member logits `[M·passes, B, C]` for the inputs of an ensemble; the passes of a member are consecutive."""
         arguments = self.model.unpack(*given, **named)
         if self.p == 0.0:  # every pass is the same
             return cast(Tensor, self.model(*arguments)).repeat_interleave(self.passes, dim=0)
@@ -73,7 +73,7 @@ class MCDropout(View):
 
 
 def _with_dropout(config: EnsembleConfig, p: float) -> EnsembleConfig:
-    """The configuration with dropout at `p` in the places of the baseline and wherever the model has its own."""
+    """The configuration with dropout `p` at the baseline's positions and wherever the model has its own."""
     encoder, last = config.encoder, config.readout
     dropped = replace(encoder, projection_dropout=p, activation_dropout=p, output_dropout=p, drop_path=())
     return replace(

@@ -1,4 +1,4 @@
-"""MIMO: one network that gets several images at once and answers each; at inference all are the same."""
+"""MIMO: one network that takes several images at once and classifies each; at inference all are the same."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ class MIMO(Checked):
     """How a MIMO network is trained; the defaults are the paper's.
 
     Attributes:
-        members: Images at once, and classifiers.
+        members: Number of images at once, and of classifiers.
         rho: Share of the examples in which all members see the same image.
         batch_repeat: How often each image of a batch is repeated; the batch grows accordingly.
         start: `"pretrained"` gives every member the model's own patch kernel divided by M (so that it starts as the
@@ -53,8 +53,8 @@ def mimo(
 ) -> Ensemble:
     """One network with several answers at the price of one: M patch kernels in training, M classifiers.
 
-    At inference all members see the same image, so the kernels are added up: the result shares everything but the
-    classifiers. It needs width to spare, and longer training than other methods.
+    At inference all members see the same image, so the kernels are summed: the result shares everything but the
+    classifiers. It needs spare width, and longer training than other methods.
 
     Args:
         model: An image classifier with one member; it is not changed.
@@ -81,7 +81,7 @@ def mimo(
 
 
 def wide(model: Ensemble, settings: MIMO, seed: int) -> Ensemble:
-    """The network that is trained: it takes images side by side in the channels, `[B, M·channels, H, W]`."""
+    """The network to train: it takes images concatenated along the channels, `[B, M·channels, H, W]`."""
     stem = model.config.stem
     if not isinstance(stem, PatchStemConfig):
         raise ConfigError("MIMO puts images together in their channels; texts have none, so it takes image models")
@@ -100,21 +100,21 @@ def wide(model: Ensemble, settings: MIMO, seed: int) -> Ensemble:
 
 
 def summed(start: Ensemble, state: dict[str, Tensor], model: Ensemble, metadata: Metadata) -> Ensemble:
-    """What is run in the end: the kernels of all images added up, for one image that all of them are."""
+    """The network for inference: the patch kernels are summed, because all members see the same image."""
     kernels = state[PATCH].unflatten(2, (start.num_members, -1))  # [1, d, M, channels, h, w]
     config = replace(start.config, stem=model.config.stem)
     return Ensemble.from_state(config, {**state, PATCH: kernels.sum(2)}, metadata)
 
 
 class MimoLearner(EnsembleLearner):
-    """A wide network in training: every member has its own image, or, in a share of the examples, all the same."""
+    """Trains a wide network: every member sees its own image, or, in a share of the examples, all see the same."""
 
     def __init__(self, single: Ensemble, start: Ensemble, settings: MIMO, recipe: Recipe, runtime: Runtime) -> None:
         super().__init__(start, recipe, runtime, index=0)
         self.single, self.settings, self.dtype = single, settings, next(iter(self.trained.values())).dtype
 
     def read(self, raw: Any, index: int) -> LabelledBatch:
-        """As `EnsembleLearner.read`; the first batch of an epoch must have an image for every member."""
+        """Like `EnsembleLearner.read`; the first batch of an epoch must have an image for every member."""
         inputs, labels = super().read(raw, index)
         if index == 0 and len(labels) < self.settings.members:
             raise DataError(
@@ -124,11 +124,11 @@ class MimoLearner(EnsembleLearner):
         return inputs, labels
 
     def prepared(self, inputs: Inputs) -> Inputs:
-        """The same images for every member."""
+        """Repeat the images for every member."""
         return self._images(inputs).repeat(1, self.settings.members, 1, 1)
 
     def lesson(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
-        """Every image `batch_repeat` times, in an order of its own for every member but for the share `rho`."""
+        """Repeat every image `batch_repeat` times and shuffle separately for each member, except a share `rho`."""
         images = self._images(inputs)
         count = len(labels)
         order = torch.arange(count).repeat(self.settings.batch_repeat)
@@ -139,5 +139,5 @@ class MimoLearner(EnsembleLearner):
         return shown, torch.stack([labels.cpu()[row] for row in rows])
 
     def _images(self, inputs: Inputs) -> Tensor:
-        """Images `[B, channels, H, W]`, held against what the single model takes."""
+        """Images `[B, channels, H, W]`, checked like inputs of the single model."""
         return cast(Tensor, move(self.single.unpack(inputs)[0], self.runtime.device, self.dtype))

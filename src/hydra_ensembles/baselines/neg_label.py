@@ -1,4 +1,4 @@
-"""NegLabel: words that are not classes, next to the classes of a zero-shot model; inputs they attract look OOD."""
+"""NegLabel: extra words compete with the classes of a zero-shot model; inputs closer to those words look OOD."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class NegLabel(Checked):
     """How words are chosen; the defaults are those of the public code.
 
     Attributes:
-        share: Share of the words to use: those least like the classes.
-        percentile: How like the classes a word is: this percentile of its similarities to all of them.
+        share: Share of the words to use: those least similar to the classes.
+        percentile: The similarity of a word to the classes is this percentile of its similarities to all of them.
         groups: The score is the mean over this many groups of words; words left over are dropped.
         seed: Seed for drawing the groups.
     """
@@ -38,8 +38,8 @@ class EmbeddedWords:
     """Words and their embeddings, for classifiers of one dual encoder with different classes.
 
     Attributes:
-        words: Each once, no blanks.
-        templates: Sentences they were put into.
+        words: Distinct and not blank.
+        templates: Sentences they were inserted into.
         embeddings: `[G, N, e]`, of length one; G is 1, or the number of members whose text sides differ.
     """
 
@@ -63,7 +63,7 @@ def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates |
         ConfigError: An ensemble without its text side.
         DataError: No words.
     """
-    embedding_statistics(ensemble, "embed_words")  # refuses what is no zero-shot classifier
+    embedding_statistics(ensemble, "embed_words")  # raises unless it is a zero-shot classifier
     side = text_side_of(ensemble)
     sentences = side.settings.templates if templates is None else checked_templates(templates)
     distinct = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
@@ -95,7 +95,7 @@ def neg_label(
         words: A large list of nouns and adjectives, such as WordNet's; those that are class names are left out. If
             several classifiers use the same words, embed them once with `embed_words`.
         templates: Sentences with `{label}`; None for those of the classes, or of the words that are embedded already.
-        settings: Which words are taken.
+        settings: How words are chosen.
 
     Raises:
         ConfigError: An ensemble without its text side.
@@ -116,7 +116,7 @@ def neg_label(
         )
     embedded = vocabulary.embeddings.to(ensemble.device)[:, others]  # [G, N, e]
     readout = ensemble.state_dict()
-    rows = readout["readout.class_embeddings.weight"].float()  # [G, C, e], with the logit scale in it
+    rows = readout["readout.class_embeddings.weight"].float()  # [G, C, e], multiplied by the logit scale
     chosen = least_alike(embedded, F.normalize(rows, dim=-1), settings.percentile, count)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(settings.seed, "neglabel")))
     chosen = chosen[order.to(chosen.device)]
@@ -130,7 +130,7 @@ def neg_label(
 
 
 def _require_own(words: EmbeddedWords, side: TextSide, templates: Templates | None, device: torch.device) -> None:
-    """Refuse words that another text side embedded, or in other sentences: one of them is embedded again."""
+    """Raise for words embedded by another text side or in other sentences; embeds one word again to check."""
     if templates is not None and checked_templates(templates) != words.templates:
         raise ConfigError(f"the words are embedded in {words.templates}; leave templates out, or embed them again")
     again = _embedded(side, words.words[:1], words.templates, device)
@@ -140,6 +140,6 @@ def _require_own(words: EmbeddedWords, side: TextSide, templates: Templates | No
 
 
 def least_alike(words: Tensor, classes: Tensor, percentile: float, count: int) -> Tensor:
-    """Places of the `count` words `[G, N, e]` that are least like the classes `[G', C, e]`, the least one first."""
+    """Indices of the `count` words `[G, N, e]` least similar to the classes `[G', C, e]`, least similar first."""
     alike = [torch.quantile(part @ classes.mT, percentile, dim=-1) for part in words.split(1000, dim=1)]  # [G, n] each
     return torch.cat(alike, dim=1).mean(dim=0).argsort(stable=True)[:count]

@@ -1,4 +1,4 @@
-"""Optimal Brain Apoptosis: single weights are removed by the curvature of the loss."""
+"""Optimal Brain Apoptosis: prune single weights by the curvature of the loss."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -31,7 +31,7 @@ from ..training.loop import Job, TrainOptions, training_runtime, trains
 from ..training.recipe import Recipe, trainable_state
 from ..training.saved import Position, RunState, read_state, read_tensors, require_layout, usable, write_state
 
-_SMALL = 1e-6  # added to what importances are divided by
+_SMALL = 1e-6  # added to the divisor of importances
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class OBA(Checked):
     """How weights are removed; the schedule and the rule are those of the public code.
 
     Attributes:
-        keep: Share of all parameters to keep: the paper has 0.891 (like removing 4 of 12 heads) and 0.94.
-        steps: Pruning steps, each of which keeps the same share of what is left.
-        batches: Batches to compute the importance of a step on, at most.
+        keep: Share of all parameters to keep: the paper uses 0.891 (like removing 4 of 12 heads) and 0.94.
+        steps: Pruning steps, each of which keeps the same share of the remaining parameters.
+        batches: Maximum number of batches for the importances of a step.
     """
 
     keep: Rate = 0.891
@@ -49,7 +49,7 @@ class OBA(Checked):
     batches: Whole = 200
 
     def check(self, model: Ensemble) -> None:
-        """Refuse to remove more than can be removed."""
+        """Raise if more would be removed than can be removed."""
         total = sum(parameter.numel() for parameter in model.parameters())
         stay = total - sum(parameter.numel() for parameter in removable(model).values())
         if self.keep * total <= stay:
@@ -71,15 +71,15 @@ def oba(
     """Set single weights to zero: those whose removal costs least by the second-order term of the loss.
 
     The importance of a weight is `|θ (Hθ)|`, with H the Hessian of the cross-entropy, in evaluation mode, summed with
-    its sign over batches. All maps of stem, attention and MLP are pruned, with their biases. A recipe trains what is
-    left: zeros stay zeros (a `finetune` afterwards would fill them). The result takes as much time and memory as the
-    whole model.
+    its sign over batches. All maps of stem, attention and MLP are pruned, with their biases. A recipe trains the
+    remaining weights: zeros stay zeros (a `finetune` afterwards would change them). The result takes as much time and
+    memory as the whole model.
 
     Args:
         model: A classifier with one member; it is not changed.
         train: Batches with labels that can be read repeatedly. In several processes all prune the same weights:
-            by the batches of the first, or by those of all where the loader is split between them.
-        recipe: How to train what is left; None leaves it as it is.
+            by the batches of the first, or by those of all if the loader is split between them.
+        recipe: How to train the remaining weights; None does not train them.
         settings: How much is removed, and in how many steps.
         validation: Held-out batches with labels, as for `finetune`.
         run: `output` for checkpoints, of the pruning too, `progress`, `device`, `checkpoint_every`, as for `finetune`.
@@ -111,19 +111,19 @@ def oba(
 
 
 class Masked(Parametrised):
-    """An ensemble some of whose weights are, and stay, zero; those where the mask is false."""
+    """An ensemble whose weights stay zero where the mask is False."""
 
     def __init__(self, ensemble: Ensemble, masks: Mapping[str, Tensor]) -> None:
         super().__init__(ensemble)
         self.masks = {name: mask.to(ensemble.device) for name, mask in masks.items()}
 
     def computed(self) -> dict[str, Tensor]:
-        """The weights that can be removed, without those that were."""
+        """The removable weights, multiplied by their masks."""
         return {name: self.ensemble.get_parameter(name) * mask for name, mask in self.masks.items()}
 
 
 def removable(model: Ensemble) -> dict[str, Tensor]:
-    """Weights and biases of linear maps and the patch kernel by name; neither norms and tokens nor the classifier."""
+    """Weights and biases of linear maps and the patch kernel, by name; without norms, tokens and the classifier."""
     weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         inside = place_of(name)[0] in ("attention", "mlp") and not name.endswith(".scale")
@@ -134,7 +134,7 @@ def removable(model: Ensemble) -> dict[str, Tensor]:
 
 
 def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: Iterable[str]) -> dict[str, Tensor]:
-    """`θ ∘ Hθ` of the named parameters, added up over batches; H is the Hessian of the mean cross-entropy in them."""
+    """`θ ∘ Hθ` of the named parameters, summed over batches; H is the Hessian of the mean cross-entropy in them."""
     weights = {name: model.get_parameter(name) for name in names}
     parameters = list(weights.values())
     sums = [torch.zeros_like(weight) for weight in weights.values()]
@@ -156,13 +156,13 @@ def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: 
 
 
 def importances(curved: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What each weight is ranked by, over all tensors together: its magnitude is added to what its tensor says."""
+    """Importance of each weight, comparable across tensors: curvature relative to its tensor's maximum, plus |θ|."""
     shares = {name: values.abs() / (values.abs().max() + _SMALL) for name, values in curved.items()}
     return {name: share + weights[name].abs() for name, share in shares.items()}
 
 
 def kept(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Masks that leave the `count` most important weights of those that are still there."""
+    """Masks that keep the `count` most important of the remaining weights."""
     flat = torch.cat([score.masked_fill(~masks[name], -1.0).flatten() for name, score in scores.items()])
     chosen = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
     chosen[flat.topk(count, sorted=False).indices] = True
@@ -173,9 +173,9 @@ def kept(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], count: int) 
 def pruned_masks(
     model: Ensemble, train: Batches, settings: OBA, seed: int, folder: Path | None, device: torch.device | str | None
 ) -> dict[str, Tensor]:
-    """What is left of every removable tensor, step by step; with a folder, after every step it can be stopped.
+    """Prune step by step; returns the mask of every removable tensor. With a folder, it can resume after every step.
 
-    All ranks get the same masks, those of rank 0. Of a loader that gives each rank its own batches, those of all count.
+    All ranks get the masks of rank 0. If the loader gives each rank its own batches, those of all ranks count.
     """
     with borrowed(train), training_runtime(device, model.device) as runtime, ExitStack() as alone:
         state = RunState({})

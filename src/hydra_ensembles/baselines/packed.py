@@ -1,4 +1,4 @@
-"""Packed-Ensembles: several narrow models trained together from scratch, together about as large as one."""
+"""Packed-Ensembles: several narrow models trained jointly from scratch, together about as large as one."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -23,7 +23,7 @@ class Packed(Checked):
 
     Attributes:
         members: Number of members.
-        alpha: Width of all members together, relative to the model's; the number of members makes a Deep Ensemble.
+        alpha: Width of all members together, relative to the model's; alpha = members gives a Deep Ensemble.
         heads: Heads of a member; None keeps the width of a head. With 12 heads of a ViT-B and the paper's three members
             and alpha 2 a head would be 42.67 wide: 8 heads keep it at 64.
     """
@@ -33,7 +33,7 @@ class Packed(Checked):
     heads: Whole | None = None
 
     def narrow(self, config: EnsembleConfig) -> EnsembleConfig:
-        """The configuration of such an ensemble out of that of a whole model; nothing is shared."""
+        """Configuration of the packed ensemble, from that of a whole model; nothing is shared."""
         encoder = config.encoder
         share = Fraction(self.alpha).limit_denominator(1 << 20) / self.members
         if config.readout.cosine is not None:
@@ -77,7 +77,7 @@ def packed_ensemble(
     """Train narrow members together from scratch, with the architecture of a model; its weights cannot be used.
 
     One group inside a member (gamma 1): members are independent, so this is a Deep Ensemble of narrow models with one
-    loss, run in one pass. They differ by their initial weights, which the recipe's seed draws.
+    loss, run in one pass. They differ in their initial weights, which are drawn with the recipe's seed.
 
     Args:
         model: A classifier with one member, for sizes, classes and preprocessing.

@@ -1,4 +1,4 @@
-"""What methods start from and end with: members that are copies of one model, new weights, or a view."""
+"""Building blocks of the methods: joining copies of one model, fresh weights, views, scores of embeddings."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ from ..training.recipe import Recipe, trainable_state
 
 
 def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ensemble:
-    """One ensemble out of single models that are equal in what they are to share; the rest is there for each."""
+    """Join single models into one ensemble; parts in `sharing` must be equal and are stored once, others per member."""
     if len(members) == 1:
         return Ensemble.from_state(members[0].config, members[0].state_dict(), members[0].metadata)
     states, heads, metadata = singles(members)
@@ -35,7 +35,7 @@ def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ens
 
 
 def parted(ensemble: Ensemble) -> Ensemble:
-    """The ensemble that a method ends with; members that training left equal are warned of."""
+    """Return the result of a method; warns if two members are equal after training."""
     if equal := twins([ensemble]):
         warn(
             f"members {equal[0]} and {equal[1]} are equal after training: they will never disagree. Let them differ by "
@@ -46,9 +46,9 @@ def parted(ensemble: Ensemble) -> Ensemble:
 
 
 class View(OurModel):
-    """A model seen in another way: it answers as `Ensemble` does, uncalibrated, and is not saved.
+    """A view of a model: it answers like an `Ensemble`, uncalibrated, and cannot be saved.
 
-    `model` is the ensemble that inputs are read by, `metadata` has the class names, `saved` what to save instead.
+    `model` is the ensemble that prepares inputs, `metadata` has the class names, `saved` says what to save instead.
     """
 
     model: Ensemble
@@ -57,42 +57,42 @@ class View(OurModel):
 
     @torch.no_grad()
     def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
-        """As `Ensemble.predict`, uncalibrated."""
+        """Like `Ensemble.predict`, uncalibrated."""
         return Calibration().prediction(self(self.prepare(*given, **named)), self.metadata.labels or None, check_finite)
 
     def prepare(self, *given: Any, **named: Any) -> Inputs:
-        """As `Ensemble.prepare`."""
+        """Like `Ensemble.prepare`."""
         return self.model.prepare(*given, **named)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Refused: a view has no weights of its own."""
+        """Raise: a view has no weights of its own."""
         raise ConfigError(f"{type(self).__name__} is a view and is not saved; {self.saved}")
 
 
 def trained_apart(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:
-    """What members of which each was trained by a recipe have in common, and how many layers before all else."""
-    above = recipe.last_blocks is not None  # then the stem does not train either
+    """What separately trained members share under a recipe, and the number of layers in their common trunk."""
+    above = recipe.last_blocks is not None  # then the stem is frozen, too
     shared = {group: group not in recipe.train_groups or (above and group == "stem") for group in GROUPS}
     return Sharing(**shared), 0 if recipe.last_blocks is None else model.num_layers - recipe.last_blocks
 
 
 def in_full(model: Ensemble) -> Ensemble:
-    """The model, in float32 where it is in half precision, for trainings that go on from each other.
+    """The model with half precision cast to float32, for consecutive training runs.
 
-    Rounded between them, weights would lose every update below their spacing. `in_dtypes_of` rounds in the end.
+    Rounding between runs would lose every update below the spacing of the dtype. `in_dtypes_of` rounds at the end.
     """
     return Ensemble.from_state(model.config, trainable_state(model, model.device), model.metadata)
 
 
 def in_dtypes_of(model: Ensemble, trained: Ensemble) -> Ensemble:
-    """What was trained from `in_full(model)`, rounded once to the dtypes of the model."""
+    """An ensemble trained from `in_full(model)`, rounded once to the dtypes of the model."""
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     rounded = {name: tensor.to(dtypes[name]) for name, tensor in trained.state_dict().items()}
     return Ensemble.from_state(trained.config, rounded, trained.metadata)
 
 
 def require_trained(recipe: Recipe, start: Ensemble, names: Iterable[str], why: str) -> None:
-    """Refuse a recipe that leaves parameters of these names as they are, though they have to train; `why` says so."""
+    """Raise if the recipe freezes some of these parameters, which must train; `why` gives the reason."""
     left = sorted({place_of(name)[0] for name in names if not recipe.trains(name, start.num_layers)})
     if left:
         raise ConfigError(
@@ -102,7 +102,7 @@ def require_trained(recipe: Recipe, start: Ensemble, names: Iterable[str], why: 
 
 
 def fresh(config: EnsembleConfig, seed: int, metadata: Metadata) -> Ensemble:
-    """An ensemble that has learned nothing: weights drawn by the seed."""
+    """An untrained ensemble, its weights drawn with the seed."""
     with torch_seeded(seed, torch.device("cpu")):
         return Ensemble(config, metadata).eval()
 
@@ -111,7 +111,7 @@ def embedding_statistics(model: object, caller: str) -> dict[str, Tensor]:
     """How a zero-shot ensemble projects features: `projection` `[M, e, d]` and `shift` `[M, e]`, on the CPU.
 
     Raises:
-        ConfigError: The model compares with no class embeddings.
+        ConfigError: The model has no class embeddings, or a hidden layer before the projection.
     """
     ensemble = require_ensemble(model, caller)
     readout = ensemble.readout
@@ -128,14 +128,14 @@ def embedding_statistics(model: object, caller: str) -> dict[str, Tensor]:
 
 
 def scale_of(rows: Tensor) -> Tensor:
-    """The logit scale `[G]` in class embeddings `[G, C, e]`, which all have one length."""
+    """The logit scale `[G]` of class embeddings `[G, C, e]`: their common length."""
     return rows.norm(dim=-1).mean(dim=-1)
 
 
 def scored(
     ensemble: Ensemble, name: FittedName, state: Mapping[str, Tensor], samples: int, line: str, **more: Any
 ) -> Ensemble:
-    """A copy of a zero-shot ensemble with a score of its embeddings, whose tensors have no prefix yet."""
+    """A copy of a zero-shot ensemble with a fitted score; adds the score's name as prefix to the tensors of `state`."""
     embedding = state["shift"].shape[1]
     fitted = FamiliaritySettings((name,), ensemble.readout.features, samples, embedding=embedding, **more)
     tensors = {f"{name}.{part}": tensor.float().cpu().clone().contiguous() for part, tensor in state.items()}
@@ -146,16 +146,16 @@ def scored(
 
 
 def with_one(features: Tensor, biased: bool) -> Tensor:
-    """Inputs `[B, d]` of a linear map, with a one at the end where it has a bias, which is then one more weight."""
+    """Append a one to the inputs `[B, d]` of a biased linear map, so that the bias is one more weight."""
     return torch.cat([features, torch.ones_like(features[:, :1])], dim=1) if biased else features
 
 
 def with_bias(linear: GroupedLinear) -> Tensor:
-    """The whole map `[e, d (+ 1)]` of one member, a bias as its last column, in float64 on the CPU, a copy."""
+    """A copy of the map `[e, d (+ 1)]` of one member, a bias as its last column, in float64 on the CPU."""
     weight = linear.weight[0].detach().to("cpu", torch.float64, copy=True)
     return weight if linear.bias is None else torch.cat([weight, linear.bias[0].detach().to(weight)[:, None]], dim=1)
 
 
 def taken_apart(maps: Tensor, linear: GroupedLinear) -> dict[str, Tensor]:
-    """Weight `[S, e, d]`, and bias `[S, e]` where there is one, of whole maps `[S, e, d (+ 1)]`."""
+    """Split maps `[S, e, d (+ 1)]` into weight `[S, e, d]` and, if there is one, bias `[S, e]`."""
     return {"weight": maps} if linear.bias is None else {"weight": maps[..., :-1], "bias": maps[..., -1]}

@@ -1,4 +1,4 @@
-"""SWAG: members drawn from a normal distribution of the weights that a training visits near its end."""
+"""SWAG: members drawn from a normal distribution fitted to the weights that training visits near its end."""
 
 import math
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ from .start import in_dtypes_of, in_full, joined, parted, trained_apart
 
 @dataclass(frozen=True)
 class SWAG(Checked):
-    """How many points are visited, and what is drawn around their mean.
+    """How many points are visited, and how members are drawn around their mean.
 
     Attributes:
-        members: Models to draw.
-        points: Points of the training that are collected; the recipe leads from one to the next.
-        rank: How many of the last points give the directions in which weights move together.
+        members: Number of models to draw.
+        points: Points of the training that are collected; the recipe trains from one to the next.
+        rank: How many of the last points form the low-rank part of the covariance.
         scale: Scale of the covariance; 1 as published: half of the diagonal and half of the low-rank part.
     """
 
@@ -52,8 +52,8 @@ def swag(
 ) -> Ensemble:
     """Draw members around the mean of the points that a trained model visits in further training at a constant rate.
 
-    Each stretch between two points is a separate fine-tuning with a new optimizer. What the recipe does not
-    train is the same in all members and stored once, as in `deep_ensemble`.
+    The training between two points is a separate fine-tuning with a new optimizer. Parts that the recipe does not
+    train are the same in all members and stored once, as in `deep_ensemble`.
 
     Args:
         model: A classifier with one member, trained; it is not changed.
@@ -80,17 +80,17 @@ def swag(
 
 
 class Visited:
-    """Mean and variance of weights that were visited, and how the last of them lay to the mean of their time."""
+    """Running mean and variance of the visited weights, and deviations of the last points from the running mean."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.count = rank, 0
-        self.mean: dict[str, Tensor] = {}  # float64, on the CPU, as are sums of squares
+        self.mean: dict[str, Tensor] = {}  # float64 on the CPU, like the sums of squares
         self.squares: dict[str, Tensor] = {}
         self.deviations: list[dict[str, Tensor]] = []
         self.dtypes: dict[str, torch.dtype] = {}
 
     def add(self, state: Mapping[str, Tensor]) -> None:
-        """Visit one more point."""
+        """Add a point."""
         self.count += 1
         deviation: dict[str, Tensor] = {}
         for name, tensor in state.items():
@@ -103,7 +103,7 @@ class Visited:
         self.deviations = [*self.deviations, deviation][-self.rank :]
 
     def draw(self, scale: float, generator: torch.Generator) -> dict[str, Tensor]:
-        """Weights from the normal distribution whose covariance is half diagonal, half of the last deviations."""
+        """Draw weights; the covariance is half diagonal and half low-rank, from the last deviations."""
         along = torch.randn(len(self.deviations), generator=generator, dtype=torch.float64)
         along *= math.sqrt(scale / (2 * (len(self.deviations) - 1)))
         weights: dict[str, Tensor] = {}

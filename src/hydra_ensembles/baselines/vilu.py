@@ -1,4 +1,4 @@
-"""ViLU: a small network that learns when a zero-shot model is right, from image, classes and predicted class."""
+"""ViLU: a small network learns when a zero-shot model is right, from image, classes and predicted class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class ViLU(Checked):
     Attributes:
         hidden: Widths of all its layers except the last.
         batch_size: Samples in a batch of cached embeddings.
-        projections: Whether to train the maps of image and classes inside the attention over classes, too, starting
+        projections: Whether to also train the maps of image and classes inside the attention over classes, starting
             from the identity. The public code can do so after some updates; its ImageNet script does not.
     """
 
@@ -43,10 +43,10 @@ class ViLU(Checked):
 
     @staticmethod
     def recipe(epochs: int = 300, learning_rate: float | None = 0.01, **changes: Any) -> Recipe:
-        """How the network is trained in the public code: SGD with momentum and weight decay, a cosine.
+        """The recipe of the public code: SGD with momentum and weight decay, cosine schedule.
 
-        That is for hundreds of thousands of updates. Its inputs are short and its layers shrink them further, so after
-        a few thousand at rate 0.01 it still gives one number for all images. With fewer images use AdamW:
+        It needs hundreds of thousands of updates. The network's inputs are small and its layers shrink them further, so
+        after a few thousand at rate 0.01 it still outputs the same number for all images. With fewer images use AdamW:
         `recipe(30, 1e-3, optimizer="adamw")`. To choose the rate on `validation=` of `vilu`:
         `recipe(learning_rate=None, grid=(3e-4, 1e-3), optimizer="adamw")`.
         """
@@ -71,9 +71,9 @@ def vilu(
     Args:
         ensemble: Made by `he.zero_shot`; every member gets its own network.
         train: Labelled batches, read once.
-        recipe: How to train; None takes `ViLU.recipe()`. Settings of blocks and groups are ignored.
+        recipe: How to train; None uses `ViLU.recipe()`. Settings of blocks and groups are ignored.
         settings: Size of the network, and of batches.
-        validation: Held-out labelled batches; the best network, of all epochs and rates, is that whose
+        validation: Held-out labelled batches; the best network, of all epochs and rates, is the one whose
             confidence has the lowest NLL. It may be no better than a constant: look at `p.score("vilu")`.
         run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
@@ -82,7 +82,7 @@ def vilu(
     """
     statistics = embedding_statistics(ensemble, "vilu")
     recipe = ViLU.recipe() if recipe is None else recipe
-    rows = ensemble.state_dict()["readout.class_embeddings.weight"].float().cpu()  # [G, C, e], with the logit scale
+    rows = ensemble.state_dict()["readout.class_embeddings.weight"].float().cpu()  # [G, C, e], times the logit scale
     rows = rows.expand(ensemble.num_members, -1, -1)
     statistics["texts"] = F.normalize(rows, dim=-1)
     cached, keys = cache(ensemble, train, "train", statistics, settings.batch_size, shuffle=True)
@@ -102,7 +102,7 @@ def vilu(
 def cache(
     ensemble: Ensemble, batches: Batches, name: str, statistics: Mapping[str, Tensor], size: int, shuffle: bool = False
 ) -> tuple[DataLoader[tuple[Tensor, ...]], Keys]:
-    """Embeddings of all images, and which members are right, in batches; and keys of some of the images."""
+    """Batches of the embeddings of all images and of which members are right; also keys of some of the images."""
     embedded = list[Tensor]()
     right = list[Tensor]()
     keys = np.empty(0, dtype=np.int64)
@@ -119,10 +119,10 @@ def cache(
 
 
 class ViLULearner(Learner[tuple[Tensor, ...]]):
-    """Networks in training, one for each member, on what was cached of the images.
+    """Trains one network per member on the cached embeddings.
 
-    The best is that of the lowest NLL: a network that has learnt its images by heart may still know well enough who is
-    right, and be sure where it errs.
+    The best network has the lowest NLL, not the highest accuracy: a network that has memorised its images may still
+    be accurate, but overconfident where it is wrong.
     """
 
     by_nll = True
@@ -144,19 +144,19 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
         super().__init__(self.model, recipe, runtime, {})
 
     def read(self, raw: Any, index: int) -> tuple[Tensor, ...]:
-        """What was cached, as it is."""
+        """Return the cached batch unchanged."""
         return tuple(raw)
 
     def odds(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Log-odds of being right, and whether it is, `[M, B]` each."""
+        """Log-odds of being right, and whether the member is right, `[M, B]` each."""
         embedded, right = (part.to(self.runtime.device).transpose(0, 1) for part in batch)
-        probs = (embedded @ self.rows.mT).softmax(dim=-1)  # [M, B, C]; a bias of all logits would change nothing
+        probs = (embedded @ self.rows.mT).softmax(dim=-1)  # [M, B, C]; unaffected by a bias common to all logits
         with self.autocast():
             odds = log_odds({**self.fixed, **self.model}, embedded, probs)
         return odds.float(), right
 
     def backward(self, group: list[tuple[Tensor, ...]], seed: int) -> Tensor:
-        """Cross-entropy of right and wrong; where a member is mostly right, its mistakes weigh more."""
+        """Cross-entropy of right and wrong; the more accurate a member, the higher the weight of its mistakes."""
         samples = sum(len(batch[0]) for batch in group)
         total = torch.zeros((), device=self.runtime.device)
         for batch in group:
@@ -170,7 +170,7 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
 
     @torch.no_grad()
     def measure(self, validation: Batches) -> tuple[float, float]:
-        """How often the networks know whether a member is right, and their mean cross-entropy."""
+        """Accuracy of the networks in predicting whether a member is right, and their mean cross-entropy."""
         correct, loss, count = 0.0, 0.0, 0
         for batch in validation:
             odds, right = self.odds(tuple(batch))
@@ -181,7 +181,7 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
 
 
 def mistakes_weigh(right: Tensor) -> Tensor:
-    """Weights `[M, B]`: one where a member is right, `log(1 + a / (1 - a))` where it is wrong, of its accuracy a."""
+    """Weights `[M, B]`: one where a member is right, `log(1 + a / (1 - a))` where it is wrong, with its accuracy a."""
     accuracy = right.float().mean(dim=1, keepdim=True)
     weight = (accuracy / (1 - accuracy).clamp(min=1e-12)).log1p()
     return torch.where(right, torch.ones_like(weight), weight)
