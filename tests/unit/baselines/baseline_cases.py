@@ -1,4 +1,4 @@
-"""What the tests of all baselines have in common: tiny models, a short training, a run that is interrupted."""
+"""Helpers for the tests of all baselines: tiny models, a short training, an interrupted run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def assert_same(one: Ensemble, other: Ensemble) -> None:
 
 
 def assert_an_ensemble(found: Ensemble, source: Ensemble, folder: Path) -> None:
-    """It answers, is saved and read back without any extra, runs optimized, and remembers what was done."""
+    """Check that it predicts, saves and loads without extras, runs optimized, and records its history."""
     inputs = some(source)[0][0]
     logits = found(inputs)
     assert logits.shape == (found.num_members, 6, found.num_classes)
@@ -50,7 +50,7 @@ def assert_an_ensemble(found: Ensemble, source: Ensemble, folder: Path) -> None:
 
 
 def assert_resumes(make: Callable[..., Ensemble], folder: Path, monkeypatch: pytest.MonkeyPatch, stop: int = 3) -> None:
-    """A run that is interrupted at update number `stop` goes on from its checkpoint, and ends with the same bits."""
+    """Check that a run interrupted at update number `stop` resumes from its checkpoint and gives the same bits."""
     whole, made = make(), list[int]()
     with monkeypatch.context() as patch:
         count_calls(patch, Learner, "update", lambda: made.append(1), lambda: len(made) == stop + 1)
@@ -60,5 +60,5 @@ def assert_resumes(make: Callable[..., Ensemble], folder: Path, monkeypatch: pyt
     count_calls(monkeypatch, Learner, "update", lambda: made.append(1))
     assert_same(make(output=folder, checkpoint_every=1), whole)
     rest = len(made)
-    make(output=folder, checkpoint_every=1)  # finished: nothing is trained any more
+    make(output=folder, checkpoint_every=1)  # finished: nothing is trained again
     assert len(made) == rest

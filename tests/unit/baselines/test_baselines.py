@@ -1,4 +1,4 @@
-"""All baselines by one table: every shape of model, pruned and zero-shot ones, interruptions, refusals, a GPU."""
+"""All baselines in one table: every shape of model, pruned and zero-shot models, interruptions, refusals, a GPU."""
 
 from dataclasses import replace
 from itertools import cycle
@@ -33,7 +33,7 @@ METHODS = {
     "mimo": (baselines.mimo, MIMO(members=2, batch_repeat=1)),
     "oba": (baselines.oba, OBA(keep=0.9, steps=1, batches=1)),
 }
-PACKED = (baselines.packed_ensemble, Packed(members=2, alpha=2.0, heads=5))  # which fit the smallest model
+PACKED = (baselines.packed_ensemble, Packed(members=2, alpha=2.0, heads=5))  # sizes that fit the smallest model
 
 
 def assert_runs(found, inputs):
@@ -51,14 +51,14 @@ def test_every_shape(shape):
     for name, (make, settings) in METHODS.items():
         if name != "mimo" or base.kind == "image":
             assert_runs(make(base, data, ONE, settings, progress=False), data[0][0])
-    if shape != "image-distilled-registers":  # two classifiers
+    if shape != "image-distilled-registers":  # it has two classifiers
         assert_runs(baselines.laplace(base, data), data[0][0])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())  # it is untouched
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())  # not modified
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_pruned_models_keep_their_heads_and_zero_shot_ones_their_text_side(name):
-    gone = [(0, 1), (0, 3), *((2, head) for head in range(4))]  # one layer has no head left
+    gone = [(0, 1), (0, 3), *((2, head) for head in range(4))]  # leaves one layer without heads
     make, settings = METHODS[name]
     base = he.prune(single(), gone)
     found = make(base, some(base, (4,)), ONE, settings, progress=False)
@@ -77,7 +77,7 @@ def test_pruned_models_keep_their_heads_and_zero_shot_ones_their_text_side(name)
 
 
 RESUMED = [
-    (baselines.lora_ensemble, LoRA(members=2, rank=2), 6, {"rank": 1}),  # within the second member
+    (baselines.lora_ensemble, LoRA(members=2, rank=2), 6, {"rank": 1}),  # in the second member
     (*METHODS["lora"], 3, {"rank": 1}),
     (*METHODS["batch"], 3, None),
     (*METHODS["deep"], 6, None),
@@ -153,7 +153,7 @@ TRAINED_BY = {
 }
 
 
-@pytest.mark.parametrize(  # which numbers a setting takes by itself is said in attack/bad_settings.py
+@pytest.mark.parametrize(  # attack/bad_settings.py has single settings out of range
     ("kind", "settings", "token"),
     [
         (LoRA, {"rank": 10}, "rank"),
@@ -168,7 +168,7 @@ TRAINED_BY = {
     ],
 )
 def test_settings_that_cannot_work_are_refused(kind, settings, token):
-    def work(base):  # most are refused where they are made, some need the model
+    def work(base):  # most are refused by the settings, some by the model
         made = kind(**settings)
         TRAINED_BY[kind](base, some(base), QUICK, made, progress=False)
 
@@ -201,7 +201,7 @@ WORDS = [f"{one} {two}" for one in ("cat", "dog", "red") for two in ("tree", "bu
         *((lambda name=name: trained(name, two()), ConfigError, "single") for name in METHODS),
         (lambda: baselines.laplace(two(), some(single())), ConfigError, "single"),
         (lambda: trained("lora", single(), recipe=HEAD), ConfigError, "train_groups"),
-        (lambda: trained("batch", single("text-post-norm"), scales="inputs"), ConfigError, "norm"),  # it comes after
+        (lambda: trained("batch", single("text-post-norm"), scales="inputs"), ConfigError, "norm"),  # post-norm
         (lambda: trained("mimo", single("text-post-norm")), ConfigError, "image"),
         (lambda: trained("mimo", single(), some(single(), (1, 6))), DataError, "members"),
         (lambda: baselines.laplace(single("image-distilled-registers"), some(single())), ConfigError, "classifier"),
@@ -212,7 +212,7 @@ WORDS = [f"{one} {two}" for one in ("cat", "dog", "red") for two in ("tree", "bu
             "single",
         ),
         (lambda: baselines.bayes_vlm(tiny_dual().image, pairs()), ConfigError, "DualEncoder"),
-        (lambda: baselines.bayes_vlm(dual_of(SIGLIP), pairs()), ConfigError, "projections"),  # it has none of images
+        (lambda: baselines.bayes_vlm(dual_of(SIGLIP), pairs()), ConfigError, "projections"),  # no image projection
         (lambda: baselines.bayes_vlm(tiny_dual(), []), DataError, "two"),
         (lambda: baselines.bayes_vlm(tiny_dual(), [(x * torch.nan, t) for x, t, _ in pairs()]), DataError, "finite"),
         (lambda: baselines.neg_label(tiny(), WORDS), ConfigError, "zero-shot"),
@@ -276,7 +276,7 @@ def test_classifiers_of_a_posterior_and_zero_shot_methods_on_a_gpu():
 
 
 def kept_of(found):
-    """What is kept of a result: tensors, or a ranking."""
+    """What to compare of a result: tensors, or a ranking."""
     if isinstance(found, he.HeadRanking):
         return {"scores": torch.tensor(found.scores)}
     state = {} if found.metadata.familiarity is None else dict(found.metadata.familiarity.state)
@@ -298,7 +298,7 @@ def kept_of(found):
     ],
 )
 def test_a_callers_autocast_changes_nothing_that_is_kept(make):
-    base = single().float()  # float64 is beyond autocast
+    base = single().float()  # autocast ignores float64
     data = some(base, (8,))
     wanted = kept_of(make(base, data))
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""BatchEnsemble: multiplied into weights, or folded into norms, scales answer as layers that apply them."""
+"""BatchEnsemble: scales multiplied into weights or folded into norms answer like layers that apply them."""
 
 from dataclasses import replace
 from functools import partial
@@ -92,7 +92,7 @@ def by_hand(base, scaled, member, inputs):
 def test_multiplied_and_folded_scales_answer_as_scaled_layers(kind, settings, sharing, trunk):
     base, inputs = single(kind), some(single(kind))[0][0]
     scaled = Scaled(joined([base] * 2, sharing, trunk), settings, RECIPE, seed=3)
-    with torch.no_grad():  # biases of their own, too
+    with torch.no_grad():  # separate biases as well
         for name, parameter in scaled.ensemble.named_parameters():
             if name.endswith("bias") and "norm" not in name and parameter.shape != base.get_parameter(name).shape:
                 parameter.add_(torch.randn_like(parameter))
@@ -115,7 +115,7 @@ def test_training_moves_scales_shared_weights_and_own_biases(kind, tmp_path):
     first, second = (found.member(index).state_dict() for index in range(2))
     name = "encoder.layers.2.mlp.up.weight"
     ratio = (first[name] / second[name])[0]
-    assert torch.linalg.matrix_rank(ratio, tol=1e-8) == 1  # members are one weight, up to scales of rows and columns
+    assert torch.linalg.matrix_rank(ratio, tol=1e-8) == 1  # members differ only by row and column scales
     assert not torch.equal(first["encoder.layers.2.mlp.up.bias"], second["encoder.layers.2.mlp.up.bias"])
     assert torch.equal(first["encoder.layers.2.norm1.weight"], second["encoder.layers.2.norm1.weight"])
     assert_an_ensemble(found, base, tmp_path / "saved")

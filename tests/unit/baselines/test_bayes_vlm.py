@@ -1,4 +1,4 @@
-"""BayesVLM: factors are the Gauss-Newton curvature, the closed form is that of many drawn projections."""
+"""BayesVLM: factors equal the Gauss-Newton curvature, and the closed form agrees with many drawn projections."""
 
 import math
 import os
@@ -29,7 +29,7 @@ SURE = BayesVLM(prior_precision=1e12)
 
 
 def dual(bias=False, **changes):
-    """A dual encoder in float64 whose logits are moderate; with biases of projections and logits, as SigLIP has."""
+    """A dual encoder in float64 with moderate logits; optionally with projection and logit biases, as in SigLIP."""
     found = tiny_dual(dtype=torch.float64)
     if not bias:
         return DualEncoder(found.image, found.text, found.projections, logit_scale=1.0, **changes).eval()
@@ -133,12 +133,12 @@ def test_the_closed_form_is_that_of_ten_thousand_projections(bias):
     error = similar.std(0) / 100
     assert ((similar.mean(0) - mean).abs() < 5 * error + 0.02 * mean.abs()).all()
     torch.testing.assert_close(similar.var(0), variance, rtol=0.1, atol=1e-3)
-    cosines = math.e * F.normalize(images, dim=-1) @ F.normalize(classes, dim=-1).mT  # as the drawn models have them
+    cosines = math.e * F.normalize(images, dim=-1) @ F.normalize(classes, dim=-1).mT  # of the drawn models
     expected = cosines.softmax(-1).mean(0)
     single = he.zero_shot(model, NAMES)(IMAGES)[0].softmax(-1)
     off, away = ((one - expected).abs().max() for one in (probit(IMAGES)[0].softmax(-1).double(), single))
     assert off < 0.008
-    assert away > 3 * off  # so that Single does not pass for it
+    assert away > 3 * off  # so Single would not pass this test
 
 
 def test_the_published_form_leaves_covariances_of_the_embedding_out():
@@ -172,7 +172,7 @@ def test_a_sure_prior_is_the_zero_shot_model(bias):
     model = dual(bias)
     expected = he.zero_shot(model, NAMES)(IMAGES)[0]
     found = bayes_vlm(model, double_pairs(), SURE)
-    shift = 1.0 if bias else 0.0  # a bias of all logits changes no probability
+    shift = 1.0 if bias else 0.0  # a constant bias on all logits changes no probability
     torch.testing.assert_close(found.probit(NAMES)(IMAGES)[0].double(), expected + shift, atol=1e-4, rtol=0)
     drawn = found.zero_shot(NAMES, members=3)
     torch.testing.assert_close(drawn(IMAGES), expected.expand(3, -1, -1), atol=1e-4, rtol=0)
@@ -219,7 +219,7 @@ def test_edits_of_the_dual_encoder_reach_nothing_that_was_made_of_it():
             parameter.mul_(1.5)
     assert torch.equal(found(IMAGES), wanted)
     assert torch.equal(posterior.zero_shot(NAMES, members=2)(IMAGES), drawn)
-    found.float()  # the classifier has weights of its own, too
+    found.float()  # the classifier has its own weights
     assert torch.equal(posterior.probit(NAMES)(IMAGES), wanted)
 
 
@@ -257,7 +257,7 @@ def test_published_factors_are_read(tmp_path):
 
 
 class Runs:
-    """Code in a pickle: unpickled, it makes a folder."""
+    """Code in a pickle: unpickling it creates a folder."""
 
     def __init__(self, place):
         self.place = place

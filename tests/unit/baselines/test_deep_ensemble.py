@@ -1,4 +1,4 @@
-"""Deep Ensembles: members are fine-tunings of their own, and what does not train is stored once."""
+"""Deep Ensembles: members are independent fine-tunings, and frozen parameters are stored once."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def test_snapshots_go_on_from_each_other():
 
 
 def test_snapshots_of_half_precision_go_on_in_float32():
-    """Updates below the spacing of bfloat16 add up from one snapshot to the next."""
+    """Updates smaller than bfloat16's spacing accumulate across snapshots."""
     recipe = replace(QUICK, steps=1, learning_rate=1e-4)
     found = train(single().bfloat16(), recipe, 4, snapshots=True)
     whole = train(single().bfloat16().float(), recipe, 4, snapshots=True)

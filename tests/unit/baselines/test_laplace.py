@@ -1,4 +1,4 @@
-"""Last-layer Laplace: curvature, prior and answers are those of laplace-torch; members share all but classifiers."""
+"""Last-layer Laplace: curvature, prior and outputs equal laplace-torch's; members share all but classifiers."""
 
 import sys
 from dataclasses import replace
@@ -17,7 +17,7 @@ SMALL = Laplace(members=4)
 
 def posterior(seen, logits, mean, structure, prior=None, samples=None):
     curvature = Curvature(structure, *mean.shape)
-    for part in torch.arange(len(seen)).split(7):  # batches, the last one smaller
+    for part in torch.arange(len(seen)).split(7):  # batches; the last is smaller
         curvature.add(seen[part], logits[part])
     return curvature.posterior(mean, prior, samples)
 
@@ -40,10 +40,10 @@ def case(seed=0, samples=40, width=5, classes=3):
     return layer, seen, labels, mean
 
 
-@pytest.mark.filterwarnings("ignore")  # of laplace-torch and the libraries under it
+@pytest.mark.filterwarnings("ignore")  # warnings of laplace-torch and its dependencies
 @pytest.mark.parametrize("structure", ["full", "diag", "kron"])
 def test_curvature_and_marginal_likelihood_are_those_of_laplace_torch(structure):
-    """A Kronecker product, the default, without a bias: there it has a factor of its own, here it is one more input."""
+    """For `kron`, the default, without a bias: theirs gives it a separate factor, ours treats it as one more input."""
     library = pytest.importorskip("laplace")
     layer, seen, labels, mean = case()
     if structure == Laplace().structure:
@@ -59,11 +59,11 @@ def test_curvature_and_marginal_likelihood_are_those_of_laplace_torch(structure)
     else:
         expected = expected.double() if structure == "full" else expected.double().diag()
         places = torch.arange(18)
-        order = torch.cat([places[:15].view(3, 5), places[15:, None]], dim=1).flatten()  # the bias is last there
+        order = torch.cat([places[:15].view(3, 5), places[15:, None]], dim=1).flatten()  # theirs has biases last
         torch.testing.assert_close(precision(found), expected[order][:, order], rtol=1e-5, atol=1e-6)
     nearby = torch.tensor([[1.0], [0.9], [1.1]], dtype=torch.float64) * found.prior
     best, *others = (float(theirs.log_marginal_likelihood(prior)) for prior in nearby)
-    assert max(others) < best  # ours is where theirs is largest
+    assert max(others) < best  # our prior maximises their likelihood
 
 
 def test_a_kronecker_product_is_the_full_curvature_of_one_sample_and_its_definition_of_many():

@@ -1,4 +1,4 @@
-"""LoRA-Ensemble: merged updates are peft's adapters, only updates and classifiers move, runs resume."""
+"""LoRA-Ensemble: merged updates equal peft's adapters, only updates and classifiers change, runs resume."""
 
 import warnings
 from dataclasses import replace
@@ -26,14 +26,14 @@ CASES = {
 }
 
 
-PATHS = {  # where transformers has the four projections
+PATHS = {  # names of the four projections in transformers
     "vit": {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"},
     "bert": {"query": "self.query", "key": "self.key", "value": "self.value", "out": "attention.output.dense"},
 }
 
 
 def adapters(model, case, count):
-    """The model with adapters of peft on its four projections, and the layers that have them, by names of `LowRank`."""
+    """The model with peft adapters on its four projections, and the adapted layers under the names of `LowRank`."""
     peft, paths = pytest.importorskip("peft"), PATHS[case]
     wanted = [one for one, _ in model.named_modules() if "attention" in one and one.endswith(tuple(paths.values()))]
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=wanted)
@@ -79,7 +79,7 @@ def test_members_of_a_trained_ensemble_are_adapters_of_one_model_of_peft(trainin
     recipe = replace(QUICK, train_groups=("attention",), learning_rate=1.0)
     settings = LoRA(members=2, rank=3, alpha=6.0, training=training)
     found = lora_ensemble(base, [(images, torch.arange(3))], recipe, settings, progress=False)
-    members = [(one, index) for one in merged for index in range(one.num_members)]  # trained one by one, or as one
+    members = [(one, index) for one in merged for index in range(one.num_members)]  # trained separately, or together
     assert len(members) == 2
     adapted, layers = adapters(model, "vit", 2)
     for number, (one, index) in enumerate(members):
@@ -103,7 +103,7 @@ def test_members_differ_in_attention_and_classifier_alone(kind, settings, tmp_pa
     base = single(kind)
     base.encoder.requires_grad_(False)
     before = weights(base)
-    with warnings.catch_warnings(action="error"):  # what is frozen is not said to train
+    with warnings.catch_warnings(action="error"):  # no warning that frozen weights train
         found = train(base, settings, replace(QUICK, reinit_classifier="random"))
     assert found.num_members == settings.members
     for index in range(found.num_members):
@@ -143,4 +143,4 @@ def test_half_precision_comes_back_and_mixed_precision_is_near():
 def test_the_settings_of_the_public_code_start_wide():
     assert (LoRA.joint().scale, LoRA().scale) == (1.0, 2.0)
     wide = LowRank(single(), LoRA.joint(rank=2), QUICK, seed=0).down["0_query"]
-    assert wide.abs().max() > 10 * (6 / 12) ** 0.5 * 0.8  # xavier's bound times the gain
+    assert wide.abs().max() > 10 * (6 / 12) ** 0.5 * 0.8  # Xavier's bound times the gain

@@ -1,4 +1,4 @@
-"""MIMO: the summed kernel answers as the wide network does for one image; batches are put together as published."""
+"""MIMO: with one image, the summed kernel equals the wide network; batches are assembled as published."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_a_pretrained_start_is_the_model_itself_and_members_see_images_of_their_
     torch.testing.assert_close(summed(start, start.state_dict(), base, start.metadata)(images)[2], base(images)[0])
     own = torch.randn(2, 9, 4, 6, dtype=torch.float64)
     other = own.clone()
-    other[:, 3:6] += 1.0  # the image of the second member
+    other[:, 3:6] += 1.0  # the second member's image
     assert not torch.allclose(start(own), start(other))
 
 
@@ -48,7 +48,7 @@ def test_every_member_sees_every_image_and_a_share_sees_the_same(rho, same):
     images = torch.arange(6.0, dtype=torch.float64)[:, None, None, None].expand(6, 3, 4, 6)
     shown, targets = learner.lesson(images, torch.arange(6) % 4)
     assert shown.shape == (12, 9, 4, 6)
-    seen = shown[:, ::3, 0, 0].T  # [M, B·repeat], which image each member sees
+    seen = shown[:, ::3, 0, 0].T  # [M, B·repeat], the image that each member sees
     assert all(one.sort().values.tolist() == sorted(list(range(6)) * 2) for one in seen.long())
     assert torch.equal(targets, seen.long() % 4)
     together = (seen == seen[0]).all(dim=0)
@@ -81,7 +81,7 @@ def test_validation_shows_all_members_the_same_image():
 
 
 def test_recipes_that_leave_the_kernel_or_fresh_weights_as_they_are_are_refused():
-    """Members of one kernel cannot tell their images apart, and weights that are drawn say nothing."""
+    """With one shared kernel, members cannot tell images apart; untrained weights are useless."""
     for settings, changes in [
         (SMALL, {"train_groups": ("attention", "mlp", "norms", "readout")}),
         (SMALL, {"last_blocks": 1}),

@@ -1,4 +1,4 @@
-"""NegLabel: words least like the classes, probabilities among classes and words, groups as published."""
+"""NegLabel: words least similar to the classes, probabilities over classes and words, groups as published."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SMALL = NegLabel(share=0.6, groups=3)
 
 
 def by_hand(dual, words, groups):
-    """The published score for given words, in their order: one minus the mean share of the classes."""
+    """The published score for given words in order: one minus the mean probability of the classes."""
     images = dual.encode_image(IMAGES)[0]
     template = "A photo of a {}."
     pos, neg = (dual.encode_text([template.format(one) for one in names])[0] for names in (NAMES, words))

@@ -1,4 +1,4 @@
-"""OBA: curvature by double backward is that of finite differences, counts are exact, zeros stay zeros."""
+"""OBA: curvature by double backward equals finite differences, counts are exact, zeros stay zero."""
 
 import os
 import sys
@@ -43,7 +43,7 @@ def test_the_hessian_product_is_that_of_finite_differences(kind):
     found = curvature(model, data, names)
 
     def gradient(step):
-        """Gradient of the losses of all batches at θ + step·θ, along the removable parameters."""
+        """Gradient of the summed losses at θ + step·θ, for the removable parameters."""
         moved = {name: one.detach().clone() for name, one in model.named_parameters()}
         moved |= {name: (1 + step) * moved[name] for name in names}
         point = he.Ensemble.from_state(model.config, moved)
@@ -66,7 +66,7 @@ TWICE = replace(SMALL, steps=2)
 
 
 def prune_as_a_rank(folder):
-    """Of batches that every rank reads, of such that differ by mistake, and of a loader that is split between ranks."""
+    """Prune with batches that every rank reads, with batches that wrongly differ, and with a distributed sampler."""
     rank, model = int(os.environ["RANK"]), single()
     (inputs, labels), *_ = some(model, (12,))
     rows = TensorDataset(inputs, labels)
@@ -141,16 +141,16 @@ def test_norms_tokens_embeddings_and_classifier_are_never_removed():
 
 def test_a_stopped_pruning_goes_on(tmp_path, monkeypatch):
     model, calls = single(), []
-    module = sys.modules[oba.__module__]  # the package has a function of this name
+    module = sys.modules[oba.__module__]  # the package has a function of the same name
     whole = train(model, recipe=None)
     with monkeypatch.context() as patch:
         count_calls(patch, module, "curvature", lambda: calls.append(1), lambda: len(calls) == 3)
         with pytest.raises(KeyboardInterrupt):
             train(model, recipe=None, output=tmp_path)
-        calls[:] = [1]  # one step is left
+        calls[:] = [1]  # one step remains
         assert_same(train(model, recipe=None, output=tmp_path), whole)
         assert len(calls) == 2
-        assert_same(train(model, recipe=None, output=tmp_path), whole)  # finished: nothing is computed any more
+        assert_same(train(model, recipe=None, output=tmp_path), whole)  # finished: nothing is computed again
 
 
 @pytest.mark.parametrize(("value", "token"), [(float("nan"), "batch 1"), (1e200, "finite|batch 1")])
@@ -172,9 +172,9 @@ def test_classes_in_another_order_are_refused_before_anything_is_ranked(recipe, 
 
 
 def test_keywords_that_all_trainings_take_are_checked_though_they_are_written_once():
-    with pytest.raises(TypeError, match="outptu"):  # nothing would read it
+    with pytest.raises(TypeError, match="outptu"):  # it would be ignored
         train(single(), recipe=None, outptu="here")
-    with pytest.raises(ConfigError, match="validation"):  # nothing would read it
+    with pytest.raises(ConfigError, match="validation"):  # it would be ignored
         train(single(), recipe=None, validation=some(single()))
     with pytest.raises(ConfigError, match="checkpoint_every"):
         train(single(), recipe=None, checkpoint_every="often")

@@ -1,4 +1,4 @@
-"""Packed-Ensembles: narrow members that never meet, trained together from scratch."""
+"""Packed-Ensembles: narrow members without shared computation, trained together from scratch."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def test_members_are_narrow_and_independent(kind):
     answers = found(inputs)
     for index, member in enumerate(alone):
         torch.testing.assert_close(answers[index], member(inputs)[0])
-    with torch.no_grad():  # perturb one member: the other does not move at all
+    with torch.no_grad():  # perturbing one member does not change the other
         for parameter in found.parameters():
             half = len(parameter) // 2
             parameter[half:] += torch.randn_like(parameter[half:])
@@ -61,7 +61,7 @@ def test_the_paper_s_setting_on_a_vit_b():
     with pytest.raises(ConfigError, match="12 heads"):
         Packed(heads=12).narrow(vit)
     whole = Packed(alpha=3.0).narrow(vit)
-    assert whole == replace(vit, heads=encoder.all_heads(3))  # as many as members: a Deep Ensemble
+    assert whole == replace(vit, heads=encoder.all_heads(3))  # alpha equal to members: a Deep Ensemble
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""SWAG: draws have the mean and the covariance of the points that were visited, and members are drawn so."""
+"""SWAG: draws have the mean and covariance of the visited points, and members are such draws."""
 
 from dataclasses import replace
 
@@ -22,14 +22,14 @@ def test_draws_follow_the_published_formula():
     for point in points:
         visited.add({"a": point[:1], "b": point[1:].view(1, 3)})
     running = points.cumsum(0) / torch.arange(1, 7)[:, None]
-    late = (points - running)[-4:]  # columns of the low-rank part, as the authors' Algorithm 1 has them
+    late = (points - running)[-4:]  # columns of the low-rank part, as in the authors' Algorithm 1
     visited_draw = visited.draw(2.0, torch.Generator().manual_seed(1))
     found = torch.cat([visited_draw["a"], visited_draw["b"][0]])
     again = torch.Generator().manual_seed(1)
     along, *noise = (torch.randn(size, generator=again, dtype=torch.float64) for size in (4, 1, 3))
     moved = torch.cat(noise) * points.var(0, unbiased=False).sqrt() / 2**0.5 + along @ late / (2 * 3) ** 0.5
     torch.testing.assert_close(found, points.mean(0) + 2.0**0.5 * moved, atol=1e-6, rtol=0)
-    assert found[3] == 3.0  # what does not move is not moved
+    assert found[3] == 3.0  # a constant weight stays constant
 
 
 @pytest.mark.parametrize("kind", ["image-cls", "text-post-norm"])
@@ -57,7 +57,7 @@ def test_what_does_not_train_is_stored_once():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_in_half_precision_visits_what_its_copy_in_float32_does(dtype):
-    """At a small rate each stretch moves weights by less than their spacing: rounded each time, they would stand."""
+    """At a small rate, updates are below the dtype's spacing: rounding each would undo them."""
     base, recipe = single().to(dtype), replace(QUICK, steps=1, learning_rate=1e-4)
     found, whole = train(base, recipe), train(single().to(dtype).float(), recipe)
     assert found.dtype == dtype

@@ -1,4 +1,4 @@
-"""ViLU: the network and its loss are the published ones, and its score travels with the model."""
+"""ViLU: network and loss are as published, and the score is stored with the model."""
 
 import json
 from dataclasses import replace
@@ -38,14 +38,14 @@ def fitted(ensemble, recipe=RECIPE, settings=SMALL, **options):
 
 
 def by_hand(found, images, member):
-    """The log odds of the published network that a member is wrong, layer by layer."""
+    """The published network's log odds that a member is wrong, layer by layer."""
     state = {key.removeprefix("vilu."): one[member] for key, one in found.metadata.familiarity.state.items()}
     alone = found.member(member)
     v = alone.readout.embedding(alone.features(images))[0]  # [B, e]
     rows = alone.readout.class_embeddings.weight[0]
     t, scale = F.normalize(rows, dim=-1), rows.norm(dim=-1).mean()
     probs, shares, keys = (scale * v @ t.T).softmax(-1), None, t
-    if "image_map" in state:  # as the public code has it
+    if "image_map" in state:  # as in the public code
         keys = t @ state["text_map"].T
         shares = (scale * (v @ state["image_map"].T) @ keys.T).softmax(-1)
         for one in ("image_map", "text_map"):  # both were trained
@@ -65,7 +65,7 @@ def test_the_score_is_what_the_published_network_computes_and_travels_with_the_m
     for member in range(2):
         expected = by_hand(found, images, member)
         torch.testing.assert_close(prediction.unfamiliarity.member_scores[0, member], expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(prediction.member_logits, ensemble.predict(images).member_logits)  # answers stay
+    torch.testing.assert_close(prediction.member_logits, ensemble.predict(images).member_logits)  # unchanged
     score = prediction.score("vilu")
     found.save_pretrained(tmp_path / "saved")
     again = he.Ensemble.from_pretrained(tmp_path / "saved")
@@ -101,14 +101,14 @@ def test_the_loss_is_the_published_one():
 
 
 def test_the_best_network_is_that_of_the_lowest_nll_on_held_out_samples(tmp_path):
-    """Not of the highest accuracy: one that knows its images by heart is sure where it errs."""
+    """Not the highest accuracy: a network that memorised its images is confident in its errors."""
     ensemble, held = zero_shot(), data(40, seed=2)
     recipe = ViLU.recipe(epochs=40, learning_rate=0.01, optimizer="adamw")
     found = fitted(ensemble, recipe, ViLU(hidden=(32, 16), batch_size=8), validation=held, output=tmp_path)
     (journal,) = tmp_path.rglob("checkpoint.json")
     measured = json.loads(journal.read_text())["evaluations"]
     lowest = min(one["nll"] for one in measured)
-    assert max(measured, key=lambda one: one["accuracy"])["nll"] > lowest + 0.01  # both differ here
+    assert max(measured, key=lambda one: one["accuracy"])["nll"] > lowest + 0.01  # the two choices differ here
     images, labels = (torch.cat(side) for side in zip(*held, strict=True))
     said = found.predict(images)
     right = (said.label == labels).float()
@@ -116,7 +116,7 @@ def test_the_best_network_is_that_of_the_lowest_nll_on_held_out_samples(tmp_path
 
 
 def test_it_beats_a_constant_where_images_are_few():
-    """By AdamW in a few hundred updates; the authors' SGD is then still on the plateau where it began."""
+    """AdamW needs a few hundred updates; by then the authors' SGD has not left its initial plateau."""
     drawn = torch.Generator().manual_seed(0)
     texts = F.normalize(torch.randn(10, 16, generator=drawn), dim=-1)
     labels = torch.randint(10, (1500,), generator=drawn)
@@ -177,7 +177,7 @@ def test_what_is_fitted_to_features_leaves_the_other_scores(fit, own, tmp_path):
     before = neg_label(before, WORDS, settings=NegLabel(share=1.0, groups=2))
     fit(before).save_pretrained(tmp_path / "made")
     made = he.load(tmp_path / "made")
-    assert made.metadata.familiarity.settings.scores == (*own, "neglabel", "vilu")  # knn is replaced
+    assert made.metadata.familiarity.settings.scores == (*own, "neglabel", "vilu")  # replaces knn
     for score in ("neglabel", "vilu"):
         torch.testing.assert_close(made.predict(images).score(score), before.predict(images).score(score))
 

@@ -1,4 +1,4 @@
-"""The parameters that docs/tables_methods.md states, counted by the benchmark, are those of the configurations."""
+"""The parameter counts in docs/tables_methods.md, computed by the benchmark, equal those of the configurations."""
 
 import re
 from dataclasses import replace

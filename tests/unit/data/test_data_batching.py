@@ -65,10 +65,10 @@ def test_passes_repeat_epochs_differ_and_the_generator_is_left_alone(numbers: Te
     state = torch.get_rng_state()
     first = joined(made)
     assert torch.equal(torch.get_rng_state(), state)
-    torch.rand(3)  # what else is drawn makes no difference
+    torch.rand(3)  # other random draws have no effect
     assert torch.equal(first, joined(made))
     made.set_epoch(1)
-    assert not torch.equal(first.sort().values % 1, joined(made).sort().values % 1)  # other augmentations too
+    assert not torch.equal(first.sort().values % 1, joined(made).sort().values % 1)  # augmentations differ too
     orders = [first.floor().tolist(), order_of(made), order_of(batches(numbers, noisy, 3, True, 6)), list(range(10))]
     assert all(sorted(order) == orders[3] for order in orders)
     assert len({tuple(order) for order in orders}) == 4
@@ -131,7 +131,7 @@ def test_without_randomness_images_are_those_of_the_models_preprocessing(interpo
 
 
 def test_crops_keep_to_their_scale() -> None:
-    """On a left-to-right ramp, the range of values that a crop shows is its share of the width."""
+    """On a left-to-right ramp, the range of values in a crop is its share of the width."""
     ramp = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (256, 1))).convert("RGB")
     torch.manual_seed(0)
     quarter = TrainTransform((32, 32), (0.25, 0.25), 0.0, None, mean=(0, 0, 0), std=(1, 1, 1))

@@ -39,7 +39,7 @@ def test_published_numbers() -> None:
 @pytest.mark.parametrize("parameters", SIZES)
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_distortion_grows_with_severity(name: str, parameters: str) -> None:
-    """In the main: the published numbers of a few corruptions trade one parameter against another."""
+    """With exceptions: some published settings trade one parameter for another."""
     noise, plain = {"gaussian_noise", "shot_noise", "impulse_noise"}, {"defocus_blur", "zoom_blur", "fog"}
     one_parameter_grows = {*noise, *plain, "brightness", "contrast"}
     image = scene(SIZES[parameters])
@@ -47,7 +47,7 @@ def test_distortion_grows_with_severity(name: str, parameters: str) -> None:
     errors = [float(((result.astype(float) - image) ** 2).mean()) for result in results]
     assert min(errors) > 0
     if name == "elastic_transform":
-        return  # its first severities move the whole image, its last ones tear it: not ordered by this measure
+        return  # low severities shift the whole image, high ones distort it locally: not ordered by this measure
     assert errors[4] > errors[0] * 1.2
     assert errors[3] + errors[4] > errors[0] + errors[1]
     if name in one_parameter_grows:
@@ -77,7 +77,7 @@ def test_brightness_is_the_hsv_formula_and_contrast_shrinks_to_the_mean(severity
     for row, column in itertools.product(range(12), range(12)):
         hue, saturation, value = colorsys.rgb_to_hsv(*(image[row, column] / 255))
         expected = np.array(colorsys.hsv_to_rgb(hue, saturation, min(value + added, 1))) * 255
-        # Values are truncated, so rounding in the last digit may move one by one.
+        # Values are truncated, so rounding errors may change one by 1.
         assert np.abs(result[row, column] - expected).max() < 1.001
     image = scene(30)
     mean = image.reshape(-1, 3).mean(axis=0)
@@ -104,7 +104,7 @@ def test_noise_has_the_published_moments() -> None:
     assert noise.std() == pytest.approx(0.08, rel=0.02)
     counts = corrupt(flat, "shot_noise", 1) / 255 * 60
     assert counts.mean() == pytest.approx(60 * 128 / 255, rel=0.02)
-    assert counts.var() == pytest.approx(60 * 128 / 255, rel=0.05)  # a Poisson count varies as its mean
+    assert counts.var() == pytest.approx(60 * 128 / 255, rel=0.05)  # Poisson: variance = mean
     impulses = corrupt(flat, "impulse_noise", 5)
     for value in (255, 0):
         assert (impulses == value).mean() == pytest.approx(0.135, rel=0.05)
@@ -122,7 +122,7 @@ def test_defocus_spreads_a_point_over_a_disc() -> None:
 
 
 def test_motion_blur_follows_the_line() -> None:
-    """Half a Gaussian that starts at the pixel: a point leaves a tail on the side it is read from."""
+    """Half a Gaussian starting at the pixel: a point leaves a tail on one side."""
     image = np.zeros((21, 21))
     image[10, 10] = 1.0
     weights = np.exp(-(np.arange(7) ** 2) / 8.0)
@@ -136,10 +136,10 @@ def test_motion_blur_follows_the_line() -> None:
 
 
 def test_glass_blur_moves_pixels_no_further_than_it_says() -> None:
-    """A vertical edge stays sharp beyond the reach of the scattering and of the blur."""
+    """A vertical edge stays sharp beyond the range of scattering and blur."""
     image = np.zeros((40, 40, 3), dtype=np.uint8)
     image[:, 20:] = 200
-    result = corrupt(image, "glass_blur", 1)[..., 0]  # reach 1, two rounds, blur 0.7
+    result = corrupt(image, "glass_blur", 1)[..., 0]  # range 1, two rounds, blur 0.7
     assert (result[:, :10] == 0).all()
     assert (result[:, 30:] >= 198).all()
     assert ((result[:, 18:22] > 10) & (result[:, 18:22] < 190)).any()
@@ -152,7 +152,7 @@ def test_a_corrupted_data_set_and_what_is_refused() -> None:
     assert (len(noisy), noisy.labels.tolist(), noisy.class_names) == (4, [0, 1, 0, 1], ("a", "b"))
     assert noisy.name == "scenes [gaussian_noise 2]"
     first, second = np.asarray(noisy[0][0]), np.asarray(noisy[1][0])
-    assert not np.array_equal(first, second)  # the same picture, other random numbers
+    assert not np.array_equal(first, second)  # the same picture with other random numbers
     assert np.array_equal(first, np.asarray(noisy[0][0]))
     of_subset = corrupted(data.select([1]), "gaussian_noise", 2, seed=3, parameters="cifar")
     assert np.array_equal(np.asarray(of_subset[0][0]), second)

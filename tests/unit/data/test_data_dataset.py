@@ -48,7 +48,7 @@ def test_select_keeps_the_order_given_and_remembers_source_rows(letters: TextDat
     assert list(pickle.loads(pickle.dumps(twice))) == [("b", 1), ("f", 2)]
     with pytest.raises(DataError, match=r"0\.\.1, got 0\.\.2"):
         twice.select([0, 2])
-    masked = letters.select(letters.labels == 1)  # of which True is no position
+    masked = letters.select(letters.labels == 1)  # a mask, not positions
     assert (set(masked.labels.tolist()), len(masked)) == ({1}, int((letters.labels == 1).sum()))
     with pytest.raises(DataError, match=r"axis is 6 .* 2"):
         letters.select([True, False])
@@ -74,7 +74,7 @@ def test_labels_must_fit_are_copied_and_cannot_be_written() -> None:
 
 
 def test_the_order_is_pinned() -> None:
-    """These numbers must never change: results that were published depend on them."""
+    """These numbers must never change: published results depend on them."""
     assert hash_key(0) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 seeded with 0
     assert keyed_order(10, 0).tolist() == [5, 7, 8, 2, 9, 0, 3, 1, 6, 4]
     assert keyed_order(10, 1).tolist() == [2, 8, 4, 9, 7, 0, 6, 5, 3, 1]
@@ -117,7 +117,7 @@ def test_parts_are_disjoint(labels: list[int], fractions: list[float], seed: int
     if not stratified:
         sizes = zip(parts, fractions, strict=True)
         assert all(abs(len(part) - fraction * len(labels)) <= 1 for part, fraction in sizes)
-    one, rest = split(numbered(labels), fractions[0], seed, stratified=stratified)  # a fraction, and what it leaves
+    one, rest = split(numbered(labels), fractions[0], seed, stratified=stratified)  # a fraction, and the rest
     assert sorted([*one.rows.tolist(), *rest.rows.tolist()]) == list(range(len(labels)))
 
 

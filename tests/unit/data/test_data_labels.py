@@ -1,4 +1,4 @@
-"""What cells of a label column mean, and what is said of files and labels that are left out or in doubt."""
+"""The meaning of cells in a label column, and messages about files and labels that are skipped or ambiguous."""
 
 import warnings
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_classes_that_may_be_one_or_none_are_said(tmp_path: Path, one: str, othe
     (tmp_path / "t.csv").write_text(f"text,label\na,{one}\nb,{other}\n", encoding="utf-8")
     with pytest.warns(HydraWarning, match=said):
         assert len(load(tmp_path / "t.csv").class_names) == 2
-    with warnings.catch_warnings(action="error"):  # nobody reads them
+    with warnings.catch_warnings(action="error"):  # labels are not used
         load(tmp_path / "t.csv", labels="optional")
 
 

@@ -1,4 +1,4 @@
-"""Every format that `load` reads, on small stand-ins; the hub through a stand-in for the `datasets` library."""
+"""Every format that `load` reads, on small files; the Hub through a stand-in for the `datasets` library."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_a_folder_with_a_file_for_each_split(image_folder: Path) -> None:
     assert len(load("pictures/test.parquet", root=image_folder.parent)) == 4
     assert load(image_folder / "test.parquet", "test").name == "pictures"
     (image_folder / "train.parquet").unlink()
-    assert len(load(image_folder)) == 4  # one split needs no choosing
+    assert len(load(image_folder)) == 4  # a single split is the default
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_images_in_cells_or_beside_the_file_and_corrupt_ones(tmp_path: Path, wri
     contents = (whole, encoded(picture(5, mode="LA")), whole[: len(whole) // 2], b"not an image", None)
     picture(9).save(tmp_path / "nine.png")
     cells = [{"bytes": content, "path": None} for content in contents]
-    cells += [{"bytes": None, "path": name} for name in ("nine.png", "ten.png")]  # beside the file
+    cells += [{"bytes": None, "path": name} for name in ("nine.png", "ten.png")]  # stored next to the file
     data = load(write_parquet(tmp_path / "a.parquet", {"image": cells, "label": [0] * 7}))
     for row, expected in ((0, picture(0, size=64)), (1, picture(5, mode="LA")), (5, picture(9))):
         assert same_image(data[row][0], expected)
@@ -159,12 +159,12 @@ def test_shards_are_joined_in_order(tmp_path: Path, write_parquet: WriteParquet)
     write_parquet(tmp_path / "data/test-00000-of-00001-abc123.parquet", {"text": ["t"], "label": [0]})
     assert [text for text, _ in load(tmp_path, "train")] == ["00", "01", "10", "11"]
     assert len(load(tmp_path, "test")) == 1
-    for names in (["train-00000-of-00002"], ["train-00000-of-00001", "train"]):  # in part, and twice
+    for names in (["train-00000-of-00002"], ["train-00000-of-00001", "train"]):  # incomplete, and duplicate
         for name in names:
             write_parquet(tmp_path / str(len(names)) / f"{name}.parquet", {"text": ["a"], "label": [0]})
         with pytest.raises(DataError, match=r"train-00000-of-0000.*shards"):
             load(tmp_path / str(len(names)), "train")
-        assert len(load(tmp_path / str(len(names)) / f"{names[0]}.parquet")) == 1  # asked for by name
+        assert len(load(tmp_path / str(len(names)) / f"{names[0]}.parquet")) == 1  # explicitly named
 
 
 def test_csv_with_quotes_and_tsv_without(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_csv_with_quotes_and_tsv_without(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
 def test_labels_are_taken_letter_by_letter(tmp_path: Path, suffix: str, written: str, labels: Any, names: Any) -> None:
-    """Whole numbers are those that are all written so; a guess by columns made three classes of 01 and 02."""
+    """Labels are integers only if all are written so; column types once turned 01 and 02 into other classes."""
     path = tmp_path / f"t.{suffix}"
     comma = "," if suffix == "csv" else "\t"
     path.write_text(f"text{comma}label\n" + "".join(f"a{comma}{one}\n" for one in written.split()))
@@ -271,7 +271,7 @@ def test_a_class_for_each_subfolder(tmp_path: Path) -> None:
 
 
 def test_images_are_those_of_the_folder_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read later, perhaps when the process works in another folder, which may have the same names."""
+    """They are opened later, perhaps from another working directory that has files of the same names."""
     make_classes(tmp_path / "animals", {"dog": 2})
     make_classes(tmp_path / "later" / "animals", {"cat": 5, "dog": 2})
     (tmp_path / "list.txt").write_text("animals/dog/1.png 0\n")
@@ -325,7 +325,7 @@ def test_splits_among_other_folders_are_refused_and_a_class_called_train_is_not(
 
 
 def test_litter_inside_classes_and_beside_tables_is_no_data(tmp_path: Path) -> None:
-    """Copies of notebooks, what a Mac leaves, folders called like images; links to folders are followed."""
+    """Notebook checkpoints, macOS metadata, folders named like images; symlinks to folders are followed."""
     folder = make_classes(tmp_path / "animals", {"dog": 2, "ant": 1})
     make_classes(folder / "dog", {".ipynb_checkpoints": 1, "__MACOSX": 1, "folder.png": 0, "more": 0})
     make_classes(tmp_path, {"elsewhere": 1})
@@ -364,7 +364,7 @@ def test_an_image_list(tmp_path: Path) -> None:
 def test_torchvision_sets_that_take_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, prefix: str, called: str, part: str
 ) -> None:
-    """EMNIST takes a split, and hands `train` and `download` on: whatever was asked for, it was the training part."""
+    """EMNIST takes a split and passes `train` and `download` on: it once always gave the training set."""
     taken: dict[str, Any] = {}
 
     def begin(self: Any, root: Path, train: bool = True, download: bool = False, **others: Any) -> None:
@@ -432,7 +432,7 @@ def test_the_hub_gives_texts_images_and_class_names(calls: list[tuple[Any, ...]]
     assert calls == [("owner/reviews", "plain", "test")]
     assert list(data) == [("a", 1), ("b", 0)]
     assert (data.class_names, data.name) == (("neg", "pos"), "owner/reviews")
-    images = load("hub:pictures")  # one split needs no choosing
+    images = load("hub:pictures")  # a single split is the default
     assert same_image(images[0][0], picture(1, mode="L"))
     nested = load("hub:translations", "test", columns=Columns(text="translation.en"), labels="optional")
     assert nested[0] == ("dog", -1)
@@ -461,9 +461,9 @@ def test_a_hub_set_that_only_a_script_reads_is_refused_with_a_way_out(tmp_path: 
 
 def test_numbers_that_may_be_names_or_places_are_refused(tmp_path: Path) -> None:
     for labels, names, refused in (
-        ((2, 1), ("2", "1", "0"), True),  # the class called 2, or number 2?
+        ((2, 1), ("2", "1", "0"), True),  # the class called 2, or index 2?
         ((1, 2), ("1", "2", "3"), True),
-        ((0, 1, 2), ("1", "2", "3"), False),  # none is called 0: places
+        ((0, 1, 2), ("1", "2", "3"), False),  # no class is called 0: indices
         ((0, 1), ("0", "1"), False),
         ((2, 1), ("a", "b", "c"), False),
     ):
@@ -473,7 +473,7 @@ def test_numbers_that_may_be_names_or_places_are_refused(tmp_path: Path) -> None
 
 
 def test_items_that_two_sets_share_are_counted_as_they_are_stored(tmp_path: Path, write_parquet: WriteParquet) -> None:
-    """Texts by their letters, images by their files or bytes, wherever they lie; nothing is decoded."""
+    """Texts are compared by characters, images by file or bytes, wherever stored; nothing is decoded."""
     (tmp_path / "train.csv").write_text("text,label\na,0\nb,1\nc,0\n")
     (tmp_path / "val.csv").write_text("text,label\nb,1\nd,1\n")
     train, val = load(tmp_path / "train.csv"), load(tmp_path / "val.csv")
@@ -486,7 +486,7 @@ def test_items_that_two_sets_share_are_counted_as_they_are_stored(tmp_path: Path
     (tmp_path / "b" / "two" / "broken.png").write_bytes(b"no image")
     one, other = load(tmp_path / "a"), load(tmp_path / "b")
     assert other.shared_with(one) == (1, 4)
-    assert ImageDataset([picture(0)], [0]).shared_with(one) == (0, 0)  # of these nothing is known
+    assert ImageDataset([picture(0)], [0]).shared_with(one) == (0, 0)  # in-memory pictures are not compared
     with pytest.warns(HydraWarning, match="1 of 2 samples of validation"):
         warn_if_shared("train", Known.of(train), "validation", Known.of(SimpleNamespace(dataset=val)), "so")  # type: ignore[arg-type]
     with warnings.catch_warnings(action="error"):

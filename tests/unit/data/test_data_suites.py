@@ -12,12 +12,12 @@ from pictures import WriteParquet, encoded, picture
 
 
 def test_the_papers_suites_are_there_and_unknown_ones_are_refused() -> None:
-    """Each has checked itself: circuits are never chosen on reported rows."""
+    """Suites validate themselves: circuits are never chosen on reported rows."""
     assert {(name, one.name, bool(one.notes)) for name, one in all_suites().items()} == {
         (f"paper-{name}", f"paper-{name}", True)
         for name in ("imagenet", "cifar100", "sst2", "zero-shot-imagenet", "zero-shot-cifar100")
     }
-    assert len(suite("paper-zero-shot-imagenet").tasks) + 1 == 9  # of the average of Table 24
+    assert len(suite("paper-zero-shot-imagenet").tasks) + 1 == 9  # in the average of Table 24
     classes = suite("paper-zero-shot-cifar100").id.class_names
     assert len(classes) == 100
     assert list(classes) == sorted(classes)
@@ -44,7 +44,7 @@ def test_a_suite_checks_itself() -> None:
         ({"rows": (None, 3000)}, {"rows": (3000, None)}, False),
         ({"rows": (None, 3001)}, {"rows": (3000, None)}, True),
         ({"rows": (-200, -100)}, {"rows": (-100, None)}, False),
-        ({"rows": (None, 100)}, {"rows": (-100, None)}, True),  # of fewer than 200 rows, some are the same
+        ({"rows": (None, 100)}, {"rows": (-100, None)}, True),  # with fewer than 200 rows they overlap
         ({"rows": (0, 10), "share": (0.0, 0.5)}, {"rows": (5, 20), "share": (0.5, 1.0)}, False),
         ({"split": "test"}, {"split": "train"}, False),
         ({"split": "test"}, {}, True),
@@ -53,7 +53,7 @@ def test_a_suite_checks_itself() -> None:
     ],
 )
 def test_parts_of_one_set_that_may_meet_are_refused(one: Any, other: Any, meet: bool) -> None:
-    """As the circuits' set and a reported one, and as the test set and one that is trained or validated on."""
+    """Such as the circuits' set and a reported one, or the test set and one used for training or validation."""
     first, second, near, far = (
         SetRef(**{"name": name, "source": source, **part})
         for name, source, part in (("one", "s", one), ("other", "s", other), ("n", "n", {}), ("f", "f", {}))
@@ -86,7 +86,7 @@ def test_sets_load_their_part(tmp_path: Path, write_parquet: WriteParquet) -> No
 
 
 def test_the_papers_image_suites_read_an_openood_folder(tmp_path: Path) -> None:
-    """Stand-in for the folder of OpenOOD 1.5: lists, and images below two folders."""
+    """A stand-in for the OpenOOD 1.5 folder: image lists, and images below two folders."""
     chosen = suite("paper-cifar100")
     for number, ref in enumerate((*chosen.near, *chosen.far, chosen.circuit_ood, chosen.id)):
         image = tmp_path / ref.folder / ref.name / "0.png"
@@ -127,6 +127,6 @@ def test_a_set_of_the_hub_may_lie_below_the_root(tmp_path: Path, monkeypatch: py
     data = trec.load(tmp_path)
     assert (data.name, [text for text, _ in data]) == ("trec", ["Who?", "Where?"])
     monkeypatch.chdir(tmp_path)
-    for root in (None, tmp_path / "trec"):  # a folder of that name elsewhere is another one
+    for root in (None, tmp_path / "trec"):  # a folder of that name elsewhere does not count
         with pytest.raises(DataError, match="asked the hub"):
             trec.load(root)

@@ -1,4 +1,4 @@
-"""OOD data made from ID data: the same shapes, spoilt in every way, and always alike."""
+"""OOD data made from ID data: the same shapes, corrupted in every way, deterministically."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ CLS, SEP, PAD = 1, 2, 0
 
 
 def pictures(count: int = 20, size: tuple[int, int] = (18, 14), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Waves of their own colour, not noise."""
+    """Coloured waves, not noise."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = torch.linspace(0, 6, size[0])[:, None], torch.linspace(0, 4, size[1])
     phases = torch.rand(count, 3, 1, 1, generator=generator) * 6
@@ -33,7 +33,7 @@ def test_images_keep_their_shape_and_lose_their_sense(dtype: torch.dtype) -> Non
     assert new.double().isfinite().all()
     changed = (new.double() - images.double()).flatten(1).abs().mean(1) / images.double().std()
     assert changed.min() > 0.05
-    again = he.data.synthetic_ood([images])[0][0]  # where the batches are cut does not matter
+    again = he.data.synthetic_ood([images])[0][0]  # batch boundaries do not matter
     assert torch.equal(again, new)
     assert not torch.equal(he.data.synthetic_ood([images], seed=1)[0][0], new)
 

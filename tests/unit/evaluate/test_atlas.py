@@ -1,4 +1,4 @@
-"""The head atlas: its numbers are those of the masked and of the pruned ensemble; saved, read, and shown."""
+"""The head atlas: its numbers equal those of masked and pruned ensembles; saving, loading, and the page."""
 
 import re
 from dataclasses import replace
@@ -20,11 +20,11 @@ KEPT = (
     ((0, 1, 2, 3), (0, 2), (1, 2, 3)),
     ((0, 1, 2, 3), (1, 2), (0, 3)),
     ((0, 1, 2, 3), (2,), (0, 1, 2)),
-)  # [member][layer]: layer 0 is a trunk, head 3 of layer 1 is nobody's
+)  # [member][layer]: layer 0 is a trunk, no member has head 3 of layer 1
 
 
 def hydra(shape: str = "image-cls") -> he.Ensemble:
-    """Three members that share a trunk and the MLPs, and keep different numbers of heads."""
+    """Three members with a shared trunk and MLPs, and different numbers of heads."""
     return random_ensemble(shape, KEPT, Sharing(stem=True, mlp=True), trunk=1)
 
 
@@ -42,7 +42,7 @@ def test_an_interrupted_atlas_goes_on_and_is_the_same(of_images, tmp_path, monke
         atlas(model, *sets(model), **options)
     assert any(str(tmp_path / "run") in note for note in stopped.value.__notes__)
     assert replace(atlas(model, *sets(model), **options), provenance=of_images.provenance) == of_images
-    assert len(calls) == 4 + 3  # six batches in all, of which three were kept
+    assert len(calls) == 4 + 3  # six batches, three of them saved before
     for changes in ({"score": "entropy"}, {"layers": [1]}):
         with pytest.raises(CheckpointError, match="another run"):
             atlas(model, *sets(model), **options, **changes)
@@ -61,13 +61,13 @@ def test_the_numbers_are_those_of_the_masked_ensemble(shape, tmp_path):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = atlas(model, data, ood, score="entropy", progress=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    counts = model.config.head_counts  # an attention that pools is layer 3, with two heads
+    counts = model.config.head_counts  # attention pooling is layer 3, with two heads
     places = [(layer, head) for layer, count in enumerate(counts) for head in range(count) if (layer, head) != (1, 3)]
     assert [(one.layer, one.head) for one in found.heads] == places
     text = write_atlas(tmp_path / "atlas.html", found).read_text()
     assert all(text.count(f'href="#head-{layer}-{head}"') == 1 for layer, head in places)
     assert ("attention that pools" in text) == (len(counts) == 4)
-    for one in found.heads[::3]:  # of every layer
+    for one in found.heads[::3]:  # some of every layer
         with he.masked(model, [(one.layer, one.head)]):
             same = he.evaluate(model, data, ood, score="entropy", progress=False).numbers()
         assert one.without.accuracy == same["accuracy"]
@@ -77,7 +77,7 @@ def test_the_numbers_are_those_of_the_masked_ensemble(shape, tmp_path):
     whole = he.evaluate(model, data, ood, score="entropy", progress=False).numbers()
     assert found.whole.accuracy == whole["accuracy"]
     assert found.whole.log_likelihood == pytest.approx(-whole["nll"], rel=1e-12)
-    assert any(found.cost(one)["log_likelihood"] < 0 for one in found.heads)  # some heads do harm, here
+    assert any(found.cost(one)["log_likelihood"] < 0 for one in found.heads)  # some heads are harmful here
 
 
 def test_the_numbers_are_those_of_the_pruned_model_and_of_its_fitted_scores():
@@ -89,7 +89,7 @@ def test_the_numbers_are_those_of_the_pruned_model_and_of_its_fitted_scores():
     for one in found.heads[::3]:
         pruned = he.evaluate(he.prune(model, [(one.layer, one.head)]), data, progress=False)
         assert one.without.accuracy == pruned.id.accuracy
-        with he.masked(model, [(one.layer, one.head)]):  # of the fitted features; pruning forgets them
+        with he.masked(model, [(one.layer, one.head)]):  # masked, not pruned: pruning drops familiarity
             same = he.evaluate(model, data, ood, score="knn", progress=False).numbers()
         assert one.without.auroc == pytest.approx({name: same[f"ood.{name}.auroc"] for name in ood}, abs=1e-12)
 
@@ -171,7 +171,7 @@ def test_its_page_is_whole_and_escaped(of_images, tmp_path):
     assert text.count("<script") == 1
     assert "&lt;script&gt;alert" in text
     style = text[text.index("<style>") : text.index("</style>")]
-    assert "display:none" not in style  # what is no picture is shown as text
+    assert "display:none" not in style  # items other than pictures are shown as text
     assert style.count("url(data:image/jpeg;base64,") == len(of_images.inputs) - 1
     assert not re.search(r"https?://", text)
     for one in of_images.heads:
@@ -188,6 +188,6 @@ def test_the_time_is_said_before_and_the_bar_ends_where_the_work_does(capsys):
     atlas(model, data[:1], {"a": ood["a"][:1]}, layers=[2])
     said = capsys.readouterr().err
     assert "4 heads, each switched off by itself: less than a minute" in said
-    assert "100% |" in said  # though the second set has smaller batches than the first, which the guess was made of
-    atlas(model, iter(data), layers=[2])  # of unknown length
+    assert "100% |" in said  # although the second set has smaller batches than the first, which the estimate used
+    atlas(model, iter(data), layers=[2])  # without a length
     assert "4 heads" in capsys.readouterr().err

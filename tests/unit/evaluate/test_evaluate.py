@@ -1,4 +1,4 @@
-"""Running models over data: what is accepted, what is applied, what is refused; several processes as one."""
+"""Evaluating models on data: what is accepted, applied and refused; several processes give the result of one."""
 
 import warnings
 from dataclasses import replace
@@ -67,17 +67,17 @@ def test_an_interrupted_evaluation_goes_on_and_is_the_same(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         evaluate(model, data, OOD, output=tmp_path, **options)
     found = evaluate(model, data, OOD, output=tmp_path, **options)
-    assert len(calls) == 6 + 2  # seven batches in all, of which five were kept
+    assert len(calls) == 6 + 2  # seven batches, five of them saved before
     expected = evaluate(model, data, OOD, **options)
     assert (found.numbers(), found.gallery, found.figures) == (expected.numbers(), expected.gallery, expected.figures)
     evaluate(model, image_batches(seed=1), OOD, output=tmp_path, **options)
-    assert len(calls) == 8 + 7 + 4  # other data are answered anew, and those that are known are not
+    assert len(calls) == 8 + 7 + 4  # new data are run, known data are not
     with pytest.raises(ConfigError, match="Ensemble"):
         evaluate(model.forward, data, output=tmp_path / "other", progress=False)
 
 
 def test_answers_of_another_neighbour_or_precision_are_not_taken(tmp_path):
-    """Neither is in the weights, nor in the features that are stored."""
+    """Neither setting is visible in the weights or stored features."""
     model, data = tiny_ensemble(), image_batches()
     near, far = (fit_familiarity(model, data, "knn", neighbours=count) for count in (1, 5))
     foreign = {"noise": image_batches((7,), seed=6, scale=5.0)}
@@ -90,7 +90,7 @@ def test_answers_of_another_neighbour_or_precision_are_not_taken(tmp_path):
 
 
 def test_answers_are_written_as_time_goes_by(tmp_path, monkeypatch):
-    """A kill loses no more than the last seconds: what is written is there before the work ends."""
+    """A kill loses at most the last seconds: answers are written before the work ends."""
     now = [0.0]
     monkeypatch.setattr(running_module, "monotonic", lambda: now[0])
     model, (inputs, _) = tiny_ensemble(), image_batches()[0]
@@ -118,14 +118,14 @@ def logits_and_labels(model, data):
 
 
 class Named(nn.Sequential):
-    """As models of transformers are called: by keywords; a tensor is the first of them."""
+    """A model called like those of transformers, by keywords; a plain tensor is the first argument."""
 
     def forward(self, pixel_values=None, labels=None):
         return SimpleNamespace(logits=self[0](pixel_values.clone()))
 
 
 class Whole(nn.Sequential):
-    """A model that takes a batch in one piece."""
+    """A model that takes the batch as one argument."""
 
     def forward(self, batch):
         return self[0](batch["pixel_values"] if isinstance(batch, dict) else batch)
@@ -168,7 +168,7 @@ def test_saved_calibration_is_applied_and_can_be_replaced_and_copies_are_said():
 
 
 def test_both_thresholds_are_told_apart():
-    """What is accepted passes both; each is said by its own name, with the share that passes it alone."""
+    """Accepted samples pass both thresholds; each is reported by name, with the share that passes it alone."""
     data = image_batches((40,), seed=4)
     known = fit_familiarity(tiny_ensemble(), image_batches((60,), seed=2), ("knn", "vim"))
     known = calibrate(known, image_batches((60,), seed=3), share=0.7)
@@ -187,7 +187,7 @@ def test_both_thresholds_are_told_apart():
     numbers = found.numbers()
     assert numbers["far.abstained"] == numbers["ood.noise.abstained"] == noise.abstained
     assert numbers["all.unfamiliar"] == (noise.unfamiliar + found.ood["close"].unfamiliar) / 2
-    assert {"knn:far.auroc", "vim:far.auroc"} < numbers.keys()  # what is fitted is reported unasked
+    assert {"knn:far.auroc", "vim:far.auroc"} < numbers.keys()  # fitted scores are reported by default
     alone = evaluate(known, data, OOD, calibration=Calibration(), progress=False).selective
     assert (alone.threshold, alone.sure, alone.accepted) == (None, None, said.familiar)
     one = evaluate(tiny_ensemble(), data, OOD, calibration=CALIBRATION, progress=False)
@@ -208,7 +208,7 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
         pass
     with pytest.raises(ConfigError, match="meta"):
         evaluate(calibrated, data, progress=False, device="meta")
-    doubled = [(images.double(), labels) for images, labels in data]  # inputs come in the dtype of the model
+    doubled = [(images.double(), labels) for images, labels in data]  # inputs get the model's dtype
     for dtype, model in {"bfloat16": tiny_ensemble().bfloat16(), "float32": fast}.items():
         assert evaluate(model, doubled, progress=False).provenance.dtype == dtype
 
@@ -217,7 +217,7 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
     "around", [nn.DataParallel, partial(torch.compile, backend="eager"), torch.optim.swa_utils.AveragedModel]
 )
 def test_what_lies_around_an_ensemble_takes_nothing_from_it(around):
-    """Calibration and familiarity belong to the ensemble inside; of a module of one's own that is said."""
+    """Calibration and familiarity belong to the wrapped ensemble; for a user's own wrapper, a warning says so."""
     data = image_batches()
     calibrated = fit_familiarity(tiny_ensemble(), data, "knn").with_metadata(calibration=CALIBRATION)
     expected = evaluate(calibrated, data, OOD, scores=("knn",), progress=False)
@@ -236,7 +236,7 @@ def test_any_callable_with_two_axes_counts_as_one_member():
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), linear).train()
     found = evaluate(model, image_batches(), OOD, progress=False)
     assert (found.model.kind, found.model.members, found.model.parameters) == ("callable", 1, 3 * 64 * 4 + 4)
-    assert all(module.training for module in model.modules())  # dropout was off and is on again
+    assert all(module.training for module in model.modules())  # training mode is restored
     flat = evaluate(lambda x: linear(x.flatten(1)), image_batches(), OOD, progress=False)
     assert flat.numbers() == found.numbers()
 
@@ -313,7 +313,7 @@ def test_the_gallery_holds_the_extremes():
 
 
 def broken(model, batch):
-    """The model, but its answer to one batch holds a NaN."""
+    """The model, with a NaN in its answer to one batch."""
     calls = iter(range(100))
 
     def answer(inputs):
@@ -359,8 +359,8 @@ def test_probabilities_in_place_of_logits_are_warned_of():
 
 
 def test_thresholds_that_accept_fewer_than_they_promise_are_told():
-    """As where the data that set them were easier, or trained the model; with so few samples, chance may do it."""
-    reference = Reference.of(torch.linspace(0, 0.2, 200))  # scores of inputs that it was sure of
+    """As when the calibration data were easier, or trained the model; with few samples it may be chance."""
+    reference = Reference.of(torch.linspace(0, 0.2, 200))  # scores of confident inputs
     calibration = Calibration(threshold=0.19, reference=reference)
     batches = [(torch.randn(60, 4), torch.arange(60) % 3)]
     sure, unsure = (
@@ -396,7 +396,7 @@ def test_two_processes_give_the_numbers_of_one():
 
 
 def test_processes_with_other_samples_are_refused_and_stop_when_one_fails():
-    """Other samples as of a stream that splits itself between them."""
+    """Different samples, as from a stream that splits itself between processes."""
     for refused in by_two_ranks(lambda rank: evaluate(tiny_ensemble(), image_batches()[rank:], progress=False)):
         assert "rank 1 has other samples in set 'id'" in str(refused.exception())
         assert "splits itself between processes" in str(refused.exception())

@@ -1,4 +1,4 @@
-"""The pure core: numbers from member logits, errors that name the set, JSON and stored logits."""
+"""The core of evaluation: numbers from member logits, errors that name the set, JSON and stored logits."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def test_every_number_is_that_of_the_metric_functions(evaluation):
 def test_numbers_do_not_hang_on_the_default_device():
     wanted = evaluate_logits(GOOD, TARGETS, SUITE, bootstrap=2)
     fit = fit_calibration(GOOD, TARGETS, per_member=True)
-    with torch.device("meta"):  # as a GPU would, it lies apart from what is made on the CPU
+    with torch.device("meta"):  # stands for a GPU: tensors made on the CPU are elsewhere
         assert evaluate_logits(GOOD, TARGETS, SUITE, bootstrap=2) == wanted
         assert fit_calibration(GOOD, TARGETS, per_member=True) == fit
         assert metrics.p_values(*FAR["digits"][0, :, :2].T).device.type == "cpu"
@@ -120,10 +120,10 @@ def test_json_round_trip_is_exact_and_stored_logits_rebuild_the_evaluation(evalu
         patch.setattr(MemberLogits, "save", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             evaluation.save(path)
-    assert not list(tmp_path.iterdir())  # no evaluation lies there without its logits
+    assert not list(tmp_path.iterdir())  # no evaluation is written without its logits
     evaluation.save(path)
     assert Evaluation.load(path) == evaluation
-    dataclasses.replace(Evaluation.load(path), name="renamed").save(path)  # read without logits: they stay
+    dataclasses.replace(Evaluation.load(path), name="renamed").save(path)  # loaded without logits: the file keeps them
     found = Evaluation.load(path, with_logits=True)
     assert (found.name, found.logits is None) == ("renamed", False)
     evaluation.logits.save(tmp_path / "exact.safetensors", dtype=torch.float32)
@@ -134,7 +134,7 @@ def test_json_round_trip_is_exact_and_stored_logits_rebuild_the_evaluation(evalu
 
 
 def test_files_of_the_first_version_stay_readable(evaluation):
-    """What version 1 of the format wrote; a field may be added with a default, none may go."""
+    """The fields of version 1; fields with defaults may be added, none removed."""
     written = {
         "": "format version name id_name score convention id ood means shift selective model provenance figures "
         "intervals gallery",
@@ -212,7 +212,7 @@ def test_bootstrap_intervals_hold_the_numbers():
 
 
 def test_intervals_of_ece_hold_that_of_calibrated_models():
-    """Percentiles of replicates never do, and mirrored at the value hardly every other: they have their own noise."""
+    """Percentile intervals never contain it, and mirrored ones hardly half the time: replicates add their own noise."""
     held = list[bool]()
     for seed in range(6):
         g = torch.Generator().manual_seed(seed)
@@ -223,7 +223,7 @@ def test_intervals_of_ece_hold_that_of_calibrated_models():
             interval = found.intervals[key]
             assert 0 <= interval.low <= interval.value <= interval.high
             held.append(0 in interval)
-    assert sum(held) >= 11  # of 12
+    assert sum(held) >= 11  # of 12 intervals
     sure = torch.stack([confidence, 1 - confidence], dim=1).log() * 3
     overconfident = evaluate_logits(sure, wrong.long(), bootstrap=60)
     assert all(0 not in overconfident.intervals[key] for key in ("ece", "aece"))
@@ -239,9 +239,9 @@ def test_figures_describe_the_same_numbers(evaluation):
     assert figures.risk_coverage.y[-1] == pytest.approx(1 - evaluation.id.accuracy, abs=1e-5)
     off_diagonal = [figures.agreement_id[i][j] for i in range(3) for j in range(i)]
     assert 1 - sum(off_diagonal) / 3 == pytest.approx(evaluation.id.disagreement, abs=1e-4)
-    far_off = evaluate_logits(GOOD + 1e4, TARGETS, SUITE, score="energy").figures  # scores of -1e4, and a little
+    far_off = evaluate_logits(GOOD + 1e4, TARGETS, SUITE, score="energy").figures  # scores near -1e4
     assert len(set(far_off.score_edges)) == len(far_off.id_scores) + 1
-    alike = evaluate_logits(GOOD.double() * 1e-16, TARGETS, score="energy").figures  # they differ by rounding alone
+    alike = evaluate_logits(GOOD.double() * 1e-16, TARGETS, score="energy").figures  # they differ only by rounding
     assert sum(alike.id_scores) == 200
     empty = [count == 0 for count in figures.reliability.count]
     assert [value is None for value in figures.reliability.accuracy] == empty
@@ -286,18 +286,18 @@ def test_logits_are_those_that_the_evaluation_was_saved_with(tmp_path, evaluatio
     place.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
     with pytest.raises(DataError, match=r"run\.logits\.safetensors"):
         Evaluation.load(path, with_logits=True)
-    evaluate_logits(GOOD.flip(1), TARGETS, SUITE, keep_logits=True).logits.save(place)  # whole, of another one
+    evaluate_logits(GOOD.flip(1), TARGETS, SUITE, keep_logits=True).logits.save(place)  # valid, from another
     MemberLogits.load(place)
     with pytest.raises(DataError, match="another evaluation"):
         Evaluation.load(path, with_logits=True)
     place.write_bytes(written)
-    os.truncate(place, 1 << 40)  # a hole, which takes no place on the disk
+    os.truncate(place, 1 << 40)  # a sparse file takes no space on disk
     with pytest.raises(DataError, match="1099511627776 bytes"):
         Evaluation.load(path, with_logits=True)
     with pytest.raises(DataError, match="stored member logits"):
         MemberLogits.load(place)
     place.write_bytes(written)
-    dataclasses.replace(evaluation, logits=None).save(path)  # one that kept none
+    dataclasses.replace(evaluation, logits=None).save(path)  # saved without logits
     with pytest.raises(DataError, match="another evaluation"):
         Evaluation.load(path, with_logits=True)
 

@@ -47,19 +47,19 @@ def test_circuits_come_in_the_order_avg_acc_ood_and_further_members_from_the_poo
     assert len({frozenset(member) for member in chosen}) == 6
     assert all(set(member) <= set(EVERY[:100]) and len(member) == 48 for member in chosen[3:])
     assert chosen[3:] != other[3:]
-    assert chosen[:5] == circuit_members(rankings, 48, 5, pool=100, seed=5)  # one more member changes no other
+    assert chosen[:5] == circuit_members(rankings, 48, 5, pool=100, seed=5)  # adding a member keeps the others
 
 
 def test_no_circuit_and_no_draw_repeats_a_circuit() -> None:
     heads = EVERY[:3]
     orders = {"avg": heads, "acc": heads[1:], "ood": EVERY[7:9]}
     rankings = {score: ranking(order, score) for score, order in orders.items()}
-    for seed in range(20):  # of the three pairs of the pool, only one is left
+    for seed in range(20):  # of the pool's three pairs, one remains
         assert circuit_members(rankings, 2, 4, seed=seed)[3] == (heads[0], heads[2])
     with pytest.raises(HeadError, match="leaves 1 different"):
         circuit_members(rankings, 2, 5)
-    rankings = circuits() | {"ood": ranking(EVERY[1::-1] + EVERY[2:], "ood")}  # the first two in other order
-    assert circuit_members(rankings, 2, 3)[2] == (EVERY[1], EVERY[2])  # its last head gives way to the next
+    rankings = circuits() | {"ood": ranking(EVERY[1::-1] + EVERY[2:], "ood")}  # the first two swapped
+    assert circuit_members(rankings, 2, 3)[2] == (EVERY[1], EVERY[2])  # its last head is replaced by the next
     rankings["ood"] = ranking(EVERY[1::-1], "ood")
     with pytest.raises(HeadError, match=r"'avg' and 'ood' remove the same 2 heads"):
         circuit_members(rankings, 2, 3)
@@ -79,7 +79,7 @@ def test_members_are_sampled_from_a_pool_and_the_draw_of_a_seed_never_changes() 
 
 @given(st.integers(1, 6), st.integers(0, 10_000))
 def test_all_subsets_can_be_had(prune: int, seed: int) -> None:
-    """As many members as there are subsets: collisions are drawn again until none is left out."""
+    """With as many members as subsets, collisions are redrawn until all are found."""
     count, few = math.comb(6, prune), ranking(EVERY[:8])
     chosen = sampled_members(few, prune, pool=6, members=count, seed=seed)
     assert len({frozenset(member) for member in chosen}) == count

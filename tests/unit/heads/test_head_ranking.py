@@ -1,4 +1,4 @@
-"""Rankings: what they accept, how they compare, files that bring back what was saved; and fingerprints."""
+"""Rankings: what they accept, how they compare, saving and loading; and fingerprints."""
 
 import math
 from typing import Any
@@ -66,7 +66,7 @@ def test_impossible_rankings(heads: list[tuple[int, int]], changes: dict[str, An
 def test_overlap() -> None:
     first, second = ranking((0, 0), (1, 1), (2, 2), (0, 3)), ranking((1, 1), (2, 0), (0, 0), (0, 3, "text"))
     found = [overlap(first, second, count) for count in (1, 2, 3, 4)]
-    assert found == pytest.approx([0.0, 0.5, 2 / 3, 0.5])  # another tower is another head
+    assert found == pytest.approx([0.0, 0.5, 2 / 3, 0.5])  # the tower is part of a head
 
 
 def test_stability_is_the_mean_overlap_of_all_pairs() -> None:
@@ -84,7 +84,7 @@ def test_divergence() -> None:
     assert jensen_shannon(second, first, 4) == jensen_shannon(first, second, 4)
     low, high = ranking((0, 0), (0, 1), (0, 2)), ranking((1, 0), (1, 1), (0, 3))
     assert jensen_shannon(low, high, 2) == math.log(2)
-    assert jensen_shannon(low, ranking((0, 3), (0, 4), (0, 5)), 3) == 0.0  # same layers, other heads
+    assert jensen_shannon(low, ranking((0, 3), (0, 4), (0, 5)), 3) == 0.0  # same layers, different heads
     assert jensen_shannon(low, ranking((0, 0, "text")), 1) == math.log(2)
 
 
@@ -121,7 +121,7 @@ def test_what_counts_about_data_and_that_the_cut_into_batches_does_not() -> None
     ]
     names = [data_fingerprint([batch]) for batch in batches]
     assert len(set(names)) == len(names)
-    last = images.to(memory_format=torch.channels_last)  # strides do not
+    last = images.to(memory_format=torch.channels_last)  # strides do not matter
     assert data_fingerprint([(last[:4], labels[:4]), (last[4:], labels[4:])]) == names[0]
     ((texts, labels),) = random_batches(random_ensemble("text-post-norm"), (6,))
     cut = [{"labels": labels[i : i + 1], **{name: one[i : i + 1] for name, one in texts.items()}} for i in range(6)]

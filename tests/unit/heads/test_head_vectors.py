@@ -1,4 +1,4 @@
-"""Vectors of heads against a forward pass by hand; distances of centroids against scipy."""
+"""Head vectors against a hand-written forward pass; distances of centroids against scipy."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from hydra_ensembles.prune import prune
 
 @pytest.mark.parametrize(("shape", "layer"), [("image-cls", 1), ("text-post-norm", 1), ("image-map-rms", 3)])
 def test_vectors_sum_up_to_the_attention_of_the_class_token_or_of_the_query(shape: str, layer: int) -> None:
-    """Projected and summed, they are what the attention sublayer adds to the tokens that are read."""
+    """Projected and summed, they equal the attention sublayer's output for the tokens that the readout uses."""
     problem = random_problem(shape)
     model = problem.model
     seen: list[torch.Tensor] = []

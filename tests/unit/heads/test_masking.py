@@ -1,4 +1,4 @@
-"""Switching heads off and on again, and finding them."""
+"""Masking heads and removing the mask, and listing heads."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -76,7 +76,7 @@ def test_gradients_inside_and_across_the_end_of_a_mask() -> None:
     assert all(parameter is parameters[name] for name, parameter in ensemble.named_parameters())  # for optimisers
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in ensemble.parameters())
     gradient = ensemble.encoder.layers[1].attention.qkv.grad
-    assert torch.equal(gradient[1], torch.zeros_like(gradient[1]))  # a head that is off has no say
+    assert torch.equal(gradient[1], torch.zeros_like(gradient[1]))  # a masked head gets no gradient
     assert gradient[0].abs().max() > 0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.sum().backward()
@@ -90,7 +90,7 @@ SHARED: dict[str, Any] = {"heads": ((tuple(range(HEADS)),) * LAYERS,) * 3}
     [
         ({"heads": UNEQUAL}, 0, [(0, 2), (2, 3)], [[(0, 2), (2, 3)], []]),
         ({"heads": UNEQUAL}, 1, [(0, 2), (2, 3)], [[], [(0, 2), (2, 3)]]),
-        ({"heads": UNEQUAL}, None, [(0, 2), (0, 0)], [[(0, 2), (0, 0)], [(0, 2)]]),  # only the first keeps 0.0
+        ({"heads": UNEQUAL}, None, [(0, 2), (0, 0)], [[(0, 2), (0, 0)], [(0, 2)]]),  # only the first has head 0.0
         ({**SHARED, "sharing": Sharing(attention=True)}, None, [(0, 2)], [[(0, 2)]] * 3),
         ({**SHARED, "trunk": 1}, None, [(0, 2)], [[(0, 2)]] * 3),
     ],
@@ -107,7 +107,7 @@ def test_each_member_answers_as_it_does_alone_without_its_heads(
         with masked(alone, gone):
             torch.testing.assert_close(logits[index], alone(inputs)[0])
         assert torch.equal(logits[index], before[index]) == (not gone)
-    if len(off) == 3:  # what all have in common is not one member's to lose
+    if len(off) == 3:  # one member cannot lose a head of shared attention
         with pytest.raises(HeadError, match="layer 0"), masked(ensemble, heads, member=1):
             pass
 

@@ -1,4 +1,4 @@
-"""Taylor scores against plain autograd, the data they are computed on, and everything a caller may get wrong."""
+"""Taylor scores against plain autograd, the data they use, and every mistake a caller can make."""
 
 import itertools
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def joined(batches: list[Batch]) -> Batch:
 def slow_scores(
     ensemble: Ensemble, inputs: Any, labels: Tensor, layers: list[int], off: set[tuple[int, int]]
 ) -> dict[tuple[int, int], float]:
-    """The formula a second time: one backward pass from the mean loss of all samples, then a loop over heads."""
+    """The formula again: one backward pass from the mean loss over all samples, then a loop over heads."""
     left = without_heads(ensemble, off)
     F.cross_entropy(left(inputs)[0], labels).backward()
     scores = {}
@@ -58,12 +58,12 @@ def lowest(scores: dict[tuple[int, int], float], count: int) -> list[tuple[int, 
 class TestScores:
     @pytest.mark.parametrize("shape", SHAPES)
     def test_global(self, shape: str) -> None:
-        ensemble, batches = model_and_batches((5, 1, 3), shape=shape)  # unequal: batch means have another mean
+        ensemble, batches = model_and_batches((5, 1, 3), shape=shape)  # unequal: means of batches differ
         ranking = taylor(ensemble, batches, budget=3, scope="global")
-        counts = ensemble.config.head_counts  # those of an attention that pools among them
+        counts = ensemble.config.head_counts  # attention pooling included
         expected = slow_scores(ensemble, *joined(batches), list(range(len(counts))), set())
         order = lowest(expected, sum(counts))
-        stays = [head for head in order if head[0] == LAYERS][-1:]  # the best of those that pool, if there are any
+        stays = [head for head in order if head[0] == LAYERS][-1:]  # the best pooling head, if any
         order = [head for head in order if head not in stays]
         assert [head[:2] for head in ranking.heads] == order
         assert ranking.scores == pytest.approx([expected[head] for head in order], rel=1e-9)
@@ -76,7 +76,7 @@ class TestScores:
         ranking = taylor(ensemble, batches, budget=each * LAYERS)
         off: list[tuple[int, int]] = []
         expected: list[float] = []
-        for layer in range(LAYERS):  # score, remove, score the next on what is left
+        for layer in range(LAYERS):  # score, remove, rescore the rest
             scores = slow_scores(ensemble, *joined(batches), [layer], set(off))
             off += lowest(scores, each)
             expected += [scores[head] for head in off[-each:]]
@@ -156,7 +156,7 @@ class TestCalibrationData:
         ("kind", "count"), [("global", 2), ("shuffle", None), ("sampler", 2), ("batch_sampler", None), ("library", 2)]
     )
     def test_a_shuffling_loader_follows_the_seed(self, kind: str, count: int | None) -> None:
-        """Whether it draws from PyTorch's random numbers or from its own."""
+        """Whether it uses PyTorch's global generator or its own."""
         ensemble = random_ensemble()
         images, labels = joined(random_batches(ensemble, (30,)))
         data = TensorDataset(images, labels)  # type: ignore[arg-type]

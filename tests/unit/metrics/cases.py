@@ -1,4 +1,4 @@
-"""Random inputs for the metrics, the awkward ones included."""
+"""Random inputs for the metrics, including difficult ones."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def random_scores(seed: int, low: int = 1, high: int = 60) -> tuple[Tensor, Tens
 
 
 def random_probs(seed: int, max_samples: int = 80, max_classes: int = 12) -> tuple[Tensor, Tensor]:
-    """Probabilities whose sharpness varies, and labels that are right more often than not."""
+    """Probabilities of varying sharpness, and labels that are mostly right."""
     g = torch.Generator().manual_seed(seed)
     samples = int(torch.randint(1, max_samples, (), generator=g))
     classes = int(torch.randint(2, max_classes, (), generator=g))
@@ -42,7 +42,7 @@ def random_probs(seed: int, max_samples: int = 80, max_classes: int = 12) -> tup
 
 
 def random_member_probs(seed: int, min_members: int = 2) -> Tensor:
-    """Member probabilities `[M, B, C]`, members related but different."""
+    """Member probabilities `[M, B, C]`; members are similar but not equal."""
     g = torch.Generator().manual_seed(seed)
     members, samples, classes = (
         int(torch.randint(low, high, (), generator=g)) for low, high in ((min_members, 9), (1, 40), (2, 12))

@@ -1,4 +1,4 @@
-"""torch-uncertainty as the referee, loaded without the training framework its package needs."""
+"""torch-uncertainty as the reference, loaded without the training framework its package imports."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,7 @@ import pytest
 
 
 def part_of_torch_uncertainty(name):
-    """A part of version 0.12.1.
+    """Import a module of version 0.12.1.
 
     Its top-level module imports a training framework that this part does not need, so an empty package with the
     same path stands in for it during the import.
@@ -43,6 +43,6 @@ def conformal_referee():
 
 @pytest.fixture
 def quiet():
-    """The referees warn about memory, and scikit-learn about nothing of ours: not what is tested here."""
+    """Silence the reference libraries' warnings, which are not tested here."""
     with warnings.catch_warnings(action="ignore"):
         yield

@@ -1,4 +1,4 @@
-"""Bootstrap intervals: the same numbers as a plain loop, honest coverage, and pairing."""
+"""Bootstrap intervals: the numbers of a plain loop, correct coverage, and pairing."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def drawn(scores, rng):
 @pytest.mark.parametrize("metric", POINT_METRICS)
 def test_value_and_replicates_equal_the_metric_on_each_resample(metric, convention):
     point = POINT_METRICS[metric]
-    for seed in range(5):  # ties, constants and half precision among them
+    for seed in range(5):  # includes ties, constants and half precision
         id_scores, ood_scores = random_scores(seed)
         value, replicates = ood_replicates(metric, id_scores, ood_scores, convention, 20, seed)
         assert value == pytest.approx(point(id_scores, ood_scores, convention), abs=1e-12)
@@ -57,18 +57,18 @@ def test_mean_interval_has_the_width_of_the_standard_error_and_a_basic_one_is_mi
     assert interval.low < narrower.low < narrower.value < narrower.high < interval.high
     assert interval.value in interval
     assert interval.high + 1 not in interval
-    wrong = torch.rand(400, generator=torch.Generator().manual_seed(1)) < 0.5  # of answers that say they are sure
+    wrong = torch.rand(400, generator=torch.Generator().manual_seed(1)) < 0.5  # wrong half the time, yet confident
     error = (lambda sure, right: mean(sure) - mean(right)), torch.ones(400), ~wrong
     plain, basic = bootstrap_metric(error[0], error[1:], resamples=100), bootstrap_calibration(*error, 100)
     mirrored = (plain.value, 2 * plain.value - plain.high, 2 * plain.value - plain.low)
     assert (basic.value, basic.low, basic.high) == pytest.approx(mirrored)
     together = bootstrap_metric(lambda one, other: mean(one == other), [values, values], resamples=20)
-    assert together.low == 1  # several arrays are drawn together
+    assert together.low == 1  # several arrays are resampled together
 
 
 @pytest.mark.parametrize(("count", "draws_at_once"), [(1, 7), (24, 4_000_000), (31, 310), (500, 1)])
 def test_mean_of_paired_differences_is_the_difference_of_means(monkeypatch, count, draws_at_once):
-    """By the same draws, however many at once: of answers that are right or wrong, also where chance decides."""
+    """With the same draws, however many at once: for correctness values, also where the result is due to chance."""
     monkeypatch.setattr("hydra_ensembles.metrics.bootstrap._DRAWS_AT_ONCE", draws_at_once)
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -80,7 +80,7 @@ def test_mean_of_paired_differences_is_the_difference_of_means(monkeypatch, coun
 
 
 def test_a_rare_loss_that_no_sample_has_is_allowed_for():
-    """One in a hundred loses what the others gain, and more: of fifty samples without one, the mean looks positive."""
+    """One in a hundred loses more than the others gain: a sample of fifty without one has a positive mean."""
     gains, held = torch.full((50,), 1.0), []
     assert bootstrap_mean(gains).low == 1
     assert bootstrap_mean(gains, unseen=-150.0).low < -0.5  # the true mean: 0.99 - 1.5
@@ -103,7 +103,7 @@ def test_ood_interval_over_several_sets_shares_the_id_draws():
     both = bootstrap_ood("auroc", id_scores, [near, far], resamples=100)
     alone = [bootstrap_ood("auroc", id_scores, scores, resamples=100) for scores in (near, far)]
     assert both.value == pytest.approx((alone[0].value + alone[1].value) / 2)
-    # an OOD set so far away that it is always detected only halves the interval of the other
+    # an OOD set far away is always detected: the mean's interval is half of the other set's
     certain = bootstrap_ood("auroc", id_scores, [near, near + 1000], resamples=100)
     assert certain.high - certain.low == pytest.approx((alone[0].high - alone[0].low) / 2)
 

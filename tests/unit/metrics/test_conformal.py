@@ -1,4 +1,4 @@
-"""Conformal thresholds, p-values and sets of labels: definitions, coverage in simulation, a referee, bad input."""
+"""Conformal thresholds, p-values and label sets: definitions, simulated coverage, a reference library, bad input."""
 
 import math
 
@@ -15,7 +15,7 @@ KINDS = ["lac", "aps", "raps"]
 
 
 def answers(count: int, classes: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Probabilities that are true: labels are drawn from them."""
+    """Calibrated probabilities: labels are drawn from them."""
     generator = torch.Generator().manual_seed(seed)
     probs = (3 * torch.randn(count, classes, generator=generator, dtype=torch.float64)).softmax(-1)
     return probs, torch.multinomial(probs, 1, generator=generator)[:, 0]
@@ -32,7 +32,7 @@ def test_the_threshold_is_the_rank_of_split_conformal() -> None:
 def test_p_values_by_hand_and_of_many_samples() -> None:
     held_out = torch.tensor([3.0, 1.0, 2.0, 2.0])
     assert p_values(held_out, torch.tensor([0.0, 1.0, 2.0, 2.5, 4.0])).tolist() == pytest.approx([1, 1, 0.8, 0.4, 0.2])
-    shifted = held_out - 2.5  # whole numbers are held against it as they are, and half precision counts beyond 65,504
+    shifted = held_out - 2.5  # integers are compared as they are, and half precision counts beyond 65,504
     assert p_values(shifted, torch.tensor([-1, 0])).tolist() == pytest.approx([0.8, 0.4])
     assert p_values(shifted.repeat(20_000), torch.zeros(1).half()).item() == pytest.approx(0.25, abs=1e-4)
     many = torch.randn(7 * KEPT + 13, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -40,7 +40,7 @@ def test_p_values_by_hand_and_of_many_samples() -> None:
     assert len(repr(reference)) < 100
     exact, rounded = p_values(many, fresh), reference.p_values(fresh)
     assert (len(reference.values), reference.samples) == (KEPT, len(many))
-    assert (rounded >= exact - 1e-12).all()  # never too small: that is what is promised
+    assert (rounded >= exact - 1e-12).all()  # never too small, as promised
     assert (rounded - exact).max() <= 1 / KEPT + 1e-9
 
 
@@ -52,7 +52,7 @@ def test_scores_of_labels_and_sets_agree_with_torch_uncertainty(conformal_refere
     torch.testing.assert_close(label_scores(probs, "aps", 0.2, 2), aps._calculate_all_labels(probs))
     torch.testing.assert_close(label_scores(probs, "raps", 0.2, 2), raps._calculate_all_labels(probs))
     referee, sets = conformal_referee.ConformalClsTHR(**plain), fit_sets(probs, labels, 0.9)
-    referee.q_hat = torch.tensor(sets.thresholds[0])  # its own takes no account of the number of samples
+    referee.q_hat = torch.tensor(sets.thresholds[0])  # its own ignores the finite-sample correction
     assert torch.equal(sets(probs), referee.conformal(probs.log()) > 0)
 
 
@@ -72,7 +72,7 @@ def test_sets_hold_the_right_label(kind: str, by_class: bool) -> None:
     means = np.nanmean(covered, axis=0)
     assert (means >= 0.8 - 0.015).all(), means
     if kind == "aps":
-        assert means.max() < 0.97  # not everything
+        assert means.max() < 0.97  # not trivially 1
 
 
 def test_few_samples_of_a_class_keep_its_label_in() -> None:

@@ -1,4 +1,4 @@
-"""AUROC, AUPR, FPR95 and the risk-coverage curve: hand-computed conventions, referees, and bad input."""
+"""AUROC, AUPR, FPR95 and the risk-coverage curve: hand-computed conventions, reference libraries, and bad input."""
 
 import itertools
 
@@ -36,11 +36,11 @@ def test_fpr95_takes_the_nearest_recall_or_the_first_sufficient_one():
     ood_scores = torch.cat([torch.linspace(0.8, 0.9, 18), T([0.1])])
     id_scores = T([0.5, 0.05])
     assert fpr95(id_scores, ood_scores, "openood") == 0.5  # recall 1, one of two ID samples flagged
-    assert fpr95(id_scores, ood_scores, "torch-uncertainty") == 0.5  # recall 0.947, below the ID run
+    assert fpr95(id_scores, ood_scores, "torch-uncertainty") == 0.5  # recall 0.947, below the ID sample
     assert fpr95(T([0.05, 0.04]), ood_scores) == 0.0
     ood_scores = torch.cat([torch.linspace(0.8, 0.9, 19), T([0.1])])  # recall 0.95 exactly after 19
     id_scores = T([0.5, 0.4, 0.3, 0.05])
-    assert fpr95(id_scores, ood_scores, "torch-uncertainty") == 0.75  # it counts the ID run that follows
+    assert fpr95(id_scores, ood_scores, "torch-uncertainty") == 0.75  # includes the following ID samples
     assert fpr95(id_scores, ood_scores, "openood") == 0.0
 
 
@@ -96,7 +96,7 @@ def test_mixed_dtypes_infinite_scores_half_precision_and_gradients():
     assert auroc(T([-torch.inf, 0.0]), T([torch.inf, 1.0])) == 1
     assert aupr(T([-torch.inf, 0.0]), T([torch.inf, 1.0]), "openood") == 1
     assert auroc(T([-0.0]), T([0.0])) == 0.5
-    id_scores, ood_scores = torch.zeros(5000).half(), torch.ones(4000).half()  # more than half precision counts
+    id_scores, ood_scores = torch.zeros(5000).half(), torch.ones(4000).half()  # more than half precision can count
     id_scores[:1250] = 2
     assert (auroc(id_scores, ood_scores), fpr95(id_scores, ood_scores)) == (0.75, 0.25)
     scores = torch.rand(5, requires_grad=True)
@@ -126,7 +126,7 @@ def test_risk_coverage_by_hand():
 
 
 def test_ties_count_by_their_mean_error_over_all_orders():
-    """One member has no mutual information: what such a score is worth must not hang on the order of the data."""
+    """One member has zero mutual information everywhere: the result must not depend on the order of the data."""
     wrong = torch.arange(1000) < 130
     for errors in (wrong, wrong.flip(0)):
         curve = risk_coverage(torch.zeros(1000), errors)
@@ -147,7 +147,7 @@ def test_risk_coverage_equals_the_referee(referee, quiet):
         probs, labels = random_probs(seed)
         confidence, predicted = probs.max(-1)
         if len(labels) < 2 or len(confidence.unique()) < len(labels):
-            continue  # with equal confidences the order of the referee's sort is not defined
+            continue  # with equal confidences the reference's sort order is undefined
         errors = predicted != labels
         assert aurc(-confidence, errors) == pytest.approx(updated(referee.AURC(), probs, labels), abs=1e-5), seed
         for coverage in (0.25, 0.8, 1.0):

@@ -1,4 +1,4 @@
-"""Accuracy, Brier, NLL, calibration errors and diversity: hand-computed conventions, referees, and bad input."""
+"""Accuracy, Brier, NLL, calibration errors and diversity: hand-computed conventions, references, and bad input."""
 
 import math
 from functools import partial
@@ -28,7 +28,7 @@ def test_accuracy_brier_and_nll():
     assert metrics.nll(binary(1.0), T([1], dtype=torch.uint8)) == math.inf
     logits = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(log_mean_probs(logits), logits.softmax(-1).mean(0).log())
-    assert log_mean_probs(T([[[0.0, 2000.0]], [[0.0, 1000.0]]]))[0, 0].isfinite()  # where it underflows to zero
+    assert log_mean_probs(T([[[0.0, 2000.0]], [[0.0, 1000.0]]]))[0, 0].isfinite()  # probabilities underflow to zero
 
 
 def test_ece_has_fifteen_bins_of_equal_width_and_one_for_certainty():
@@ -44,7 +44,7 @@ def test_ece_has_fifteen_bins_of_equal_width_and_one_for_certainty():
     probs, labels = binary(1.0, 0.95), T([1, 0])
     assert metrics.ece(probs, labels) == pytest.approx((1.0 + 0.05) / 2)
     assert metrics.reliability_bins(*metrics.top_label(probs, labels)).count.tolist() == [0] * 14 + [2]
-    rounded = T([[1.0000001, 0.0], [0.0, 1.0000001], [0.75, 0.25]])  # no logits for all that
+    rounded = T([[1.0000001, 0.0], [0.0, 1.0000001], [0.75, 0.25]])  # still probabilities, not logits
     assert metrics.ece(rounded, T([0, 1, 0])) == pytest.approx(0.25 / 3, abs=1e-6)
 
 
@@ -74,7 +74,7 @@ def test_random_cases_equal_the_referees(referee, quiet):
 
 
 def test_the_order_of_the_data_changes_no_calibration_error():
-    """Nor does it where confidences are equal, and bins end among them."""
+    """Also not with equal confidences that span several bins."""
     right = torch.arange(300) < 240  # sorted, as by class
     assert metrics.adaptive_ece_of_confidence(torch.full((300,), 0.8), right) == pytest.approx(0.0, abs=1e-7)
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def test_diversity_equals_the_referee(referee, quiet):
         if seed % 3 == 0:  # many equal probabilities
             counts = (4 * probs).ceil()
             probs = counts / counts.sum(-1, keepdim=True)
-        by_sample = probs.transpose(0, 1)  # the referee wants [B, M, C]
+        by_sample = probs.transpose(0, 1)  # the reference expects [B, M, C]
         expected = updated(referee.MutualInformation(), by_sample)
         assert metrics.mutual_information(probs) == pytest.approx(expected, abs=1e-5), seed
         assert metrics.disagreement(probs) == pytest.approx(updated(referee.Disagreement(), by_sample), abs=1e-6), seed
@@ -104,11 +104,11 @@ def test_half_precision_equals_the_same_values_in_float32(dtype, classes):
     g = torch.Generator().manual_seed(1)
     probs = (3 * torch.randn(1000, classes, generator=g)).softmax(-1).to(dtype)
     labels = torch.randint(0, classes, (1000,), generator=g)
-    # the widened rows only sum to one within half precision, so compare on what `top_label` sees
+    # widened rows sum to one only within half precision, so compare what `top_label` returns
     confidence, correct = metrics.top_label(probs, labels)
     assert confidence.dtype == torch.float32
     assert metrics.ece(probs, labels) == pytest.approx(metrics.ece_of_confidence(confidence, correct), abs=1e-5)
-    widened = metrics.ece_of_confidence(confidence.to(dtype), correct)  # exact: the values came from this dtype
+    widened = metrics.ece_of_confidence(confidence.to(dtype), correct)  # exact: values came from this dtype
     assert widened == metrics.ece_of_confidence(confidence, correct)
     assert metrics.adaptive_ece(probs, labels) == metrics.adaptive_ece_of_confidence(confidence, correct)
     per_sample = (probs.float() - torch.nn.functional.one_hot(labels, classes)).square().sum(-1)
@@ -141,7 +141,7 @@ OF_CONFIDENCES = (metrics.ece_of_confidence, metrics.adaptive_ece_of_confidence,
         (OF_MEMBERS, (5 * torch.ones(2, 3, 4),), "sum to one"),
         (OF_CONFIDENCES, (T([93.0, 80.0]), T([True, False])), "from 80 to 93"),
         (OF_CONFIDENCES, (T([0.9, 0.8]), T([3, 1])), "predicted == labels"),
-        (OF_CONFIDENCES, (T([0.9, 0.8]), T([True])), "2 confidences, 1 truth"),  # one would be taken for all
+        (OF_CONFIDENCES, (T([0.9, 0.8]), T([True])), "2 confidences, 1 truth"),  # it would be broadcast
         (OF_CONFIDENCES, (T([0.9, torch.nan]), T([True, False])), "NaN"),
         (OF_CONFIDENCES, (T([]), T([])), "no samples"),
         ([partial(one, bins=0) for one in OF_CONFIDENCES], (T([0.9, 0.8]), T([True, False])), "bins"),
