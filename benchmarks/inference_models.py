@@ -317,7 +317,7 @@ class Workshop:
         return cast(he.Ensemble, self._noisy(joined([self.base] * members, sharing, trunk), "baseline"))
 
     def _mc_dropout(self, passes: int) -> Contender:
-        model = he.mc_dropout(self.base.member(0).to(self.dtype), DROPOUT, passes).model  # drops in every mode
+        model = he.mc_dropout(self.base.member(0).to(self.dtype), DROPOUT, passes).model  # dropout stays on
 
         def run(*inputs: Tensor) -> Tensor:
             repeated = [tensor.repeat(passes, *(1,) * (tensor.dim() - 1)) for tensor in inputs]

@@ -148,7 +148,7 @@ class Connection:
 
 
 async def saturate(port: int, requests: Sequence[bytes], clients: int) -> tuple[list[Answer], float]:
-    """Send all requests with so many clients that never pause; return the answers and the seconds it took."""
+    """Send all requests from `clients` clients that never pause; return the answers and the seconds it took."""
     answers: list[Answer] = [(0, b"")] * len(requests)
     order = iter(range(len(requests)))
 

@@ -31,7 +31,7 @@ def make_ensemble(models: list[Any], processor: Any, images: Any) -> he.Ensemble
 # end: ensemble
 # start: prune
 def prune_and_train(base: he.Ensemble, sets: dict[str, Any], prune: int, output: Path) -> he.Ensemble:
-    """Copies of one model, each without `prune` heads, then fine-tuned; `sets` are id, train and maybe ood."""
+    """Copies of one model, each without `prune` heads, then fine-tuned; `sets` are id, train and optionally ood."""
     batches = {name: data.batches(one, base.metadata.preprocessing, batch_size=16) for name, one in sets.items()}
     recipe = he.Recipe(learning_rate=3e-5, epochs=3, train_groups=("attention", "mlp", "norms", "readout"))
     ranked: Any = {"strategy": "circuit"} if "ood" in sets else {"strategy": "taylor", "taylor_scope": "global"}

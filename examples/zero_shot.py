@@ -20,7 +20,7 @@ from hydra_ensembles import data
 from hydra_ensembles.demo.embedded import load_sample
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of libraries that open_clip imports
+    warnings.simplefilter("ignore")  # from libraries that open_clip imports
     import open_clip
 
 

@@ -44,7 +44,7 @@ class DualCounts:
     pairs: int | None  # images whose pairs with texts train the dual encoder
     tuned_pairs: int | None  # images whose pairs with texts tune the text sides of pruned members
     circuits: int  # ID and OOD images, each, that circuits of both towers are extracted on
-    image_circuits: int  # ID images of CIFAR-100 that circuits of the image tower alone read as well
+    image_circuits: int  # ID images of CIFAR-100 also used for circuits of the image tower alone
     calibration: int  # ID images that temperatures are fitted on
     taylor_batches: int
     test: int | None  # of each classification task
@@ -65,14 +65,14 @@ class DualRecipe:
     pairs: tuple[PairSet, ...]  # training data of the dual encoder
     prune: int  # heads of both towers that each member loses
     more: int  # further heads in the row with more heads pruned
-    image_prune: int  # heads that each member loses where the image tower alone is pruned
-    taylor_prune: int  # heads that the Taylor ranking takes out of the image tower, as many in every layer
-    dual: Recipe | None  # training of the dual encoder; None where a trained one is given
+    image_prune: int  # heads that each member loses if only the image tower is pruned
+    taylor_prune: int  # heads that the Taylor ranking removes from the image tower, equally many per layer
+    dual: Recipe | None  # training of the dual encoder; None if a trained one is given
     choices: tuple[DualChoice, ...]  # of its steps and rates; the first unless held-out names have chosen
     tune: Recipe | None  # training of the text side of a pruned member; None for no such rows
     views: int  # per training image, whose features are computed
-    least_over_chance: float  # tasks where the single model is below so many times chance are left out of the means
-    cost_batch: int  # images a batch when latency is measured
+    least_over_chance: float  # tasks where Single is below this multiple of chance are left out of the means
+    cost_batch: int  # images per batch for measuring latency
     model: str | None = None  # the user's own, as `load_dual` takes it; None for the model that the study trains
     factors: str | None = field(default=None, metadata=ADDED_LATER)  # BayesVLM's folder, for a user's own model
 

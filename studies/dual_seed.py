@@ -199,7 +199,7 @@ class DualTask:
             labelled = sets.fewer(sets.load(ref), ref.name, counts.test)
             domain = "seen" if shared and ref.name in SEEN else "unseen"
             tests.append(ZeroSet(ref.name, ref.name, "id", self.samples(labelled.images), labelled.names, domain))
-            if counts.test == counts.detection and counts.classes is None:  # same images as an OOD set
+            if counts.test == counts.detection and counts.classes is None:  # same images when used as an OOD set
                 read[ref] = tests[-1].samples
         tasks = {test.task: test for test in tests}
         for task, suite in sets.suites.items():

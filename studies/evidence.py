@@ -27,7 +27,7 @@ from .task import Task
 
 SCORES: tuple[AnyScore, ...] = ("msp", "entropy", SPREAD)
 SHIFTED = ("correct", "brier", "nll")  # columns for corrupted images
-LARGEST = 60000.0  # magnitude stored as float16
+LARGEST = 60000.0  # largest magnitude that is stored
 
 
 class Judged:

@@ -109,7 +109,7 @@ def paper_rates(task: Task) -> list[Setting]:
 
 
 def mimo_settings(task: Task) -> list[Setting]:
-    """The paper's setting, and one that repeats images more often; a higher rate if the stem is pretrained."""
+    """The paper's setting, and one where members share images more often; a higher rate if the stem is pretrained."""
     faster = 1 if task.scratch else 3
     return [{"rho": 0.5, "repeat": 4, "faster": faster}, {"rho": 0.9, "repeat": 2, "faster": faster}]
 

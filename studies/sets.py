@@ -152,7 +152,7 @@ def load_npm_cifar10(folder: Path) -> ImageDataset:
 
 
 def at_most(dataset: SomeDataset, limit: int | None) -> SomeDataset:
-    """At most `limit` samples, drawn once with a fixed seed for all seeds."""
+    """At most `limit` samples, drawn with a fixed random seed, the same for all seeds of a study."""
     if limit is None or limit >= len(dataset):
         return dataset
     return subset(dataset, limit, SPLIT_SEED, stratified=dataset.labelled)

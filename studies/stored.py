@@ -32,7 +32,7 @@ from .task import recipe
 ALL_BUT = "all but "  # prefix: all OOD sets except the named one
 UNSEEN = "unseen"
 MEANS = ("accuracy", "nll", "brier", "ece", "aece", "calibrated.ece", "aurc", "own.ece", "own.aece", "own.aurc")
-OWN = get_args(LearnedName)  # scores that rows bring
+OWN = get_args(LearnedName)  # learned scores that rows may have
 Value = TypeVar("Value")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
 
@@ -227,7 +227,7 @@ def by_own_score(by_key: Mapping[str, Value]) -> dict[str, Value]:
 class DualStudy(Study):
     """The stored results of a zero-shot study: metrics of a task are `TASK.accuracy`, means `unseen.accuracy`.
 
-    `TASK.own.KEY` uses the score that a row brings, if it brings one.
+    `TASK.own.KEY` uses a row's own score, if it has one.
     """
 
     def numbers_of(self, columns: Columns) -> dict[str, Number]:

@@ -102,7 +102,7 @@ def store(study: Path, results: Path, facts: Mapping[str, Any], of_seed: Callabl
         elif reports:
             whole = set(before[REPORT]) <= set(reports)
             if whole and stored["runs"].pop(str(number), None) is not None:
-                write_json(target / STUDY, stored)  # if interrupted, rows would be compared with another run's Single
+                write_json(target / STUDY, stored)  # first: half replaced, rows would be compared with another Single
             added = _store_columns(folder, target, number, list(reports), () if whole else before[REPORT])
             run = {**of_seed(number), REPORT: {name: reports[name] for name in added}}
             runs[str(number)] = run if whole else _beside(before, run)
@@ -162,7 +162,7 @@ def _store_columns(folder: Path, target: Path, number: int, rows: list[str], bef
         single = new[SINGLE]
         answers = {key: column for key, column in named(SINGLE, single).items() if CALIBRATED not in key}
         new = {name: one for name, one in new.items() if name not in before}
-        if new and not same_columns(answers, stored):  # another training; ignores calibration
+        if new and not same_columns(answers, stored):  # another training; calibration may differ by version
             digest = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
             again = {"rows": np.array(list(new)), **named(SINGLE, single)}
             write_columns(target / f"again-{number}-{digest}.parquet", again)

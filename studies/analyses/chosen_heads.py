@@ -1,4 +1,4 @@
-"""Which heads are chosen: overlap of circuits and Taylor scores (B.2.2), and how much it depends on the data drawn."""
+"""Which heads are chosen: overlap of circuits and Taylor scores (B.2.2), and how much they depend on the data."""
 
 from itertools import combinations
 from statistics import mean
