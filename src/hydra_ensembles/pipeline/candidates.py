@@ -1,4 +1,4 @@
-"""The best ensemble for a price: candidates are built, dropped if they cannot win, judged, and one is chosen."""
+"""The best ensemble for a price: build candidates, drop those that cannot win, judge the rest, choose one."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,12 +40,12 @@ from .choice import DEEP, FORMAT, FUSED, SOUP, YOURS, Price, SearchResult, Searc
 from .material import BuildData, Judges, StartingModel, read_for_search, samples_in, starting_model, with_upper_layers
 from .settings import LARGEST_SEED, HydraConfig, usual_trunk
 
-DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # of the layers: the trunks that are tried where nothing is asked for
-RESAMPLES = 10_000  # of the samples that judge, for the interval of a difference
-REPEATS = 10  # timed runs of a model, in turn with the one that was given
-WORK = ("fused", "members", "finetune")  # what a build needs no more once it is judged
+DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # default trunks to try, as shares of the layers
+RESAMPLES = 10_000  # bootstrap resamples for the interval of a difference
+REPEATS = 10  # timed runs per model, alternating with the given one
+WORK = ("fused", "members", "finetune")  # products of a build that are deleted once it is judged
 
-Candidates = Mapping[str, tuple[HydraConfig, StartingModel]]  # how each is built, and from what
+Candidates = Mapping[str, tuple[HydraConfig, StartingModel]]  # the config and starting model of each
 
 
 @checked
@@ -165,12 +165,12 @@ def search(
         return planned if dry_run else work.finish(planned)
 
 
-# --- what is given ---------------------------------------------------------------------------------------------------
+# --- arguments -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """The settings of a search, as described there."""
+    """The settings of a search, as described in `search`."""
 
     cost: float
     first: float
@@ -182,12 +182,12 @@ class _Settings:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Names of the OOD AUROCs that count."""
+        """Names of the OOD AUROCs to judge by."""
         return ("all.auroc", *(() if self.familiarity is None else (f"{self.familiarity}:all.auroc",)))
 
 
 def _usual(start: StartingModel, trained: bool, seed: int) -> Iterator[dict[str, Any]]:
-    """Settings of candidates for this model; not all of them need fit it."""
+    """Settings of the default candidates; some may not fit this model."""
     layers = start.base.num_layers
     for depth in dict.fromkeys(min(round(share * layers), layers - 1) for share in DEPTHS):
         plain: dict[str, Any] = {"shared_layers": depth, "seed": seed}
@@ -209,7 +209,7 @@ def _checked(
     familiarity: FamiliarityName | None,
     strict: bool,
 ) -> Candidates:
-    """The candidates by name; what does not fit the model is refused where they were asked for, else left out."""
+    """Candidates by name; those that do not fit the model raise if `strict`, otherwise they are skipped."""
     candidates: dict[str, tuple[HydraConfig, StartingModel]] = {}
     for index, entry in enumerate(proposed):
         try:
@@ -233,13 +233,13 @@ def _checked(
 
 
 def _part(data: BuildData, config: HydraConfig) -> BuildData:
-    """The sets that a build of this config reads."""
+    """The data sets that a build with this config reads."""
     train, ood = data.train if config.reads_train else None, data.ood if config.extracts_circuits else None
     return replace(data, train=train, ood=ood)
 
 
 def _shortened(config: HydraConfig, share: float, train: Batches | None) -> HydraConfig:
-    """The config with a share of its training."""
+    """The config with only a share of its training steps."""
     recipe = cast(Recipe, config.recipe)
     total, warmup = recipe.plan(None if train is None else length_of(train))
     steps = max(1, round(share * total))
@@ -248,12 +248,12 @@ def _shortened(config: HydraConfig, share: float, train: Batches | None) -> Hydr
     return replace(config, recipe=short)
 
 
-# --- the work --------------------------------------------------------------------------------------------------------
+# --- the search ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """A search whose arguments are known to be good. What is done is kept in the run folder, and read from there."""
+    """A search with checked arguments. Results are stored in the run folder and read back from it."""
 
     run: RunFolder
     start: StartingModel
@@ -262,11 +262,11 @@ class _Search:
     data: BuildData
     judges: Judges
     settings: _Settings
-    options: Mapping[str, Any]  # of `Ensemble.optimize`
+    options: Mapping[str, Any]  # for `Ensemble.optimize`
     progress: bool
 
     def plan(self) -> SearchResult:
-        """What every candidate costs, before any of them is built."""
+        """Measure the price of every candidate, before any of them is built."""
         makers: dict[str, Callable[[], Ensemble]] = {name: partial(_stand_in, *how) for name, how in self.built.items()}
         rows = [SearchRow(YOURS, 1.0, "planned")]
         cost = self.settings.cost
@@ -282,7 +282,7 @@ class _Search:
         return SearchResult(tuple(rows), cost, self.settings.price, self.settings.scores, samples)
 
     def finish(self, planned: SearchResult) -> SearchResult:
-        """Build, judge and choose, unless that is done; the choice goes with the result."""
+        """Build, judge and choose, or read back a finished search; returns the result with the chosen ensemble."""
         decided = self.run.product(
             "search.json", lambda: self._result(planned), SearchResult.load, lambda file, result: result.save(file)
         )
@@ -295,7 +295,7 @@ class _Search:
             tqdm.write(to_markdown(planned.table()))
         builds = sum(row.state == "planned" for row in planned.rows) + sum(map(len, rivals))
         with tqdm(total=builds, desc="search", unit="build", disable=not self.progress) as bar:
-            rows[YOURS] = self._judge(rows[YOURS], bar)  # first: data that cannot judge are found out
+            rows[YOURS] = self._judge(rows[YOURS], bar)  # first, so that unsuitable judging data fail early
             for group in rivals:
                 rows |= {row.name: row for row in self._first(planned, group, bar)}
             for row in planned.rows[1:]:
@@ -304,14 +304,14 @@ class _Search:
         return self._weighed(replace(planned, rows=tuple(rows.values())).decided(self.settings.tolerance))
 
     def _weighed(self, decided: SearchResult) -> SearchResult:
-        """The result, whose reason says whether the NLL of the choice is significantly lower; a warning, if it is not.
+        """Add to the reason whether the NLL of the choice is significantly lower than the model's; warn if it is not.
 
-        That is the whole interval of the difference, by a paired bootstrap over the samples that judge, of a level at
-        which 95 of 100 searches are right in which no candidate is any better, however many there are.
+        Significant: the whole interval of the paired bootstrap over the judging samples lies below zero. Its level is
+        Bonferroni-corrected for the number of candidates: if none is better, 95 of 100 searches claim nothing.
         """
         if decided.choice == YOURS:
             return decided
-        others = sum(row.state in ("judged", "stopped early") for row in decided.rows) - 1  # by the same samples
+        others = sum(row.state in ("judged", "stopped early") for row in decided.rows) - 1  # judged on the same samples
         pair = Paired.of(self._final(decided.choice), self._final(YOURS), self.judges["ID"])
         rise = pair.rise(resamples=RESAMPLES, level=1 - 0.05 / others, seed=self.settings.seed)
         interval = f"{rise.value:+.4f}, paired bootstrap for {others} candidates {rise.low:+.4f} to {rise.high:+.4f}"
@@ -325,7 +325,7 @@ class _Search:
         return replace(decided, why=f"{decided.why}; {lower}")
 
     def _rivals(self, rows: Sequence[SearchRow]) -> Iterator[list[SearchRow]]:
-        """Candidates that follow the same recipe, and so can be compared before they have done so to the end."""
+        """Groups of candidates with the same recipe, which can be compared before their training ends."""
         groups: dict[str, list[SearchRow]] = {}
         for row in rows:
             config, start = self.built.get(row.name, (None, self.start))
@@ -334,7 +334,7 @@ class _Search:
         yield from (group for group in groups.values() if len(group) > 1 and self.settings.first < 1.0)
 
     def _first(self, planned: SearchResult, rivals: Sequence[SearchRow], bar: Any) -> Iterator[SearchRow]:
-        """Those of the rivals that are given up after a short training of all."""
+        """Train all rivals for a short while; yield the rows of those to drop."""
         losses: dict[str, tuple[float, ...]] = {}
         for row in rivals:
             config, start = self.built[row.name]
@@ -357,7 +357,7 @@ class _Search:
                 yield replace(row, state="stopped early", note=note)
 
     def _judge(self, row: SearchRow, bar: Any) -> SearchRow:
-        """A candidate, built, with what held-out data say of it, and its price as it is now."""
+        """Build a candidate, evaluate it on held-out data and measure its price again; return its row."""
         slug = _slug(row.name)
         bar.set_postfix_str(row.name)
         try:
@@ -372,7 +372,7 @@ class _Search:
         return replace(row, state="judged", numbers=numbers, price=price)
 
     def _numbers(self, name: str, make: Callable[[], Ensemble]) -> Mapping[str, float]:
-        """What held-out data say of an ensemble."""
+        """Results of an ensemble on held-out data."""
         further: Any = () if self.settings.familiarity is None else (self.settings.familiarity,)
         id_name, *ood_names = self.judges
         foreign = {key: self.judges[key] for key in ood_names}
@@ -385,7 +385,7 @@ class _Search:
         return {key: numbers[key] for key in ("accuracy", "nll", "ece", "aurc", *self.settings.scores)}
 
     def _price(self, name: str, base: Ensemble, make: Callable[[], Ensemble]) -> float:
-        """What an ensemble costs against the given model; one of the same make costs the same."""
+        """Price of an ensemble relative to the given model; 1 if both have the same config."""
 
         def measure() -> dict[str, float]:
             candidate = make()
@@ -402,7 +402,7 @@ class _Search:
         return float(self.run.json(name, measure)["price"])
 
     def _final(self, name: str) -> Ensemble:
-        """A candidate as it would be used."""
+        """A candidate, ready for use."""
         path = f"candidates/{_slug(name)}"
         if name in self.built:
             return self._built(path, *self.built[name])
@@ -410,7 +410,7 @@ class _Search:
         return self.run.ensemble(f"{path}/{RESULT}", lambda: self._ready(plain()))
 
     def _ready(self, model: Ensemble) -> Ensemble:
-        """A model calibrated as candidates are; a calibration that it came with, and what that says of it, stay."""
+        """Calibrate a model like the candidates; if it already is, its own calibration and the related metrics stay."""
         own, familiarity = model.metadata, self.settings.familiarity
         if own.calibration is not None and familiarity is None:
             return model
@@ -422,7 +422,7 @@ class _Search:
         return ready.with_metadata(calibration=own.calibration, metrics=metrics, history=(*own.history, line))
 
     def _built(self, path: str, config: HydraConfig, start: StartingModel) -> Ensemble:
-        """The result of a build, in a run folder of its own; rankings are common to all."""
+        """Build an ensemble in its own run folder; all builds share the rankings."""
         run = RunFolder(self.run.place(path), {"format": FORMAT, "config": to_plain(config)}, device=start.base.device)
         return Chain(config, start, _part(self.data, config), run, self.progress, rankings=self.run).ensemble()
 
@@ -439,14 +439,14 @@ class _Search:
 
 
 def _stand_in(config: HydraConfig, start: StartingModel) -> Ensemble:
-    """An ensemble of the make of a candidate, without its training: as many heads are missing, if not the same ones."""
+    """An untrained ensemble with the config of a candidate: it loses as many heads, but not necessarily the same."""
     count, lost = config.pruned_members, config.lost
     heads: tuple[Any, ...] = ()
     if count:
         heads = random_members(start.ranked, lost, count, config.seed, config.layers(start))
     members = [start.pruned(removed) for removed in (*heads, *[()] * (config.members - count))]
     ensemble = fuse(members, **config.fusions, trunk=config.trunk)
-    if config.training is not None:  # members that are trained differ: what is equal here would run once for all
+    if config.training is not None:  # make members differ, as after training: equal ones would be run once
         with torch.no_grad():
             for weight in ensemble.parameters():
                 weight += torch.linspace(-0.01, 0.01, weight.numel(), device=weight.device).view_as(weight).to(weight)
@@ -454,5 +454,5 @@ def _stand_in(config: HydraConfig, start: StartingModel) -> Ensemble:
 
 
 def _slug(name: str) -> str:
-    """A name as a folder has it."""
+    """A name as a folder name."""
     return "-".join(re.findall(r"[a-z0-9]+", name.lower()))

@@ -40,11 +40,11 @@ from .material import BuildData, ReadBatch, StartingModel, read_data, starting_m
 from .settings import HydraConfig
 
 FORMAT = "hydra_ensembles build 1"
-SPARE = 2  # heads that a circuit goes further where it repeats another member
+SPARE = 2  # extra heads that a circuit ranks if it repeats another member
 
 
 @checked
-@torch.inference_mode(False)  # a caller's own would leave Taylor scores and fine-tuning no gradients
+@torch.inference_mode(False)  # inference mode of the caller would leave Taylor scores and fine-tuning without gradients
 def build(
     model: nn.Module,
     config: HydraConfig,
@@ -141,8 +141,8 @@ def build(
 
 
 def model_identity(start: StartingModel) -> dict[str, Any]:
-    """What long work depends on in the model it starts from."""
-    # without what nothing is computed from: words, and marks of samples
+    """Identity of the starting model, for a run folder."""
+    # without metadata that no result depends on: text, and marks of training samples
     metadata = replace(start.base.metadata.plain, preprocessing_from="", train_marks=(), train_samples=0)
     content = json.dumps(to_plain(metadata), sort_keys=True).encode()
     digest = hashlib.sha256(content).hexdigest()
@@ -155,7 +155,7 @@ def model_identity(start: StartingModel) -> dict[str, Any]:
 
 
 def calibrated(fused: Ensemble, config: HydraConfig, data: BuildData) -> Ensemble:
-    """The last step of a build: temperature, thresholds and familiarity, from data that ranked and validated."""
+    """Last step of a build: fit familiarity on the ranking data, temperature and thresholds on the validation data."""
     if not config.calibrate or data.validation is None:
         return fused
     per_member, share = config.per_member_temperature, config.accepted_share
@@ -166,7 +166,7 @@ def calibrated(fused: Ensemble, config: HydraConfig, data: BuildData) -> Ensembl
 def _familiar(
     fused: Ensemble, config: HydraConfig, ranking: list[ReadBatch] | None, validation: list[ReadBatch]
 ) -> Ensemble:
-    """The ensemble with familiarity fitted on the samples that ranked heads, if others are left to calibrate on."""
+    """Fit familiarity on the ranking samples, if there are any; calibration then uses other samples."""
     choice = config.familiarity
     if choice is None or ranking is None:
         return fused
@@ -176,19 +176,19 @@ def _familiar(
     except TooFewSamplesError:
         if choice != "auto":
             raise
-        return fused  # calibration tries with a half of its own samples, and says what is amiss
+        return fused  # `calibrate` will try with half of its own samples, and report problems
     familiarity = fitted.metadata.familiarity
     keys = np.concatenate([sample_keys(inputs) for inputs, _ in validation])
     refused = familiarity is not None and reused_of(keys, familiarity.settings.fitted_set).mostly
     if choice == "auto" and refused:
-        return fused  # a half of the samples then fits it, the other sets its threshold
-    return fitted  # that what was asked for by name is fitted on other samples, calibration checks
+        return fused  # `calibrate` will fit on half of its samples and set the threshold on the rest
+    return fitted  # `calibrate` checks that a score chosen by name was fitted on other samples
 
 
 def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadBatch], seed: int) -> Ensemble:
-    """The ensemble, with a warning and lines in its history if accuracy or NLL is significantly worse than the base's.
+    """Warn and add to the history if accuracy or NLL of the ensemble is significantly worse than the base's.
 
-    That is the whole 95 % interval of the difference, by a paired bootstrap over the samples.
+    Significant: zero lies outside the 95 % interval of the difference, by a paired bootstrap over the samples.
     """
     pair = Paired.of(ensemble, base, validation)
     gain, rise = bootstrap_mean(pair.right - pair.right_before, seed=seed), pair.rise(seed=seed)
@@ -214,22 +214,22 @@ def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadB
 
 
 class Paired(NamedTuple):
-    """A model beside the one before, on the same samples: 1 where it is right, else 0, and its NLL, `[n]` each."""
+    """Two models on the same samples: 1 where correct, else 0, and NLL; `[n]` each, `_before` of the earlier model."""
 
     right: Tensor
     right_before: Tensor
     nll: Tensor
     nll_before: Tensor
-    mistake: float  # how much more a mistake costs (NLL), on average over those that the one before expects of itself
+    mistake: float  # mean rise in NLL on labels other than the earlier model's answer, weighted by its probabilities
 
     @classmethod
     def of(cls, model: Ensemble, before: Ensemble, batches: list[ReadBatch]) -> "Paired":
-        """What both say of labelled batches."""
+        """Run both models on labelled batches."""
         parts: list[tuple[Tensor, ...]] = []
-        costs = torch.zeros(2, dtype=torch.float64)  # of mistakes, and what they weigh
+        costs = torch.zeros(2, dtype=torch.float64)  # sum of weighted rises, and sum of weights
         for inputs, labels in ((inputs, labels.cpu().long()) for inputs, labels in batches if labels is not None):
             ours, theirs = (one.predict(inputs).log_probs.double().cpu() for one in (model, before))  # [B, C] each
-            expected = theirs.exp().scatter(1, theirs.argmax(1, keepdim=True), 0.0)  # of labels that it does not name
+            expected = theirs.exp().scatter(1, theirs.argmax(1, keepdim=True), 0.0)  # its probabilities of other labels
             costs += torch.stack([(expected * (theirs - ours)).sum(), expected.sum()])
             who_is_right = [(answer.argmax(1) == labels).double() for answer in (ours, theirs)]
             parts.append((*who_is_right, -at_labels(ours, labels), -at_labels(theirs, labels)))
@@ -238,10 +238,10 @@ class Paired(NamedTuple):
         return cls(right, right_before, nll, nll_before, mistake=cost / weight if weight else 0.0)
 
     def rise(self, *, resamples: int = 1000, level: float = 0.95, seed: int) -> Interval:
-        """How much higher the NLL is than before, with an interval that allows for a mistake more than was seen.
+        """How much higher the NLL is than before; the interval allows for one more mistake than was seen.
 
-        Mistakes are rare and cost much. Of a model that is merely surer, samples with none of them, or too few, say
-        that its NLL is lower, each of them, and no draw from these samples knows better.
+        Mistakes are rare and expensive. If a model is merely more confident, every correct sample has a lower NLL; with
+        few or no mistakes among the samples, no bootstrap resample would show the cost.
         """
         rises = self.nll - self.nll_before
         return bootstrap_mean(rises, unseen=self.mistake, resamples=resamples, level=level, seed=seed)
@@ -249,7 +249,7 @@ class Paired(NamedTuple):
 
 @dataclass(frozen=True)
 class MemberHeads:
-    """How the heads of a member were chosen, in words, and the heads it loses."""
+    """How the heads of a member were chosen, as text, and the heads it loses."""
 
     origin: str
     heads: tuple[Head, ...]
@@ -262,7 +262,7 @@ class Choices:
     members: tuple[MemberHeads, ...]
 
     def of(self, config: HydraConfig) -> list[tuple[str, list[Head]]]:
-        """Origin and heads of each member, held against the settings they were chosen for."""
+        """Origin and heads of each member, after checking them against the config."""
         count = config.pruned_members
         lost = [frozenset(member.heads) for member in self.members]
         asked = [config.lost] * count + [0] * (config.members - count)
@@ -276,21 +276,21 @@ class Choices:
 
 @dataclass(eq=False)
 class Chain:
-    """The stages. Each gives its product from the run folder, or makes it from that of the stage before."""
+    """The stages of a build. Each reads its product from the run folder, or makes it from the previous stage's."""
 
     config: HydraConfig
     start: StartingModel
     data: BuildData
     run: RunFolder
     progress: bool
-    rankings: RunFolder | None = None  # a folder for them that builds from one model and the same data have in common
+    rankings: RunFolder | None = None  # folder for rankings that builds of the same model and data share
 
     def __post_init__(self) -> None:
         config, self.layers = self.config, self.config.layers(self.start)
         self.pool = config.pool_size(self.start.heads(self.layers)) if config.draws_from_pool else None
 
     def finish(self) -> Ensemble:
-        """Run what is missing; the result, with its summary written."""
+        """Run the missing stages, write the summary and return the result."""
         if not self.run.has(RESULT) and not self.run.has("base"):
             self.run.ensemble("base", lambda: self.start.base)
         final = self.ensemble()
@@ -298,17 +298,17 @@ class Chain:
         return final
 
     def ensemble(self) -> Ensemble:
-        """The result."""
+        """The fused and calibrated ensemble."""
         fused = partial(self.run.ensemble, "fused", self._fused)
 
         def judged() -> Ensemble:
             result = calibrated(fused(), self.config, self.data)
             validation = self.data.validation
-            if validation is None or self.rankings is not None:  # a search judges the model beside its candidates
+            if validation is None or self.rankings is not None:  # a search judges the base itself
                 return result
             base = self.start.base
             if result.metadata.calibration is not None and base.metadata.calibration is None:
-                base = calibrated(base, replace(self.config, familiarity=None), self.data)  # what a user could keep
+                base = calibrated(base, replace(self.config, familiarity=None), self.data)  # the alternative a user has
             return held_against_base(result, base, validation, self.config.seed)
 
         return self.run.ensemble(RESULT, judged)
@@ -329,13 +329,13 @@ class Chain:
         return finetune(ensemble, train, recipe, validation, output=folder, progress=self.progress, index=index)
 
     def _member(self, index: int) -> Ensemble:
-        """One member, pruned and fine-tuned; the whole one beside others from pretrained layers is the model itself."""
+        """One member, pruned and fine-tuned; with pretrained layers, the whole member is the given model itself."""
         if self.config.whole and index == self.config.members - 1 and self.start.upper is not None:
             return self.start.base.with_metadata(calibration=None, familiarity=None)
         return self._named(self._trained(self.start.pruned(self.choices[index][1]), index), index)
 
     def _named(self, member: Ensemble, index: int) -> Ensemble:
-        """A member whose history says which it was and how its heads were chosen."""
+        """A member whose history lines say which member it is and how its heads were chosen."""
         history = member.metadata.history
         pairs = zip(self.start.base.metadata.history, history, strict=False)
         before = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -344,7 +344,7 @@ class Chain:
 
     @cached_property
     def choices(self) -> list[tuple[str, list[Head]]]:
-        """Of each member: how its heads were chosen, in words, and the heads it loses."""
+        """For each member: how its heads were chosen, as text, and the heads it loses."""
         plain, file = self.run.json("heads", lambda: to_plain(self._choose())), self.run.place("heads.json")
         try:
             return from_plain(Choices, plain, "heads", complete=True).of(self.config)
@@ -352,7 +352,7 @@ class Chain:
             raise CheckpointError(f"{file} cannot be used: {error}. Delete {file} and run this again") from error
 
     def _choose(self) -> "Choices":
-        """The content of `heads.json`."""
+        """Choose the heads of all members."""
         config, count = self.config, self.config.pruned_members
         drawn = ["drawn from circuit avg"] * count
         origins = ["random heads"] * count
@@ -376,7 +376,7 @@ class Chain:
         return Choices(tuple(MemberHeads(origin, tuple(lost)) for origin, lost in zip(origins, heads, strict=True)))
 
     def _circuits(self) -> tuple[tuple[Head, ...], ...]:
-        """One circuit for each of the first members; the ranking that others are drawn from goes further."""
+        """One circuit for each of the first members; the ranking that other members are drawn from is longer."""
         lost, count = self.config.lost, self.config.pruned_members
         budgets = dict.fromkeys(CIRCUIT_ORDER[:count], lost)
         budgets["avg"] = self.pool or lost
@@ -392,7 +392,7 @@ class Chain:
 
     def _circuit(self, score: Score, budget: int, suffix: str = "") -> HeadRanking:
         config, start, ranking = self.config, self.start, self.data.ranking
-        assert ranking is not None  # the check has seen to it
+        assert ranking is not None  # ensured by `HydraConfig.check`
         settings: dict[str, Any] = {"method": config.method, "ties": config.ties}
         if score == "ood":
             settings["max_accuracy_loss"] = config.max_accuracy_loss
@@ -404,14 +404,14 @@ class Chain:
 
     def _taylor(self, seed: int) -> HeadRanking:
         config, source = self.config, self.data.for_taylor
-        assert source is not None  # the check has seen to it
+        assert source is not None  # ensured by `HydraConfig.check`
         settings: dict[str, Any] = {"scope": config.taylor_scope, "calibration_batches": config.calibration_batches}
         name = f"taylor-{seed}", config.lost, "-".join(map(str, settings.values()))
         settings |= {"budget": config.lost, "seed": seed, "layers": self.layers, "progress": self.progress}
         return self._ranking(*name, lambda _: taylor(self.start.base, source, **settings))
 
     def _ranking(self, name: str, budget: int, how: str, make: Callable[[Path | None], HeadRanking]) -> HeadRanking:
-        """A ranking from this run, or from the folder that it has in common with others, where its name says it all."""
+        """A ranking from this run or from the shared folder, where its file name contains all settings."""
         run = self.run
         product = f"rankings/{name}"
         if self.rankings is not None:

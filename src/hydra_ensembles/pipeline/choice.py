@@ -1,4 +1,4 @@
-"""What a search found: candidates with their prices and numbers, the fronts, the choice and its reason."""
+"""Result of a search: candidates with prices and numbers, the fronts, the choice and its reason."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -114,7 +114,7 @@ class SearchResult:
         return draw_fronts(prices, fronts, chosen=self.choice, given=YOURS, limit=self.cost)
 
     def decided(self, tolerance: float) -> "SearchResult":
-        """The result with its fronts and its choice, once all rows have their numbers."""
+        """Compute fronts and choice, once all rows have their numbers."""
         rows = [row for row in self.rows if row.numbers]
         prices = {row.name: row.price for row in rows}
         front = {key: _front(prices, by_name) for key, by_name in self._values().items()}
@@ -122,7 +122,7 @@ class SearchResult:
         most = (nll, *(loss + tolerance for loss in other_losses))
         within = [row for row in rows if row.price <= self.cost]
         fit = [row for row in within if all(map(float.__le__, self.losses(row.numbers), most))]
-        best = min(fit, key=lambda row: (row.numbers["nll"], row.price))  # of equals, the first: the given model
+        best = min(fit, key=lambda row: (row.numbers["nll"], row.price))  # of equals the first: the given model
         why = f"none of the {len(within) - 1} others within {self.cost:g}× has a lower NLL and is no worse in the rest"
         if best.name != YOURS:
             why = f"at {best.price:.2f}× it has the lowest NLL, {best.numbers['nll']:.3f} against {nll:.3f}, of the "
@@ -130,11 +130,11 @@ class SearchResult:
         return replace(self, choice=best.name, why=why, front=front)
 
     def losses(self, numbers: Mapping[str, float]) -> tuple[float, ...]:
-        """What candidates are compared by: NLL, AURC, and what accuracy and AUROCs lack; less is better."""
+        """Losses to compare candidates by: NLL, AURC, and one minus accuracy and AUROCs; lower is better."""
         return (numbers["nll"], numbers["aurc"], *(1.0 - numbers[key] for key in ("accuracy", *self.scores)))
 
     def _values(self) -> dict[str, dict[str, float]]:
-        """What the fronts are of, by candidate: less is better."""
+        """The values of each front, by candidate; lower is better."""
         rows = [row for row in self.rows if row.numbers]
         auroc = {row.name: -sum(row.numbers[key] for key in self.scores) / len(self.scores) for row in rows}
         return {"nll": {row.name: row.numbers["nll"] for row in rows}, "auroc": auroc}
@@ -156,7 +156,7 @@ class SearchResult:
 
 
 def _front(prices: Mapping[str, float], values: Mapping[str, float]) -> tuple[str, ...]:
-    """Names of those with a lower value than all that cost no more, cheapest first."""
+    """Names with a lower value than everything that costs no more, cheapest first."""
     front: list[str] = []
     for name in sorted(prices, key=lambda name: (prices[name], values[name])):
         if not front or values[name] < values[front[-1]]:
@@ -165,6 +165,6 @@ def _front(prices: Mapping[str, float], values: Mapping[str, float]) -> tuple[st
 
 
 def dominates(losses: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether one has no more of any loss than the other, and less of some."""
+    """Whether no loss is higher than the other's, and at least one is lower."""
     pairs = list(zip(losses, others, strict=True))
     return all(mine <= theirs for mine, theirs in pairs) and any(mine < theirs for mine, theirs in pairs)

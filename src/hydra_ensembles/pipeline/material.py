@@ -1,4 +1,4 @@
-"""What an ensemble is built from: the model, and the data, read once and checked against each other."""
+"""Inputs of a build: the model, and the data, read once and checked against each other."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,20 +39,20 @@ from ..overlap import Known, keys_at_hand, require_unlike, sample_keys, warn_if_
 from ..prune import prune
 
 ReadBatch = tuple[Inputs, Tensor | None]
-Judges = Mapping[str, list[ReadBatch]]  # held-out sets by name: the first is labelled, the others are OOD
+Judges = Mapping[str, list[ReadBatch]]  # held-out sets by name: the first is labelled ID data, the others are OOD
 
 TRAINED_ON = "the model is surer of samples it trained on than of new ones; use others"
 
 
 @dataclass(frozen=True, eq=False)
 class StartingModel:
-    """The model that members are pruned from; of a dual encoder, heads of both towers."""
+    """The model that members are pruned from; for a dual encoder, in both towers."""
 
-    base: Ensemble  # the classifier; of a dual encoder, the zero-shot ensemble of all its heads
+    base: Ensemble  # the classifier; for a dual encoder, the zero-shot ensemble with all heads
     dual: DualEncoder | None = None
-    names: tuple[str, ...] = ()  # the classes of the dual encoder
-    templates: tuple[str, ...] = ()  # the sentences that these stand in
-    upper: Ensemble | None = None  # where members start instead: the base with the upper layers of a pretrained model
+    names: tuple[str, ...] = ()  # classes of the dual encoder
+    templates: tuple[str, ...] = ()  # sentences for the class names
+    upper: Ensemble | None = None  # if given, members start here: the base with the upper layers of a pretrained model
 
     @property
     def ranked(self) -> Ensemble | DualEncoder:
@@ -79,7 +79,7 @@ def starting_model(
     device: torch.device | str | None,
     preprocessing: Mapping[str, Any] | None = None,
 ) -> StartingModel:
-    """The model as an ensemble, or as a dual encoder with its zero-shot ensemble, on the device; one member."""
+    """Convert the model to an ensemble, or to a dual encoder with its zero-shot ensemble, on the device; one member."""
     target = None if device is None else local_device(require_device(device))
     start: Ensemble | DualEncoder = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
     if start.num_members != 1:
@@ -100,7 +100,7 @@ def starting_model(
 
 
 def with_upper_layers(start: StartingModel, pretrained: nn.Module, trunk: int) -> StartingModel:
-    """The start, whose members take the layers above a trunk (all weights without one) from a pretrained model."""
+    """Let members take the layers above the trunk (without a trunk, all weights) from a pretrained model."""
     donor: Any = pretrained if isinstance(pretrained, Ensemble) else convert(pretrained)
     if start.dual is not None or not isinstance(donor, Ensemble) or donor.num_members != 1:
         raise ConfigError(f"pretrained goes with a classifier and is one model, got {type(donor).__name__}")
@@ -122,13 +122,13 @@ def with_upper_layers(start: StartingModel, pretrained: nn.Module, trunk: int) -
 
 @dataclass(frozen=True)
 class BuildData:
-    """What a build reads; a set that its config has no use for is None."""
+    """Data of a build; sets that its config does not need are None."""
 
-    train: Batches | None  # labelled, as the caller gave them
+    train: Batches | None  # labelled, as given by the caller
     ranking: list[ReadBatch] | None  # labelled ID batches to rank heads on
-    validation: list[ReadBatch] | None  # labelled ID batches to calibrate on, and to choose by in fine-tuning
-    ood: list[ReadBatch] | dict[str, list[ReadBatch]] | None  # for circuits; sources by name where there are several
-    seed: int  # what the order of a shuffling loader is drawn from
+    validation: list[ReadBatch] | None  # labelled ID batches for calibration, and for choices in fine-tuning
+    ood: list[ReadBatch] | dict[str, list[ReadBatch]] | None  # for circuits; by name if there are several sources
+    seed: int  # for the order of shuffling loaders
 
     @property
     def held_out(self) -> dict[str, list[ReadBatch] | None]:
@@ -138,11 +138,11 @@ class BuildData:
 
     @property
     def for_taylor(self) -> Batches | None:
-        """What Taylor rankings read."""
+        """The batches that Taylor rankings read."""
         return self.ranking if self.train is None else self.train
 
     def fingerprints(self, ranks: Ranks = ALONE) -> dict[str, str | None]:
-        """What the sets contain; of the training data only what is at hand, see `source_fingerprint`."""
+        """Fingerprints of the sets; for the training data only of what is in memory, see `source_fingerprint`."""
         names = {name: None if data is None else data_fingerprint(data, name) for name, data in self.held_out.items()}
         return {"train": ranks.common(self._train_fingerprint, self.train), **names}
 
@@ -155,7 +155,7 @@ class BuildData:
         return {name: None if data is None else samples_in(data) for name, data in self.held_out.items()}
 
     def require_readable(self, base: Ensemble) -> None:
-        """The model can read a sample of every set; a wrong size or a wrong key shows before the long work."""
+        """Run the model on a sample of every set, so that a wrong size or key fails before the long work."""
         first = {name: data[0][0] for name, data in self.held_out.items() if data is not None}
         if self.train is not None:
             with first_epoch(self.train, derive_seed(self.seed, "train")):
@@ -177,10 +177,10 @@ def read_data(
     ood: Sources | Literal["synthetic"] | None,
     validation: Batches | None,
 ) -> BuildData:
-    """Read and check the held-out sets, and hold them against each other.
+    """Read and check the held-out sets, and warn of or refuse samples that they share.
 
-    Without `validation`, half of `id` ranks and half validates, whatever the strategy: builds that differ in
-    nothing else are then calibrated on the same samples. Synthetic OOD data is made from the half that ranks.
+    Without `validation`, one half of `id` ranks and the other validates, whatever the strategy: builds that differ
+    only in strategy are then calibrated on the same samples. Synthetic OOD data are made from the ranking half.
     """
     if train is not None:
         require_rereadable(train, "train")
@@ -222,7 +222,7 @@ def read_for_search(
     judge_id: Batches | None,
     judge_ood: Sources | None,
 ) -> tuple[BuildData, Judges]:
-    """What builds read, and what judges them."""
+    """Read the data of a search: those for builds, and those to judge on."""
     if train is not None:
         require_rereadable(train, "train")
     labels, classes = base.metadata.labels, base.num_classes
@@ -262,19 +262,19 @@ def read_for_search(
 
 
 def _foreign(sources: Any, name: str, seed: int) -> dict[str, list[ReadBatch]]:
-    """OOD sets by what they are called."""
+    """Read OOD sets, by name."""
     return {key: read_all(batches, key, seed) for key, batches in named_sources(sources, name).items()}
 
 
 def made_foreign(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
-    """OOD data made from ID data, of as many samples."""
+    """Synthetic OOD data, one sample per ID sample."""
     return [(inputs, None) for (inputs,) in synthetic_ood(batches, seed=seed, model=model)]
 
 
 def read_all(batches: Batches, name: str, seed: int, classes: int | None = None) -> list[ReadBatch]:
-    """All batches, held in memory; a shuffling loader gives the same order whenever the seed is the same.
+    """Read all batches into memory; a shuffling loader yields the same order for the same seed.
 
-    Labels are read where there are classes that they must fit.
+    Labels are read and checked only if `classes` is given.
     """
     in_memory: list[ReadBatch] = []
     with first_epoch(batches, derive_seed(seed, name)):
@@ -289,10 +289,10 @@ def read_all(batches: Batches, name: str, seed: int, classes: int | None = None)
 
 
 def halves(batches: list[ReadBatch], seed: int) -> tuple[list[ReadBatch], list[ReadBatch]]:
-    """Two disjoint halves of the samples of `id`; the first has the odd one.
+    """Split the samples of `id` into two disjoint halves; an odd sample goes to the first.
 
-    A sample stays in the batch it came in (text keeps its padding), so a batch may be cut in two. The list is empty
-    afterwards: data in memory are not there twice.
+    Samples stay in their batch (texts keep their padding), so a batch may be split in two. `batches` is emptied on the
+    way, so that no data are in memory twice.
     """
     total = samples_in(batches)
     if total < 2:
@@ -312,5 +312,5 @@ def halves(batches: list[ReadBatch], seed: int) -> tuple[list[ReadBatch], list[R
 
 
 def samples_in(batches: list[ReadBatch]) -> int:
-    """How many samples some batches have."""
+    """Number of samples in all batches."""
     return sum(size_of(inputs) for inputs, _ in batches)

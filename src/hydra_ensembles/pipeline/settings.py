@@ -22,15 +22,15 @@ Strategy = Literal["circuit", "taylor", "sampled", "random", "branches"]
 TrainingMode = Literal["together", "apart"]
 
 PAPER_POOL = 100 / 48  # the paper samples 48 heads to prune out of the first 100 of a ranking (B.5)
-TRUNK = 5 / 6  # of the layers, and of heads 8 % of all and at most a quarter of those above: our own defaults
+TRUNK = 5 / 6  # our defaults: trunk as a share of the layers; pruned heads, of all and at most of those above it
 PRUNED, PRUNED_ABOVE = 0.08, 0.25
-LARGEST_SEED = 2**62  # what every random generator behind a build accepts, with room for one seed per member
+LARGEST_SEED = 2**62  # accepted by every random generator of a build, with room for one seed per member
 Number = Annotated[int, Range(0, LARGEST_SEED)]
 Some = Annotated[int, Range(1, LARGEST_SEED)]
 
 
 def usual_trunk(layers: int) -> int:
-    """Layers that members share where nothing is said, of so many."""
+    """Default number of shared layers in a model with `layers` layers."""
     return min(round(TRUNK * layers), layers - 1)
 
 
@@ -142,33 +142,33 @@ class HydraConfig(Checked):
 
     @property
     def lost(self) -> int:
-        """Heads a pruned member loses, once settled."""
+        """Number of heads that a pruned member loses, once settled."""
         return self.prune or 0
 
     @property
     def trunk(self) -> int:
-        """Layers that all members share, once settled."""
+        """Number of layers that all members share, once settled."""
         return self.shared_layers or 0
 
     @property
     def pruned_members(self) -> int:
-        """Members that lose heads."""
+        """Number of members that lose heads."""
         return 0 if self.strategy == "branches" else self.members - self.whole
 
     @property
     def fusions(self) -> dict[str, Any]:
-        """How each group of parameters is fused, as `fuse` takes it."""
+        """How each parameter group is fused, as arguments of `fuse`."""
         return {"stem": self.stem, "mlp": self.mlp, "norms": self.norms, "readout": self.readout}
 
     def in_words(self) -> str:
-        """What tables call an ensemble that is built so, once settled."""
+        """Name of such an ensemble in tables, once settled."""
         parts = [f"{self.strategy}{' + whole' if self.whole else ''} ×{self.members}", f"trunk {self.trunk}"]
         parts += [f"{self.lost} heads off"] if self.lost else []
         parts += [f"trained {self.training}{', trunk averaged' if self.average_trunk else ''}"] if self.training else []
         return ", ".join([*parts, *(["MLPs apart"] if self.mlp == "separate" else [])])
 
     def settled(self, start: StartingModel) -> "HydraConfig":
-        """The config with every number that was left open, for this model; warns of a trunk lost by giving `prune`."""
+        """Fill in all open numbers for this model; warn if giving `prune` alone disables the default trunk."""
         layers, shared = start.base.num_layers, self.shared_layers
         if shared is None:
             usual = 0 if start.dual is not None and not self.average_trunk else usual_trunk(layers)
@@ -185,18 +185,18 @@ class HydraConfig(Checked):
             above = start.heads(None if start.dual is not None else free)
             prune = max(1, min(round(PRUNED * start.heads(None)), math.floor(PRUNED_ABOVE * above)))
             if self.strategy == "taylor" and self.taylor_scope == "layer":
-                prune = max(1, round(prune / len(free))) * len(free)  # as many in each layer
+                prune = max(1, round(prune / len(free))) * len(free)  # equally many in each layer
         training = self.training or (None if self.recipe is None else "apart")
         return replace(self, prune=prune, shared_layers=shared, training=training)
 
     @property
     def extracts_circuits(self) -> bool:
-        """Whether heads are ranked by circuits, which takes ID and OOD data."""
+        """Whether heads are ranked by circuits, which need ID and OOD data."""
         return self.strategy in ("circuit", "sampled")
 
     @property
     def reads_train(self) -> bool:
-        """Whether some stage reads training data where there are any."""
+        """Whether some stage reads training data if they are given."""
         return self.recipe is not None or self.strategy == "taylor"
 
     @property
@@ -217,12 +217,12 @@ class HydraConfig(Checked):
         return None if start.dual is not None else range(self.trunk, self._last(start))
 
     def _last(self, start: StartingModel) -> int:
-        """Where layers to prune end: with the blocks for as many heads of each, else with an attention that pools."""
+        """End of the layers to prune; attention pooling is included unless all layers lose equally many heads."""
         per_layer = self.strategy == "taylor" and self.taylor_scope == "layer"
         return start.base.num_layers if per_layer else len(start.base.config.head_counts)
 
     def training_recipe(self, start: StartingModel) -> Recipe | None:
-        """The recipe as members follow it: apart, they leave the trunk; from equal starts, they get classifiers."""
+        """The recipe for members: training apart skips the trunk; members with equal starts get new classifiers."""
         recipe, layers = self.recipe, start.base.num_layers
         if recipe is None:
             return None
@@ -234,7 +234,7 @@ class HydraConfig(Checked):
         return replace(recipe, last_blocks=min(free, recipe.last_blocks or free))
 
     def check(self, start: StartingModel, data: BuildData) -> None:
-        """Hold config, model and data against each other, before the long work; raises a `HydraError`."""
+        """Check config, model and data against each other before the long work; raises `HydraError`."""
         self._check_layers(start)
         self._check_sets(data)
         self._check_heads(start)
@@ -245,13 +245,13 @@ class HydraConfig(Checked):
             raise ConfigError("pretrained layers need training: give training= or a recipe")
         if self.recipe is not None:
             self.recipe.check_kind(start.base.kind)
-        for recipe in (self.recipe, self.training_recipe(start)):  # as given, and as members follow it
+        for recipe in (self.recipe, self.training_recipe(start)):  # as given, and as members use it
             if recipe is not None:
                 recipe.check(start.base, data.train, data.validation)
         data.require_readable(start.base)
 
     def _check_sets(self, data: BuildData) -> None:
-        """Every set that some stage reads is there; Taylor rankings can draw different batches."""
+        """Check that every needed set is given, and that Taylor rankings can draw different batches."""
         if self.extracts_circuits and (data.ranking is None or data.ood is None):
             raise DataError(
                 f"strategy={self.strategy!r} needs id= and ood=; without OOD data use ood='synthetic', or "
@@ -274,7 +274,7 @@ class HydraConfig(Checked):
             )
 
     def _check_layers(self, start: StartingModel) -> None:
-        """Layers are left to differ in; of a dual encoder, the method can rank both towers."""
+        """Check that members have layers to differ in, and that the method can rank both towers of a dual encoder."""
         if start.dual is None and self.trunk >= start.base.num_layers:
             raise ConfigError(f"HydraConfig.shared_layers must be below the number of layers, {start.base.num_layers}")
         one_tower = self.strategy == "taylor" or (self.extracts_circuits and self.method == "screened")
@@ -285,7 +285,7 @@ class HydraConfig(Checked):
             )
 
     def _check_heads(self, start: StartingModel) -> None:
-        """There are enough heads for every member to lose a set of its own."""
+        """Check that there are enough heads for every member to lose a different set."""
         layers = self.layers(start)
         free = start.heads(layers)
         where = f" above the first {self.trunk} layers" if self.trunk else ""
