@@ -29,14 +29,14 @@ MAX_BYTES = 64 << 20
 MAX_DEPTH = 32
 DIGEST = "digest"  # key under which a JSON object stores the digest of its other content
 LOCK = ".lock"
-_BYTES_A_VALUE = 24  # least bytes per value in a file of maximum size; parsed, dense text takes fifty times its size
+_BYTES_A_VALUE = 24  # minimum bytes per value at the size limit: denser text takes fifty times its size in memory
 
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT} if sys.platform != "win32" else {errno.ENOSPC, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _LOCKLESS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 _UNFLUSHED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}  # raised for folders on some network disks
 _VANISHED = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
-_OF_A_FILE = {None, *_FORBIDDEN, *_VANISHED, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}  # not of the disk
+_OF_A_FILE = {None, *_FORBIDDEN, *_VANISHED, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}  # no disk errors
 
 
 def expanded(path: str | Path) -> Path:

@@ -235,7 +235,7 @@ def _places(data: Any) -> list[Any] | None:
         return None if inner is None else [inner[row] for row in data.indices]
     if isinstance(data, list | tuple) or not all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):
         return None
-    if any(kind.__module__.startswith("torchvision.") for kind in type(data).__mro__):  # other libraries: any `imgs`
+    if any(kind.__module__.startswith("torchvision.") for kind in type(data).__mro__):  # others call anything `imgs`
         files = getattr(data, "imgs", ())  # for ImageFolder: path and label
         if len(files) == len(data):
             return list(files)

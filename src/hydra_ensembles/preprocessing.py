@@ -103,7 +103,7 @@ class ImagePreprocessing(Checked):
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of the resized image before the crop."""
-        # the small number undoes the rounding of fractions such as 224 / 232
+        # 1e-6 undoes the rounding of fractions such as 224 / 232
         tall, wide = (int(side / self.crop_fraction + 1e-6) for side in self.size)
         if self.resize_mode == "squash":
             return wide, tall
@@ -177,7 +177,7 @@ class TextPreprocessing(Checked):
                 raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
             if encoding.overflowing:
                 remarks[index] = f"is longer than the {self.max_length} tokens that are read: the rest has no say"
-            elif 0 not in encoding.special_tokens_mask:  # special tokens and padding
+            elif 0 not in encoding.special_tokens_mask:  # only special tokens and padding
                 remarks[index] = "has no word in it, and is answered all the same, as every empty one: leave it out"
             elif 0 in encoding.attention_mask and not self.attention_mask and not self.pad_to_max:
                 remarks[index] = (

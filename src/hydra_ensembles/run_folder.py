@@ -97,7 +97,7 @@ class RunFolder:
             if (self.path / IDENTITY).exists():
                 self._finished()
                 leftovers = (*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*"))
-                for folder in {path.parent for path in leftovers} - {self.path}:  # itself no model, and locked
+                for folder in {path.parent for path in leftovers} - {self.path}:  # the root is no model, and is locked
                     settle_checkpoint(folder)
                 files.remove_leftovers(self.path)
             else:  # the folder may be anyone's so far: keep its hidden files

@@ -13,7 +13,7 @@ from .dropping import OurModel
 from .metadata import Metadata
 
 EDITED = "weights edited", "the weights of this ensemble were edited after it was measured"  # history, warning
-_WITHOUT_HOOKS = ("calibrated", "fitted", "joined", "optimized", "pruned", "saved", "taken apart")  # unlike "copied"
+_WITHOUT_HOOKS = ("calibrated", "fitted", "joined", "optimized", "pruned", "saved", "taken apart")  # copies keep them
 _PLACING_HOOKS = ("torch.", "accelerate.")  # their hooks move weights and inputs
 DROPPED = "its calibration, familiarity and metrics are dropped; calibrate again"
 

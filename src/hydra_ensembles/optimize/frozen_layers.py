@@ -33,7 +33,7 @@ class FrozenAttention(Attention):
         self.plan: Plan = "loop"
         self.query_norm, self.key_norm = source.query_norm, source.key_norm
         biased = {0, 1} if sees_key_bias(source) else {0}  # of query, key, value; the rest is folded
-        split = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)  # split, each part is contiguous
+        split = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)  # contiguous parts when split
         self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, parts, biased) for parts in split)
         self.out, self.out_bias = source.out, source.out_bias
         self.register_buffer("distinct", source.distinct, persistent=False)
