@@ -1,9 +1,9 @@
 """The command `hydra-ensembles`: help, version, completion and wrong options are answered at once, without PyTorch.
 
-What the commands are and take is read from a table, `hydra_ensembles/cli/commands.json`, which `make commands` derives
-from the commands themselves, and a test holds against them. Only a command that is to run loads the package, which is
-given the options as they were read here. This file lies beside the package since whatever lies inside it loads all of
-it; `python -m hydra_ensembles` asks it first.
+The commands and their options are read from `hydra_ensembles/cli/commands.json`, which `make commands` derives from the
+commands themselves; a test compares the two. The package is loaded only to run a command, with the options parsed here.
+This file is outside the package because importing anything inside it loads all of it; `python -m hydra_ensembles` calls
+it first.
 """
 
 import importlib.util
@@ -24,12 +24,12 @@ from typing import Annotated, Any
 
 TYPES: dict[str, Any] = {"bool": bool, "float": float, "int": int, "path": Path, "str": str}
 
-NAME = "hydra-ensembles"  # also where Python was told to run the package
-NEAR = 0.7  # of difflib's measure, which is 1 for what is the same
+NAME = "hydra-ensembles"  # also shown for `python -m hydra_ensembles`
+NEAR = 0.7  # minimum difflib ratio of a suggested option; 1 means identical
 
 
 def main() -> None:
-    """Run the command line; without its libraries, the package names them."""
+    """Run the command line; if its libraries are missing, the package's error names them."""
     with _no_traceback():
         table = read_table()
         if table is None:
@@ -39,7 +39,7 @@ def main() -> None:
 
 @contextmanager
 def _no_traceback() -> Iterator[None]:
-    """End with an exit code where Ctrl-C is pressed, or where help cannot be written, as to a full disk."""
+    """Exit with a code, not a traceback, on Ctrl-C or if help cannot be written, for example to a full disk."""
     try:
         yield
     except KeyboardInterrupt:
@@ -50,14 +50,14 @@ def _no_traceback() -> Iterator[None]:
 
 
 def run(name: str, options: dict[str, Any]) -> None:
-    """Load the package, and run a command; without its libraries, and before and after it, none ends in a traceback."""
+    """Load the package and run a command; missing libraries and Ctrl-C at any time end without a traceback."""
     try:
         _end_when_interrupted(True)
         from hydra_ensembles._utils import require
         from hydra_ensembles.errors import MissingExtraError
 
         warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what fails is said once, by us
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hides its retries; we report the failure once
         try:
             for library in ("typer", "rich", "yaml"):
                 require(library, extra="cli")
@@ -75,7 +75,7 @@ def run(name: str, options: dict[str, Any]) -> None:
 
 
 def _end_when_interrupted(at_once: bool) -> None:
-    """Let Ctrl-C end the process `at_once`, as long as the package loads: PyTorch may abort in the middle of that."""
+    """Let Ctrl-C end the process `at_once` while the package loads: PyTorch may abort if its import is interrupted."""
     usual: Any = signal.default_int_handler
     former, new = (usual, _end) if at_once else (_end, usual)
     if signal.getsignal(signal.SIGINT) is former:
@@ -88,7 +88,7 @@ def _end(*_: object) -> None:
 
 
 def answer() -> None:
-    """Answer what needs no package, and end there; return where a command is to run."""
+    """Answer and exit if the package is not needed; return if a command is to run."""
     table = read_table()
     asked = list[str]()
     if table is not None:
@@ -96,14 +96,14 @@ def answer() -> None:
             with _no_traceback():
                 make_app(table, lambda name, _: asked.append(name))(prog_name=NAME)
         except SystemExit as end:
-            if end.code or not asked:  # help was wanted, or something is wrong
+            if end.code or not asked:  # an error, or only help was requested
                 raise
         _end_when_interrupted(True)
 
 
 def read_table() -> dict[str, Any] | None:
-    """What the commands are and take; None without the libraries of the command line, which the package then names."""
-    spec = importlib.util.find_spec("hydra_ensembles")  # loads nothing
+    """Read the table of commands; None if libraries of the command line are missing, which the package then names."""
+    spec = importlib.util.find_spec("hydra_ensembles")  # does not import it
     if importlib.util.find_spec("typer") is None or spec is None or not spec.submodule_search_locations:
         return None
     table: dict[str, Any] = json.loads(Path(spec.submodule_search_locations[0], "cli", "commands.json").read_bytes())
@@ -111,12 +111,12 @@ def read_table() -> dict[str, Any] | None:
 
 
 def make_app(table: dict[str, Any], run: Callable[[str, dict[str, Any]], None]) -> Any:
-    """The command line with the commands of a table; one that is asked for is given to `run`, with what it is given."""
+    """Build the command line from a table; calls `run` with the name and the options of the requested command."""
     import typer
     from typer.core import TyperCommand
 
     class Command(TyperCommand):
-        """A command that offers, in place of an option that it does not have, those that are nearly the same."""
+        """A command that suggests only similar names for an unknown option."""
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             try:
@@ -157,7 +157,7 @@ def make_app(table: dict[str, Any], run: Callable[[str, dict[str, Any]], None]) 
 
 
 def _stub(described: dict[str, Any], run: Callable[[dict[str, Any]], None]) -> Any:
-    """A function that looks to typer as the described one does; it gives `run` what it is given."""
+    """A function with the described signature, for typer; it passes its options to `run`."""
     import typer
 
     def stub(**options: Any) -> None:
@@ -172,7 +172,7 @@ def _stub(described: dict[str, Any], run: Callable[[dict[str, Any]], None]) -> A
 
 
 def _plain(value: Any) -> Any:
-    """A choice by its name, and some of them in a list."""
+    """Convert an enum member, or a list of them, to plain values."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value.value if isinstance(value, Enum) else value
