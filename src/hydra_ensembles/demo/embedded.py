@@ -1,4 +1,4 @@
-"""What is embedded in the package: a trained backbone, images, and the answers of two more such backbones."""
+"""The demo's embedded data: a trained backbone, images, and the stored answers of two more such backbones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ FAR = ("FashionMNIST",)
 
 @dataclass(frozen=True)
 class DemoSample:
-    """The images of the demo; no image is in two of the sets, and the backbones were trained on those of `train` only.
+    """The images of the demo; the sets are disjoint, and the backbones were trained only on `train`.
 
     Attributes:
-        train: Labelled EuroSAT images of the backbone's seven classes that it was trained on, to train members on.
+        train: Labelled EuroSAT images of seven classes that the backbone was trained on, to train members on.
         circuit_id: Labelled EuroSAT images of the backbone's seven classes, to rank heads and to fit familiarity on.
         circuit_ood: Images of PermanentCrop, a class the backbone does not know, to rank heads on.
         calibration: Labelled images to choose thresholds on.
@@ -50,7 +50,7 @@ class DemoSample:
 
     @property
     def sets(self) -> dict[str, ImageDataset]:
-        """All sets by the names they have in the file."""
+        """All sets by their names in the file."""
         fields = {name: getattr(self, name) for name in ("train", "circuit_id", "circuit_ood", "calibration", "test")}
         return {**fields, **self.near, **self.far}
 
@@ -67,7 +67,7 @@ def load_backbone() -> Ensemble:
 
 
 def load_sample() -> DemoSample:
-    """The embedded images; see the data card beside them for where they come from and what they are for.
+    """The embedded images; the data card next to them says where they come from and what they are for.
 
     Examples:
         >>> from hydra_ensembles.demo import load_sample
@@ -81,9 +81,9 @@ def load_sample() -> DemoSample:
 
 
 def load_answers() -> dict[str, list[dict[str, Answers]]]:
-    """What models said whose weights are not in the package: of each method a list over backbones, by set.
+    """Stored answers of models whose weights are not in the package: for each method, one entry per backbone, by set.
 
-    The backbones were trained as the embedded one was, from other seeds.
+    The backbones were trained like the embedded one, from other seeds.
     """
     models: dict[str, dict[str, dict[str, Tensor]]] = {}
     for key, tensor in sorted(load_file(_installed(ANSWERS)).items()):
@@ -97,7 +97,7 @@ def load_answers() -> dict[str, list[dict[str, Answers]]]:
 
 
 def _installed(path: Path) -> Path:
-    """A part of the demo's data, which a wheel and a clone have; whoever packs the library anew may leave it out."""
+    """Return the path if it exists; a wheel and a clone contain the demo's data, a repackaged library may not."""
     if path.exists():
         return path
     raise StorageError(
@@ -109,9 +109,9 @@ def _installed(path: Path) -> Path:
 def read_images(path: Path) -> dict[str, ImageDataset]:
     """The sets in an `.npz` file of images, by name; an image is decoded when it is read.
 
-    The file has `class_names`, and for each set `NAME/files` (the bytes of the source's image files, one after
-    another), `NAME/ends` (where each file ends), `NAME/labels` (-1 for an image of none of the classes), `NAME/splits`
-    and `NAME/rows` (where in the source it came from, so that anyone who has the source can check the selection).
+    The file has `class_names`, and for each set `NAME/files` (the concatenated bytes of the source's image files),
+    `NAME/ends` (the end of each file), `NAME/labels` (-1 for an image of none of the classes), `NAME/splits` and
+    `NAME/rows` (split and row in the source, so that anyone who has the source can check the selection).
     """
     with np.load(path, allow_pickle=False) as file:
         stored = dict(file)

@@ -1,8 +1,8 @@
 """What a user gains: mistakes and OOD images caught at a promised acceptance, over many draws.
 
-A draw cuts the labelled images in two (one half sets temperature and thresholds, the other is measured) and takes half
-of each OOD set. All methods see the same draws, so their differences are paired. The spread between halves of one
-set is about the error of its mean.
+A draw splits the labelled images (one half sets temperature and thresholds, the other is measured) and takes half of
+each OOD set. All methods see the same draws, so their differences are paired. The spread over halves of one set is
+about the standard error of its mean.
 """
 
 import warnings
@@ -25,7 +25,7 @@ from ..report.columns import Column
 from ..report.table import Cell, Comparison, Row
 
 SINGLE, BRANCHES, DEEP = "Single", "Pruned branches", "Deep Ensemble*"
-FAMILIAR = "familiar"  # the name of the labelled set
+FAMILIAR = "familiar"  # name of the labelled set
 REASONS = ("unsure", "unfamiliar", "both")
 
 COLUMNS = (
@@ -39,35 +39,35 @@ COLUMNS = (
     ),
     Column("price", "Price", better="lower", suffix="×"),
 )
-"""What the demo's table shows."""
+"""Columns of the demo's table."""
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What a model says of a set: member logits `[M, N, C]`, and how unfamiliar each image looks, `[N]`."""
+    """A model's answers to a set: member logits `[M, N, C]`, and how unfamiliar each image is, `[N]`."""
 
     logits: Tensor
     unfamiliar: Tensor
 
     @property
     def size(self) -> int:
-        """How many images."""
+        """Number of images."""
         return self.logits.shape[1]
 
     @cached_property
     def scores(self) -> tuple[Tensor, Tensor]:
-        """How unsure the model is, and how unfamiliar the images look, `[N]` each."""
+        """How unsure the model is, and how unfamiliar the images are, `[N]` each."""
         return Prediction.from_logits(self.logits).score("msp"), self.unfamiliar
 
     @classmethod
     def joined(cls, parts: Sequence["Answers"]) -> "Answers":
-        """Those of several sets as one."""
+        """Concatenate the answers to several sets."""
         logits = torch.cat([part.logits for part in parts], dim=1)
         return cls(logits, torch.cat([part.unfamiliar for part in parts]))
 
     @classmethod
     def stacked(cls, models: Sequence["Answers"]) -> "Answers":
-        """Those of several models as one ensemble; it looks at an image with the features of all of them."""
+        """Combine the answers of several models as one ensemble; unfamiliarity is the mean over models."""
         unfamiliar = torch.stack([model.unfamiliar for model in models]).mean(dim=0)
         return cls(torch.cat([model.logits for model in models]), unfamiliar)
 
@@ -78,7 +78,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over draws and backbones: mean, standard deviation, and the interval that holds 95 % of them."""
+    """A number over draws and backbones: mean, standard deviation, and the interval that contains 95 % of values."""
 
     mean: float
     deviation: float
@@ -87,14 +87,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Values) -> "Spread":
-        """Of all values that are numbers."""
+        """Summarise values, ignoring NaN."""
         low, high = np.nanquantile(values, (0.025, 0.975))
         return cls(float(np.nanmean(values)), float(np.nanstd(values)), float(low), float(high))
 
 
 @dataclass(frozen=True)
 class DemoMethod:
-    """What was found of one method; `price` is its multiply-adds over those of the single model."""
+    """Results of one method; `price` is its multiply-adds divided by those of the single model."""
 
     backbones: int
     price: float
@@ -103,14 +103,14 @@ class DemoMethod:
 
 @dataclass(frozen=True)
 class Gains:
-    """What was found of all methods.
+    """Results of all methods.
 
     Attributes:
-        share: The share of familiar images that every threshold was set to accept at least.
-        draws: How many draws.
-        samples: Images of each set; a draw measures half of them.
-        methods: By name.
-        best: Of each number, the methods that no other beats: the interval of the difference holds zero.
+        share: The minimum share of familiar images that every threshold was set to accept.
+        draws: Number of draws.
+        samples: Number of images of each set; a draw measures half of them.
+        methods: Results by method name.
+        best: For each number, the methods that no other is significantly better than.
     """
 
     share: float
@@ -165,14 +165,14 @@ def gains(
     """Measure methods on the same draws.
 
     Args:
-        methods: Of each, what it says of every set, once for every backbone that it was made from.
-        labels: `[N]`, of the familiar set.
-        groups: Names of the OOD sets that are near and far.
-        prices: Multiply-adds of each method over those of the single model.
+        methods: For each method, its answers to every set, once for every backbone it was made from.
+        labels: Labels `[N]` of the familiar set.
+        groups: Names of the near and far OOD sets.
+        prices: Multiply-adds of each method divided by those of the single model.
         share: The share of familiar images that thresholds promise to accept.
-        draws: How many draws.
+        draws: Number of draws.
     """
-    values = {  # of each method, by number, [backbones, draws]
+    values = {  # by method and number, [backbones, draws]
         name: _columns([[_measured(sets, labels, groups, share, seed) for seed in range(draws)] for sets in models])
         for name, models in methods.items()
     }
@@ -182,7 +182,7 @@ def gains(
         sign = 1.0 if column.better == "higher" else -1.0
         beaten = {
             name for name, numbers in by_method.items() for other in by_method.values()
-            if np.nanquantile(sign * (other - numbers), 0.025) > 0  # a method from one backbone meets those of all
+            if np.nanquantile(sign * (other - numbers), 0.025) > 0  # a single backbone broadcasts against all
         }  # fmt: skip
         if by_method:
             best[column.key] = tuple(name for name in by_method if name not in beaten)
@@ -206,15 +206,15 @@ def _measured(
 
     familiar, (held_out, test) = sets[FAMILIAR], halves(len(labels))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HydraWarning)  # of few images no share can be promised
+        warnings.simplefilter("ignore", HydraWarning)  # few images cannot promise a share
         calibration = fit_calibration(familiar.logits[:, held_out], labels[held_out]).calibration
     p = calibration.prediction(familiar.logits[:, test])
     wrong = p.label != labels[test]
-    half = (1.0 + share) / 2  # of two reasons: at least `share` pass both
+    half = (1.0 + share) / 2  # for two thresholds, so that at least `share` pass both
     alone, both = ([conformal_threshold(score[held_out], part) for score in familiar.scores] for part in (share, half))
 
     def refused(answers: Answers, rows: Tensor) -> dict[str, Tensor]:
-        """By each of `REASONS`, `[rows]` of bool."""
+        """Which images are declined, for each of `REASONS`, `[rows]` of bool."""
         unsure, unfamiliar = (score[rows] for score in answers.scores)
         return {
             "unsure": unsure > alone[0],
@@ -234,12 +234,12 @@ def _measured(
         numbers[f"mistakes.{reason}"] = mean(declined[reason][wrong])  # NaN without a mistake
         caught = {group: np.mean([mean(foreign[name][reason]) for name in names]) for group, names in groups.items()}
         numbers |= {f"{group}.{reason}": float(part) for group, part in caught.items()}
-        # familiar images answered right, or declined where wrong; OOD ones declined: each kind counts alike
+        # Familiar images answered right or declined if wrong; OOD images declined: every group has equal weight.
         numbers[f"handled.{reason}"] = float(np.mean([mean(declined[reason] == wrong), *caught.values()]))
     return numbers
 
 
 def _columns(rows: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, Values]:
-    """Numbers `[backbones][draws][key]` as `[key][backbones, draws]`; one that was never there is left out."""
+    """Transpose numbers `[backbones][draws][key]` to `[key][backbones, draws]`; drops keys that are NaN everywhere."""
     columns = {key: np.array([[draw[key] for draw in model] for model in rows]) for key in rows[0][0]}
     return {key: values for key, values in columns.items() if not np.isnan(values).all()}

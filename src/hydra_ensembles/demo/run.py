@@ -1,4 +1,4 @@
-"""The demo from start to end: build pruned branches of the embedded backbone, compare them, write everything."""
+"""The demo from start to end: build pruned branches of the embedded backbone, compare them, write the results."""
 
 import re
 import shutil
@@ -83,13 +83,13 @@ class DemoSettings(Checked):
     latency_repeats: Whole = 7
 
     def __post_init__(self) -> None:
-        """Check what a user can change, and by making the build's settings, what is checked there."""
+        """Check the settings; constructing those of the build checks the rest."""
         super().__post_init__()
         _ = self.build
 
     @property
     def build(self) -> HydraConfig:
-        """Three members that train together above a trunk, which stays as it is."""
+        """Settings of the build: three members that train together above a frozen trunk."""
         recipe = Recipe(
             learning_rate=self.learning_rate,
             classifier_rate=self.classifier_rate,
@@ -128,7 +128,7 @@ def run_demo(
     """Make pruned branches of the embedded backbone; compare them with that model and a Deep Ensemble. No network.
 
     An interrupted run resumes when called again with the same settings; a finished one is repeated, with the same
-    numbers. A folder that holds something else is refused.
+    numbers. A folder with other contents raises an error.
 
     Args:
         output: Folder for `report.html`, the fused ensemble in `model`, saved evaluations with the cost of each method
@@ -186,10 +186,10 @@ def run_demo(
 
 
 def prepare_data(sample: DemoSample, backbone: Ensemble, settings: DemoSettings) -> dict[str, list[ImageBatch]]:
-    """Every set but `train` as batches of tensors, decoded once."""
+    """Every set except `train` as batches of tensors, decoded once."""
     preprocessing: Any = backbone.metadata.preprocessing
     limited = {name: data.select(range(len(data))[: settings.limit]) for name, data in sample.sets.items()}
-    if settings.limit is not None:  # statistics want all classes
+    if settings.limit is not None:  # fitted statistics need all classes
         limited["circuit_id"] = subset(sample.circuit_id, settings.limit, settings.seed, stratified=True)
     return {
         name: [(inputs, labels) for inputs, labels in batches(raw, preprocessing, settings.batch_size)]  # type: ignore[misc]
@@ -199,7 +199,7 @@ def prepare_data(sample: DemoSample, backbone: Ensemble, settings: DemoSettings)
 
 
 def training_batches(sample: DemoSample, backbone: Ensemble, settings: DemoSettings) -> BatchLoader:
-    """Training images, turned and mirrored: satellites have no upside."""
+    """Training images, randomly rotated and mirrored: satellite images have no preferred orientation."""
     preprocessing: Any = backbone.metadata.preprocessing
     count = len(sample.train) if settings.limit is None else min(settings.limit, len(sample.train))
     chosen = subset(sample.train, count, settings.seed, stratified=True)
@@ -221,7 +221,7 @@ def build_models(
     output: Path | None = None,
     progress: bool = True,
 ) -> dict[str, Ensemble]:
-    """The backbone and the branches made from it, both with familiarity fitted and thresholds set alike."""
+    """The backbone and the branches built from it, both with familiarity fitted and thresholds set the same way."""
     config = settings.build
     ranking = data["circuit_id"]
     sets: dict[str, Any] = {"id": ranking, "ood": data["circuit_ood"], "validation": data["calibration"]}
@@ -231,13 +231,13 @@ def build_models(
 
 
 def answers_of(model: Ensemble, data: Mapping[str, Sequence[ImageBatch]]) -> dict[str, Answers]:
-    """What a model with fitted familiarity says of the sets behind the numbers."""
+    """Answers of a model with fitted familiarity to the sets behind the numbers."""
     said = {name: Prediction.concat([model.predict(inputs) for inputs, _ in data[name]]) for name in SEEN}
     return {name: Answers(answer.member_logits, answer.score("mahalanobis")) for name, answer in said.items()}
 
 
 def _reported(sets: AnswersBySet) -> dict[str, Answers]:
-    """The labelled sets as one, from which every draw takes its halves, and the OOD ones."""
+    """The labelled sets joined into one, which every draw splits into halves, and the OOD sets."""
     familiar = Answers.joined([sets["calibration"], sets["test"]])
     return {FAMILIAR: familiar, **{name: sets[name] for names in FOREIGN.values() for name in names}}
 
@@ -247,17 +247,17 @@ def _limited(sets: AnswersBySet, limit: int | None) -> dict[str, Answers]:
 
 
 def _deep_ensemble(backbone: Ensemble, answers: Answers, calibration: Sequence[ImageBatch], share: float) -> Ensemble:
-    """A stack of the size of backbones that share nothing, calibrated on what they said to accept `share`."""
+    """A stack as large as separate backbones, for its cost; calibrated on their stored answers to accept `share`."""
     fit = fit_calibration(answers.logits, torch.cat([labels for _, labels in calibration]), share=share)
     history = ("stored answers of backbones trained from different seeds",)
-    stack = joined([backbone] * len(answers.logits), Sharing())  # equal, and meant so: `Ensemble.stack` would warn
+    stack = joined([backbone] * len(answers.logits), Sharing())  # equal on purpose: `Ensemble.stack` would warn
     return stack.with_metadata(calibration=fit.calibration, history=history)
 
 
 def _evaluations(
     models: Mapping[str, Ensemble], data: Mapping[str, list[ImageBatch]], deep: AnswersBySet, progress: bool
 ) -> dict[str, Evaluation]:
-    """Of every method, as `evaluate` makes them for a report; that of the deep ensemble from what its models said."""
+    """Evaluations of every method for the report; that of the Deep Ensemble is computed from its models' answers."""
 
     def groups(sets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {group: {name: sets[name] for name in names} for group, names in FOREIGN.items()}
@@ -285,7 +285,7 @@ def _results(
     data: Mapping[str, Sequence[ImageBatch]],
     result: Gains,
 ) -> dict[str, Any]:
-    """Every number of a run that does not differ from run to run, as plain data."""
+    """Every reproducible number of a run, as plain data."""
     first = evaluations[SINGLE]
     return {
         "settings": to_plain(settings),
