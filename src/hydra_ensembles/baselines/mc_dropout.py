@@ -40,7 +40,7 @@ class MCDropout(View):
 
     Dropout is applied where transformers have it in training: on the embedded tokens and, in each layer, after the
     attention projection, the MLP activation and the MLP output; on attention weights and the input of the classifier
-    only if the model has dropout there. The ensemble's calibration is dropped: it was fitted to other probabilities.
+    only if the model has dropout there. The ensemble's calibration is not used: it was fitted to other probabilities.
 
     The same inputs get the same answer every time, in training and in evaluation mode, in any number of threads: each
     call uses its own generator, seeded with `seed`, so batches of one size get the same masks.

@@ -86,18 +86,18 @@ def load(
 
     - a Parquet file in the layout of Hugging Face data sets, or a folder with `<split>.parquet`;
     - a CSV or TSV file with a header line, or a folder with `<split>.csv`;
-    - a file with a JSON object a line, or a folder with `<split>.jsonl`;
-    - a folder of images with one subfolder a class, with or without a level of splits above;
-    - a `.txt` file that lists images, a line `path label` each (OpenOOD);
-    - `torchvision:CIFAR10` and its like, `hub:OWNER/NAME`.
+    - a file with one JSON object per line, or a folder with `<split>.jsonl`;
+    - a folder of images with one subfolder per class, with or without a level of splits above;
+    - a `.txt` file that lists images, one line `path label` each (OpenOOD);
+    - `torchvision:CIFAR10` and the like, `hub:OWNER/NAME`.
 
     Classes are numbered in the order of `class_names`, else as the data say, else sorted by name.
 
     Args:
         name_or_path: What to load.
-        split: Which part, such as `"test"`. May be left out where there is only one.
+        split: Which part, such as `"test"`. May be left out if there is only one.
         root: Folder that relative paths start from; for torchvision, the folder of its data.
-        columns: Names of the columns of a table, where they differ from `image`, `text`, `text_pair`,
+        columns: Names of the columns of a table, if they differ from `image`, `text`, `text_pair`,
             `label`.
         labels: `"required"`, or `"optional"` for OOD data, whose labels are not used; images outside of class
             folders are then loaded as well.

@@ -237,7 +237,7 @@ def _mean(detections: Sequence[Detection]) -> Detection:
 
 
 def _selective(prediction: Prediction, labels: Tensor) -> Selective | None:
-    """What calibrated thresholds do on a labelled set; None without any."""
+    """Effect of calibrated thresholds on a labelled set; None without any."""
     if (accept := prediction.accept) is None:
         return None
     wrong = (prediction.label != labels)[accept]
