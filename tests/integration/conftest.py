@@ -15,7 +15,7 @@ def browser() -> Iterator[Tab]:
 
 @pytest.fixture
 def tab(browser: Tab) -> Tab:
-    """An open page, of which nothing is known yet."""
+    """An open page with no recorded errors or requests."""
     browser.complaints.clear()
     browser.requests.clear()
     return browser

@@ -12,8 +12,8 @@ import cli_cases as cases
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "cli.md"
-ELSEWHERE = ("demo", "serve", "export")  # their own tests run them
-VIT = ("timm:vit_small_patch16_224", "timm:test_vit")  # a small one in place of the one a reader would use
+ELSEWHERE = ("demo", "serve", "export")  # tested elsewhere
+VIT = ("timm:vit_small_patch16_224", "timm:test_vit")  # a small model in place of the documented one
 
 
 def blocks(language: str) -> list[str]:
@@ -27,14 +27,14 @@ def commands() -> list[list[str]]:
 
 
 def adapted(command: list[str]) -> list[str]:
-    """The command for the small model, without progress bars, and circuits in the way that is quickest of few heads."""
+    """The command for the small model, without progress bars, with the circuit method fastest for few heads."""
     if VIT[0] in command:
         options = [f"--model-option={name}={value}" for name, value in cases.VIT_OPTIONS.items()]
         command = [VIT[1] if part == VIT[0] else part for part in command] + options
     quiet = ["--quiet"]
     more = {"build": quiet, "evaluate": quiet, "atlas": quiet, "score": ["--no-progress"], "bench": ["--repeats", "1"]}
     more["search"] = [*quiet, "--price=multiply_adds"]
-    if "run/config.yaml" not in command:  # which has it
+    if "run/config.yaml" not in command:  # which sets it
         more["build"] = [*quiet, "--method=naive"]
     return [*command, *more.get(command[0], [])]
 

@@ -1,4 +1,4 @@
-"""The documentation names everything public; slow: the site builds without a warning (`make docs` is strict, too)."""
+"""The documentation names everything public; slow: the site builds without warnings, as in `make docs`."""
 
 import importlib
 import inspect
@@ -16,7 +16,7 @@ import hydra_ensembles as package
 from chromium import Tab
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLIC = [  # every package that says what of it is public
+PUBLIC = [  # every package with a public list
     name
     for name in ("hydra_ensembles", *(f"hydra_ensembles.{one.name}" for one in pkgutil.iter_modules(package.__path__)))
     if hasattr(importlib.import_module(name), "__all__")
@@ -39,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_reference_names_everything_public_and_nothing_that_is_not_there() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     shown = {name: pkgutil.resolve_name(name) for name in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
-    modules = [one for one in shown.values() if inspect.ismodule(one)]  # all they hold is shown
+    modules = [one for one in shown.values() if inspect.ismodule(one)]  # all their members are shown
     missing = []
     for module_name in PUBLIC:
         for name in importlib.import_module(module_name).__all__:
@@ -52,14 +52,14 @@ def test_the_reference_names_everything_public_and_nothing_that_is_not_there() -
 
 @pytest.mark.slow
 def test_the_site_is_built_with_members_of_classes(site: Path) -> None:
-    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]  # what mkdocstrings writes
+    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]  # written by mkdocstrings
     known = {line.split(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
     assert "hydra_ensembles.model.ensemble.Ensemble.predict" in known
 
 
 @pytest.mark.slow
 def test_pages_fetch_nothing(site: Path) -> None:
-    """What a page loads by itself comes from the site: no fonts, scripts or pictures of others."""
+    """Pages load fonts, scripts and pictures only from the site itself."""
     pages = list(site.rglob("*.html"))
     assert len(pages) > 15
     for page in pages:
@@ -71,7 +71,7 @@ def test_pages_fetch_nothing(site: Path) -> None:
 
 
 def test_pages_show_the_code_of_every_example() -> None:
-    """In the page itself, where a git host shows it, too; that it is what the script says is tested with the tables."""
+    """In the page itself, so that a git host shows it too; tests of tables check that it equals the script."""
     pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     assert "--8<--" not in pages
     for script in (ROOT / "examples").glob("*.py"):
@@ -108,7 +108,7 @@ OVERFLOWS = """(() => {
 @pytest.mark.parametrize("width", [390, 1280])
 def test_pages_fit_a_phone_and_a_desk(site: Path, width: int, tab: Tab) -> None:
     for page in sorted(site.rglob("*.html")):
-        if page.name != "404.html":  # its addresses are those of a server
+        if page.name != "404.html":  # its links are absolute
             tab.open(page.as_uri(), width)
             assert tab.run("document.documentElement.scrollWidth") <= width, page.name
             assert tab.run(OVERFLOWS) == [], page.name

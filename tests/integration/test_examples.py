@@ -1,4 +1,4 @@
-"""Every example runs as its own documentation says, offline, and prints what it promises; notebooks run, too."""
+"""Every example runs offline as its documentation says and prints what it promises; notebooks run too."""
 
 import re
 import runpy
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-EXPECTED: dict[str, tuple[str, list[str]]] = {  # what each one prints, and options that make it faster
+EXPECTED: dict[str, tuple[str, list[str]]] = {  # what each prints, and options that make it faster
     "abstain.py": (
         r"share asked for .*\n(?: .*%.*\n){4}test +\{.*\nAnnualCrop +\{.*\nFashionMNIST +\{",
         ["--images", "16"],
@@ -45,7 +45,7 @@ EXPECTED: dict[str, tuple[str, list[str]]] = {  # what each one prints, and opti
     ),
     "zero_shot.py": (r"at most \d\.\de-0[5-9]\n(?:.* -> .*epistemic.*\n){5}saved to hydra-zero-shot", ["--prune", "2"]),
 }
-# README.md, docs/cli.md and the commands of the same names take the steps of the others, and are tested every day
+# the other examples repeat steps of README.md, docs/cli.md and commands that are always tested
 QUICK = ("own_model.py", "zero_shot.py")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED if name not in QUICK]
 
@@ -54,7 +54,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED if name 
 def test_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """In an empty folder; a warning is an error here, as everywhere."""
+    """In an empty folder; warnings are errors, as in all tests."""
     pattern, faster = EXPECTED[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [name, *faster])
@@ -80,7 +80,7 @@ MOST_BYTES = 200_000
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_a_notebook_keeps(path: Path) -> None:
-    """What a run left: light, whole and of no machine."""
+    """Stored outputs are small, complete, and free of machine-specific content."""
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed (extra dev)")
     text, cells = path.read_text(), nbformat.read(path, as_version=4).cells
     assert len(text) < MOST_BYTES
@@ -91,7 +91,7 @@ def test_what_a_notebook_keeps(path: Path) -> None:
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
 
 
-@pytest.mark.slow  # seconds of a kernel's start, and a whole build each; .ci/run runs it
+@pytest.mark.slow  # a kernel's start takes seconds, and each runs a whole build; .ci/run runs it
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_notebook_runs(path: Path) -> None:
 
     cells = executed(path).cells
     kept = nbformat.read(path, as_version=4).cells
-    for new, old in zip(cells, kept, strict=True):  # as many words and pictures; numbers differ between machines
+    for new, old in zip(cells, kept, strict=True):  # the same texts and pictures; numbers differ between machines
         assert [one.output_type for one in new.get("outputs", [])] == [
             one.output_type for one in old.get("outputs", [])
         ]

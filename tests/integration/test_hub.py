@@ -1,4 +1,4 @@
-"""Publishing to the hub and loading from it; folders stand in for the repositories that `huggingface_hub` talks to."""
+"""Publishing to the Hub and loading from it; folders stand in for its repositories."""
 
 import fnmatch
 import shutil
@@ -22,7 +22,7 @@ TOKEN = "hf_stand_in"
 
 @dataclass
 class Hub:
-    """The calls that checkpoints make, with the signatures of the library; every upload is a revision."""
+    """The functions that checkpoints call, with huggingface_hub's signatures; every upload is a revision."""
 
     root: Path
     private: dict[str, bool | None] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def test_round_trip_and_a_second_push_is_a_new_revision(hub: Hub) -> None:
 
 
 def test_only_our_files_are_downloaded(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none where a folder has that name."""
+    """Nothing is downloaded if a local folder has that name."""
     model = ensemble(hydra())
     model.push_to_hub("owner/model", token=TOKEN)
     for name in ("setup.py", "pytorch_model.bin"):

@@ -1,4 +1,4 @@
-"""Report and head atlas in a real browser: all is shown, fits a phone, follows dark mode, and logs no error."""
+"""Report and head atlas in a real browser: complete, responsive, dark mode, no logged errors."""
 
 import re
 import runpy
@@ -41,7 +41,7 @@ def test_it_fits_follows_colours_and_is_silent(tab: Tab, report: Path, tmp_path:
     tab.open(report.as_uri(), width, 1600, dark)
     found = tab.run(DRAWN)
     assert found["page"] <= width  # only tables scroll, inside their frames
-    assert (found["figures"], found["images"], found["empty"]) == (17, 10, 0)  # which ones, says the test of the page
+    assert (found["figures"], found["images"], found["empty"]) == (17, 10, 0)  # test_html_report.py says which
     assert found["smallest"] > 0.7  # text of 10.5 units stays above 7 pixels
     tab.screenshot(tmp_path / "page.png", full=False)
     picture = pillow.open(tmp_path / "page.png").convert("RGB")
@@ -49,7 +49,7 @@ def test_it_fits_follows_colours_and_is_silent(tab: Tab, report: Path, tmp_path:
     assert (sum(picture.getpixel((2, 2))) < 150) == dark
     levels = picture.convert("L").histogram()
     readable = sum(levels[170:]) if dark else sum(levels[:90])
-    assert readable > 0.01 * picture.width * picture.height  # there is text, and it stands out
+    assert readable > 0.01 * picture.width * picture.height  # there is text with enough contrast
     assert not tab.complaints
     assert all(address.startswith(("file:", "data:")) for address in tab.requests)
 
@@ -65,7 +65,7 @@ COLOURS = "[...document.querySelectorAll('.map a')].map((one) => getComputedStyl
 
 @pytest.fixture(scope="module", params=["image-cls", "text-post-norm"])
 def page(request, tmp_path_factory) -> Path:
-    """Of two members with a trunk of one layer."""
+    """The atlas of two members with a trunk of one layer."""
     model = random_ensemble(request.param, KEPT, Sharing(stem=True, mlp=True), trunk=1)
     data = random_batches(model, (12,)), {"odd": random_batches(model, (8,), seed=1)}
     found = he.atlas(model, *data, name="two", progress=False)
@@ -94,7 +94,7 @@ def test_the_atlas_of_the_demo_is_made_by_its_command_and_shows_its_images(
 def test_a_click_on_a_head_shows_its_inputs(tab: Tab, page: Path, width: int, dark: bool) -> None:
     tab.open(page.as_uri(), width, 900, dark)
     assert tab.run("document.documentElement.scrollWidth") <= width
-    assert len(tab.run(SHOWN)) == 1  # the head that costs most
+    assert len(tab.run(SHOWN)) == 1  # the most important head
     tab.run("document.querySelector('a[href=\"#head-1-2\"]').click()")
     assert tab.run(SHOWN) == ["head-1-2"]
     assert "kept by all 2 members" in tab.run("document.querySelector('article.shown').innerText")
@@ -104,7 +104,7 @@ def test_a_click_on_a_head_shows_its_inputs(tab: Tab, page: Path, width: int, da
     if "image" in page.name:
         assert "data:image/jpeg" in tab.run("getComputedStyle(document.querySelector('.shown .pic')).backgroundImage")
     top = tab.run("document.querySelector('article.shown').getBoundingClientRect().top")
-    assert top < 900  # it was brought into sight
+    assert top < 900  # scrolled into view
     background = tab.run("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
     assert not tab.complaints
@@ -117,7 +117,7 @@ def test_keys_walk_over_the_map_and_colours_change_with_what_is_asked_for(tab: T
     for key, shown in (("ArrowDown", "1-0"), ("ArrowRight", "1-1"), ("ArrowUp", "0-1"), ("ArrowLeft", "0-0"),
                        ("ArrowLeft", "0-0"), ("ArrowRight", "0-1"), ("ArrowRight", "0-2"), ("ArrowRight", "0-3"),
                        ("ArrowDown", "2-3"), ("ArrowLeft", "2-1")):  # fmt: skip
-        tab.press(key)  # over the heads that nobody keeps
+        tab.press(key)  # skips heads that no member keeps
         assert tab.run(SHOWN) == [f"head-{shown}"]
     tab.press("Enter")
     assert tab.run("document.activeElement.id") == "head-2-1"

@@ -1,4 +1,4 @@
-"""The Python of README and quickstart runs as it stands, and the README stays short."""
+"""The Python code of README and quickstart runs as printed, and the README stays short."""
 
 import re
 from pathlib import Path
@@ -24,11 +24,11 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 
 def test_the_readme_is_two_screens() -> None:
     assert len(README.read_text().splitlines()) <= 140
-    assert blocks(README, "bash")[1] in blocks(QUICKSTART, "bash")  # the same commands, in both or in none
+    assert blocks(README, "bash")[1] in blocks(QUICKSTART, "bash")  # the same commands in both
 
 
 def my_timm_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures in two folders, and a checkpoint of a model that is smaller than the one the text names."""
+    """Pictures in two folders, and a checkpoint of a smaller model than the text names."""
     for index in range(80):
         place = folder / "pictures" / ("dark" if index % 2 else "light")
         place.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def my_timm_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fine_tunings(count: int) -> list[torch.nn.Module]:
-    """Models of twelve layers, near each other as those of one start are."""
+    """Models of twelve layers that are close together, like fine-tunings of one model."""
     made = [timm_model("vit_base_patch16_224", depth=12) for _ in range(count)]
     for index, one in enumerate(made):
         one.load_state_dict(made[0].state_dict())
@@ -55,17 +55,17 @@ def fine_tunings(count: int) -> list[torch.nn.Module]:
 def test_the_readme_code_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Copied as a user would, with a small model and small loaders under the names the text uses."""
+    """As copied by a user, with a small model and small loaders under the text's names."""
     monkeypatch.chdir(tmp_path)
     model = timm_model("vit_base_patch16_224", depth=3)
     generator = torch.Generator().manual_seed(0)
     images, others = (torch.randn(SAMPLES, 3, 32, 32, generator=generator) * scale for scale in (1.0, 1.3))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "attn" in name:  # let the heads matter, so that circuits for different goals differ
+            if "attn" in name:  # makes the heads matter, so that circuits for different scores differ
                 parameter.mul_(4)
         labels = model(images).argmax(1)
-    labels[::3] = torch.randint(0, 5, (SAMPLES // 3,), generator=generator)  # a model that makes many mistakes
+    labels[::3] = torch.randint(0, 5, (SAMPLES // 3,), generator=generator)  # a model with many mistakes
     names: dict[str, Any] = {
         "model": model,
         "models": fine_tunings(3),

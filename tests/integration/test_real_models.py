@@ -1,4 +1,4 @@
-"""The real DINOv2 of timm and MiniLM of transformers on real data: converted == original, and exact circuits."""
+"""timm's real DINOv2 and transformers' MiniLM on real data: converted == original, and exact circuits."""
 
 from typing import Any
 
@@ -63,18 +63,18 @@ def test_logits_of_minilm_for_tokens_and_strings_padded_or_not(minilm_and_tokeni
 
     bare, tokens = minilm_and_tokenizer
     sentences = [text for text, _ in load(shared("data/text/sst2/validation.parquet")).select(range(12))]
-    with torch.device("meta"):  # no weight of it stays
+    with torch.device("meta"):  # all weights are replaced
         classifier = transformers.BertForSequenceClassification(bare.config).eval()  # two classes, on the pooler
     classifier.bert, classifier.classifier = bare, nn.Linear(bare.config.hidden_size, 2)
-    torch.manual_seed(4)  # by which not all sentences are answered alike
+    torch.manual_seed(4)  # a seed for which predictions differ
     nn.init.normal_(classifier.classifier.weight)
     nn.init.normal_(classifier.classifier.bias)
     batch = dict(tokens(sentences, padding=True, truncation=True, return_tensors="pt"))
-    assert batch["attention_mask"].float().mean() < 0.9  # the sentences differ in length: there is padding
+    assert batch["attention_mask"].float().mean() < 0.9  # lengths differ: there is padding
     ensemble = he.convert(classifier, processor=tokens)
     expected, together = classifier(**batch).logits, ensemble(batch)[0]
     assert relative_error(together, expected) < 1e-5
-    assert (expected[:, 0] > expected[:, 1]).unique().numel() == 2  # not one answer for all
+    assert (expected[:, 0] > expected[:, 1]).unique().numel() == 2  # both classes are predicted
     for index in (0, 1):
         alone = ensemble(dict(tokens([sentences[index]], return_tensors="pt")))[0, 0]
         assert relative_error(together[index], alone) < 1e-5
@@ -98,7 +98,7 @@ def test_a_dual_encoder_embeds_texts_as_sentence_transformers_does(minilm_and_to
 
 @torch.no_grad()
 def fit_classifier(model: he.Ensemble, inputs: Any, labels: torch.Tensor) -> he.Ensemble:
-    """Least squares on the features of other samples, so that answers mean something and are not all right."""
+    """Least squares on the features of other samples, so that predictions are meaningful but not all right."""
     features = model.features(inputs)[0]
     if model.readout.hidden is not None:
         features = torch.tanh(model.readout.hidden(features[None])[0])
@@ -132,7 +132,7 @@ def minilm_on_sst2(minilm_and_tokenizer: Any) -> Problem:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dinov2_on_cifar10", "minilm_on_sst2"])
 def test_exact_circuits_of_the_last_two_layers_are_the_naive_ones(name: str, request: pytest.FixtureRequest) -> None:
-    """Every other head (of MiniLM, three of four) is off from the start, to save the naive method some time."""
+    """Half of the heads (of MiniLM's, three in four) are removed at the start, to save the naive method time."""
     problem: Problem = request.getfixturevalue(name)
     model = problem.model
     layers = range(model.num_layers - 2, model.num_layers)

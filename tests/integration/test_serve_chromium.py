@@ -1,4 +1,4 @@
-"""The page of the server in a real browser: it answers, by pointer and by keyboard, fits a phone, asks nobody else."""
+"""The server's page in a real browser: works by pointer and keyboard, fits a phone, and contacts no other host."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def fits(tab: Tab, width: int) -> None:
     assert tab.run("document.documentElement.scrollWidth") <= width
     small = """[...document.querySelectorAll("button, summary, .drop, textarea")].filter((one) => one.offsetParent)
         .filter((one) => one.getBoundingClientRect().height < 20).length"""
-    assert tab.run(small) == 0  # whatever is pressed can be hit
+    assert tab.run(small) == 0  # all controls are large enough
 
 
 def told(found: Any) -> str:
@@ -125,7 +125,7 @@ def test_a_key_is_asked_for_and_kept(tab: Tab, ports: dict[str, int]) -> None:
 
 
 def test_what_was_not_asked_is_not_claimed(tab: Tab, tmp_path: Path) -> None:
-    """A model without a threshold of familiarity calls nothing familiar."""
+    """Without a familiarity threshold, nothing is called familiar."""
     bare = served("image, bare")
     data = [(inputs_for(bare, 80), torch.arange(80) % bare.num_classes)]
     sure = he.calibrate(bare, data, share=0.95, familiarity=None)
@@ -148,7 +148,7 @@ def test_what_was_not_asked_is_not_claimed(tab: Tab, tmp_path: Path) -> None:
 
 def test_a_server_that_is_not_ready_is_asked_again(tab: Tab) -> None:
     app = make_app(served("text"), settings(name="late"))
-    refusing = [502, 200]  # what a proxy says in its place, until the page has told so
+    refusing = [502, 200]  # a proxy's error, until the page has shown it
 
     async def proxy(scope: Any, receive: Any, send: Any) -> None:
         if scope.get("path") != "/v1/model" or not refusing:
@@ -163,6 +163,6 @@ def test_a_server_that_is_not_ready_is_asked_again(tab: Tab) -> None:
             tab.until(f'document.getElementById("about").textContent.includes("The server said {refusing[0]}")')
             del refusing[0]
             if refusing:
-                tab.run("start()")  # the second time it asks by itself
+                tab.run("start()")  # then it retries by itself
         tab.until('!document.getElementById("text").hidden')
     assert not [one for one in tab.complaints if "Uncaught" in one]

@@ -1,4 +1,4 @@
-"""`hydra-ensembles serve` as a process of its own: it says where it is, and a signal ends it when all is answered."""
+"""`hydra-ensembles serve` as a process: it prints its address, and after a signal answers all requests and exits."""
 
 import base64
 import re
@@ -50,13 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     served("image").save_pretrained(path)
     for file in path.iterdir():
         file.chmod(0o444)
-    path.chmod(0o555)  # a server writes nothing there
+    path.chmod(0o555)  # a server writes nothing here
     return path
 
 
 @contextmanager
 def process(*command: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server, and the line in which it says where it listens."""
+    """A running server, and the line with its address."""
     arguments = [sys.executable, *map(str, command)]
     pipe = subprocess.PIPE
     child = subprocess.Popen(arguments, env=environment(), stdout=pipe, stderr=pipe, text=True)
@@ -74,7 +74,7 @@ def images(count: int) -> dict[str, list[str]]:
 
 
 def assert_all_was_answered(answer: httpx.Response, child: subprocess.Popen[str]) -> None:
-    """The process has ended well, after an answer for each of the four."""
+    """Check that the process exited successfully after answering all four."""
     output, errors = child.communicate(timeout=LIMIT)
     assert answer.status_code == 200
     expected = served("image").predict([opened(picture(seed)) for seed in range(4)])
@@ -85,19 +85,19 @@ def assert_all_was_answered(answer: httpx.Response, child: subprocess.Popen[str]
     assert '"rows": 4' in output
 
 
-@pytest.mark.slow  # what is said of the address; the next test ends a process every day
+@pytest.mark.slow  # checks the printed address; the next test covers shutdown
 def test_what_was_taken_in_at_a_port_is_answered_before_the_end(folder: Path) -> None:
     options = ("serve", folder, "--port", 0, *COMMON)
     with process("-c", ENDED_INSIDE, "SIGINT", *options) as (child, line):
         address = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
-        answer = httpx.post(f"{address}/v1/predict", json=images(4), timeout=LIMIT)  # one row is run, three wait
+        answer = httpx.post(f"{address}/v1/predict", json=images(4), timeout=LIMIT)  # one row runs, three wait
         assert_all_was_answered(answer, child)
 
 
 def test_a_socket_is_for_one_user_and_goes_with_the_server_when_all_is_answered(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # a path of a socket has at most 107 bytes, and this folder may have more
+    monkeypatch.chdir(tmp_path)  # a socket path has at most 107 bytes, and this folder's may be longer
     place = Path("hydra.sock")
     options = ("serve", folder, "--uds", place, *COMMON)
     with process("-c", ENDED_INSIDE, "SIGTERM", *options) as (child, line):
@@ -106,7 +106,7 @@ def test_a_socket_is_for_one_user_and_goes_with_the_server_when_all_is_answered(
         assert "taken" in (refused := fail("serve", folder, "--uds", place)) or "use" in refused
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(place)), timeout=LIMIT) as client:
             assert client.get("http://here/v2/health/ready").status_code == 200
-            answer = client.post("http://here/v1/predict", json=images(4))  # one row is run, three wait
+            answer = client.post("http://here/v1/predict", json=images(4))  # one row runs, three wait
         assert_all_was_answered(answer, child)
     assert not place.exists()
 
@@ -114,7 +114,7 @@ def test_a_socket_is_for_one_user_and_goes_with_the_server_when_all_is_answered(
 def test_a_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = Path("left.sock")
-    listen(settings(uds=str(path))).close()  # as a kill leaves it
+    listen(settings(uds=str(path))).close()  # as left by a kill
     assert path.is_socket()
     listen(settings(uds=str(path))).close()
 
@@ -136,7 +136,7 @@ def test_a_signal_while_the_model_is_warmed_ends_at_once(signal: str, code: int,
 
 
 def test_a_start_that_fails_ends_as_every_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hydra_ensembles.cli.serving.log_to_stdout", lambda: None)  # which is for a process
+    monkeypatch.setattr("hydra_ensembles.cli.serving.log_to_stdout", lambda: None)  # meant for a real process
     monkeypatch.setattr(Service, "workers", Mock(side_effect=torch.OutOfMemoryError("full")))
     ended = run("serve", folder, "--port", 0)
     assert (ended.exit_code, "--max-batch" in ended.stderr) == (2, True)

@@ -1,4 +1,4 @@
-"""The suites that the studies make of the real files beside the checkout: these are read, and have what is said."""
+"""The studies' suites on the real files next to the checkout: readable, with the documented content."""
 
 import numpy as np
 import pytest
@@ -32,12 +32,12 @@ def test_overlap_lists_name_real_classes(pair: tuple[str, str]) -> None:
     left, right = (overlapping(", ".join(pair), name) for name in pair)
     assert set(left) <= set(first)
     assert set(right) <= set(second)
-    # Classes of the same name must be on the list, however they are spelled.
+    # Classes of the same name must be on the list, whatever their spelling.
     plain = {name.lower().replace("_", " ") for name in second}
     assert {name for name in first if name.lower().replace("_", " ") in plain} <= set(left)
 
 
-PREPARED = ("images/cars", "images/cub200", "images/flowers102")  # by `python -m studies prepare`
+PREPARED = ("images/cars", "images/cub200", "images/flowers102")  # from `python -m studies prepare`
 
 
 @pytest.mark.parametrize(

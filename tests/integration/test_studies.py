@@ -1,4 +1,4 @@
-"""The studies on the real models and data, in counts that a CPU can do: every stage from data to tables."""
+"""The studies on real models and data, at a size for a CPU: every stage from data to tables."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def data() -> Path:
 
 @pytest.fixture
 def prepared(data: Path, tmp_path: Path) -> Path:
-    """The shared folder, where a few training images of TinyImageNet stand for each split of all of them."""
+    """The shared folder, with a few TinyImageNet training images as a stand-in for each split."""
     folder = tmp_path / "shared" / "data" / "images"
     folder.mkdir(parents=True)
     for one in (data / "data" / "images").iterdir():
@@ -45,9 +45,9 @@ def prepared(data: Path, tmp_path: Path) -> Path:
 def test_a_small_share_of_a_study_on_the_real_model_and_data(
     name: str, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real tokens or images, real weights, three fine-tunings that differ, columns, tables.
+    """Real tokens or images, real weights, three different fine-tunings, columns, tables.
 
-    A trial has four images of every class, 800 a set: with 28 pixels a side a CPU does them in minutes.
+    A trial has four images per class, 800 per set: at 28 pixels a side, a CPU needs minutes.
     """
     settings = recipe()
     if name.startswith("vision"):
@@ -66,10 +66,10 @@ def test_a_small_share_of_a_study_on_the_real_model_and_data(
 
 
 def test_real_images_of_the_zero_shot_study(data: Path) -> None:
-    """Every class of every task has its own name; test rows of CIFAR-10 are the second half."""
+    """Class names are unique within each task; the test rows of CIFAR-10 are the second half."""
     recipe = load_dual_recipe()
     sets = SharedSets(DataFolder(data), recipe.counts)
-    prepared = ("images/cars", "images/cub200", "images/flowers102")  # by `python -m studies prepare`
+    prepared = ("images/cars", "images/cub200", "images/flowers102")  # from `python -m studies prepare`
     listed = [one for one in (*sets.main.tasks, sets.main.id) if one.source not in prepared]
     tasks = {one.name: sets.fewer(sets.load(one), one.name) for one in listed}
     assert {name: len(task.names) for name, task in tasks.items()} == {

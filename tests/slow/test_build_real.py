@@ -1,4 +1,4 @@
-"""`build` end to end on real models and data; that it goes on after a kill is proved in `test_build_resume`."""
+"""`build` end to end on real models and data; test_build_resume.py covers resuming after a kill."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ RECIPE = he.Recipe(
 
 
 def model_and_data(case: str) -> tuple[he.Ensemble, tuple[Any, Any]]:
-    """DINOv2 for small CIFAR-10 images, with TinyImageNet as OOD data; MiniLM for SST-2, with AG News."""
+    """DINOv2 on small CIFAR-10 images with TinyImageNet as OOD; MiniLM on SST-2 with AG News."""
     if case == "dinov2":
         shared(str(DINOV2))
         bare, settings = dinov2(SHARED, 56), {"num_labels": 10}
@@ -43,7 +43,7 @@ def model_and_data(case: str) -> tuple[he.Ensemble, tuple[Any, Any]]:
 
 @pytest.mark.parametrize(("case", "shared_layers"), [("dinov2", 10), ("minilm", 5)])
 def test_the_ensemble_answers_like_its_members(case: str, shared_layers: int, tmp_path: Path) -> None:
-    """Circuits over the last layers only, so that they take seconds."""
+    """Circuits cover only the last layers, so that they take seconds."""
     model, (inside, outside) = model_and_data(case)
     total = sum(SIZES.values())
     drawn = subset(inside, total, seed=0, stratified=True)
@@ -60,7 +60,7 @@ def test_the_ensemble_answers_like_its_members(case: str, shared_layers: int, tm
     assert hydra.config.trunk >= shared_layers
     members = [accuracy(he.Ensemble.from_pretrained(tmp_path / "members" / str(i)), test) for i in range(3)]
     assert accuracy(hydra, test) > 1 / base.num_classes + 0.1
-    assert accuracy(hydra, test) > sum(members) / 3 - 0.05  # so little training makes them no better than the whole
+    assert accuracy(hydra, test) > sum(members) / 3 - 0.05  # with so little training, no better than the whole
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["metrics"]["validation/nll"] <= summary["metrics"]["validation/nll_uncalibrated"]
     samples, given = summary["samples"], len(sets["id"])

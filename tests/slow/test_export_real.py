@@ -1,4 +1,4 @@
-"""The real DINOv2 as a Hydra with a trunk and uneven heads, calibrated on real images: the ONNX file answers alike."""
+"""The real DINOv2 as a Hydra with a trunk and uneven heads, calibrated on real images: the ONNX file agrees."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_the_onnx_file_of_dinov2_answers_as_the_ensemble(tmp_path: Path) -> None
     answers = dict(zip(names, session.run(None, {"pixel_values": batches[5][0].numpy()}), strict=True))
     for name, wanted in columns(hydra.predict(images[160:])).items():
         if name in ("p_value", "familiarity"):
-            np.testing.assert_allclose(answers[name], wanted, atol=2 / 64)  # a step of the held-out scores
+            np.testing.assert_allclose(answers[name], wanted, atol=2 / 64)  # one step of held-out scores
             continue
         size = 1 + np.abs(wanted.astype(np.float64)).max(axis=tuple(range(1, wanted.ndim)), keepdims=True, initial=0.0)
         assert (np.abs(answers[name].astype(np.float64) - wanted) <= 5e-5 * size).all(), name

@@ -1,4 +1,4 @@
-"""On Ray: data are scored once, and of two replicas that serve one is killed under load and no request is lost."""
+"""On Ray: data are scored exactly once, and a serving replica killed under load loses no request."""
 
 import asyncio
 import itertools
@@ -25,19 +25,19 @@ from serving import LIMIT, opened, picture, settings
 
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray warns of much, in threads of its own
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray warns a lot, in its own threads
 
 REQUESTS, CLIENTS, KILLED_AFTER = 200, 16, 40
 KEY = {"X-API-Key": "correct horse"}
 
 
 def test_ray_data_takes_a_scorer_and_resumes(tmp_path: Path) -> None:
-    """With Ray's own checkpoints a second run scores only what the first has not written."""
+    """With Ray's checkpoints, a second run scores only what the first did not write."""
     from ray.data.checkpoint import CheckpointConfig
 
     one, images = served("image"), [opened(picture(seed)) for seed in range(12)]
     one.save_pretrained(tmp_path / "model")
-    for part, rows in enumerate((range(7), range(7, 12))):  # Ray resumes what it reads from files
+    for part, rows in enumerate((range(7), range(7, 12))):  # Ray resumes only reads from files
         table = pa.table({"image": [picture(row) for row in rows], "id": list(rows)})
         pq.write_table(table, tmp_path / f"{part}.parquet")
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True,
@@ -62,7 +62,7 @@ def test_ray_data_takes_a_scorer_and_resumes(tmp_path: Path) -> None:
         ray.shutdown()
     found = pq.read_table(tmp_path / "scores").to_pydict()
     order = np.argsort(found["id"])
-    assert np.asarray(found["id"])[order].tolist() == list(range(12))  # none lost, none twice
+    assert np.asarray(found["id"])[order].tolist() == list(range(12))  # none lost or doubled
     for name, wanted in columns(one.predict(images)).items():
         if wanted.ndim == 1:
             np.testing.assert_allclose(np.asarray(found[name])[order], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -70,17 +70,17 @@ def test_ray_data_takes_a_scorer_and_resumes(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file; when it is there, the next replica that has a batch in its hands takes it away and dies."""
+    """A file; if it exists, the next replica with a batch removes it and dies."""
     return tmp_path_factory.mktemp("order") / "die"
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory, order: Path) -> Iterator[str]:
-    """A cluster of this machine alone, with a front and two replicas."""
+    """A local cluster with a front end and two replicas."""
     place, folder = str(order), tmp_path_factory.mktemp("served") / "model"
 
     def mortal() -> None:
-        """What every process of the cluster does first."""
+        """Runs first in every process of the cluster."""
         import os
 
         from hydra_ensembles.serve.ray_app import _Replica
@@ -111,7 +111,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, order: Path) -> Iterator[s
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     with pytest.MonkeyPatch.context() as here:
-        here.setenv(API_KEY, "correct horse")  # in this process alone: those of the cluster do not have it
+        here.setenv(API_KEY, "correct horse")  # only in this process, not in the cluster's
         application = ray_app(folder, settings(name="on-ray", max_queue=256), min_replicas=2, max_replicas=2, cpus=0.5)
     serve.run(application)
     yield f"http://127.0.0.1:{port}"
@@ -145,7 +145,7 @@ def test_a_replica_dies_under_load_with_a_batch_in_its_hands(address: str, order
 
     with httpx.Client(base_url=address, headers=KEY, timeout=LIMIT) as client, ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(one, range(REQUESTS)))
-    assert not order.exists()  # it was carried out
+    assert not order.exists()  # the replica died
     assert [answer.status_code for answer in answers] == [200] * REQUESTS
     expected = served("image").predict([opened(picture(seed)) for seed in range(20)])
     found = [answer.json()["predictions"][0] for answer in answers]
@@ -163,7 +163,7 @@ def test_routes_are_those_of_the_server(address: str) -> None:
         assert client.post("/v1/predict", files={"file": b"x"}).status_code == 415
         pixels: dict[str, Any] = {"name": "pixel_values", "shape": [1, 3, 8, 8], "datatype": "FP32"}
         huge = client.post("/v2/models/on-ray/infer", json={"inputs": [pixels | {"data": [3e38, -3e38] * 96}]})
-        assert huge.status_code == 400  # the model gives no number for it
+        assert huge.status_code == 400  # the logits are not finite
     assert httpx.get(f"{address}/v1/model").status_code == 401
 
 
@@ -181,7 +181,7 @@ def test_the_key_is_that_of_the_process_that_deploys(tmp_path: Path, monkeypatch
 
 
 class Handle:
-    """A handle to replicas that answer, or die, in a given order."""
+    """A handle to replicas that answer or die in a given order."""
 
     def __init__(self, *found: Any) -> None:
         self.answer = self.ready = self
@@ -189,7 +189,7 @@ class Handle:
 
     async def remote(self, *_: Any) -> Any:
         one = self._found.pop(0)
-        if isinstance(one, Exception) and not isinstance(one, DataError):  # an error of the model is returned
+        if isinstance(one, Exception) and not isinstance(one, DataError):  # the model's errors are returned
             raise one
         return one
 

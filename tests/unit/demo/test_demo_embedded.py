@@ -1,4 +1,4 @@
-"""What the package carries: the right files, licensed, disjoint, and loadable with torch alone."""
+"""Files in the package: complete, licensed, disjoint, and loadable with torch alone."""
 
 import hashlib
 import tomllib
@@ -58,7 +58,7 @@ def test_no_image_is_in_two_sets_and_none_but_those_to_train_on_was_trained_on()
             for split, row in zip(stored[f"{name}/splits"].tolist(), stored[f"{name}/rows"].tolist(), strict=True)
         ]
     assert len({origin[1:] for origin in origins}) == len(origins) == sum(SIZES.values())
-    # training used the seven classes of eurosat/train; beside some of these only PermanentCrop is from there
+    # training used the seven classes of eurosat/train; of the other sets, only PermanentCrop is from there
     assert {name for name, split, _ in origins if split == "eurosat/train"} == {"train", "circuit_ood"}
     assert {split for name, split, _ in origins if name == "test"} == {"eurosat/test"}
 

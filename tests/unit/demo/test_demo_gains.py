@@ -1,4 +1,4 @@
-"""What methods catch, on answers made by hand: who is best, thresholds that keep their promise."""
+"""What methods decline, on hand-made answers: ranking, and thresholds that keep their promise."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ LABELS = torch.arange(400) % 4
 
 
 def answers(seed: int, skill: float, doubt: float = 0.0, distance: float = 0.0) -> dict[str, Answers]:
-    """One model: how good it is on its own data, how unsure of foreign images, and how far these look from its own."""
+    """One model: its accuracy, its uncertainty on OOD images, and their distance from its own data."""
     draw = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -44,22 +44,22 @@ def test_the_winner_of_each_number_is_found(found: Gains) -> None:
     assert found.best["near.unfamiliar"] == (SINGLE, BRANCHES, DEEP)
     ranks = {row.name: dict(zip([one.key for one in COLUMNS], row.cells, strict=True)) for row in found.table.rows}
     assert ranks[BRANCHES]["far.unsure"].rank == ranks[DEEP]["nll"].rank == "best"
-    assert not any(ranks[name]["near.unfamiliar"].rank for name in ranks)  # all are level
+    assert not any(ranks[name]["near.unfamiliar"].rank for name in ranks)  # all tie
     assert ranks[BRANCHES]["price"].text == "1.50×"
 
 
 def test_thresholds_accept_what_they_promise(found: Gains) -> None:
-    """On average; each of two reasons accepts 95 %, both together at least 90 %."""
+    """On average: each of two reasons accepts 95 %, both together at least 90 %."""
     for method in found.methods.values():
         accepted = {reason: method.numbers[f"accepted.{reason}"].mean for reason in ("unsure", "unfamiliar", "both")}
         assert accepted == pytest.approx({"unsure": 0.9, "unfamiliar": 0.9, "both": 0.91}, abs=0.03)
         assert method.numbers["far.unfamiliar"].mean > 0.97
         assert method.numbers["near.both"].low <= method.numbers["near.both"].mean <= method.numbers["near.both"].high
-    assert from_plain(Gains, to_plain(found), "gains") == found  # what was found is read back
+    assert from_plain(Gains, to_plain(found), "gains") == found  # saved and loaded
 
 
 def test_a_method_is_level_with_itself_and_one_without_mistakes_has_no_share_of_them() -> None:
-    """Draws are the same for all methods, so equal answers give equal numbers, to the bit."""
+    """All methods use the same draws, so equal answers give equal numbers, to the bit."""
     perfect = answers(0, 60.0)
     found = gains({name: [perfect] for name in (SINGLE, BRANCHES, DEEP)}, LABELS, GROUPS, PRICES, draws=3)
     assert all(names == (SINGLE, BRANCHES, DEEP) for names in found.best.values())
@@ -70,10 +70,10 @@ def test_a_method_is_level_with_itself_and_one_without_mistakes_has_no_share_of_
 
 
 def test_images_handled_right() -> None:
-    """By hand: familiar images answered right or declined where wrong, foreign ones declined; a third each."""
+    """By hand: a third each of ID images answered right, mistakes declined, and OOD images declined."""
     sure, unsure = torch.tensor([9.0, 0, 0, 0]), torch.tensor([0.1, 0, 0, 0])
     labels = torch.zeros(400, dtype=torch.long)
-    labels[::20] = 1  # 5 % wrong, and unsure of just these
+    labels[::20] = 1  # 5 % wrong, and uncertain about exactly these
     own = torch.where((labels == 1)[:, None], unsure, sure)[None]
     level = torch.zeros(100)
     sets = {FAMILIAR: Answers(own, torch.zeros(400)), "fields": Answers(unsure.expand(1, 100, 4), level)}

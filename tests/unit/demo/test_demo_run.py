@@ -1,4 +1,4 @@
-"""The demo, on few images: interrupted, resumed, refused; and the published numbers."""
+"""The demo on few images: interrupted, resumed, refused; and the published numbers."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def without_times(folder: Path, name: str = "results.json") -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A demo on few images through the command line: interrupted when the members are to be trained, resumed."""
+    """A demo on few images by the command line: interrupted before members are trained, then resumed."""
     place = tmp_path_factory.mktemp("demo") / "few"
     command = ["demo", *(f"--set={name}={value}" for name, value in FEW.items()), "--output", place]
     with pytest.MonkeyPatch.context() as patched:
@@ -40,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert sorted(path.name for path in place.iterdir()) == ["run.json", "work"]
     done = run(*command)
     assert done.exit_code == 0, done.output
-    assert "circuit/exact" not in done.stderr  # the ranking was done
-    shown = " ".join(done.stdout.split())  # lines end where the terminal does
+    assert "circuit/exact" not in done.stderr  # the ranking was already done
+    shown = " ".join(done.stdout.split())  # undo the terminal's line breaks
     for words in (*METHODS, "Mistakes", "unfamiliar", "Price", "hydra-ensembles predict"):
         assert words in shown
     assert "seed was 0 and is 3" in fail(*command, "--seed", 3)
@@ -58,7 +58,7 @@ def test_it_writes_every_number_down(folder: Path) -> None:
     assert names == {"single.json", "pruned_branches.json", "deep_ensemble.json", "costs.json"}
     assert not (folder / "work").exists()
     measured = [he.Evaluation.load(folder / "evaluations" / name) for name in sorted(names - {"costs.json"})]
-    assert {one.model.calibration.accepted_share for one in measured} == {0.9}  # each threshold of every method
+    assert {one.model.calibration.accepted_share for one in measured} == {0.9}  # every threshold of every method
     gained = from_plain(Gains, found["gains"], "gains")
     assert gained.table.notes[0][:60] in (folder / "report.html").read_text()
 
@@ -82,7 +82,7 @@ def test_the_published_run_has_the_default_settings(published: dict[str, Any]) -
 
 
 def test_the_settings_are_those_that_were_chosen() -> None:
-    """By the file's own criterion, on sets of which the demo has none."""
+    """By the file's own criterion, on sets that are not in the demo."""
     choice = json.loads((ROOT / "results" / "demo_choice.json").read_text())
     ours = [row for row in choice["rows"] if row["method"] == "Hydra"]
     best = max(ours, key=lambda row: row["numbers"][choice["criterion"]]["mean"])
@@ -92,7 +92,7 @@ def test_the_settings_are_those_that_were_chosen() -> None:
 
 
 def test_the_published_rows_follow_from_the_stored_answers(published: dict[str, Any]) -> None:
-    """Of the whole test set: two of three models of the deep ensemble are stored, and the third is the single model."""
+    """On the whole test set: two of the deep ensemble's three models are stored, the third is the single model."""
     labels = torch.from_numpy(load_sample().test.labels.copy())
     stored = [sets["test"].logits[0].argmax(1) == labels for sets in load_answers()[SINGLE]]
     accuracy = {name: published["methods"][name]["numbers"]["accuracy"] for name in METHODS}
@@ -106,6 +106,6 @@ def test_the_whole_demo_gives_the_published_numbers(tmp_path: Path, published: d
     fresh = without_times(tmp_path / "demo")
     for name in METHODS:
         ours, theirs = (found["methods"][name]["numbers"] for found in (fresh, published))
-        shared = {key: ours[key] for key in theirs}  # evaluations have learned to tell more since
+        shared = {key: ours[key] for key in theirs}  # newer evaluations have more numbers
         assert shared == pytest.approx(theirs, abs=0.05), name  # rounding differs between machines
     assert fresh["methods"][SINGLE]["numbers"]["accuracy"] == published["methods"][SINGLE]["numbers"]["accuracy"]

@@ -1,4 +1,4 @@
-"""Rewriting weights for inference changes no result, and does what it promises."""
+"""Rewriting weights for inference keeps results, and simplifies what it promises."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_norms_of_members_go_into_their_heads_so_that_one_input_is_left() -> Non
     ensemble = random_ensemble("image-cls", UNEVEN, HYDRA)
     simple = simplified(ensemble)
     assert all(isinstance(block.norm1, nn.LayerNorm) for block in blocks(simple))
-    assert not any(isinstance(block.norm2, nn.LayerNorm) for block in blocks(simple))  # the MLP is shared: it cannot
+    assert not any(isinstance(block.norm2, nn.LayerNorm) for block in blocks(simple))  # impossible: the MLP is shared
     own_mlps = simplified(random_ensemble("image-cls", UNEVEN, Sharing(stem=True)))
     assert all(isinstance(block.norm2, nn.LayerNorm) for block in blocks(own_mlps))
     fast = ensemble.optimize(plans=["batched"]).module("batched")

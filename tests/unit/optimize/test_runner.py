@@ -67,7 +67,7 @@ def test_a_shape_is_measured_once_and_its_choice_kept(monkeypatch: pytest.Monkey
 
 
 def test_copies_and_pickles_answer_the_same_and_measure_anew() -> None:
-    """As where one is sent to another process, whose machine may be another."""
+    """As when sent to another process, perhaps on another machine."""
     fast = hydra().optimize(images(2))
     for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         assert not again.choices
@@ -89,7 +89,7 @@ def test_beyond_a_number_of_shapes_the_nearest_batch_size_decides(monkeypatch: p
     fast = ensemble.optimize()
     for batch in (1, 8, 6):
         assert close(fast(images(batch)), ensemble(images(batch)))
-    for key, plan in zip(fast.choices, ("loop", "batched", "batched"), strict=True):  # of 1, 8 and 6 images
+    for key, plan in zip(fast.choices, ("loop", "batched", "batched"), strict=True):  # 1, 8 and 6 images
         fast.choices[key] = Choice(plan)
     assert (fast.choice_for(images(5)).plan, fast.choice_for(images(2)).plan) == ("batched", "loop")
     assert "nearest" in str(fast.choice_for(images(5)))
@@ -122,7 +122,7 @@ def test_padding_masks_and_changing_lengths(shape: str) -> None:
 
 @pytest.fixture
 def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Modules compiled from now on run as they are; each graph the compiler makes of them is noted."""
+    """Disable compilation from here on, and record each graph that would be compiled."""
     made: list[Any] = []
     real = torch.compile
 
@@ -146,7 +146,7 @@ def test_graphs_are_kept_up_to_a_limit_and_recorded_anew_beyond_it(monkeypatch: 
 
 
 def test_graphs_are_recorded_and_replayed_on_the_device_of_the_ensemble(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever device is current: streams and recordings go by that alone. The GPUs are made up."""
+    """Whatever the current device, which decides about streams and recordings. The GPUs are mocked."""
     cuda, device = MagicMock(), torch.device("cuda", 1)
     for name in ("device", "Stream", "current_stream", "stream", "graph", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
@@ -164,7 +164,7 @@ def test_graphs_are_recorded_and_replayed_on_the_device_of_the_ensemble(monkeypa
         entered += {"device().__enter__": 1, "device().__exit__": -1}.get(name, 0)
         assert entered == 1 or name.startswith("device")
     assert (done.count("run"), done.count("CUDAGraph().replay")) == (2 * 4, 3)
-    # torch's own stream would be of the device that anything was first recorded on
+    # torch's default stream would belong to the device of the first recording
     assert [call.args[2] for call in cuda.graph.call_args_list] == [cuda.Stream.return_value] * 2
 
 
@@ -172,7 +172,7 @@ def test_graphs_are_recorded_and_replayed_on_the_device_of_the_ensemble(monkeypa
 @pytest.mark.parametrize(
     ("options", "batches", "compiled", "graphs"),
     [
-        ({"compiled_shapes": 2}, (1, 2, 3, 2), [True, True, False], {2}),  # beyond the compiler's own limit, and ours
+        ({"compiled_shapes": 2}, (1, 2, 3, 2), [True, True, False], {2}),  # beyond the compiler's limit and ours
         pytest.param({"compiled_shapes": 1, "dynamic": True}, (5, 2), [True] * 2, {1}, marks=pytest.mark.slow),
     ],
 )
@@ -207,7 +207,7 @@ def test_the_chosen_plan_alone_is_compiled_and_limits_are_lifted(monkeypatch: py
     for _ in range(2):
         fast(images(2))
     assert modules == [fast.module(fast.choice_for(images(2)).plan)]
-    assert len(limits) == 3  # once to compile, and two calls
+    assert len(limits) == 3  # one to compile, and two calls
     assert all(limit > usual for limit in limits)
     assert torch.compiler.config.recompile_limit == usual
 

@@ -1,4 +1,4 @@
-"""Columns of a comparison: those of the paper, and what a model declines that knows what is familiar."""
+"""Columns of a comparison: the paper's, and what a model with familiarity declines."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ DATA = image_batches((30, 30), seed=1)
 
 @pytest.fixture(scope="module")
 def known() -> he.Ensemble:
-    """An ensemble that declines by two thresholds."""
+    """An ensemble with two thresholds."""
     fitted = he.fit_familiarity(noisy(small()), image_batches((60, 60), seed=2), "knn")
     return he.calibrate(fitted, image_batches((60,), seed=3), share=0.8)
 
@@ -57,7 +57,7 @@ def test_what_is_fitted_and_what_is_declined_is_shown_unasked(known, found, plai
 
 def test_without_familiarity_the_columns_are_those_of_the_paper(plain):
     assert columns_for([plain, evaluation(threshold=0.5)]) == COLUMNS
-    only = he.fit_familiarity(noisy(small()), image_batches((60,), seed=2), "knn")  # no threshold: none declines
+    only = he.fit_familiarity(noisy(small()), image_batches((60,), seed=2), "knn")  # no threshold, none declined
     found = he.evaluate(only, DATA, OOD, name="Fitted", progress=False)
     assert {"knn:far.auroc"} < {column.key for column in compare([found]).columns}
     assert not [column.key for column in compare([found]).columns if column.key.endswith(("abstained", "accepted"))]

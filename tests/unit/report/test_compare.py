@@ -1,4 +1,4 @@
-"""The comparison table: what is shown, marked and refused, and how it is written."""
+"""The comparison table: what is shown, marked and refused, and its formats."""
 
 import csv
 import html
@@ -47,8 +47,8 @@ def test_numbers_are_written_as_the_paper_writes_them_and_others_where_they_are_
         assert len(repr(made)) < 1000
     assert cells(compare(methods(), columns=DIVERSITY), "Hydra")["all.disagreement"].value > 0
     keys = [column.key for column in compare([evaluation(ood=False)]).columns]
-    assert "parameters" in keys  # the model knows them itself
-    assert not {"near.auroc", "latency_ratio"} & set(keys)  # nobody has a number
+    assert "parameters" in keys  # known from the model
+    assert not {"near.auroc", "latency_ratio"} & set(keys)  # no method has them
 
 
 @pytest.mark.parametrize(("samples", "right", "points"), [(12, 12, "16"), (160, 80, "7.7"), (10_000, 9_500, "0.43")])
@@ -60,7 +60,7 @@ def test_the_first_note_says_how_well_so_many_samples_tell_accuracy(samples, rig
 
 @pytest.mark.parametrize(("accuracy", "told"), [(0.985, True), (0.99, True), (0.996, False)])
 def test_accuracy_that_one_class_explains_is_told_as_such(accuracy, told):
-    """Of 99 in 100 samples of one class, 99 % is what a model has that never looks."""
+    """With 99 of 100 samples in one class, a model that ignores its input is 99 % accurate."""
     labels = (torch.arange(1000) % 100 == 0).long()
     wrong = torch.arange(1000) < 1000 - round(1000 * accuracy)
     found = evaluate_logits(torch.nn.functional.one_hot(labels ^ wrong, 2)[None] * 3.0, labels)
@@ -74,7 +74,7 @@ def test_accuracy_that_one_class_explains_is_told_as_such(accuracy, told):
         ([1, 3, 2], "higher", 2, ["", "best", "second"]),
         ([1, 3, 2], "neither", 2, ["", "", ""]),
         ([0.101, 0.104, 0.2, 0.201, 0.3], "lower", 1, ["best", "best", "second", "second", ""]),
-        ([0.5, 0.501], "higher", 2, ["", ""]),  # all alike: nothing to mark
+        ([0.5, 0.501], "higher", 2, ["", ""]),  # all equal: nothing to mark
         ([None, 2.0, 1.0], "higher", 2, ["", "best", "second"]),
     ],
 )
@@ -118,7 +118,7 @@ def test_what_does_not_compare_is_refused(evaluations, error, token):
 
 
 def test_other_samples_in_sets_of_one_name_and_size_are_told():
-    """By labels they are refused; by inputs alone noted, since a model may want the same images in another size."""
+    """Different labels are refused; different inputs are noted, since models may need other image sizes."""
     generator = torch.Generator().manual_seed(0)
     pixels, labels = torch.randn(40, 6, generator=generator), torch.arange(40) % 4
     foreign = {"near": {"close": [(torch.randn(9, 6, generator=generator),)]}}
@@ -128,7 +128,7 @@ def test_other_samples_in_sets_of_one_name_and_size_are_told():
         return he.evaluate(lambda inputs: inputs @ weights, [(pixels, labels)], ood, name=name, progress=False)
 
     def told(*evaluations, **settings):
-        return list(compare(evaluations, **settings).notes[1:])  # the first says what the sets are
+        return list(compare(evaluations, **settings).notes[1:])  # the first note describes the sets
 
     one, order = found("One", pixels, labels), torch.randperm(40, generator=generator)
     assert told(one, found("Same", pixels[order], labels[order])) == []
@@ -154,7 +154,7 @@ def test_models_of_one_name_have_to_be_of_one_kind_and_those_without_are_rows_of
     assert [row.name for row in compare(unnamed).rows] == ["model 1", "Hydra", "model 2"]
     assert [row.name for row in compare(unnamed[:2]).rows] == ["model", "Hydra"]
     one = evaluation("One", members=3)
-    other = replace(one, model=replace(one.model, heads=one.model.heads[::-1]))  # seeds keep other heads
+    other = replace(one, model=replace(one.model, heads=one.model.heads[::-1]))  # seeds may keep different heads
     assert len(compare([one, other]).rows) == 1
     fewer = tuple(tuple(layer[1:] for layer in member) for member in one.model.heads)
     for changes, token in (
@@ -167,7 +167,7 @@ def test_models_of_one_name_have_to_be_of_one_kind_and_those_without_are_rows_of
         with pytest.raises(ConfigError, match=rf"'One'.*{token}"):
             compare([one, unlike])
         assert len(compare({"A": one, "B": unlike}).rows) == 2
-    assert len(compare({"One": [one, unlike]}).rows) == 1  # said by the caller
+    assert len(compare({"One": [one, unlike]}).rows) == 1  # the caller says so
 
 
 def test_calibrated_and_uncalibrated_methods_are_named():

@@ -1,4 +1,4 @@
-"""The HTML report: self-contained, complete, escaped, readable without eyes."""
+"""The HTML report: self-contained, complete, escaped, accessible to screen readers."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ VOID = {"meta", "link", "img", "br", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """Parses a page, holds that every tag is closed in order, and remembers what it saw."""
+    """Parses a page, checks that every tag is closed in order, and records its content."""
 
     def __init__(self, text):
         super().__init__()
@@ -71,11 +71,11 @@ def test_every_figure_is_there_with_a_text_alternative(text, page):
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(drawings) == 10
     for drawing in drawings:
-        root = ElementTree.fromstring(drawing)  # well-formed on its own
+        root = ElementTree.fromstring(drawing)  # well-formed by itself
         assert (root.attrib["role"], root[0].tag) == ("img", "title")
         assert len(root.attrib["aria-label"]) > 30
         assert "nan" not in drawing.lower()
-        assert not re.search(r"#[0-9a-f]{6}", drawing)  # every colour follows the page
+        assert not re.search(r"#[0-9a-f]{6}", drawing)  # colours follow the page's theme
         for name in re.findall(r"var\(--(\w+)\)", drawing):
             assert text.count(f"--{name}:#") == 2  # light and dark
 
@@ -93,7 +93,7 @@ def test_it_loads_nothing_and_runs_nothing(text, page):
 
 def test_what_came_from_outside_is_escaped(render):
     evil = '<script>alert("x")</script>{{ 7 * 7 }}$\\frac'
-    addresses = [replace(one, content="https://x.org/x.png") for one in gallery()]  # no images, so shown as text
+    addresses = [replace(one, content="https://x.org/x.png") for one in gallery()]  # not images, so shown as text
     run = evaluation(evil, members=3, seed=2, items=(*gallery("text"), *addresses))
     run = replace(run, id_name=evil, ood={evil: run.ood["close"]}, shift={evil: run.shift["fog"]},
                   figures=replace(run.figures, ood_scores={evil: run.figures.ood_scores["close"]}, roc={}),
@@ -103,14 +103,14 @@ def test_what_came_from_outside_is_escaped(render):
     assert not any(tag == "img" for tag, _ in Page(text).tags)
     assert "<script" not in text
     assert "&lt;script&gt;alert" in text
-    assert "{{ 7 * 7 }}" in text  # what is shown is no template
+    assert "{{ 7 * 7 }}" in text  # content is not rendered as a template
     assert "dog &amp; &lt;b&gt;fox" in text
 
 
 def test_one_evaluation_without_sets_makes_a_report_in_which_sentences_and_a_summary_come_first(render):
     text = render([evaluation("Crowd", members=9, ood=False, shift=False)])
     assert Page(text).figures() == {"bars": 2, "reliability": 1, "risk": 1, "headmap": 1, "agreement": 1}
-    assert "opacity:0.56" in text  # heads are shaded by how many members keep them: five of nine
+    assert "opacity:0.56" in text  # opacity is the share of members that keep a head: five of nine
     summary = Comparison((Column("caught", "Caught"),), (Row("Single", (Cell("59 ± 4"),)),), ("over draws",))
     page = render([evaluation(ood=False, shift=False)], lead=("Single <b>wins</b>.", "By far."), summary=summary)
     assert Page(page).figures()["headmap"] == 1
@@ -119,7 +119,7 @@ def test_one_evaluation_without_sets_makes_a_report_in_which_sentences_and_a_sum
 
 
 def test_a_change_within_the_interval_or_without_one_has_no_colour(render):
-    """Nor one that chance may have given the baseline."""
+    """Also not if the baseline's own value may be chance."""
     single, hydra = (evaluation(name, seed=seed, ood=False, bootstrap=50) for name, seed in (("Single", 1), ("H", 2)))
     change = f"{(hydra.id.accuracy - single.id.accuracy) * 100:+.2f}".replace("-", "−")
     assert single.id.accuracy in hydra.intervals["accuracy"]
@@ -131,7 +131,7 @@ def test_a_change_within_the_interval_or_without_one_has_no_colour(render):
         page = render([replace(single, intervals=of_single), hydra])
         assert f'<span class="{outcome}">{change} vs Single</span>' in page, of_single
     assert f'<span class="">{change} vs Single</span>' in render([single, replace(hydra, intervals={})])
-    warm = replace(hydra.model, calibration=Calibration(temperature=(1.3,)))  # ECE of one that is not does not compare
+    warm = replace(hydra.model, calibration=Calibration(temperature=(1.3,)))  # uncalibrated ECE is not comparable
     pages = (render([single, replace(hydra, model=model)]) for model in (hydra.model, warm))
     assert [page.count("vs Single") for page in pages] == [2, 1]
 
@@ -152,7 +152,7 @@ def test_the_first_numbers_stand_against_the_baseline(text):
 def test_names_stay_and_what_says_nothing_is_not_shown(render):
     single, _, hydra = methods()
     assert "ViT−S" not in render({"ViT-S": single, "Hydra": hydra})  # a minus
-    perfect = Interval(1.0, 1.0, 1.0, level=0.95, resamples=100)  # all right: of how many it does not say
+    perfect = Interval(1.0, 1.0, 1.0, level=0.95, resamples=100)  # all correct: the number of samples is unknown
     assert "100.00 to 100.00" not in render([replace(single, intervals={"accuracy": perfect})])
     text = render([single, replace(hydra, selective=replace(hydra.selective, threshold=ACCEPTS_ALL))])
     assert "(any msp) Hydra answers" in text
@@ -166,7 +166,7 @@ def test_both_thresholds_and_what_they_decline_are_said(render):
     page = render([single, replace(hydra, selective=both, ood=sets, means=fitted)])
     assert "thresholds (msp ≤ 0.5, knn ≤ 12.5) Hydra answers" in page
     assert "(95.0&nbsp;% are sure enough, 90.0&nbsp;% are familiar enough)" in page
-    assert page.count("AUROC by knn") == page.count("Declined %") == 1 + len(sets)  # the means, and each set by itself
+    assert page.count("AUROC by knn") == page.count("Declined %") == 1 + len(sets)  # means, and each set
     header = page[page.index("<header>") : page.index("</header>")]
     assert f"{100 * hydra.ood['close'].abstained:.2f}" in header
     text = render([replace(hydra, selective=replace(both, threshold=None, sure=None))])
@@ -176,11 +176,11 @@ def test_both_thresholds_and_what_they_decline_are_said(render):
 def test_focus_and_baseline_can_be_chosen_and_several_runs_show_a_spread(render):
     runs = [evaluation(name, seed=seed, ood=False) for seed, name in enumerate(("lr-0.001", "lr-0.0001", "lr-0.001"))]
     text = render(runs, focus="lr-0.001", baseline="lr-0.0001")
-    assert " ± " in text  # of two runs
+    assert " ± " in text  # two runs
     assert "of the first run of each method" in text
     assert "of the first run" not in render(runs[:2])
     assert "vs lr-0.0001" in text
-    assert re.search(r'aria-label="[^"]*lr-0.0001\b', text)  # names are not shortened as numbers of drawings are
+    assert re.search(r'aria-label="[^"]*lr-0.0001\b', text)  # names are not rounded like coordinates
 
 
 def test_sets_without_a_group_and_users_own_settings_of_matplotlib(render):

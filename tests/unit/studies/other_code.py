@@ -1,4 +1,4 @@
-"""The numbers of a model in a study, from its stored columns with numpy, scipy and scikit-learn alone."""
+"""The numbers of a model in a study, recomputed from its stored columns with numpy, scipy and scikit-learn only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +14,12 @@ from studies.storing import single_of
 Columns = Mapping[str, Any]  # by `set|column`
 SCORES = {"": "msp", "entropy:": "entropy", "mahalanobis:": "mahalanobis"}
 LEARNED = ("vilu", "neglabel")
-_SINGLES: dict[Path, dict[int, dict[str, float]]] = {}  # by study and seed, found once
+_SINGLES: dict[Path, dict[int, dict[str, float]]] = {}  # by study and seed, cached
 
 
 @config_context(assume_finite=True, skip_parameter_validation=True)
 def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Every number of the tables of a study that columns give, by its key."""
+    """Every number of a study's tables that follows from columns, by key."""
     columns = {key: one.astype(float) for key, one in stored.items()}
     correct = columns[f"{own}|correct"]
     found = {"accuracy": float(correct.mean()), "aurc": _aurc(columns[f"{own}|msp"], correct)}
@@ -28,7 +28,7 @@ def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]
             found |= {f"{prefix}{key}": float(columns[f"{own}|{prefix}{key}"].mean()) for key in ("nll", "brier")}
             found[f"{prefix}ece"] = _ece(1 - columns[f"{own}|{doubt}"], correct)
     odds, doubt = columns.get(f"{own}|vilu"), columns[f"{own}|msp"]
-    sure = 1 - doubt if odds is None else 1 / (1 + np.exp(odds))  # what the row has for a confidence
+    sure = 1 - doubt if odds is None else 1 / (1 + np.exp(odds))  # the row's own confidence
     found |= {"own.ece": _ece(sure, correct), "own.aece": _adaptive_ece(sure, correct)}
     found["own.aurc"] = _aurc(doubt if odds is None else odds, correct)
     every = [name for names in groups.values() for name in names]
@@ -54,7 +54,7 @@ def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]
 
 
 def _aurc(scores: Any, correct: Any) -> float:
-    """Between two distinct scores, mistakes grow in a straight line with the samples answered."""
+    """Between two distinct scores, mistakes are interpolated linearly in the number of answered samples."""
     rising, answered = np.sort(scores), np.arange(1, len(scores) + 1)
     ends = np.searchsorted(rising, np.unique(rising), side="right")
     mistakes = np.cumsum(1 - correct[np.argsort(scores)])[ends - 1]
@@ -63,7 +63,7 @@ def _aurc(scores: Any, correct: Any) -> float:
 
 
 def _adaptive_ece(confidence: Any, correct: Any) -> float:
-    """Of equal confidences each has the share of right answers."""
+    """Tied confidences each count with their share of correct answers."""
     _, places, counts = np.unique(confidence, return_inverse=True, return_counts=True)
     right = (np.bincount(places, correct) / counts)[places]
     parts = np.array_split(np.argsort(confidence), 15)
@@ -71,7 +71,7 @@ def _adaptive_ece(confidence: Any, correct: Any) -> float:
 
 
 def _ece(confidence: Any, correct: Any) -> float:
-    """Of 15 bins of equal width, each with its upper edge."""
+    """15 bins of equal width that include their upper edges."""
     bins = np.digitize(confidence, np.linspace(0, 1, 16)[1:-1], right=True)
     return float(sum(abs((confidence - correct)[bins == one].sum()) for one in range(15)) / len(correct))
 
@@ -82,19 +82,19 @@ def _sides(columns: Columns, own: str, name: str, score: str) -> tuple[Any, Any]
 
 
 def _auroc(labels: Any, scores: Any) -> float:
-    """By the mean rank of the OOD samples (Mann and Whitney); ties count half."""
+    """From the mean rank of the OOD samples (Mann-Whitney); ties count half."""
     ranks, outside = rankdata(scores), int(labels.sum())
     return float((ranks[labels == 1].mean() - (outside + 1) / 2) / (len(labels) - outside))
 
 
 def _false(labels: Any, scores: Any) -> float:
-    """False positives at the first threshold that finds 95 %."""
+    """False positive rate at the first threshold with a recall of at least 95 %."""
     positive, found, _ = roc_curve(labels, scores, drop_intermediate=False)
     return float(positive[np.argmax(found >= 0.95)])
 
 
 def on_level(study: Any, row: str, numbers: Callable[[Columns], dict[str, float]]) -> list[dict[str, float]]:
-    """Numbers of a row by seed: what it has over the Single of its run, on the level of Single's mean."""
+    """Numbers of a row by seed: the gain over the Single of its run, added to Single's mean."""
     if study.folder not in _SINGLES:
         _SINGLES[study.folder] = {seed: numbers(study.columns("Single", seed)) for seed in study.seeds("Single")}
     single = _SINGLES[study.folder]
@@ -110,13 +110,13 @@ def on_level(study: Any, row: str, numbers: Callable[[Columns], dict[str, float]
 
 
 def price(study: Any, row: str) -> str:
-    """Time over Single's, as tables have it."""
+    """Latency relative to Single's, as in tables."""
     cost = study.cost(row)
     return f"{cost['latency_ms'] / study.cost('Single')['latency_ms']:.2f}x" if cost else "–"
 
 
 def assert_printed(cell: str, values: Sequence[float], key: str) -> None:
-    """A cell of a table has the mean of these numbers, a dash where there are none."""
+    """Check that a table's cell shows the mean of these numbers, or a dash if there are none."""
     if not values:
         assert cell == "–", key
         return

@@ -1,4 +1,4 @@
-"""Stand-ins for the paper's zero-shot data sets: the files that OpenOOD and torchvision leave, with a few pictures."""
+"""Stand-ins for the paper's zero-shot data sets: files as OpenOOD and torchvision lay them out, with a few pictures."""
 
 import json
 import pickle
@@ -25,7 +25,7 @@ def save(path: Path, content: bytes) -> None:
 
 
 def write_imagenet(root: Path) -> None:
-    """All thousand folders, as names go by position; a picture in each, validation and training alike."""
+    """All thousand folders, since names are matched by position; one picture each, for validation and training."""
     wnids = [f"n{number:08d}" for number in range(1000)]
     for split in ("val", "train"):
         for wnid in wnids:
@@ -35,7 +35,7 @@ def write_imagenet(root: Path) -> None:
 
 
 def write_lists(root: Path, images: int = 3) -> None:
-    """Every list of the suites; in those of CIFAR-100 the classes 0, 1 and 99, elsewhere none."""
+    """Every list of the suites; those of CIFAR-100 have the classes 0, 1 and 99, the others no labels."""
     suites = [suite(name) for name in LISTS]
     for one in suites:
         for ref in (one.id, one.validation, one.circuit_ood, *one.near, *one.far, *one.tasks):
@@ -54,7 +54,7 @@ def _write_list(root: Path, ref: SetRef, images: int) -> None:
 
 
 def write_cifar10(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pickles as torchvision reads them; their check sums are not those of the real ones."""
+    """Pickles as torchvision reads them; checksums differ from the real ones."""
     from torchvision.datasets import CIFAR10
 
     folder = root / CIFAR10.base_folder
@@ -72,7 +72,7 @@ def write_cifar10(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 FOOD = {name: [f"{name}/{number}" for number in range(2)] for name in ("apple_pie", "waffles")}
 PETS = ("Abyssinian_1 1 1 1", "american_bulldog_7 2 2 1", "British_Shorthair_3 3 1 2")
 TEXTURES = ("banded/0.jpg", "polka-dotted/0.jpg")
-LISTED = {  # what tells the libraries which images there are
+LISTED = {  # the metadata from which libraries list images
     "food-101/meta/test.json": json.dumps(FOOD).encode(),
     "oxford-iiit-pet/annotations/test.txt": "\n".join(PETS).encode(),
     "dtd/dtd/labels/test1.txt": "\n".join(TEXTURES).encode(),

@@ -1,4 +1,4 @@
-"""The studies of the results, whose columns and numbers are found once for all tests that ask for them."""
+"""The stored studies, with columns and numbers cached for all tests."""
 
 from collections import defaultdict
 from typing import Any
@@ -10,14 +10,14 @@ _KNOWN: dict[str, dict[Any, Any]] = defaultdict(dict)
 
 
 def published(name: str) -> Study:
-    """A stored study of a test's own: it may be shown other rows; what others have found of the files is known."""
+    """A new object for a stored study, so that a test may select other rows; shares the cache of numbers."""
     study = stored_study(name)
-    study._once = _KNOWN[name]  # of rows and seeds, whatever rows are shown
+    study._once = _KNOWN[name]  # by row and seed, whatever rows are selected
     return study
 
 
 def published_zero_shot() -> DualStudy:
-    """The study of zero-shot classifiers."""
+    """The stored study of zero-shot classifiers."""
     study = published(ZERO_SHOT)
     assert isinstance(study, DualStudy)
     return study

@@ -1,4 +1,4 @@
-"""Small random CLIPs, as files that their libraries read."""
+"""Small random CLIP models, saved as files that their libraries read."""
 
 import json
 import warnings
@@ -9,7 +9,7 @@ import torch
 
 from architectures import perturbed
 
-with warnings.catch_warnings(action="ignore"):  # of libraries that open_clip imports
+with warnings.catch_warnings(action="ignore"):  # from libraries that open_clip imports
     import open_clip
 
 SMALL = "small-clip"
@@ -17,7 +17,7 @@ IMAGE_SIZE = 32
 
 
 def small_open_clip(folder: Path) -> tuple[str, Any]:
-    """The name of a model that open_clip can make, weights included, and the model itself."""
+    """The name of a model that open_clip can create with weights, and the model."""
     config = {
         "embed_dim": 16,
         "vision_cfg": {"image_size": IMAGE_SIZE, "layers": 2, "width": 24, "head_width": 6, "patch_size": 8},

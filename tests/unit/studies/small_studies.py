@@ -1,4 +1,4 @@
-"""Studies small enough for seconds: random pictures, random models, every stage of the real code."""
+"""Studies that run in seconds: random pictures, random models, every stage of the real code."""
 
 import itertools
 import zlib
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 CLASSES = ("one", "two", "three")
 IMAGES_A_CLASS = 5
 UNSEEN = ["cifar100", "caltech101", "pets", "cifar10"]
-_NAMES = [" ".join(pair) for pair in itertools.product(WORDS[6:], WORDS[6:])]  # what the small tokenizer can tell apart
+_NAMES = [" ".join(pair) for pair in itertools.product(WORDS[6:], WORDS[6:])]  # names the small tokenizer distinguishes
 OVERLAPPING = {
     "cifar10": overlapping("cifar10, tinyimagenet", "cifar10"),
     "cifar100": overlapping("cifar100, tinyimagenet", "cifar100"),
@@ -38,7 +38,7 @@ OVERLAPPING = {
 
 
 class Pictures:
-    """Random pictures whose brightness tells the class."""
+    """Random pictures whose brightness shows the class."""
 
     def __init__(self, labels: np.ndarray, seed: int) -> None:
         noise = np.random.default_rng(seed).integers(0, 120, size=(len(labels), 8, 8, 3))
@@ -53,7 +53,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class SmallFolder(DataFolder):
-    """Every set of a suite out of thin air, three classes each; notes which sets were asked for."""
+    """Generates every set of a suite with three classes each, and records which sets were opened."""
 
     root: Path = Path("nowhere")
     opened: list[str] = field(default_factory=list)
@@ -65,13 +65,13 @@ class SmallFolder(DataFolder):
 
 
 def small_vit(layers: int, heads: int) -> he.Ensemble:
-    """For images of 8 by 8 pixels and three classes; heads have a width of four."""
+    """A ViT for images of 8 x 8 pixels and three classes; heads have width four."""
     blocks = {"width": 4 * heads, "layers": layers, "heads": heads, "head_dim": 4, "mlp_width": 4 * heads}
     return noisy(small(**blocks), metadata=Metadata(labels=CLASSES))
 
 
 class SmallTask(Task):
-    """A task of the recipe on a handful of pictures, with one epoch and a ViT of width 12."""
+    """A task of the recipe with a few pictures, one epoch and a ViT of width 12."""
 
     def __init__(self, name: str) -> None:
         settings = recipe()
@@ -88,7 +88,7 @@ class SmallTask(Task):
 
 
 class ManyClasses(SmallFolder):
-    """22 classes (pets: 8) and those that overlap."""
+    """A folder with 22 classes (pets: 8), some of which overlap."""
 
     def load(self, reference: SetRef) -> ImageDataset:
         self.opened.append(f"{reference.source}/{reference.split}")
@@ -105,7 +105,7 @@ class ManyClasses(SmallFolder):
 
 
 class SmallDual(DualTask):
-    """A random CLIP where the pretrained towers would be, and four of the unseen tasks."""
+    """Uses a random CLIP instead of the pretrained towers, and four of the unseen tasks."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -1,4 +1,4 @@
-"""Tables of the documents are those of the results; here, where other tests find the numbers of the same studies."""
+"""Tables in the documents equal the results; kept here because other tests cache the numbers of the same studies."""
 
 import sys
 from pathlib import Path

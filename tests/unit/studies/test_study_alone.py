@@ -1,4 +1,4 @@
-"""Experiments that stand alone run on a tiny shape; what they rest on is checked against plain computation."""
+"""Standalone experiments run on a tiny shape; what they depend on is checked against plain computation."""
 
 import json
 from pathlib import Path
@@ -28,12 +28,12 @@ def test_circuits_over_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ]
     for row in report["rows"]:
         first, second = row["removed"]
-        assert row["in_common"] == float(first == second)  # of one head
+        assert row["in_common"] == float(first == second)  # with a single head
         assert len(row["far"]["draws"]) == 2
 
 
 CASES = [case for case in DUAL_CASES if case.name in ("transformers-gelu", "open_clip-no-text-projection")]
-SIZES = [5, 1, 5]  # unequal, so that a mean of batch means would be another number
+SIZES = [5, 1, 5]  # unequal, so that the mean of batch means would differ
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -43,7 +43,7 @@ def test_scores_of_both_towers_against_plain_autograd(case: DualCase, monkeypatc
     images = torch.randn(sum(SIZES), 3, 32, 32, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, len(CLASSES), (sum(SIZES),), generator=generator)
     batches = list(zip(images.split(SIZES), labels.split(SIZES), strict=True))
-    monkeypatch.setattr(tower_scores, "PROMPTS_AT_ONCE", 2 * len(TEMPLATES))  # the classes in several parts
+    monkeypatch.setattr(tower_scores, "PROMPTS_AT_ONCE", 2 * len(TEMPLATES))  # classes in several chunks
     scores = tower_scores.taylor_scores(dual, CLASSES, batches, TEMPLATES)
     texts = [dual.encode_text([one.replace("{label}", name) for name in CLASSES])[0] for one in TEMPLATES]
     classes = F.normalize(torch.stack(texts).mean(0), dim=-1)[None]

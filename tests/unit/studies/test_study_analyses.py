@@ -1,4 +1,4 @@
-"""Every analysis runs on a small task, says what plain computation says, and is shown beside the paper's numbers."""
+"""Every analysis runs on a small task, equals plain computation, and is shown next to the paper's numbers."""
 
 import json
 import re
@@ -34,18 +34,18 @@ HEADS = [Head(0, 1), Head(1, 0), Head(1, 3)]
 TASK = "vision-cifar100"
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "results"
-LAYERS, EACH = 3, 4  # heads of a layer
+LAYERS, EACH = 3, 4  # layers, heads per layer
 
 
 class SmallTask(Task):
-    """A ViT of width 16 where the pretrained model would be."""
+    """Uses a ViT of width 16 instead of the pretrained model."""
 
     def start(self) -> he.Ensemble:
         return small_vit(LAYERS, EACH)
 
 
 def small_settings() -> dict[str, Any]:
-    """The real settings, in counts that take seconds."""
+    """The real settings with counts that run in seconds."""
     plain = json.loads(json.dumps(registry.with_analyses()))
     plain |= {"circuits": 12, "taylor_batches": 1}
     plain["tasks"][TASK] |= {"input_size": 8, "train": ["train-0"]}
@@ -66,7 +66,7 @@ def small_settings() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seed(tmp_path_factory: pytest.TempPathFactory) -> Seed:
-    """A seed whose models are made once for all tests here."""
+    """A seed whose models are trained once for all tests in this file."""
     return Seed(SmallTask(TASK, small_settings(), SmallFolder(), CPU), 0, tmp_path_factory.mktemp("runs"))
 
 
@@ -76,15 +76,15 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RUN = [name for name, one in ANALYSES.items() if one.run is not None]
-LONG = ("stability", "distance")  # circuits over and over
-ROWS = {  # of analyses that say which they have
+LONG = ("stability", "distance")  # many circuit extractions
+ROWS = {  # of analyses with fixed rows
     "separation": ["cifar10", "dtd10", "miniplaces", "mnist", "svhn"],
     "members": ["Single", "Deep Ensembles, 3", "Hydra (Circ), 1",
                 *(f"{name}, {count}" for count in (2, 4) for name in ("Hydra (Circ)", "MLPs apart"))],
     "stability": ["10", "20"],  # a draw of 1,000 would be nearly all data
     "distance": ["Single", *(f"{name}{by}" for name in ("CircOOD", "CircAvg") for by in ("", " by distance"))],
 }  # fmt: skip
-HAVE = {"members": "milliseconds.2", "stability": "removed", "distance": "mahalanobis:all.auroc"}  # in their last row
+HAVE = {"members": "milliseconds.2", "stability": "removed", "distance": "mahalanobis:all.auroc"}  # of the last row
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in RUN])
@@ -105,7 +105,7 @@ def test_every_analysis_runs_and_is_stored_and_shown(name: str, seed: Seed, tmp_
     drawn = ANALYSES[name].figure(again)
     assert any(one.lines for one in drawn.axes)
     pyplot().close(drawn)
-    assert registry.analysed(name, [seed])["seeds"] == again["seeds"]  # read, not made again
+    assert registry.analysed(name, [seed])["seeds"] == again["seeds"]  # loaded, not recomputed
 
 
 def test_numbers_are_those_of_the_model(seed: Seed) -> None:
@@ -123,7 +123,7 @@ def test_numbers_are_those_of_the_model(seed: Seed) -> None:
 
 
 def test_rates_of_single_change_one_at_a_time(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model's rate leaves its classifier's where it is, and the other way round; each point is kept by its name."""
+    """A factor on the model's rate keeps the classifier's, and vice versa; each point is saved under its name."""
     usual = seed.training(seed=seed.derived("backbone", 0))
     trained = dict[str, Recipe]()
     monkeypatch.setattr(Seed, "trained", lambda self, name, start, training: trained.update({name: training}))
@@ -140,18 +140,18 @@ def test_rates_of_single_change_one_at_a_time(seed: Seed, monkeypatch: pytest.Mo
 
 
 def test_members_that_differ_in_nothing_agree(seed: Seed) -> None:
-    """Of the sources of diversity, the free ones alone make members differ."""
+    """Members of the variant without any source of diversity are equal; each single source makes them differ."""
     rows = registry.analysed("diversity", [seed])["seeds"]["0"]["rows"]
     assert rows["free: nothing"]["all.mutual_information"] == pytest.approx(0.0, abs=1e-6)
     assert rows["free: nothing"]["accuracy"] == pytest.approx(rows["one member"]["accuracy"])
     for title in ("heads", "order", "noise", "heads, order and noise"):
         assert rows[f"free: {title}"]["all.mutual_information"] > 1e-7
     made = {path.name for path in (seed.folder / "models").iterdir() if path.name.startswith("diversity-")}
-    assert len(made) == 1 + 2 * len(diversity.VARIANTS)  # each once: the first member is the same in all variants
+    assert len(made) == 1 + 2 * len(diversity.VARIANTS)  # each once: the first member is common to all variants
 
 
 def test_side_by_side_is_one_by_one(seed: Seed) -> None:
-    """Members trained on the same batches in one pass are what each of them would be by itself."""
+    """Members trained together on the same batches equal members trained alone."""
     task, base = seed.task, seed.base
     pruned = [he.prune(base, [(0, 1)]), he.prune(base, [(1, 0), (2, 2)])]
     together = analysis.side_by_side(seed, "check", lambda: pruned)
@@ -168,7 +168,7 @@ def test_heads_are_removed_in_the_papers_shares(seed: Seed) -> None:
     assert {int(name.partition("|")[2]) for name in chosen} == {total // 4, total // 2}
     assert all(len(heads) == int(name.partition("|")[2]) for name, heads in chosen.items())
     by_layer = np.bincount([head.layer for head in chosen[f"Taylor|{total // 2}"]])
-    assert by_layer.tolist() == [EACH // 2] * LAYERS  # Taylor takes as many from every layer
+    assert by_layer.tolist() == [EACH // 2] * LAYERS  # Taylor removes the same number per layer
 
 
 def test_distances_of_heads_know_how_far_sets_are_apart() -> None:
@@ -197,7 +197,7 @@ def gated_problem() -> tuple[he.Ensemble, list[tuple[torch.Tensor, torch.Tensor]
     model: he.Ensemble = he.convert(timm_model("vit_base_patch16_224")).double()
     with torch.no_grad():
         for layer in model.encoder.layers:
-            layer.attention.out.mul_(3)  # let the heads matter
+            layer.attention.out.mul_(3)  # makes the heads matter
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = torch.tensor([0, 1, 2, 3, 4, 0])
     return model, list(zip(images.split(4), labels.split(4), strict=True)), labels
@@ -218,12 +218,12 @@ def test_gates_are_pruning_and_what_the_expansion_leaves_is_of_third_order() -> 
         pruned = torch.cat([he.prune(model, HEADS)(images)[0] for images, _ in batches])
     assert loss(1.0) == pytest.approx(F.cross_entropy(pruned, labels).item(), rel=1e-10)
     assert expansion.value == pytest.approx(loss(0.0), rel=1e-12)
-    assert left(0.1) > 1e-10  # there is something left to measure
-    assert left(0.1) / left(0.05) == pytest.approx(8.0, rel=0.25)  # halving the step leaves an eighth
+    assert left(0.1) > 1e-10  # the remainder is measurable
+    assert left(0.1) / left(0.05) == pytest.approx(8.0, rel=0.25)  # halving the step divides it by eight
 
 
 def test_terms_in_weights_are_derivatives_along_the_step() -> None:
-    """Gradient and curvature along the step that takes all weights of heads to zero, against finite differences."""
+    """Gradient and curvature along the step that sets all head weights to zero, against finite differences."""
     model, batches, labels = gated_problem()
     found = weight_terms(model, batches, {"some": pruning_step(model, HEADS)}, probes=1)
 
@@ -242,7 +242,7 @@ def test_terms_in_weights_are_derivatives_along_the_step() -> None:
 
 
 def test_traces_of_heads_are_those_of_the_hessian() -> None:
-    """Against the Hessian itself, of a model with one head of width one."""
+    """Against the full Hessian of a model with one head of width one."""
     config = small(classes=2, width=2, layers=1, heads=1, head_dim=1, mlp_width=2, qkv_bias=False)
     model = noisy(config, noise=1.0).double()
     generator = torch.Generator().manual_seed(0)
@@ -287,7 +287,7 @@ def test_seeds_and_towers_are_read_from_stored_studies() -> None:
     assert f"{100 * np.mean(right):.2f} ± {100 * np.std(right, ddof=1):.2f}" in shown
     assert "*92.15*" in shown  # the paper's
     del found["seeds"]["0"]["rows"]["Single"]
-    assert "| Single (seeds 1" in seeds.seeds_table(found)  # not of all that the note names
+    assert "| Single (seeds 1" in seeds.seeds_table(found)  # not all seeds that the note names
     shown = seeds.towers_table(registry.read_stored("towers", "zero-shot", RESULTS / "studies"))
     assert "image tower, text fine-tuned" in shown
     assert "*72.92*" in shown
@@ -302,12 +302,12 @@ def test_the_command_makes_tables_and_figures_again_from_results(seed: Seed, tmp
     assert "heads removed" in made.output
     assert (tmp_path / f"shares-{TASK}.svg").exists()
     assert not registry.undrawn(tmp_path, tmp_path)
-    registry.store({**registry.load("shares", TASK, tmp_path), "seconds": -1.0}, tmp_path)  # no run takes that
-    assert registry.undrawn(tmp_path, tmp_path)  # a figure of other numbers is none
+    registry.store({**registry.load("shares", TASK, tmp_path), "seconds": -1.0}, tmp_path)  # an impossible value
+    assert registry.undrawn(tmp_path, tmp_path)  # the figure no longer matches the numbers
 
 
 def test_the_papers_numbers_belong_to_rows_that_there_are() -> None:
-    """A row of the paper that no analysis shows would be a number nobody sees."""
+    """The paper's rows each belong to a row of an analysis; otherwise its numbers would not be shown."""
     known = {"4", "5", "6", "8", "9", "10", "12", "B.1", "B.2.2"}
     assert {line["table"] for line in read_csv("analyses")} == known
     assert "Hydra (Circ), 3" in analysis.paper("10", "ImageNet-1K")
@@ -316,7 +316,7 @@ def test_the_papers_numbers_belong_to_rows_that_there_are() -> None:
 
 
 def test_trainings_have_the_rates_that_half_b_chose() -> None:
-    """A rate that nobody validated wrecks members without a word: those of the stored studies, or none."""
+    """An unvalidated rate silently ruins members: rates must equal those of the stored studies."""
     known = registry.with_analyses()["analyses"]
     for name, rate in known["training"]["rates"].items():
         stored = RESULTS / "studies" / name / "study.json"
@@ -335,7 +335,7 @@ def test_what_other_settings_left_in_a_run_folder_is_not_read(seed: Seed) -> Non
     other = Seed(SmallTask(TASK, settings, SmallFolder(), CPU), 0, seed.study.parent)
     found = registry.analysed("overlap", [other])["seeds"]["0"]
     assert found["chance"] != before["chance"]
-    assert found["pairs"] == before["pairs"]  # rankings do not depend on it
+    assert found["pairs"] == before["pairs"]  # rankings do not depend on the draws
     assert registry.analysed("overlap", [seed])["seeds"]["0"] == before
 
 
@@ -343,17 +343,17 @@ STORED = registry.stored(RESULTS / "analyses")
 
 
 def test_every_stored_analysis_has_the_figure_of_its_numbers() -> None:
-    """Where not: `python benchmarks/tables.py` draws it, on a CPU."""
+    """If this fails, run `python benchmarks/tables.py`, which draws it on a CPU."""
     assert {one["analysis"] for one in STORED} == set(ANALYSES)
     assert not [f"{one['analysis']}-{one['task']}" for one in registry.undrawn(RESULTS / "analyses")]
-    assert len(list(registry.FIGURES.glob("*.svg"))) == len(STORED)  # and none of what is gone
+    assert len(list(registry.FIGURES.glob("*.svg"))) == len(STORED)  # no stale figures
     assert not [path.name for path in registry.FIGURES.glob("*.svg") if path.stat().st_size > 100_000]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("found", STORED, ids=lambda one: f"{one['analysis']}-{one['task']}")
 def test_figures_are_drawn_again_as_they_are(found: dict[str, Any], tmp_path: Path) -> None:
-    """By `python -m studies analyse NAME --task TASK --from-results`, where the code that draws was changed."""
+    """If drawing code changed, run `python -m studies analyse NAME --task TASK --from-results`."""
     made = registry.draw(found, tmp_path)
     before, after = (path.read_text() for path in (registry.FIGURES / made.name, made))
     if re.findall("Matplotlib v[0-9.]+", before) != re.findall("Matplotlib v[0-9.]+", after):
@@ -362,7 +362,7 @@ def test_figures_are_drawn_again_as_they_are(found: dict[str, Any], tmp_path: Pa
 
 
 def map_rows() -> tuple[list[str], list[list[str]]]:
-    """The statuses that the paper map declares, and the cells of its rows."""
+    """The statuses declared in the paper map, and the cells of its rows."""
     text = (ROOT / "docs" / "paper_map.md").read_text()
     head, _, tables = text.partition("\n## 1.")
     declared = [one for line in head.splitlines() if line.startswith("- ") for one in re.findall("`([^`]+)`", line)]
@@ -372,12 +372,12 @@ def map_rows() -> tuple[list[str], list[list[str]]]:
 
 
 def bare(status: str) -> str:
-    """A status without what stands in the brackets that end it."""
+    """A status with the remark in its final brackets replaced by "..."."""
     return re.sub(r" \(.+\)$", " (...)", status)
 
 
 def test_the_paper_map_has_the_statuses_that_it_declares() -> None:
-    """And no other: one that needs a reason or a stand-in has it in brackets, and what is not there is not done."""
+    """Only declared statuses occur; reasons and stand-ins are given in brackets, and nothing missing is called done."""
     declared, rows = map_rows()
     assert {"done", "done on a stand-in (...)", "impossible here (...)", "background"} <= set(declared)
     assert all(len(row) == 4 for row in rows), [row[0] for row in rows if len(row) != 4]
@@ -388,7 +388,7 @@ def test_the_paper_map_has_the_statuses_that_it_declares() -> None:
 
 
 def test_the_paper_map_calls_done_what_has_results() -> None:
-    """A row that names an analysis or a study is done where results of all of them are stored, else it says so."""
+    """A row that names analyses or studies is done only if all their results are stored."""
     seen = set[str]()
     for item, _, command, status in map_rows()[1]:
         named = re.findall(r"`analyse (\w+)(?: --task ([\w-]+))?`", command)
@@ -399,11 +399,11 @@ def test_the_paper_map_calls_done_what_has_results() -> None:
         missing += [name for name in studies if not (RESULTS / "studies" / name / "study.json").exists()]
         said = bare(status).startswith(("done in part", "not measured", "impossible here"))
         assert said or not missing, f"{item}: {missing} have no results, but the status is {status!r}"
-    assert seen == set(ANALYSES)  # each has a row
+    assert seen == set(ANALYSES)  # each analysis has a row
 
 
 def test_rows_of_studies_that_the_paper_map_names_are_stored() -> None:
-    """By `--rows` of a task, or of any (`TASK`): each is stored there, or the status says that it was not run."""
+    """Rows given by `--rows` for a task, or for any (`TASK`), are stored, or the status says they were not run."""
     places = (RESULTS / "studies").glob("*/study.json")
     runs = {place.parent.name: json.loads(place.read_text())["runs"].values() for place in places}
     stored = {name: {row for run in found for row in run["report"]} for name, found in runs.items()}
@@ -417,4 +417,4 @@ def test_rows_of_studies_that_the_paper_map_names_are_stored() -> None:
             whole = bare(status) in ("done", "done (...)", "done on a stand-in (...)")
             assert rows <= known or (not whole and "not run" in status), (item, rows - known)
     others = {"MC Dropout", "Temperature Scaling", "BayesVLM", "ViLU", "NegLabel"}
-    assert {*classifier_rows.BASELINES, *others} <= seen  # each has a row
+    assert {*classifier_rows.BASELINES, *others} <= seen  # each baseline has a row

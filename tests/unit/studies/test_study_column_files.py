@@ -1,4 +1,4 @@
-"""Columns come back as they were given."""
+"""Columns are read back as they were written."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,13 +11,13 @@ from studies.column_files import read_columns, write_columns
 from studies.measures import Array
 from studies.storing import thinned, whole
 
-HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16)  # every one there is: both zeros, infinities, all NaNs
+HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16)  # all float16 values: both zeros, infinities, all NaNs
 COLUMNS: Mapping[str, Array] = {
     "rows": np.array(["Taylor", "Hydra (Circ), 3", "ß|∂"]),
     "Single|own|msp": HALVES,
     "Single|own|correct": np.arange(1001) % 3 == 0,
     "Single|own|mutual_information": np.array([1 / 3]),
-    "Hydra|own|msp": HALVES[::-1],  # not in one piece
+    "Hydra|own|msp": HALVES[::-1],  # not contiguous
     "Hydra|own|correct": np.zeros(0, dtype=bool),
     "Hydra|own|entropy": np.zeros(0, dtype=np.float16),
     "Hydra|own|mutual_information": np.zeros(0),
@@ -34,7 +34,7 @@ def test_columns_come_back_as_they_were_given(tmp_path: Path, names: list[str]) 
     assert found.keys() == given.keys()
     for name, column in found.items():
         assert (column.dtype, column.tobytes()) == (given[name].dtype, given[name].tobytes())
-        column[:] = column  # may be written to
+        column[:] = column  # writable
     first = place.read_bytes()
     write_columns(place, dict(reversed(given.items())))
     assert place.read_bytes() == first
@@ -43,7 +43,7 @@ def test_columns_come_back_as_they_were_given(tmp_path: Path, names: list[str]) 
 
 @pytest.mark.parametrize("classes", [2, 50])
 def test_what_follows_from_doubt_is_not_kept_and_comes_back(classes: int) -> None:
-    """Right answers have no likelihood of their own, two classes no entropy; sure ones are below what float16 tells."""
+    """NLL of correct answers and entropy of two classes follow from doubt, unless it is too small for float16."""
     draws = np.random.default_rng(0)
     probs = softmax(draws.exponential(6, (500, 1)) * draws.normal(size=(500, classes)), axis=1)  # [N, C]
     labels, answers = draws.integers(classes, size=500), probs.argmax(axis=1)
@@ -55,7 +55,7 @@ def test_what_follows_from_doubt_is_not_kept_and_comes_back(classes: int) -> Non
         "own|nll": -np.log(probs[places, labels]),
         "own|brier": ((probs - np.eye(classes)[labels]) ** 2).sum(axis=1),
         "own|entropy": entr(probs).sum(axis=1),
-        "ood|nll": np.ones(3),  # without a doubt
+        "ood|nll": np.ones(3),  # has no doubt column
     }
     kept = {name: column.astype(bool if "correct" in name else np.float16) for name, column in columns.items()}
     thin = thinned(kept)

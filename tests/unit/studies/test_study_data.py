@@ -1,4 +1,4 @@
-"""Data of the studies: suites, halves, names of classes, inputs made on the device."""
+"""Data of the studies: suites, halves, class names, and inputs generated on the device."""
 
 import json
 from dataclasses import replace
@@ -92,7 +92,7 @@ def test_zero_shot_circuits_see_both_tasks_once_and_nothing_reported() -> None:
     counts = replace(dual_recipe().counts, circuits=12, image_circuits=4)
     sets = SharedSets(ManyClasses(), counts)
     (first, _), (inside, outside) = sets.circuits(), sets.image_circuits()
-    part = at_most(first.images, 12)  # the images that circuits of both towers read
+    part = at_most(first.images, 12)  # images for circuits of both towers
     assert inside.names[: len(first.names)] == first.names
     assert len(set(inside.names)) == len(inside.names)
     assert not set(inside.names[len(first.names) :]) & set(overlapping("cifar100, tinyimagenet", "cifar100"))
@@ -102,7 +102,7 @@ def test_zero_shot_circuits_see_both_tasks_once_and_nothing_reported() -> None:
     assert np.array_equal(np.asarray(inside.images[0][0]), np.asarray(part[0][0]))
     reported = {(one.source, one.split) for one in (*sets.main.tasks, *sets.main.near, *sets.suites["cifar100"].near)}
     assert ("images/cifar100_full", "test") in reported
-    assert ("images/cifar100_full", "train-2") not in reported  # what circuits of the image tower read
+    assert ("images/cifar100_full", "train-2") not in reported  # used by image-tower circuits
     assert sets.main.near[0].without == overlapping("cifar100, tinyimagenet", "cifar100")
     ranks, calibrates = sets._halves
     assert not set(ranks.rows.tolist()) & set(calibrates.rows.tolist())
@@ -134,7 +134,7 @@ def test_texts_that_were_tokenised_once_are_batches_as_if_each_were(tmp_path: Pa
     words = ["a", "photo", "of", "the"]
     data = TextDataset([" ".join(words * (row % 5) + words[: row % 3 + 1]) for row in range(40)], [0, 1] * 20)
     prepare = replace(word_tokenizer(pad=3, mask=True), pad_to_max=False)
-    for _ in range(2):  # made, then read
+    for _ in range(2):  # computed, then cached
         once = TextSamples.read(data, prepare, CPU, tmp_path)
         for rows in torch.randperm(40).split(7):
             (inputs, labels), (wanted, _) = once.batch(rows, False), Prepared(data, prepare).batch(rows, False)
@@ -143,15 +143,15 @@ def test_texts_that_were_tokenised_once_are_batches_as_if_each_were(tmp_path: Pa
             assert torch.equal(labels, rows % 2)
     assert len(list(tmp_path.glob("*.npy"))) == 1
     TextSamples.read(data, replace(prepare, max_length=5), CPU, tmp_path)
-    assert len(list(tmp_path.glob("*.npy"))) == 2  # another preprocessing, other tokens
+    assert len(list(tmp_path.glob("*.npy"))) == 2  # other preprocessing, other tokens
 
 
 def test_training_batches_are_shuffled_whole_and_repeatable(pictures: ImageDataset) -> None:
     samples = ImageSamples.read(pictures, 16, CPU)
     batches = SampleBatches(samples, 8, training=True)
     torch.manual_seed(0)
-    assert len(batches) == 3  # the last, smaller one is left out
-    passes = [torch.cat([inputs for inputs, _ in batches])]  # asking for the length drew nothing
+    assert len(batches) == 3  # the last, smaller one is dropped
+    passes = [torch.cat([inputs for inputs, _ in batches])]  # len() drew no random numbers
     for seed in (0, 1):
         torch.manual_seed(seed)
         passes.append(torch.cat([inputs for inputs, _ in batches]))

@@ -1,4 +1,4 @@
-"""All stages of the zero-shot study on a small model, its captions and trainings, and dual encoders of a user's own."""
+"""All stages of the zero-shot study on a small model, its captions and training, and a user's own dual encoders."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ SIZE = 8
 
 @dataclass(frozen=True)
 class Finished:
-    """Folder and results of a study of which every stage has run, sets opened before `report` and in all."""
+    """Folder and results of a study with every stage run, and the sets opened before `report` and in total."""
 
     output: Path
     facts: Mapping[str, Any]
@@ -69,7 +69,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     output, source = tmp_path_factory.mktemp("dual_study"), ManyClasses()
     task = SmallDual(dual_recipe(), source, CPU)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dual_rows, "EPOCHS", 2)  # of ViLU
+        patch.setattr(dual_rows, "EPOCHS", 2)  # ViLU's epochs
         patch.setattr(dual_rows, "RATES", (("sgd", 0.01),))
         patch.setattr(dual_rows, "PSEUDO_COUNTS", (1.0, 10.0))
         run = Run(task, output, output / "results", [], [0])
@@ -101,7 +101,7 @@ def test_every_row_is_asked_about_every_set(finished: Finished) -> None:
 
 
 def test_every_table_is_made_again_from_results(finished: Finished) -> None:
-    """Tasks near chance leave the means; there may be none that counts."""
+    """Tasks near chance are excluded from means; possibly all of them."""
     folder, tasks = finished.output / "results", finished.facts["tasks"]
     study, nothing = (DualStudy("zero-shot", folder) for _ in range(2))
     right = {name: finished.columns[f"{SINGLE}|{name}|{name}|correct"].mean() for name in UNSEEN}
@@ -153,7 +153,7 @@ def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp
 
 
 def test_held_out_names_choose_how_to_learn(finished: Finished) -> None:
-    """The choice that is written is the best of all that were measured, and the one that training takes."""
+    """The stored choice is the best of all measured ones, and training uses it."""
     found, seed = finished.facts["choice"], dual_seed(finished.output)
     assert [one["steps"] for one in found["measured"]] == [one.steps for one in seed.recipe.choices]
     best = max(found["measured"], key=lambda one: one["accuracy"])
@@ -180,7 +180,7 @@ def test_members_lose_heads_of_the_right_towers(finished: Finished) -> None:
 def test_members_in_turn_are_the_one_model_whose_cost_is_measured(finished: Finished, name: str) -> None:
     seed, row = dual_seed(finished.output), ROWS[name]
     held = seed.task.held_out
-    seed.logits(IMAGE, 0, held)  # whose image tower others share
+    seed.logits(IMAGE, 0, held)  # others share its image tower
     whole = row.whole(seed, held.classes)
     if row.family is not None and row.family.members == 3:
         assert whole.num_members == 3
@@ -241,7 +241,7 @@ def test_pairs_are_training_images_with_fresh_texts() -> None:
     assert len(first) == len(pairs) == 44 // 12
     for features, texts, labels in first:
         assert [len(features), len(texts), len(labels)] == [12] * 3
-        assert int((labels < 3).sum()) == 4  # the shares are one and two
+        assert int((labels < 3).sum()) == 4  # in proportions one to two
         assert len(set(labels[4:].tolist())) == 8
         for text, label in zip(texts, labels.tolist(), strict=True):
             known = ("cat", "dog", "bus")[label] if label < 3 else str(label - 3)
@@ -258,8 +258,8 @@ def test_held_out_names_are_every_fifth_and_nothing_of_them_is_learnt() -> None:
     data = [images(names, 20), described(4), images(("house", "cat"), 6, seed=5)]
     features = [view_features(dual, one.samples, 2) for one in data]
     kept, views, held = cut_by_names(data, features)
-    assert list(held) == ["cat", "house"]  # the first and the sixth of all names
-    assert [len(part) for part in held["cat"]] == [4, 3]  # of both sets
+    assert list(held) == ["cat", "house"]  # the first and the sixth name
+    assert [len(part) for part in held["cat"]] == [4, 3]  # from both sets
     assert torch.equal(held["cat"][0], features[0][0, data[0].samples.labels == 0])
     learnt = {one.names[label] for one in kept if one.names for label in one.samples.labels.tolist()}
     assert learnt == {*names, "house"} - set(held)
@@ -280,7 +280,7 @@ def test_the_training_sets_are_read_with_their_texts() -> None:
 
 
 def test_views_are_the_image_its_mirrored_middle_and_each_of_both() -> None:
-    dual, samples = small_dual(), images(("cat", "dog"), 6, side=20).samples  # whose middle, 17, cannot be centred
+    dual, samples = small_dual(), images(("cat", "dog"), 6, side=20).samples  # its middle, 17, cannot be centred
     features = view_features(dual, samples, 4)
     assert features.shape == (4, 6, 24)
     plain = torch.cat([dual.image(inputs)[0] for inputs, _ in SampleBatches(samples, 4)])
@@ -292,7 +292,7 @@ def test_views_are_the_image_its_mirrored_middle_and_each_of_both() -> None:
 
 
 def test_a_trained_dual_knows_names() -> None:
-    """Trained on pairs of two sets, asked by names; a pruned member learns on with its image projection locked."""
+    """Trained on pairs from two sets, queried by names; a pruned member trains on with a frozen image projection."""
     names = ("cat", "dog", "bus", "boat")
     recipe = Recipe(learning_rate=0.01, epochs=6, warmup=2, batch_size=12, weight_decay=0.1, precision="bf16")
     start, data = small_dual(), [images(names, 48, share=3.0), images(("dog", "tree"), 12, side=6, seed=4)]
@@ -306,14 +306,14 @@ def test_a_trained_dual_knows_names() -> None:
     assert right.double().mean() > 0.4  # chance is a quarter
     found = view_features(dual, data[0].samples, 1)[0]
     held = {name: [found[labels == label]] for label, name in enumerate(names)}
-    assert accuracy_by_names(dual, held) == pytest.approx(float(right.double().mean()))  # twelve images of each
+    assert accuracy_by_names(dual, held) == pytest.approx(float(right.double().mean()))  # twelve images each
     tune = Recipe(learning_rate=1e-3, steps=2, batch_size=12, train_groups=("attention", "mlp", "norms", "readout"))
     pruned = he.prune(dual, [(0, 0, "image"), (1, 2, "text")])
     member = train_dual(pruned, tune, pairs_of(pruned, data, 12, views=1))
     assert torch.equal(member.projections.image.weight, dual.projections.image.weight)
 
 
-# --- models of a user's own --------------------------------------------------------------------------------
+# --- a user's own models -----------------------------------------------------------------------------------
 
 
 def answer(dual: he.DualEncoder, names: list[str], pictures: list[Image.Image]) -> torch.Tensor:
@@ -327,7 +327,7 @@ def test_a_model_of_open_clip_answers_as_there(tmp_path: Path) -> None:
     recipe = dual_recipe(model=source, suite="paper")
     models = DualTask(recipe, DataFolder(tmp_path), CPU)
     dual = models.trained(0, None)
-    assert models.trained(1, None) is dual  # seeds change nothing in it
+    assert models.trained(1, None) is dual  # seeds do not affect it
     assert source in models.about()["description"]
     pictures = [picture(number).resize((40, 36)) for number in range(2)]
     transform = small_clip.open_clip.image_transform(small_clip.IMAGE_SIZE, is_train=False)

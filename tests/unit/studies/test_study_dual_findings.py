@@ -1,4 +1,4 @@
-"""Tables of the zero-shot study by other code."""
+"""Tables of the zero-shot study, recomputed by independent code."""
 
 from functools import cache
 
@@ -20,7 +20,7 @@ def row_of(table: str, row: str) -> list[str]:
 
 @cache
 def by_task(row: str) -> list[dict[str, float]]:
-    """Numbers of the published study by seed, `TASK.key`, by other code."""
+    """Numbers of the stored study by seed and `TASK.key`, by independent code."""
     study = published_zero_shot()
 
     def numbers(columns: Columns) -> dict[str, float]:
@@ -31,14 +31,14 @@ def by_task(row: str) -> list[dict[str, float]]:
 
 
 def means(found: list[dict[str, float]], tasks: list[str], key: str) -> list[float]:
-    """Of every seed the mean over tasks, where all of these have the number."""
+    """For every seed the mean over tasks, if all of them have the number."""
     each = [[one.get(f"{task}.{key}") for task in tasks] for one in found]
     return [float(np.mean(one)) for one in each if None not in one]
 
 
 @pytest.mark.parametrize("rows", [[HYDRA_CIRC, "ViLU"], pytest.param(None, marks=pytest.mark.slow, id="all rows")])
 def test_the_published_main_table_by_other_code(rows: list[str] | None) -> None:
-    """Rows as they are printed: unseen tasks that count, and OOD sets of both ID tasks."""
+    """Printed rows: unseen tasks that count, and OOD sets of both ID tasks."""
     study = published_zero_shot()
     study.rows = rows or study.rows
     head, _, *lines = (line.strip("| ").split(" | ") for line in TABLES["main"](study).splitlines())
@@ -56,7 +56,7 @@ def test_the_published_main_table_by_other_code(rows: list[str] | None) -> None:
 
 @pytest.mark.parametrize("row", [HYDRA_CIRC, "ViLU"])
 def test_every_task_by_other_code(row: str) -> None:
-    """A table a metric, as it is printed; beside it what the paper has of the same task."""
+    """One table per metric as printed, with the paper's numbers for the same task."""
     study = published_zero_shot()
     study.rows = [row]
     tasks = list(study.facts["tasks"])

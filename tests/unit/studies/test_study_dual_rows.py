@@ -1,4 +1,4 @@
-"""Rows of the zero-shot study that others propose, on a small dual encoder: each answers for any class names."""
+"""Rows of the zero-shot study from other papers, on a small dual encoder: each works for any class names."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_what_an_earlier_stage_chose_is_not_chosen_again(tmp_path: Path) -> None
     before = json.dumps({"row": BAYES_VLM, "setting": {"pseudo_count": 3.0}, "measured": []})
     place.write_text(before)
     found = ROWS[BAYES_VLM].whole(seed, names)(images_of(seed))
-    torch.rand(1)  # whatever was drawn before, in this process or another
+    torch.rand(1)  # independent of earlier random draws
     pairs = dual_rows.drawn_pairs(seed)
     expected = baselines.bayes_vlm(seed.dual, pairs, baselines.BayesVLM(3.0)).probit(names)
     torch.testing.assert_close(found, expected(images_of(seed)))
@@ -65,7 +65,7 @@ def test_vilu_is_single_with_a_score_that_goes_with_any_classes(
     expected = trained.predict(inputs)
     torch.testing.assert_close(same.score("vilu"), expected.score("vilu"))
     reversed_names = for_classes(trained, he.zero_shot(seed.dual, names[::-1])).predict(inputs)
-    torch.testing.assert_close(reversed_names.score("vilu"), expected.score("vilu"))  # whatever their order
+    torch.testing.assert_close(reversed_names.score("vilu"), expected.score("vilu"))  # in any order
     few = ROWS[VILU].whole(seed, names[:3]).predict(inputs)
     torch.testing.assert_close(few.member_logits, he.zero_shot(seed.dual, names[:3]).predict(inputs).member_logits)
     assert not torch.allclose(few.score("vilu"), expected.score("vilu"))
@@ -78,7 +78,7 @@ def test_vilu_is_single_with_a_score_that_goes_with_any_classes(
     assert losses[taken] == min(losses.values())
     assert f"{taken[0]}, learning rate {taken[1]:g}" in trained.metadata.history[-1]
     said = DualRow(model=lambda *_: trained).asked(seed, held)
-    sure = (-said.score("vilu")).sigmoid()  # of being right
+    sure = (-said.score("vilu")).sigmoid()  # probability of being right
     right = said.label == held.samples.labels
     assert losses[taken] == pytest.approx(-float(torch.where(right, sure, 1 - sure).log().mean()), rel=1e-4)
 

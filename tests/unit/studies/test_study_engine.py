@@ -1,4 +1,4 @@
-"""The engine of the studies: stages and rows that there are, jobs that fail, jobs that processes share."""
+"""The engine of the studies: available stages and rows, failing jobs, and jobs shared by processes."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from studies.storing import newest_costs
 
 
 class Numbers:
-    """A task whose rows are numbers."""
+    """A task whose rows compute numbers."""
 
     name, given = "numbers", ()
 
@@ -44,7 +44,7 @@ ROWS = dict.fromkeys(("one", "two", "three", "same"))
 KIND = Kind(NumberSeed, lambda _: ROWS, {"double": doubled}, jobs, {"store": listed})
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])  # two import everything once more
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])  # two re-import everything
 def test_a_job_that_fails_or_has_no_different_members_stops_neither_the_others_nor_later_stages(
     workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,7 +54,7 @@ def test_a_job_that_fails_or_has_no_different_members_stops_neither_the_others_n
     said = capsys.readouterr().out
     told = re.findall(r"^(FAILED|NOT TO BE HAD): numbers double (\w+), seed \d:", said, re.MULTILINE)
     assert sorted(told) == [("FAILED", "three")] * 2 + [("NOT TO BE HAD", "same")] * 2
-    KIND.run(Run(Numbers(), tmp_path, tmp_path, ["same"], [2]), KIND.stages)  # which is no failure
+    KIND.run(Run(Numbers(), tmp_path, tmp_path, ["same"], [2]), KIND.stages)  # not a failure
 
 
 def test_costs_that_were_measured_side_by_side_stay_together(
@@ -75,5 +75,5 @@ def test_costs_that_were_measured_side_by_side_stay_together(
     assert not capsys.readouterr().out
     before, found = {"rows": both}, {"rows": {"one": {"latency": 5.0}}}
     assert newest_costs("numbers", before, found, ["one", "two"]) is before
-    assert newest_costs("numbers", before, found, ["one"]) is found  # there is no second row any more
+    assert newest_costs("numbers", before, found, ["one"]) is found  # the second row no longer exists
     assert newest_costs("numbers", before, None, ["one"]) is before

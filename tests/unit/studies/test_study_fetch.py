@@ -1,4 +1,4 @@
-"""Checkouts of public repositories become data sets of the studies."""
+"""Checkouts of public repositories are converted to data sets of the studies."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A whole study of classifiers on small models, from the first training to the tables, and the tables by other code."""
+"""A whole study of classifiers on small models, from training to tables, and the tables by independent code."""
 
 import re
 import shutil
@@ -34,12 +34,12 @@ from studies.stored import RESULTS, Study, stored_studies
 NAME = "vision-cifar100"
 STORED = [stored.name for stored in stored_studies() if stored.name != "zero-shot"]
 ROWS = [SINGLE, MC_DROPOUT, "CircAvg", "Hydra (Circ)", HYDRA, "Hydra, tuned"]
-SHIFTED = [SINGLE, HYDRA]  # asked about 75 corruptions each
+SHIFTED = [SINGLE, HYDRA]  # each evaluated on 75 corruptions
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
-    """Rows of every kind of one seed, and Single and Hydra of a second."""
+    """Rows of every kind for one seed, and Single and Hydra for a second."""
     output, task = tmp_path_factory.mktemp("study"), SmallTask(NAME)
     task.settings["shift"] |= {"images": 3, "seeds": [0]}
     task.settings["cost_batch"] = {"cpu": 2}
@@ -62,11 +62,11 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     assert all_tasks.same_models([study], [SINGLE, HYDRA, MC_DROPOUT]) == ""
     assert f"*{HYDRA}* and *{HYDRA}* are the same model" in all_tasks.same_models([study], [HYDRA, HYDRA])
     head, *_ = findings.main_table(study).splitlines()
-    assert "| parameters | cost ↓ | trainings ↓ |" in head  # no memory, which is not counted on a CPU
+    assert "| parameters | cost ↓ | trainings ↓ |" in head  # no memory column: not measured on a CPU
 
 
 def test_corrupted_images_are_measured_by_severity(study: Study) -> None:
-    """Means over the corruptions."""
+    """Numbers are means over the corruptions."""
     columns = read_columns(study.folder / "shift-0.parquet")
     for level in range(5):
         means = [columns[f"{HYDRA}|{name}|brier"][level] for name in CORRUPTIONS]
@@ -84,7 +84,7 @@ def test_the_command_shows_every_table(study: Study) -> None:
 def test_prices_are_measured_without_the_models_of_the_run(
     study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of their shapes, by the settings that are stored and the heads that the run ranked; stored beside its reports."""
+    """Measured on models of the same shape, built from stored settings and rankings; stored with the run's reports."""
     results, ranked = tmp_path / "results", f"{NAME}/seed-0/rankings"
     shutil.copytree(study.folder, results / NAME)
     shutil.copytree(study.folder.parents[1] / ranked, tmp_path / ranked)
@@ -98,7 +98,7 @@ def test_prices_are_measured_without_the_models_of_the_run(
     about = {"device": device_name(task.device), "dtype": "float32", "torch": torch.__version__, "batch": 2}
     assert {key: found.facts["costs"][key] for key in about} == about
     reports = study.facts["runs"]["0"]["report"]
-    for row in (SINGLE, HYDRA, "Hydra (Circ)"):  # whose layers are shared up to the first in which heads differ
+    for row in (SINGLE, HYDRA, "Hydra (Circ)"):  # layers are shared up to the first with different heads
         assert found.cost(row)["multiply_adds"] == reports[row]["multiply_adds"]
     assert found.facts["runs"] == study.facts["runs"]
     assert not list(tmp_path.glob(f"{NAME}/seed-*/models"))
@@ -117,7 +117,7 @@ def test_the_page_of_all_tables_has_every_table_of_ood_sets(name: str) -> None:
 
 
 def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Price and gain of a row; a figure of other numbers is none."""
+    """It shows price and gain of a row; with other numbers it counts as missing."""
     pytest.importorskip("matplotlib")
     (field,) = all_tasks.figure([study]).axes
     gain, (mark, *_) = study.difference(HYDRA, SINGLE, "all.auroc"), (bar.lines[0] for bar in field.containers)
@@ -130,46 +130,46 @@ def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkey
 
 
 def test_the_figure_of_all_tasks_is_of_the_stored_numbers() -> None:
-    """Where not: `python benchmarks/tables.py` draws it, on a CPU."""
+    """If this fails, run `python benchmarks/tables.py`, which draws it on a CPU."""
     assert all_tasks.drawn([published(one.name) for one in stored_studies()])
 
 
 def test_runs_are_stored_beside_each_other(
     study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A row that a later run adds is held against the Single of that run; a run with all rows takes the place."""
+    """A row added by a later run is compared with that run's Single; a run with all rows replaces the stored one."""
     results, report, added = tmp_path / "results", tmp_path / NAME / "seed-0" / "report", SOUP
     shutil.copytree(study.folder, results / NAME)
     reported, stored = partial(report_of, study, tmp_path), partial(stored_from, tmp_path)
     groups = {**study.facts["groups"], "far": study.facts["groups"]["far"][:-1]}
-    write_json(results / NAME / "study.json", {**study.facts, "groups": groups})  # the suite got a set since
+    write_json(results / NAME / "study.json", {**study.facts, "groups": groups})  # the suite gained a set since
     reported(added, MC_DROPOUT)
     assert added not in stored().rows
     assert "seed 0 wait for the Single" in capsys.readouterr().out
-    reported(SINGLE, SINGLE)  # the same run, whose other rows are elsewhere: they stay
+    reported(SINGLE, SINGLE)  # the same run, without its other rows: they stay
     one = stored()
     assert (set(one.rows), one.seeds(HYDRA), one.in_parts) == ({*ROWS, added}, [0, 1], False)
-    assert one.facts["groups"] == groups  # rows of before were not asked about it
+    assert one.facts["groups"] == groups  # earlier rows lack the new set
     warmer = {key: column / 2 if "calibrated." in key else column for key, column in study.columns(SINGLE, 0).items()}
     write_columns(report / f"{slug(SINGLE)}.parquet", warmer)
-    reported(DEEP, MC_DROPOUT)  # the same model, to which another version fitted another temperature
+    reported(DEEP, MC_DROPOUT)  # the same model; another version fitted another temperature
     assert (set(stored().rows), stored().in_parts) == ({*ROWS, added, DEEP}, False)
     storing.forget(results / NAME, [added, DEEP])
     (report / f"{slug(DEEP)}.json").unlink()
-    reported(SINGLE, HYDRA)  # stands for another Single
-    for _ in range(2):  # what is stored already stays as it is
+    reported(SINGLE, HYDRA)  # acts as another Single
+    for _ in range(2):  # storing again changes nothing
         both = stored()
         assert (both.seeds(added), both.seeds(SINGLE), both.in_parts) == ([0], [0, 1], True)
         assert both.facts["choices"] == study.facts["choices"]
         against = both.difference(added, SINGLE, "calibrated.nll")
         assert against == study.difference(MC_DROPOUT, HYDRA, "calibrated.nll")
         turned = both.difference(SINGLE, added, "calibrated.nll")
-        assert turned == study.difference(HYDRA, MC_DROPOUT, "calibrated.nll")  # whichever stands first
+        assert turned == study.difference(HYDRA, MC_DROPOUT, "calibrated.nll")  # in either order
         for row in (MC_DROPOUT, HYDRA):
             assert both.difference(row, SINGLE, "accuracy") == study.difference(row, SINGLE, "accuracy")
             assert both.across(row, added)
             assert not both.across(row, SINGLE)
-        apart = both.difference(added, MC_DROPOUT, "calibrated.nll")  # the same columns, in runs with two Singles
+        apart = both.difference(added, MC_DROPOUT, "calibrated.nll")  # the same columns, in runs with different Singles
         gap = Difference.of(*([study.numbers(row, 0)["calibrated.nll"]] for row in (SINGLE, HYDRA)))
         assert (apart.value, apart.half_width) == pytest.approx((gap.value, gap.half_width))
         assert apart.as_they_are == Difference(0.0, 0.0, 1)
@@ -180,17 +180,17 @@ def test_runs_are_stored_beside_each_other(
         killed.setattr(storing, "write_columns", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             stored()
-    half = Study(NAME, results)  # of the seed that was being replaced nothing is shown, and of others what was
+    half = Study(NAME, results)  # the seed being replaced is hidden; others are shown as before
     assert (half.seeds(added), half.seeds(SINGLE)) == ([], [1])
     whole = stored()
     assert (whole.in_parts, whole.seeds(SINGLE)) == (False, [0, 1])
     assert whole.numbers(SINGLE, 0)["accuracy"].value == study.numbers(HYDRA, 0)["accuracy"].value
     write_json(results / NAME / "study.json", {**whole.facts, "runs": {"0": whole.facts["runs"]["0"]}})
-    assert stored().facts["groups"] == study.facts["groups"]  # all of which are
+    assert stored().facts["groups"] == study.facts["groups"]  # now all rows have the set
 
 
 def report_of(study: Study, run: Path, row: str, like: str) -> None:
-    """A run whose row says what a row of the study does."""
+    """Write a run's report for a row, with the content of a row of the study."""
     place = run / NAME / "seed-0" / "report" / slug(row)
     write_columns(place.with_suffix(".parquet"), study.columns(like, 0))
     write_json(place.with_suffix(".json"), study.facts["runs"]["0"]["report"][like])
@@ -210,13 +210,13 @@ def test_rows_of_another_recipe_are_not_stored_beside_each_other(study: Study, t
 
 
 def test_rows_are_forgotten_and_stored_anew(study: Study, tmp_path: Path) -> None:
-    """What is stored stays as it is until it is forgotten; then the row comes with the Single of its new run."""
+    """A stored row stays until it is forgotten; then it is stored with the Single of its new run."""
     results = tmp_path / "results"
     shutil.copytree(study.folder, results / NAME)
     for row, like in ((SINGLE, HYDRA), (MC_DROPOUT, SINGLE)):
         report_of(study, tmp_path, row, like)
     assert stored_from(tmp_path).plain(MC_DROPOUT) == study.plain(MC_DROPOUT)
-    for _ in range(2):  # also of a row that has a Single of its own
+    for _ in range(2):  # also a row with its own Single
         storing.forget(results / NAME, [MC_DROPOUT])
         without = Study(NAME, results)
         assert (without.seeds(MC_DROPOUT), without.in_parts) == ([], False)
@@ -243,7 +243,7 @@ def test_rows_are_forgotten_and_stored_anew(study: Study, tmp_path: Path) -> Non
 def test_main_table_and_ood_sets_by_other_code(
     name: str, rows: list[str] | None, request: pytest.FixtureRequest
 ) -> None:
-    """Of every stored study, and a small one, rows as they are printed: on the level of Single's mean."""
+    """For every stored study and a small one: rows as printed, relative to Single's mean."""
     few = Study(NAME, request.getfixturevalue("study").folder.parent) if name == "small" else published(name)
     few.rows = rows or few.rows
     head, _, *lines = (line.strip("| ").split(" | ") for line in findings.main_table(few).splitlines())

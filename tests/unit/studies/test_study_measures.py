@@ -1,4 +1,4 @@
-"""Intervals of the studies against a bootstrap, and verdicts; numbers by other code are in the tests of findings."""
+"""Intervals of the studies against a bootstrap, and verdicts; test_study_findings.py checks numbers by other code."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ GROUPS = {"near": ["like"], "far": ["grey", "noise"]}
 
 
 def columns(seed: int, edge: float = 0.0, count: int = 1200) -> dict[str, npt.NDArray[np.float64]]:
-    """A model that is right more often where it has less doubt; `edge` makes it better at everything."""
-    draws = np.random.default_rng(0)  # samples are the same for every model; what it says of them is its own
+    """Columns of a model that is right more often where its doubt is low; `edge` improves all of them."""
+    draws = np.random.default_rng(0)  # samples are equal for every model; its answers differ by seed
     noise = np.random.default_rng(seed)
     hard = draws.random(count)
     doubt = np.clip(0.6 * hard + 0.1 * noise.random(count), 0.001, 0.95)
@@ -33,7 +33,7 @@ def columns(seed: int, edge: float = 0.0, count: int = 1200) -> dict[str, npt.ND
 
 
 def test_influences_of_an_area_with_ties_are_what_samples_weigh() -> None:
-    """By taking every sample twice: neither it nor its deviation hangs on the order of the data."""
+    """Measured by duplicating each sample: neither value nor influences depend on the order of the data."""
     found = {key: one[:300].astype(float) for key, one in columns(1).items() if key.startswith("own|")}
     found["own|msp"] = np.round(found["own|msp"], 1)  # seven distinct scores
     exact = numbers(found, "own", {})["aurc"]
@@ -50,7 +50,7 @@ def test_influences_of_an_area_with_ties_are_what_samples_weigh() -> None:
 
 
 def test_influences_have_the_deviation_that_a_bootstrap_finds() -> None:
-    """Of the paired difference of two models on the same samples."""
+    """For the paired difference of two models on the same samples."""
     one, other = columns(1, 0.08), columns(2)
 
     def differences(*models: Columns) -> dict[str, Number]:
@@ -68,7 +68,7 @@ def test_influences_have_the_deviation_that_a_bootstrap_finds() -> None:
 
 
 def test_intervals_have_seeds_and_samples() -> None:
-    """Gains of 0.1, 0.2 and 0.3 on samples that do not vary: Student's half width, 4.3027 · 0.1 / √3."""
+    """Gains of 0.1, 0.2 and 0.3 without sample variance: Student's half width, 4.3027 · 0.1 / √3."""
     flat: Callable[[float], Number] = lambda value: Number(value, {"own": np.zeros(50)})  # noqa: E731
     found = Difference.of([flat(1.1), flat(1.2), flat(1.3)], [flat(1.0)] * 3)
     assert found.value == pytest.approx(0.2)
@@ -78,14 +78,14 @@ def test_intervals_have_seeds_and_samples() -> None:
     alone = Difference.of([swinging], [Number(1.0, {"own": np.zeros(400)})])
     assert alone.half_width == pytest.approx(1.96 * 1.00125 / 20, rel=1e-3)
     other = Number(1.0, {"own": np.zeros(400)})
-    assert not alone.certain  # one seed, however small the interval
-    assert not Difference.of([swinging] * 2, [other] * 2).certain  # nor of two
+    assert not alone.certain  # one seed is never certain
+    assert not Difference.of([swinging] * 2, [other] * 2).certain  # nor are two
     assert Difference.of([swinging] * 3, [other] * 3).certain
 
 
 @pytest.mark.parametrize(("there", "verdict"), [(0.3, "reproduced"), (0.1, "tie"), (-0.3, "tie")])
 def test_of_two_runs_it_counts_both_ways(there: float, verdict: str) -> None:
-    """As gains over the Single of either run, and of the rows as they are."""
+    """Both as gains over each run's Single, and as a direct difference of the rows."""
     found = Difference(0.5, 0.2, 3, as_they_are=Difference(there, 0.2, 3))
     assert found.certain == (verdict == "reproduced")
     assert judged(found, "higher", 0.0) == verdict

@@ -1,4 +1,4 @@
-"""The paper's nine data sets: files in the layouts of their libraries; a study that opens them; its numbers."""
+"""The paper's nine data sets: files in their libraries' layouts, a study that reads them, and the paper's numbers."""
 
 import csv
 import json
@@ -85,7 +85,7 @@ def test_imagenet_is_cut_as_in_the_supervised_studies(root: Path, tasks: dict[st
 
 
 def test_circuits_of_the_image_tower_read_cifar100_as_well(root: Path) -> None:
-    """Of the three classes in the lists, ImageNet has no apple and no worm, and TinyImageNet has the fish."""
+    """Of the three listed classes, ImageNet lacks apple and worm, and TinyImageNet has the fish."""
     sets = PaperSets(root, COUNTS)
     inside, outside = sets.image_circuits()
     assert inside.names[1000:] == ("apple", "worm")
@@ -116,7 +116,7 @@ def test_a_given_model_has_bayes_vlm_by_its_factors_and_vilu_on_training_images(
     monkeypatch.setattr(dual_rows, "RATES", (("sgd", 0.01),))
     source, _ = small_clip.small_open_clip(tmp_path / "clip")
     recipe = load_dual_recipe(tiny=True, suite="paper", model=source, factors=str(tmp_path))
-    recipe = replace(recipe, counts=replace(recipe.counts, calibration=3))  # of six images, one of each class
+    recipe = replace(recipe, counts=replace(recipe.counts, calibration=3))  # of six images, one per class
     seed = DualSeed(DualTask(recipe, DataFolder(root), CPU), 0, tmp_path / "run")
     for tag, one in (("img", seed.dual.projections.image), ("txt", seed.dual.projections.text)):
         for letter, size in (("A", one.weight.shape[2]), ("B", one.weight.shape[1])):
@@ -136,7 +136,7 @@ def test_a_given_model_has_bayes_vlm_by_its_factors_and_vilu_on_training_images(
 
 
 def test_files_of_the_paper_have_a_cell_for_every_column() -> None:
-    """A comma without quotes would cut what stands there."""
+    """An unquoted comma would split a cell."""
     for path in FOLDER.glob("*.csv"):
         widths = {len(row) for row in csv.reader(path.read_text(encoding="utf-8").splitlines())}
         assert len(widths) == 1, path.name
@@ -147,7 +147,7 @@ def test_files_of_the_paper_have_a_cell_for_every_column() -> None:
     ("kind", "name"), [("classifier", "sst2"), *product(("classifier", "dual"), ("imagenet", "cifar100"))]
 )
 def test_sets_of_the_paper_give_its_means(kind: str, name: str) -> None:
-    """But where it contradicts itself, which the paper map says; of methods whose sets are all there."""
+    """Except where the paper contradicts itself, as the paper map notes; for methods with all sets."""
     suite = he.data.suite(f"paper-{'zero-shot-' if kind == 'dual' else ''}{name}")
     task, near, far = STANDS_FOR[name], *([one.name for one in sets] for sets in (suite.near, suite.far))
     printed, sets, compared, wrong = paper_numbers(kind, task), set_numbers(kind, task), 0, []

@@ -1,4 +1,4 @@
-"""The paper's tables with data and a model of one's own: from stand-in files to the table."""
+"""The paper's tables with a user's own data and model: from stand-in files to the table."""
 
 import sys
 from dataclasses import replace
@@ -30,7 +30,7 @@ TEXTS = ("yelp", "amazon", "newsgroups20", "trec", "mnli", "rte", "wmt16")
 
 
 def write_images(root: Path) -> None:
-    """CIFAR-100 and CIFAR-10 in folders of their own, by class, in two sizes; the far sets as OpenOOD lists them."""
+    """CIFAR-100 and CIFAR-10 in class folders, in two sizes; the far sets as OpenOOD lists them."""
     for split, count in (("train", 8), ("val", 4), ("test", 4)):
         for label in ("apple", "bear", "road"):
             for number in range(count):
@@ -57,7 +57,7 @@ def write_texts(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny ViT as timm saves it."""
+    """A tiny ViT checkpoint as timm saves it."""
     from timm.models import save_for_hf
 
     folder = tmp_path_factory.mktemp("vit")
@@ -78,7 +78,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shortened(model: str) -> dict[str, Any]:
-    """The recipe in counts of seconds; all else as it is."""
+    """The recipe with counts that run in seconds."""
     found = recipe(model)
     for name, plain in found["tasks"].items():
         words = {"epochs": 1, "batch_size": 16} if "sst2" in name else {"steps": 2, "warmup": 1, "batch_size": 8}
@@ -143,7 +143,7 @@ def test_the_recipe_is_the_papers(name: str, steps: int | None, heads: int, seed
 
 
 def test_images_are_cut_as_the_paper_does(vit: Path, tmp_path: Path) -> None:
-    """All of them squashed to be asked about; in training parts of them, changed at random where the recipe says so."""
+    """Whole images resized for evaluation; random crops for training, augmented if the recipe says so."""
     write_images(tmp_path)
     task = PaperTask("paper-cifar100", shortened(str(vit)), PaperFolder(tmp_path), CPU)
     inputs, _ = task.train.batch(torch.arange(24), True)
@@ -154,14 +154,14 @@ def test_images_are_cut_as_the_paper_does(vit: Path, tmp_path: Path) -> None:
         lessons = task.lessons(replace(task.recovery(learning_rate=0.1), rand_augment=changed))
         assert (len(lessons), lessons.preprocess.rand_augment) == (3, changed)
         assert next(iter(lessons))[0].shape == (8, 3, 16, 16)
-    assert len(task.lessons(replace(task.recovery(learning_rate=0.1), batch_size=512))) == 1  # of a trial
+    assert len(task.lessons(replace(task.recovery(learning_rate=0.1), batch_size=512))) == 1  # in a trial
 
 
 def test_models_of_ones_own(vit: Path, bert: Path, tmp_path: Path) -> None:
     found = own_backbone(str(vit), ("a", "b"), text=False)
     assert (found.num_classes, found.num_layers) == (2, 2)
     assert found.metadata.preprocessing is not None
-    for source, text in ((vit, False), (bert, True)):  # of BERT the pooler is not in the file: drawn by one seed
+    for source, text in ((vit, False), (bert, True)):  # BERT's pooler is not in the file: drawn from one seed
         one, two = (own_backbone(str(source), ("a", "b"), text).state_dict() for _ in range(2))
         assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     found.save_pretrained(tmp_path / "ours")

@@ -1,4 +1,4 @@
-"""Rows of the studies of classifiers on small models: each is really trained, chosen, and answers."""
+"""Rows of the classifier studies on small models: each is trained, chosen, and answers."""
 
 import re
 from pathlib import Path
@@ -41,7 +41,7 @@ IMAGES, SCRATCH, TEXTS = "vision-cifar100", "vision-eurosat-scratch", "text-sst2
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seed]:
-    """One seed of a task of each kind; CircAvg's rate is chosen."""
+    """One seed of a task of each kind; CircAvg's rate is already chosen."""
     output = tmp_path_factory.mktemp("rows")
     made = {name: Seed(SmallTask(name), 0, output) for name in (IMAGES, SCRATCH)}
     place = made[IMAGES].study / "choices" / f"{slug(CIRC_AVG)}.json"
@@ -73,8 +73,8 @@ def test_every_setting_of_a_baseline_trains_and_answers(
         logits = model(inputs)
         assert not torch.allclose(logits[0], logits[1], atol=1e-5)  # members differ
         said.append(logits)
-    assert not any(torch.equal(said[0], one) for one in said[1:])  # and so do settings
-    again = BASELINES[row].make(seed, options[0])  # kept, or the same once more
+    assert not any(torch.equal(said[0], one) for one in said[1:])  # settings differ too
+    again = BASELINES[row].make(seed, options[0])  # cached, or recomputed
     torch.testing.assert_close(again(inputs), said[0])
 
 
@@ -107,7 +107,7 @@ def test_from_scratch_every_seed_draws_all_weights(seeds: dict[str, Seed]) -> No
 
 
 def test_which_rows_a_task_has(seeds: dict[str, Seed]) -> None:
-    """From scratch none that averages weights of models that were trained apart."""
+    """Trained from scratch, a task has no rows that average weights of separately trained models."""
     tasks = seeds[IMAGES].task, seeds[SCRATCH].task, Task(TEXTS, recipe(), SmallFolder(), CPU)
     images, scratch, texts = (set(rows_of(task)) for task in tasks)
     assert (scratch - images, images - texts) == ({PACKED}, {MIMO, OBA, *(row for row in images if " steps" in row)})
@@ -116,7 +116,7 @@ def test_which_rows_a_task_has(seeds: dict[str, Seed]) -> None:
 
 
 def test_rankings_are_made_in_full_float32_and_circuits_exactly(tmp_path: Path, monkeypatch) -> None:
-    """Studies take TF32 for the rest; no circuit depends on it, nor on how fast a machine is."""
+    """The studies otherwise use TF32; circuits must not depend on it or on the machine's speed."""
     seed, seen = Seed(SmallTask(IMAGES), 0, tmp_path), []
 
     def extract(*given: Any, method: str, **_: Any) -> he.HeadRanking:
@@ -135,7 +135,7 @@ def test_rankings_are_made_in_full_float32_and_circuits_exactly(tmp_path: Path, 
 
 
 def test_a_baseline_is_chosen_on_half_b_and_reported(tmp_path: Path) -> None:
-    """Snapshot from the choice to the columns; another row without its choice is refused."""
+    """Snapshot, from the choice to the columns; a row without its choice is refused."""
     seed, row = Seed(SmallTask(IMAGES), 0, tmp_path), rows.SNAPSHOT
     with pytest.raises(DataError, match="choose"):
         report(seed, row)
@@ -149,7 +149,7 @@ def test_a_baseline_is_chosen_on_half_b_and_reported(tmp_path: Path) -> None:
 def test_settings_that_diverge_are_left_out_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """While they train, or by what they answer; it fails where no other is there."""
+    """Detected in training or in the outputs; an error if no setting is left."""
     seed = Seed(SmallTask(IMAGES), 0, tmp_path)
 
     def make(_: Seed, setting: Any) -> he.Ensemble:
@@ -174,7 +174,7 @@ def test_settings_that_diverge_are_left_out_and_told(
 
 
 def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
-    """A trial with a share of the data leaves models that no real run may take for its own."""
+    """A trial on a share of the data leaves models that a real run must not reuse."""
     task = SmallTask(IMAGES)
     Seed(task, 0, tmp_path)
     Seed(task, 1, tmp_path)
@@ -185,14 +185,14 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 def test_a_row_with_one_setting_seals_it_for_rows_that_are_like_it() -> None:
     task = SmallTask(IMAGES)
-    task.plain["recovery"]["preset"] = "sst2"  # one rate
+    task.plain["recovery"]["preset"] = "sst2"  # a single rate
     assert len(ROWS[CIRC_AVG].options(task)) == 1
     assert not ROWS[SINGLE].options(task)
 
 
 @pytest.mark.parametrize("name", recipe()["tasks"])
 def test_a_study_has_the_seeds_of_its_recipe(tmp_path: Path, name: str) -> None:
-    """So that the command without options is the one that made what is stored."""
+    """So that the command without options reproduces what is stored."""
     task = SmallTask(name)
     study = stored_study(name)
     assert {row: task.seeds_of(row) for row in study.rows} == {row: study.seeds(row) for row in study.rows}
