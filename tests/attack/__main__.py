@@ -1,7 +1,7 @@
-"""Run the attack, print what became of every case, and write it down.
+"""Run the attack, print the outcome of every case, and save it.
 
 PYTHONPATH=tests python -m attack                          # everything; results/attack.json
-PYTHONPATH=tests python -m attack --only files             # one part; the others stay as they are in the result
+PYTHONPATH=tests python -m attack --only files             # one part; the others keep their stored results
 PYTHONPATH=tests python -m attack --share 0.1 --seed 7 --output found.json
 """
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def source_digest() -> str:
-    """The first digits of the SHA-256 of the library that is attacked: parts of one digest belong together."""
+    """First digits of the SHA-256 of the library's source: parts with the same digest belong together."""
     root, found = Path(he.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -78,7 +78,7 @@ def versions() -> dict[str, str]:
 
 
 def show(row: Row) -> None:
-    """How many cases there were, how they ended, and the first failures."""
+    """Print the number of cases, their outcomes, and the first failures."""
     ends = (f"{name} {getattr(row, name)}" for name in OUTCOMES if getattr(row, name))
     print(f"{row.what}: {row.cases} cases, {', '.join(ends)}", *row.examples, sep="\n  ", flush=True)
 

@@ -1,6 +1,6 @@
-"""Models of every supported architecture that somebody has altered: `convert` refuses them, or answers as they do.
+"""Altered models of every supported architecture: `convert` refuses them, or the converted model answers alike.
 
-What is altered is found by walking through the model, so no part of it is spared: modules are wrapped, replaced,
+Places to alter are found by walking through the model, so no part is left out: modules are wrapped, replaced,
 hooked, given another class or another `forward`; numbers, flags, settings and methods are changed; blocks are moved.
 """
 
@@ -22,11 +22,11 @@ from .expected import alike
 CASES = 600
 
 Alteration = Callable[[nn.Module, float], object]
-Case = tuple[str, str, float]  # architecture, alteration, and which of the places it can be made in
+Case = tuple[str, str, float]  # architecture, alteration, and where among the possible places to make it
 
 
 def run(cases: int, seed: int) -> list[Row]:
-    """Alterations of everything, in places drawn by the seed."""
+    """Every kind of alteration, in places drawn by the seed."""
     random = Random(seed)
     names = [str(case) for case in _cases()]
     pairs = [(name, alteration) for alteration in ALTERATIONS for name in names]
@@ -35,16 +35,16 @@ def run(cases: int, seed: int) -> list[Row]:
 
 
 def check(case: Case) -> str:
-    """Alter a model, convert it, and hold what comes out against the altered model itself."""
+    """Alter a model, convert it, and compare the result with the altered model."""
     name, alteration, place = case
     own = next(one for one in _cases() if str(one) == name)
     model = own.build()
-    with suppress(_NothingError):  # then it is as it was, and is converted
+    with suppress(_NothingError):  # then the unaltered model is converted
         ALTERATIONS[alteration](model, place)
     converted = he.convert(model, **own.convert_kwargs)
     inputs = own.inputs()
     try:
-        with torch.no_grad(), named_outputs(model):  # however its configuration says that answers are packed
+        with torch.no_grad(), named_outputs(model):  # whatever the configuration says about packing outputs
             wanted = own.logits(model, inputs)
     except Exception as error:
         raise AssertionError(f"converted, although it cannot answer: {type(error).__name__}: {error}") from error
@@ -64,7 +64,7 @@ def _cases() -> list[Any]:
 
 
 class _NothingError(Exception):
-    """A model has nothing that could be altered in this way."""
+    """Raised where a model has nothing to alter in this way."""
 
 
 def _chosen(candidates: list[Any], place: float) -> Any:
@@ -74,7 +74,7 @@ def _chosen(candidates: list[Any], place: float) -> Any:
 
 
 def _scaled(answer: Any) -> Any:
-    """An answer, and all tensors in it, a quarter larger; the shape of things stays."""
+    """Multiply an answer, and all tensors in it, by 1.25; keeps its structure."""
     if isinstance(answer, Tensor):
         return answer * 1.25 if answer.is_floating_point() else answer
     if isinstance(answer, tuple) and type(answer) is tuple:
@@ -109,11 +109,11 @@ class _Wrapped(nn.Module):
         return _scaled(self.inner(*given, **named))
 
 
-# --- the alterations: of a place among those that a model has, a number from 0 to 1 --------------------------
+# --- the alterations; the place is a number from 0 to 1 among the candidates of a model ----------------------
 
 
 def one_of(candidates: Callable[[nn.Module], Iterable[Any]], change: Callable[[Any], object]) -> Alteration:
-    """A change of one of the candidates."""
+    """An alteration of one of the candidates."""
 
     @torch.no_grad()
     def alter(model: nn.Module, place: float) -> None:
@@ -123,7 +123,7 @@ def one_of(candidates: Callable[[nn.Module], Iterable[Any]], change: Callable[[A
 
 
 def part(change: Callable[[Any], object]) -> Alteration:
-    """A change of any part, or of the whole."""
+    """An alteration of any submodule, or of the whole model."""
     return one_of(nn.Module.modules, change)
 
 
@@ -132,13 +132,13 @@ def weight(change: Callable[[Tensor], object]) -> Alteration:
 
 
 def _replace_method(part: nn.Module, name: str = "forward") -> None:
-    """On the object."""
+    """Replace a method on the instance."""
     original = getattr(part, name)
     object.__setattr__(part, name, lambda *given, **named: _scaled(original(*given, **named)))
 
 
 def _replace_class(part: nn.Module) -> None:
-    """By a subclass with the same name, as a home-made LoRA is one."""
+    """Replace the class by a subclass with the same name, as a hand-written LoRA does."""
     kind = type(part)
 
     def forward(self: Any, *given: Any, **named: Any) -> Any:
@@ -148,7 +148,7 @@ def _replace_class(part: nn.Module) -> None:
 
 
 def _methods(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """All but `forward`."""
+    """Names of all methods but `forward`."""
     for part in model.modules():
         for name in dir(type(part)):
             own = not name.startswith("__") and name not in dir(nn.Module)
@@ -157,7 +157,7 @@ def _methods(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def edited(kind: type, change: Callable[[Any], Any]) -> Alteration:
-    """Something that a part keeps: a number, a flag, its kind of pooling, a stride."""
+    """An alteration of an attribute: a number, a flag, a kind of pooling, a stride."""
 
     def kept(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         for part in model.modules():
@@ -170,7 +170,7 @@ def edited(kind: type, change: Callable[[Any], Any]) -> Alteration:
 
 
 def config_edited(model: nn.Module, place: float) -> None:
-    """A setting of a transformers model, after it was built."""
+    """An alteration of a transformers model's configuration after it was built."""
     settings = getattr(model, "config", None)
     kept = vars(settings) if settings else {}
     name = _chosen([name for name, value in kept.items() if type(value) in (int, float, bool, str)], place)
@@ -180,7 +180,7 @@ def config_edited(model: nn.Module, place: float) -> None:
 
 
 def put(by: Callable[[nn.Module], nn.Module], where: Callable[[nn.Module], bool]) -> Alteration:
-    """Another module in the place of one."""
+    """An alteration that replaces one module by another."""
     return one_of(
         lambda model: [(up, name, part) for up in model.modules() for name, part in up.named_children() if where(part)],
         lambda found: setattr(found[0], found[1], by(found[2])),
@@ -200,12 +200,12 @@ def _double_rows(found: tuple[nn.Module, str]) -> None:
 
 
 def _inner_parts(model: nn.Module) -> list[nn.Module]:
-    """Those with weights of their own."""
+    """Submodules with their own weights."""
     return [part for part in model.modules() if part is not model and list(part.parameters(recurse=False))]
 
 
 def with_blocks(change: Callable[[Any], None]) -> Alteration:
-    """A list of two blocks, changed."""
+    """An alteration of a list of two blocks."""
     kinds = (nn.ModuleList, nn.Sequential)
     return one_of(lambda model: [one for one in model.modules() if isinstance(one, kinds) and len(one) == 2], change)
 
@@ -239,11 +239,11 @@ ALTERATIONS: dict[str, Alteration] = {
     "bias dropped": one_of(_biased, lambda part: setattr(part, "bias", None)),
     "parameter added": part(lambda part: part.register_parameter("extra", nn.Parameter(torch.ones(3)))),
     "buffer added": part(lambda part: part.register_buffer("extra", torch.ones(3))),
-    "weights changed": weight(lambda weight: weight.mul_(1.5)),  # nothing is wrong with that
+    "weights changed": weight(lambda weight: weight.mul_(1.5)),  # a valid model
     "weights not finite": weight(lambda weight: weight.view(-1)[:1].fill_(torch.nan)),
     "shape changed": one_of(_named_weights, _double_rows),
-    "part in half": one_of(_inner_parts, nn.Module.half),  # all in half would be a model like any other
-    "blocks swapped": with_blocks(swap),  # a model like any other
+    "part in half": one_of(_inner_parts, nn.Module.half),  # the whole model in half would be valid
+    "blocks swapped": with_blocks(swap),  # a valid model
     "block removed": with_blocks(lambda blocks: blocks.__delitem__(0)),
     "block repeated": with_blocks(lambda blocks: blocks.__setitem__(1, blocks[0])),
     "left alone": lambda model, place: None,

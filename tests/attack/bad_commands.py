@@ -1,6 +1,6 @@
-"""The command line, given wrong paths, wrong names and wrong values wherever it takes one: it ends with a clear error.
+"""The command line with wrong paths, names and values in every place: it must end with a clear error.
 
-That is exit status 2 and a message; an internal error, a traceback, or silence is a defect. The same holds on full
+That is exit status 2 with a message; internal errors, tracebacks and silence are defects. The same holds on full
 disks, in read-only folders and where files vanish while they are read; Ctrl-C ends with 130.
 """
 
@@ -27,11 +27,11 @@ from .small import hydra
 
 CASES = 1000
 
-Case = tuple[str, str]  # a command with a place, and what is put there; or a command, and what is done to it
+Case = tuple[str, str]  # a command with `?`, and the value for it; or a command, and how it is disturbed
 
 
 def run(cases: int, seed: int) -> list[Row]:
-    """One row for wrong values, and one for commands that are disturbed."""
+    """One row for wrong values, and one for disturbed commands."""
     disturbed = [(command, how) for command in DISTURBED for how in HOW]
     few = max(1, round(len(disturbed) * min(1.0, cases / CASES)))
     return [
@@ -41,12 +41,12 @@ def run(cases: int, seed: int) -> list[Row]:
 
 
 def check(case: Case) -> str:
-    """Run a command with a wrong value in its place, written `?`."""
+    """Run a command with a wrong value in place of `?`."""
     command, wrong = case
     world = _world()
     words = [wrong if word == "?" else word.replace("{}", str(world)) for word in command.split()]
     words = [word.replace("@", f"{world}/bad/") if word.startswith("@") else word for word in words]
-    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):  # what is written goes there
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):  # output is written there
         code, said = _ended(words)
     if code == 0:
         return "same" if command in MAY_WORK else "other"
@@ -54,7 +54,7 @@ def check(case: Case) -> str:
 
 
 def check_disturbed(case: Case) -> str:
-    """Run a command that would work on a full disk, in a read-only folder, while files vanish, or until Ctrl-C."""
+    """Run a valid command on a full disk, in a read-only folder, while files vanish, or until Ctrl-C."""
     command, how = case
     _require_works(command)
     with tempfile.TemporaryDirectory() as outside:
@@ -77,14 +77,14 @@ def check_disturbed(case: Case) -> str:
 
 @cache
 def _require_works(command: str) -> None:
-    """A command that is refused for another reason would be no test."""
+    """Check that the command works undisturbed: if refused for another reason, it would test nothing."""
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         code, said = _ended(command.replace("{}", str(_world())).split())
     assert code == 0, f"does not even work undisturbed: {said}"
 
 
 def _disturb(how: str, place: Path) -> None:
-    """What is done to a command, in a process of its own."""
+    """Disturb a command; changes the process, so call it in a child."""
     what, _, number = how.rpartition(" ")
     if what == "full disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(number), resource.RLIM_INFINITY))
@@ -111,7 +111,7 @@ def _disturb(how: str, place: Path) -> None:
 
 
 def _ended(words: list[str]) -> tuple[int, str]:
-    """The exit status of a command, and what it says."""
+    """The exit status of a command and its output."""
     result = run_command(*words, input="")
     said = " ".join(result.output.split())
     return result.exit_code, said if result.exit_code in (0, 2, 130) else f"{said[-300:]} {result.exception!r}"
@@ -125,7 +125,7 @@ def _require_clear(code: int, said: str) -> NoReturn:
 
 @cache
 def all_cases() -> list[Case]:
-    """Every wrong value in every place for one of its kind."""
+    """Every wrong value in every place of its kind."""
     tables = ((PATHS, (*WRONG_PATHS, os.devnull)), (OUTPUTS, WRONG_PATHS), (VALUES, WRONG_VALUES))
     return [(command, wrong) for commands, values in tables for command in commands for wrong in values]
 
@@ -176,7 +176,7 @@ OUTPUTS = (
 )
 MAY_WORK = (
     *OUTPUTS,
-    "predict {}/texts ?",  # a line of any file is a text
+    "predict {}/texts ?",  # any file's lines are texts
     "predict {}/model {}/val/red/0.png --threshold ?",
     "predict {}/model {}/val/red/0.png --batch-size ?",
 )
@@ -211,7 +211,7 @@ WRONG_VALUES = (
 
 @cache
 def _world() -> Path:
-    """A folder with models, data and an evaluation, and one with what is none."""
+    """A folder with models, data and an evaluation, and a subfolder of invalid files."""
     world = Path(tempfile.mkdtemp(prefix="attack-"))
     coloured = hydra().with_metadata(labels=COLOURS)
     coloured.save_pretrained(world / "model")

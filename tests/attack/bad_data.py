@@ -1,6 +1,6 @@
-"""Bad sets of batches, of images and of texts, given to every function that reads one.
+"""Bad sets of batches, images and texts, given to every function that reads one.
 
-Every set says whether it must be refused, or read as a plain one is.
+Every set states whether it must be refused, or read like a valid one.
 """
 
 from collections import UserDict, deque
@@ -27,13 +27,13 @@ def run(cases: int, seed: int) -> list[Row]:
 
 @cache
 def plain_data(kind: str) -> list[Batch]:
-    """What all bad data are made from."""
+    """Valid data from which all bad data are made."""
     return batches(kind, 24, 4, seed=5)
 
 
 @cache
 def readers(kind: str) -> dict[str, Callable[[Any], Any]]:
-    """Functions that read a set of batches, with everything else as it should be."""
+    """Functions that read a set of batches, with all other arguments valid."""
     single = model(kind)
     train, held_out, foreign = batches(kind, 24, 4, seed=6), batches(kind, 24, 4, seed=7), batches(kind, 16, 4, 8, 1.5)
     quiet: dict[str, Any] = {"progress": False}
@@ -60,12 +60,12 @@ def readers(kind: str) -> dict[str, Callable[[Any], Any]]:
 
 
 UNLABELLED = ("evaluate, OOD", "extract_circuit, OOD", "build, OOD")
-OPTIONAL = ("finetune, validation",)  # None is not bad there; `build` needs what it is tried with
+OPTIONAL = ("finetune, validation",)  # they accept None; `build` requires the data it is given here
 READ_AGAIN = ("finetune", "finetune, validation", "build, train")
 
 
 class OwnError(Exception):
-    """What a loader of the caller raises."""
+    """An exception raised by the caller's own loader."""
 
 
 @cache
@@ -106,7 +106,7 @@ def _own_error(read: Callable[[Any], Any], make: Callable[[], Any]) -> str:
 
 
 def data_table(kind: str) -> dict[str, tuple[str, Callable[[], Any]]]:
-    """Sets by name: how each must end, and how it is made."""
+    """Sets by name: the expected outcome, and how each is made."""
     good, key = plain_data(kind), KEYS[kind]
 
     def each(change: Callable[[Any, Tensor], Any]) -> Callable[[], list[Any]]:
@@ -240,7 +240,7 @@ def data_table(kind: str) -> dict[str, tuple[str, Callable[[], Any]]]:
 
 
 class _Source:
-    """Batches of a source that does not know how many there are."""
+    """Batches from a source without a length."""
 
     def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
         self.make = make

@@ -1,6 +1,6 @@
-"""Bad inputs of one batch, images and texts, given to every way to run a model.
+"""Bad inputs of one batch, images and texts, given to every entry point that runs a model.
 
-Every value says whether it must be refused or answered, and as what.
+Every value states whether it must be refused or answered, and what the right answer is.
 """
 
 from collections import OrderedDict, UserDict
@@ -25,7 +25,7 @@ ENTRIES = (
     *("predict", "predict of a hydra", "predict of an optimized hydra", "predict of MC dropout"),
     *("forward", "forward of a hydra", "forward of an optimized hydra", "forward of MC dropout", "features"),
 )
-Value = tuple[str, Callable[[], Any], Callable[[], Any] | None]  # expectation, the value, a plain one like it
+Value = tuple[str, Callable[[], Any], Callable[[], Any] | None]  # expectation, the value, an equivalent valid value
 
 
 def run(cases: int, seed: int) -> list[Row]:
@@ -39,7 +39,7 @@ def good_inputs(kind: str) -> Any:
 
 @cache
 def runners(kind: str) -> dict[str, Callable[[Any], Any]]:
-    """Ways to run a model on inputs of one batch; those called predict take raw inputs and refuse NaN."""
+    """Entry points for one batch of inputs; those called predict take raw inputs and refuse NaN."""
     single, several = model(kind), hydra(kind)
     with torch.no_grad():
         frozen, dropping = several.optimize(), he.mc_dropout(single, 0.2, 3)
@@ -51,7 +51,7 @@ def runners(kind: str) -> dict[str, Callable[[Any], Any]]:
 
 @cache
 def deeds(kind: str) -> dict[tuple[str, str], Callable[[], Deed]]:
-    """Every value on every way to run a model; raw inputs only where they are taken."""
+    """Every value with every entry point; raw inputs only where accepted."""
     tensors, raw, values = (image_tensors(), raw_images(), image_values()) if kind == "image" else (*text_tables(), {})
     every = {**tensors, **raw, **values}
     return {
@@ -136,7 +136,7 @@ def image_tensors() -> dict[str, Value]:
 
 
 def image_values() -> dict[str, Value]:
-    """Numbers that only a look at the answer can refuse, and other floating types."""
+    """Values that can only be refused by checking the answer, and other floating dtypes."""
     x = good_inputs("image")
 
     def with_value(number: float) -> Tensor:
@@ -157,7 +157,7 @@ def dark(width: int, height: int) -> Image.Image:
 
 
 def raw_images() -> dict[str, Value]:
-    """Pictures of PIL, and what is none."""
+    """PIL images, and objects that are not images."""
     pixels = np.random.default_rng(0).integers(0, 255, (11, 13, 3)).astype(np.uint8)
     picture = Image.fromarray(pixels)
     modes = {
@@ -298,7 +298,7 @@ def text_tables() -> tuple[dict[str, Value], dict[str, Value]]:
         "no segments": changed("same", {"token_type_ids": torch.zeros_like(segments)}, token_type_ids=MISSING),
         "segments under another name": changed(token_type_ids=MISSING, token_types_ids=segments),
         "segments under a short name": changed(token_type_ids=MISSING, segment_ids=segments),
-        # what is not read
+        # not read
         "positions": changed(position_ids=torch.arange(TOKENS).flip(0)[None].expand(4, -1)),
         "embeddings": changed(inputs_embeds=torch.randn(4, TOKENS, 12)),
         "a mask of heads": changed(head_mask=torch.ones(3, 4)),
@@ -337,6 +337,6 @@ def text_tables() -> tuple[dict[str, Value], dict[str, Value]]:
     return tables, texts
 
 
-MISSING = object()  # an entry that is left out
+MISSING = object()  # an omitted entry
 LOWEST = torch.finfo(torch.float32).min
 all_cases, check, must_refuse = partial(cases_of, deeds), partial(check_of, deeds), partial(must_refuse_of, deeds)

@@ -1,7 +1,7 @@
-"""Every setting of every function and dataclass, given what somebody might give by mistake.
+"""Every setting of every function and dataclass, given values that users may pass by mistake.
 
-The values are the same for all settings. Which of them a setting takes is said beside it, apart from the code that
-checks it: what it takes must be taken, and all else be refused with a clear error.
+The values are the same for all settings. What a setting accepts is stated here, independent of the code that
+checks it: those values must be accepted, and all others refused with a clear error.
 """
 
 import atexit
@@ -32,7 +32,7 @@ from .values import LARGE, VALUES, Takes, either, nothing, number, only, text, w
 
 CASES = 3000
 
-Case = tuple[str, str]  # a setting, and a value by its name
+Case = tuple[str, str]  # a setting, and the name of a value
 
 
 def run(cases: int, seed: int) -> list[Row]:
@@ -41,7 +41,7 @@ def run(cases: int, seed: int) -> list[Row]:
 
 @cache
 def all_cases() -> list[Case]:
-    """Every value for every setting; numbers that only ask for too much work are left out."""
+    """Every value for every setting, except numbers that would only cause too much work."""
     return [(name, value) for name, one in settings().items() for value in VALUES if not (value == "2**70" and one[2])]
 
 
@@ -55,7 +55,7 @@ def check(case: Case) -> str:
 
 
 def must_refuse(case: Case) -> bool:
-    """Whether a value is none of a setting's."""
+    """Whether a setting must refuse a value."""
     return settings()[case[0]][1](VALUES[case[1]]()) is False
 
 
@@ -64,7 +64,7 @@ def must_refuse(case: Case) -> bool:
 
 @cache
 def settings() -> dict[str, tuple[Callable[[Any], Any], Takes, bool]]:
-    """Settings by name: a call with the value, what it takes, and whether a large number would take too long."""
+    """Settings by name: a call with the value, what it accepts, and whether a large number would take too long."""
     found: dict[str, tuple[Callable[[Any], Any], Takes, bool]] = {}
 
     def add(name: str, call: Callable[[Any], Any], takes: Takes, costly: bool = False) -> None:
@@ -81,7 +81,7 @@ FEW_HEADS = either(only((), {}), "", {})
 
 
 def _each(add: Add, form: str, call: Callable[..., Any], takes: dict[str, Takes], **usual: Any) -> None:
-    """Several settings of one function or class; a key may hold several names that take the same."""
+    """Several settings of one function or class; a key may hold several names that accept the same."""
     for names, one in takes.items():
         for name in names.split():
             add(form.format(name), lambda value, name=name: call(**{**usual, name: value}), one)
@@ -347,7 +347,7 @@ def _saved() -> Path:
 def _zero_shot(add: Add) -> None:
     towers, names = dual(), list(NAMES)
     classes = he.zero_shot(towers, names)
-    words = either(nothing, ["a", "b"])  # letters that the tokenizer does not tell apart
+    words = either(nothing, ["a", "b"])  # letters that the tokenizer does not distinguish
     add("zero_shot(dual)", lambda v: he.zero_shot(v, names), nothing)
     add("zero_shot(class_names)", lambda v: he.zero_shot(towers, v), words)
     add("zero_shot(templates)", lambda v: he.zero_shot(towers, names, v), nothing)

@@ -1,8 +1,8 @@
-"""Child processes that are forked, and the named points of their work at which something can be done to them.
+"""Forked child processes, and named points in their work at which they can be disturbed.
 
-A point is reached before and after every rename, in the middle of every write, before files are flushed or removed,
-when folders are made, and around every step of long work. So a kill, or another writer, comes exactly there: nothing
-depends on the clock.
+There are points before and after every rename, in the middle of every write, before files are flushed or removed,
+when folders are created, and around every step of long work. So a kill, or another writer, comes exactly there,
+independent of the clock.
 """
 
 import ctypes
@@ -24,18 +24,18 @@ from hydra_ensembles.training.loop import Learner
 KILLED = 9
 CAP_DAC_OVERRIDE = 1
 
-Act = Callable[[int, str], None]  # number of the point, from 0, and its name
+Act = Callable[[int, str], None]  # index of the point, and its name
 
 
 class Ending(NamedTuple):
-    """How a child ended: what it gave, the error it was refused with, what it raised, or that it was killed."""
+    """How a child ended: with a result, refused by an error, with another exception, or killed."""
 
     how: Literal["given", "refused", "raised", "killed"]
     value: Any = None
 
 
 def forked(work: Callable[[], Any]) -> Ending:
-    """Run `work` in a child that is a copy of this process, to its end."""
+    """Run `work` in a forked copy of this process and wait for its end."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -62,19 +62,19 @@ def forked(work: Callable[[], Any]) -> Ending:
 
 
 def confine() -> None:
-    """Let permissions count for root, too; for a process of its own, since it is not put back."""
+    """Make file permissions apply to root too; call it in a child, since it cannot be undone."""
     if os.getuid() == 0:
         rights, system = (ctypes.c_uint32 * 6)(), ctypes.CDLL(None, use_errno=True)
-        version = struct.pack("Ii", 0x20080522, 0)  # of this interface, and this process
+        version = struct.pack("Ii", 0x20080522, 0)  # interface version, this process
         if system.capget(version, rights) == 0:
-            for place in (0, 1):  # in effect, and permitted
+            for place in (0, 1):  # effective, and permitted
                 rights[place] &= ~(1 << CAP_DAC_OVERRIDE)
         if system.capset(version, rights):
             raise OSError(ctypes.get_errno(), "the rights of root cannot be given up")
 
 
 def watch(act: Act) -> None:
-    """From here on, call `act` at every point; for a process of its own, since nothing is put back."""
+    """Call `act` at every point from now on; call it in a child, since it is not undone."""
     points = _Points(act)
     for name in ("replace", "rename"):
         setattr(os, name, points.around(getattr(os, name), "renaming", place=1))
@@ -92,7 +92,7 @@ class _Points:
         self.act, self.reached, self.inside = act, 0, False
 
     def reach(self, name: str) -> None:
-        if not self.inside:  # what is done at a point has no points of its own
+        if not self.inside:  # no points inside `act`
             self.inside = True
             try:
                 self.act(self.reached, name)
@@ -112,7 +112,7 @@ class _Points:
         return watched
 
     def halving(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`Path.open` whose files are written in two parts."""
+        """`Path.open` for files that are written in two parts."""
 
         def opened(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             file = function(path, mode, *args, **kwargs)
@@ -123,7 +123,7 @@ class _Points:
         return opened
 
     def cutting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that writes tensors to a file, which is half written at first."""
+        """A function that writes tensors to a file, with a point when half of it is written."""
 
         def written(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
             function(tensors, filename, *args, **kwargs)
@@ -157,7 +157,7 @@ class _Halves:
 
 
 def killed_at(number: int) -> Act:
-    """End the process at the point of this number, without a chance to tidy up."""
+    """Kill the process at the point of this index, without cleanup."""
 
     def act(reached: int, name: str) -> None:
         if reached == number:

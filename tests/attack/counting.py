@@ -1,8 +1,8 @@
-"""Many cases run in worker processes, and what became of each of them, counted.
+"""Run many cases in worker processes, and count their outcomes.
 
-A check is a function of one case. It returns "same" (accepted, and the answer is the right one), "other" (accepted, and
-it is not), or "apart" (another answer, to an edit that no format can notice); a `HydraError` that it raises is a
-refusal, any other exception a defect. It runs in a process of its own: a death is counted, and a new process goes on.
+A check is a function of one case. It returns "same" (accepted, with the right answer), "other" (accepted, with a wrong
+one), or "apart" (a different answer after an edit that no format can detect); a `HydraError` is a refusal, any other
+exception a defect. It runs in a separate process: a crash is counted, and a new process continues.
 """
 
 import multiprocessing
@@ -24,12 +24,12 @@ from hydra_ensembles.errors import HydraError
 
 Case = TypeVar("Case")
 
-SECONDS = 10.0  # of computing, for one case
-BYTES = 1 << 30  # of memory, above what the process held before the case
-PATIENCE = 120.0  # seconds by the clock, for a case that hangs
-CEILING = 8 << 30  # bytes: an attack must not take the machine with it
-EXAMPLES = 5  # failures told of each kind
-START = "forkserver"  # how processes are made: from one that has run nothing yet
+SECONDS = 10.0  # CPU time per case
+BYTES = 1 << 30  # memory per case, above what the process held before
+PATIENCE = 120.0  # wall-clock seconds until a case counts as hanging
+CEILING = 8 << 30  # bytes: an attack must not exhaust the machine
+EXAMPLES = 5  # failures reported per kind
+START = "forkserver"  # processes are forked from a clean server
 
 OUTCOMES = ("refused", "same", "other", "raw", "crash", "slow", "apart")
 FAILURES = ("other", "raw", "crash", "slow")
@@ -37,33 +37,33 @@ FAILURES = ("other", "raw", "crash", "slow")
 
 @dataclass(frozen=True)
 class Row:
-    """What became of the cases of one kind: each of them is counted once."""
+    """Outcomes of the cases of one kind; each is counted once."""
 
     what: str
     cases: int
     refused: int = 0  # with a HydraError
     same: int = 0  # accepted, with the right answer
-    other: int = 0  # accepted, with another answer and without a word
+    other: int = 0  # accepted, with a wrong answer and no warning
     raw: int = 0  # any other exception
     crash: int = 0  # the process died
     slow: int = 0  # over 10 s or 1 GB
-    apart: int = 0  # another answer after an edit that wrote a right digest: no format can notice those
-    examples: tuple[str, ...] = ()  # of failures, the first few of each kind
+    apart: int = 0  # a different answer after an edit with a valid digest: no format can detect it
+    examples: tuple[str, ...] = ()  # the first few failures of each kind
 
     @property
     def failures(self) -> int:
-        """How many cases ended as none may."""
+        """Number of cases with an unacceptable outcome."""
         return self.other + self.raw + self.crash + self.slow
 
     @classmethod
     def of(cls, what: str, found: Sequence[tuple[object, str, str]]) -> "Row":
-        """Count `(case, outcome, what was said)`."""
+        """Count `(case, outcome, message)`."""
         outcomes = [outcome for _, outcome, _ in found]
         examples = []
         for failure in FAILURES:
             told = [f"{failure}: {case}: {said}" for case, outcome, said in found if outcome == failure]
-            told = [text.replace(sys.prefix, "…") for text in told]  # where Python lies is nobody's business
-            told = [text.encode("utf-8", "backslashreplace").decode() for text in told[:EXAMPLES]]  # half characters
+            told = [text.replace(sys.prefix, "…") for text in told]  # hides where Python is installed
+            told = [text.encode("utf-8", "backslashreplace").decode() for text in told[:EXAMPLES]]  # lone surrogates
             examples += [text if len(text) < 400 else text[:400] + "…" for text in told]
         return cls(what, len(found), **{name: outcomes.count(name) for name in OUTCOMES}, examples=tuple(examples))
 
@@ -76,14 +76,14 @@ def count(
     workers: int | None = None,
     ready: Callable[[], object] | None = None,
 ) -> Row:
-    """Run `check` on every case, in order of the cases, and count how they ended.
+    """Run `check` on every case, in order, and count the outcomes.
 
     Args:
         what: Name of the row.
-        check: A function that processes can be given: of a module, or a `functools.partial` of one.
-        cases: What it is called with, one after another; plain data whose `repr` says how to do it again.
-        workers: Processes at a time; None for one on each core that this process may use.
-        ready: Called once in every process, before its time counts: for imports, and for what all cases share.
+        check: A picklable function: of a module, or a `functools.partial` of one.
+        cases: Its arguments, one per case; plain data whose `repr` suffices to repeat it.
+        workers: Number of processes; None for one per core available to this process.
+        ready: Called once in every process before timing starts, for imports and what all cases share.
     """
     found: list[tuple[object, str, str]] = [(case, "", "") for case in cases]
     workers = workers or min(len(os.sched_getaffinity(0)), len(cases))
@@ -111,33 +111,33 @@ def count(
                     del running[pipe]
     finally:
         for worker in running.values():
-            worker.process.kill()  # it waits for a case, or hangs in one
+            worker.process.kill()  # it is idle, or hangs in a case
             worker.process.join()
     return Row.of(what, found)
 
 
 class _Worker:
-    """One process, and the place of the case that it works on."""
+    """One process, and the index of its current case."""
 
     def __init__(self, check: Callable[[Any], str], ready: Callable[[], object] | None) -> None:
         context: Any = multiprocessing.get_context(START)
-        context.set_forkserver_preload(["hydra_ensembles", "torch._dynamo"])  # imported once, and nothing is run there
+        context.set_forkserver_preload(["hydra_ensembles", "torch._dynamo"])  # imported once, nothing is run
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, check, ready), daemon=True)
         self.process.start()
         theirs.close()
-        with suppress(EOFError):  # a death before the first case is counted with it
+        with suppress(EOFError):  # a crash before the first case counts for it
             self.pipe.recv()
         self.place: int | None = None
         self.begun = 0.0
 
     def begin(self, place: int, cases: Sequence[object]) -> None:
         self.place, self.begun = place, time.monotonic()
-        with suppress(ConnectionError):  # it has died, which `end` will find
+        with suppress(ConnectionError):  # it crashed, as `end` will find
             self.pipe.send(cases[place])
 
     def end(self) -> tuple[int, str, str]:
-        """Place of the case, its outcome, and what was said."""
+        """Index of the case, its outcome, and the message."""
         place, self.place = self.place, None
         assert place is not None
         try:
@@ -152,7 +152,7 @@ def _work(pipe: Connection, check: Callable[[Any], str], ready: Callable[[], obj
     warnings.simplefilter("ignore")
     limit = _memory("VmSize") + CEILING
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    with Path(os.devnull).open("w") as nothing:  # bars of progress; what a death leaves behind is its status
+    with Path(os.devnull).open("w") as nothing:  # progress bars; a crash leaves only its status
         os.dup2(nothing.fileno(), 1)
         os.dup2(nothing.fileno(), 2)
     if ready is not None:
@@ -167,8 +167,8 @@ def _work(pipe: Connection, check: Callable[[Any], str], ready: Callable[[], obj
 
 
 def outcome_of(check: Callable[[Case], str], case: Case) -> tuple[str, str]:
-    """Run one case here: its outcome, and what was said."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
+    """Run one case in this process: its outcome and the message."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of memory
     memory, begun = _memory("VmRSS"), time.process_time()
     said = ""
     try:
@@ -186,7 +186,7 @@ def outcome_of(check: Callable[[Case], str], case: Case) -> tuple[str, str]:
 
 
 def _memory(name: str) -> int:
-    """Bytes, as the kernel counts them for this process."""
+    """Bytes of this process, as counted by the kernel."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) << 10

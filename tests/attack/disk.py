@@ -1,4 +1,4 @@
-"""Disks that do not take what is written: too small, read-only, and the rights that new files get."""
+"""Disks that refuse writes, being full or read-only, and the permissions of new files."""
 
 import os
 import resource
@@ -14,13 +14,13 @@ from .jobs import JOBS, Job, end_of, files_in, folder_of, given, require_known_s
 
 CASES = 150
 
-Case = tuple[str, str, int]  # what is done to the disk, a job, and how much of it
+Case = tuple[str, str, int]  # the disturbance, a job, and its size
 READ_AGAIN = tuple(name for name in JOBS if name.startswith(("finetune", "tune_text", "build")))  # without writing
 SIZES = (0, 1, 100, 1_000, 3_000, 8_000, 16_000, 32_000, 1 << 20)
 
 
 def run(cases: int, seed: int) -> list[Row]:
-    """One row each for disks that are full, folders that are read-only, and umasks."""
+    """One row each for full disks, read-only folders, and umasks."""
     share = max(1, round(cases * 0.7 / len(JOBS)))
     random = Random(seed)
     full = [("full", name, size) for name in JOBS for size in sorted(random.sample(SIZES, min(share, len(SIZES))))]
@@ -40,7 +40,7 @@ def check(case: Case) -> str:
 
 
 def _full(name: str, size: int) -> str:
-    """With files of at most so many bytes, it is refused, nothing is cut off, and with more space it goes on."""
+    """With a limit on file size, the job is refused, no file is truncated, and with more space it resumes."""
     job, usual = JOBS[name], undisturbed(name)
     with folder_of(job) as folder:
 
@@ -62,7 +62,7 @@ def _full(name: str, size: int) -> str:
 
 
 def _read_only(name: str, size: int) -> str:
-    """A folder that may not be written in: refused."""
+    """A read-only folder is refused."""
     with folder_of(JOBS[name]) as folder:
         ending = _confined(JOBS[name], folder)
     if ending.how == "refused":
@@ -72,7 +72,7 @@ def _read_only(name: str, size: int) -> str:
 
 
 def _finished(name: str, size: int) -> str:
-    """The same where the work was done before: what is there is read."""
+    """If the work was finished before, it is loaded from a read-only folder."""
     job, usual = JOBS[name], undisturbed(name)
     with folder_of(job) as folder:
         given(forked(lambda: job.run(folder)))
@@ -80,7 +80,7 @@ def _finished(name: str, size: int) -> str:
 
 
 def _confined(job: Job, folder: Path) -> Ending:
-    """How a job ends in a folder that is made read-only."""
+    """Run a job in its folder after making it read-only."""
     before = files_in(folder)
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -96,7 +96,7 @@ def _confined(job: Job, folder: Path) -> Ending:
 
 
 def _umask(name: str, mask: int) -> str:
-    """What is made has the rights that the umask leaves: no more, and no fewer."""
+    """New files have exactly the permissions that the umask leaves."""
     job, usual = JOBS[name], undisturbed(name)
     with folder_of(job) as folder:
 

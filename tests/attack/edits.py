@@ -1,7 +1,7 @@
-"""Edits of stored files: bytes, JSON, tensors, and what can happen to a file in its folder.
+"""Edits of stored files: bytes, JSON, tensors, and changes to files in their folder.
 
-An edit is plain data: the file, what kind of edit, and its arguments. `edits` draws as many different ones as wanted,
-the same for the same seed, taking turns between files and kinds; `apply` carries one out.
+An edit is plain data: the file, the kind of edit, and its arguments. `edits` draws as many different ones as wanted,
+reproducibly by seed, alternating between files and kinds; `apply` performs one.
 """
 
 import copy
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load, save
 
-Files = Mapping[str, bytes]  # by path in their folder
+Files = Mapping[str, bytes]  # by path relative to their folder
 
 
 class Edit(NamedTuple):
@@ -31,7 +31,7 @@ class Edit(NamedTuple):
 
 
 def edits(files: Files, count: int, seed: int, kinds: tuple[str, ...] = ()) -> list[Edit]:
-    """Up to `count` different edits of the given kinds (all where none is named), drawn by the seed."""
+    """Up to `count` different edits of the given kinds (default: all), drawn by the seed."""
     sources = []
     for name, content in sorted(files.items()):
         for kind, draw in KINDS.items():
@@ -45,7 +45,7 @@ def edits(files: Files, count: int, seed: int, kinds: tuple[str, ...] = ()) -> l
 
 
 def apply(folder: Path, edit: Edit, twin: Files) -> None:
-    """Carry out an edit in `folder`; `twin` are the files of another save of the same kind."""
+    """Perform an edit in `folder`; `twin` holds the files of another save of the same kind."""
     path = folder / edit.file
     if edit.kind == "folder":
         _move(path, edit.arguments[0], folder.parent / OUTSIDE, twin.get(edit.file))
@@ -91,16 +91,16 @@ def _draw_bytes(content: bytes, source: random.Random, count: int) -> Iterator[t
     size = len(content)
     if size < 2:
         return
-    for _ in range(count // 2):  # single bits: what disks and cables do
+    for _ in range(count // 2):  # single bits, as in hardware faults
         place = source.randrange(8 * size)
         yield "splice", place // 8, 1, bytes([content[place // 8] ^ 1 << place % 8]).hex()
     for _ in range(count // 8 + 1):
         start = source.randrange(size)
         length = source.randint(1, min(64, size - start))
         yield "splice", start, 1, source.randbytes(1).hex()
-        yield "splice", start, size, ""  # cut off
+        yield "splice", start, size, ""  # removed
         yield "splice", start, 0, source.randbytes(source.randint(1, 8)).hex()
-        yield "splice", start, 0, content[start : start + length].hex()  # doubled
+        yield "splice", start, 0, content[start : start + length].hex()  # duplicated
         yield "splice", start, length, bytes(length).hex()
         yield "splice", start, length, ""
         yield "swap", start, source.randrange(size), length
@@ -109,7 +109,7 @@ def _draw_bytes(content: bytes, source: random.Random, count: int) -> Iterator[t
 def _apply_bytes(content: bytes, what: str, *arguments: Any) -> bytes:
     if what == "whole":
         return CONTENTS[arguments[0]]
-    if what == "splice":  # other bytes in place of some
+    if what == "splice":  # replace some bytes by others
         start, length, new = arguments
         return content[:start] + bytes.fromhex(new) + content[start + length :]
     changed = bytearray(content)
@@ -126,7 +126,7 @@ _TOKENS = r"""
 null true false 0 1 -1 2 0.5 -0.5 -0 1e308 1e-320 9007199254740993 "" "x" "0" [] {} [[]] [""] {"x":1} [1,2]
 NaN Infinity -Infinity 1e999 0x10 01 1_000 'x' None 1. +1 "\ud800" "\u0000" "\u202e" "e\u0301" "../../x" "<b>"
 """
-TOKENS = {  # what may stand in place of a value, as text
+TOKENS = {  # JSON text that may replace a value
     **{text: text for text in _TOKENS.split()},
     "2**63": str(2**63),
     "10**30": str(10**30),
@@ -136,7 +136,7 @@ TOKENS = {  # what may stand in place of a value, as text
     "100000 zeros": json.dumps([0] * 100_000),
     "a long text": json.dumps("x" * 500_000),
 }
-KEYS: dict[str, Callable[[str], str]] = {  # what may become of a name
+KEYS: dict[str, Callable[[str], str]] = {  # changes of a key
     "underscore": lambda key: key + "_",
     "upper": str.upper,
     "empty": lambda key: "",
@@ -144,7 +144,7 @@ KEYS: dict[str, Callable[[str], str]] = {  # what may become of a name
     "invisible": lambda key: key + "\u200b",
     "space": lambda key: " " + key,
 }
-TEXTS: dict[str, Callable[[str], bytes]] = {  # what may become of the whole text
+TEXTS: dict[str, Callable[[str], bytes]] = {  # changes of the whole text
     "byte order mark": lambda text: b"\xef\xbb\xbf" + text.encode(),
     "utf-16": lambda text: text.encode("utf-16"),
     "latin-1": lambda text: text.encode("latin-1", errors="replace"),
@@ -169,7 +169,7 @@ HOLE = "@hole@"
 
 
 def read_document(content: bytes) -> tuple[Any, bool] | None:
-    """What a JSON file holds, and whether it is one value a line; None for another kind of file."""
+    """The content of a JSON file, and whether it is JSON lines; None for other files."""
     try:
         text = content.decode()
         try:
@@ -181,14 +181,14 @@ def read_document(content: bytes) -> tuple[Any, bool] | None:
 
 
 def write_document(value: Any, lines: bool) -> str:
-    """The text of a document, much as the library writes it."""
+    """The text of a document, formatted like the library's."""
     if lines:
         return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in value)
     return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where values stand: keys and indices from the top."""
+    """Paths of all values: keys and indices from the top."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inner:
         yield (*path, key)
@@ -209,7 +209,7 @@ def _draw_json(content: bytes, source: random.Random, count: int) -> Iterator[tu
     if not lines:
         yield from (("text", name) for name in TEXTS)
     places = list(_places(value))
-    if len(places) > 400:  # a long list: some of its places
+    if len(places) > 400:  # sample the places of a long list
         places = source.sample(places, 400)
     for path in places:
         here, above = _at(value, path), _at(value, path[:-1])
@@ -268,7 +268,7 @@ def _apply_json(content: bytes, what: str, *arguments: Any) -> bytes:
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
-LENGTHS = (0, 1, 7, 1 << 20, 100_000_001, (1 << 31) - 1, 1 << 62, (1 << 64) - 1)  # of a header, lies all
+LENGTHS = (0, 1, 7, 1 << 20, 100_000_001, (1 << 31) - 1, 1 << 62, (1 << 64) - 1)  # header lengths, all false
 _DTYPES = "float64 float32 float16 bfloat16 int32 int64 bool"
 DTYPES = {name: getattr(torch, name) for name in _DTYPES.split()}
 VALUES = (float("nan"), float("inf"), -float("inf"), 0.0, 1e30, 1.0)
@@ -286,7 +286,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _header(content: bytes) -> tuple[dict[str, Any], bytes] | None:
-    """Header and data of a safetensors file; None for another kind of file."""
+    """Header and data of a safetensors file; None for other files."""
     try:
         (size,) = struct.unpack("<Q", content[:8])
         header = json.loads(content[8 : 8 + size])
@@ -304,7 +304,7 @@ def _draw_tensors(content: bytes, source: random.Random, count: int) -> Iterator
     yield from (("length", len(content) + change) for change in (-9, -8, -7, 0))
     yield from (("trail", length) for length in (1, 8, 4096))
     yield from (("header", *edit) for edit in _draw_json(json.dumps(header).encode(), source, count))
-    tensors = dict(sorted(load(content).items()))  # the library gives them in any order
+    tensors = dict(sorted(load(content).items()))  # the library returns them in any order
     yield ("add",)
     for name, tensor in tensors.items():
         yield from ((what, name) for what in ("drop", "rename", "copy", *CHANGES))
@@ -354,8 +354,8 @@ MOVES = (
     *("missing", "folder", "full folder", "link inside", "link outside", "dangling link", "circle", "pipe", "socket"),
     *("twin", "neighbour", "upper", "hole", "trailing hole", "declared hole"),
 )
-OUTSIDE = "outside"  # a file beside the folder that is attacked: links lead there, and nothing may change it
-HUGE = 32 << 30  # bytes of a file that takes no place on the disk: whoever reads it all is slow, or out of memory
+OUTSIDE = "outside"  # a file outside the attacked folder: links point to it, and nothing may change it
+HUGE = 32 << 30  # size of a sparse file: code that reads all of it is slow or runs out of memory
 
 
 def _move(path: Path, what: str, outside: Path, twin: bytes | None) -> None:
@@ -374,7 +374,7 @@ def _move(path: Path, what: str, outside: Path, twin: bytes | None) -> None:
     elif what == "twin":
         if twin is not None:
             path.write_bytes(twin)
-    elif what == "neighbour":  # changes places with the next file of its folder
+    elif what == "neighbour":  # swap with the next file of its folder
         others = sorted(one for one in path.parent.iterdir() if one.is_file() and one.name != "README.md")
         if others:
             other = next((one for one in others if one > path), others[0])
@@ -389,14 +389,14 @@ def _move(path: Path, what: str, outside: Path, twin: bytes | None) -> None:
 
 
 def _declare(content: bytes) -> bytes:
-    """The header of a file of tensors whose last one has `HUGE` bytes; another file is given back as it is."""
+    """The header of a tensor file whose last tensor has `HUGE` bytes; other files are returned unchanged."""
     found = _header(content)
     if found is None:
         return content
     header, data = found
     last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][1])
     start = header[last]["data_offsets"][0]
-    size = len(data) - start + HUGE  # of bytes
+    size = len(data) - start + HUGE  # in bytes
     header[last] |= {
         "dtype": "U8",
         "shape": [1] * (len(header[last]["shape"]) - 1) + [size],
@@ -413,7 +413,7 @@ HIDDEN = (".lock", ".{}.lock", ".{}.00000000.tmp", ".saving-0", ".saved-nothing"
 
 
 def _put(path: Path, what: str, outside: Path, content: bytes | None = None) -> None:
-    """Something that is no plain file, in the place of one or where the library puts locks and unfinished files."""
+    """Put something other than a plain file in a file's place, or where the library puts locks and temporary files."""
     match what:
         case "file":
             path.write_bytes(b"{}")

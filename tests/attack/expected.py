@@ -1,4 +1,4 @@
-"""Deeds with a known end: refused with a clear error, or answered as a reference answers."""
+"""Actions with a known outcome: refused with a clear error, or answered like a reference."""
 
 import dataclasses
 import hashlib
@@ -20,17 +20,17 @@ from hydra_ensembles.schema import to_plain
 from .small import KINDS
 
 T = TypeVar("T")
-Case = tuple[str, str, str]  # kind of model, what is done, what is given
+Case = tuple[str, str, str]  # kind of model, action, value
 
 
 @dataclasses.dataclass(frozen=True)
 class Deed:
-    """Something to try.
+    """An action to try.
 
     Attributes:
-        act: Does it; gives the answer.
-        reference: Gives the right answer, found in another way; None where it must be refused.
-        may_refuse: Whether a refusal is as good as the right answer.
+        act: Performs it and returns the answer.
+        reference: Returns the right answer, computed in another way; None if it must be refused.
+        may_refuse: Whether a refusal is acceptable as well.
     """
 
     act: Callable[[], Any]
@@ -39,7 +39,7 @@ class Deed:
 
 
 def outcome(deed: Deed) -> str:
-    """What a check returns of a deed; a refusal comes through where it is due, and is a defect where it is not."""
+    """The outcome of an action; a justified refusal is re-raised, an unjustified one is a defect."""
     try:
         answer = deed.act()
     except HydraError as error:
@@ -51,7 +51,7 @@ def outcome(deed: Deed) -> str:
     return "same" if alike(answer, deed.reference()) else "other"
 
 
-Deeds = Callable[[str], Mapping[tuple[str, str], Callable[[], Deed]]]  # of a kind of model
+Deeds = Callable[[str], Mapping[tuple[str, str], Callable[[], Deed]]]  # for a kind of model
 
 
 def cases_of(deeds: Deeds) -> list[Case]:
@@ -64,13 +64,13 @@ def check_of(deeds: Deeds, case: Case) -> str:
 
 
 def must_refuse_of(deeds: Deeds, case: Case) -> bool:
-    """Whether one of them has no right answer."""
+    """Whether an action must be refused."""
     kind, *deed = case
     return deeds(kind)[deed[0], deed[1]]().reference is None
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two answers are the same, up to the rounding of their type."""
+    """Whether two answers are equal, up to the rounding of their dtype."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         half = {one.dtype, other.dtype} & {torch.float16, torch.bfloat16}
         close = (2e-2, 1e-2) if half else (1e-4, 1e-5)
@@ -89,13 +89,13 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def drawn(all_cases: list[T], count: int, seed: int) -> list[T]:
-    """So many of the cases, drawn by the seed, in their order; all of them where there are no more."""
+    """A sample of this many cases, drawn by the seed, in order; all if there are fewer."""
     chosen = Random(seed).sample(range(len(all_cases)), min(count, len(all_cases)))
     return [all_cases[index] for index in sorted(chosen)]
 
 
 def digest(*parts: Any) -> str:
-    """Equal for equal parts only: tensors by their bits, models by weights, configuration and metadata."""
+    """A digest: tensors by their bits, models by weights, configuration and metadata."""
     found = hashlib.sha256()
     for part in parts:
         if isinstance(part, nn.Module):

@@ -1,7 +1,7 @@
-"""Every stored format under attack: files are edited, read again, and the answer is held against the one before.
+"""Every stored format under attack: files are edited and loaded, and the answer is compared with the original one.
 
-Half of the edits are as accidents make them. For the other half the digests are then written anew, as somebody would
-who knows the format and edits it by hand: no format can notice those, so another answer is counted apart.
+Half of the edits are like accidents. For the other half the digests are recomputed, as by someone who knows the
+format and edits it by hand: no format can detect those, so a different answer is counted separately.
 """
 
 import hashlib
@@ -17,15 +17,15 @@ from .counting import Row, count
 from .edits import OUTSIDE, Edit, Files, apply, edits, read_document
 from .targets import TARGETS, Target
 
-Case = tuple[int, bool, Edit]  # number of the target, whether digests are written anew, and what is edited
+Case = tuple[int, bool, Edit]  # index of the target, whether digests are recomputed, and the edit
 
 CASES = 10_080
-PLACE = "/dev/shm" if Path("/dev/shm").is_dir() else None  # files in memory: a disk is slow
-CONTENT = ("json", "tensors", "bytes")  # kinds of edits after which digests are written anew
+PLACE = "/dev/shm" if Path("/dev/shm").is_dir() else None  # in memory: a disk is slow
+CONTENT = ("json", "tensors", "bytes")  # kinds of edits after which digests are recomputed
 
 
 def run(cases: int, seed: int) -> list[Row]:
-    """About so many edits, equally many of each format."""
+    """About `cases` edits, equally many per format."""
     rows = []
     share = max(2, round(cases / len(TARGETS)))
     with tempfile.TemporaryDirectory(dir=PLACE) as folder:
@@ -40,29 +40,29 @@ def run(cases: int, seed: int) -> list[Row]:
 
 
 def cases_of(index: int, files: Files, anew: bool, count: int, seed: int) -> list[Case]:
-    """Edits of one target, with or without digests written anew; a model card is for people, nothing reads it back."""
+    """Edits of one target, with or without recomputed digests; model cards are skipped, since nothing reads them."""
     read = {name: content for name, content in files.items() if not name.endswith("README.md")}
     return [(index, anew, edit) for edit in edits(read, count, seed + anew, CONTENT if anew else ())]
 
 
 def prepare(target: Target, place: Path) -> Files:
-    """Make a target twice, in `one` and `two`; the files of the first."""
+    """Create a target twice, in `one` and `two`; returns the files of the first."""
     for save, name in enumerate(("one", "two")):
         (place / name).mkdir(parents=True)
-        with warnings.catch_warnings(action="ignore"):  # of models that are small and know nothing
+        with warnings.catch_warnings(action="ignore"):  # about small, untrained models
             target.make(place / name, save)
     return _files(place / "one")
 
 
 def answers_alike(place: str, case: Case) -> str:
-    """Edit a copy of a target that was prepared in the folder of its number, read it, and compare the answers."""
+    """Edit a copy of the target prepared in the folder of its index, load it, and compare the answers."""
     index, anew, edit = case
     files, twin, right = known(f"{place}/{index}", index)
     with tempfile.TemporaryDirectory(dir=PLACE) as temporary:
         folder, outside = Path(temporary) / "saved", Path(temporary) / OUTSIDE
         _write(folder, files)
         apply(folder, edit, twin)
-        whole = len(files) == 1 and edit.arguments[0] == "twin"  # all there is, of another save
+        whole = len(files) == 1 and edit.arguments[0] == "twin"  # the only file, replaced by another save's
         hidden = whole or edit.file in TARGETS[index].bare or (anew and write_digests(folder, files))
         before = outside.read_bytes() if outside.exists() else b""
         answer = TARGETS[index].answer(folder)
@@ -72,9 +72,9 @@ def answers_alike(place: str, case: Case) -> str:
 
 
 def write_digests(folder: Path, original: Files) -> bool:
-    """Write right digests in place of those of the original files, of files and of content; whether there were any."""
+    """Replace digests of the original files and contents by valid ones; returns whether there were any."""
     written = False
-    for _ in range(4):  # a digest may be of a file that holds digests
+    for _ in range(4):  # a digest may cover a file with digests
         now = {name: content for name, content in _files(folder).items() if name in original}
         changed = {
             hashlib.sha256(original[name]).hexdigest(): hashlib.sha256(content).hexdigest()
@@ -90,7 +90,7 @@ def write_digests(folder: Path, original: Files) -> bool:
                 if isinstance(part, dict) and isinstance(part.get(DIGEST), str) and part[DIGEST]:
                     try:
                         right = digest_of({key: value for key, value in part.items() if key != DIGEST})
-                    except HydraError:  # what is no JSON has no digest
+                    except HydraError:  # not JSON, no digest
                         continue
                     text = text.replace(part[DIGEST].encode(), right.encode())
             if text != content:
@@ -101,7 +101,7 @@ def write_digests(folder: Path, original: Files) -> bool:
 
 @cache
 def known(place: str, index: int) -> tuple[Files, Files, str]:
-    """The files of both saves, and the right answer as this process computes it."""
+    """The files of both saves, and the right answer as computed by this process."""
     one, two = _files(Path(place) / "one"), _files(Path(place) / "two")
     with tempfile.TemporaryDirectory(dir=PLACE) as temporary:
         _write(Path(temporary) / "saved", one)

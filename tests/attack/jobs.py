@@ -1,4 +1,4 @@
-"""Work that leaves files behind, each kind of it: what it does in a folder, and how to see that nothing was mixed."""
+"""Every kind of work that writes files: how to run it in a folder, and how to check that nothing was mixed."""
 
 import json
 import shutil
@@ -26,10 +26,10 @@ class Job:
     """One kind of work.
 
     Attributes:
-        run: Does it in a folder, going on where an earlier run was stopped; a digest of the result.
-        prepare: What lies in the folder before.
-        state: What the folder holds after a kill, as a digest among `states`, or a `HydraError`; None where there is
-            nothing to read before the work is done.
+        run: Runs it in a folder, resuming an earlier run; returns a digest of the result.
+        prepare: Creates the initial content of the folder.
+        state: The folder's content after a kill as a digest, one of `states`, or a `HydraError`; None where there is
+            nothing to read before the work is finished.
     """
 
     run: Callable[[Path], str]
@@ -52,7 +52,7 @@ def _circuit(folder: Path, method: Any, kind: str = "image") -> str:
 
 
 def _evidence(ranking: he.HeadRanking) -> str:
-    """What a ranking says; how much work it was depends on where it was interrupted."""
+    """The content of a ranking, without the amount of work, which depends on interruptions."""
     work = ("layer_evaluations", "model_forwards")
     return digest(ranking.heads, ranking.scores, {k: v for k, v in ranking.provenance.items() if k not in work})
 
@@ -106,7 +106,7 @@ def _loaded(folder: Path) -> str:
 
 
 def _other_hydra() -> he.Ensemble:
-    """Another model of the same shape under other labels: what a mixture would be made of."""
+    """Another model of the same shape with other labels, to detect mixtures."""
     changed = he.Ensemble.from_state(
         hydra().config, {n: t + 1 for n, t in hydra().state_dict().items()}, hydra().metadata
     )
@@ -139,7 +139,7 @@ def _report(folder: Path) -> str:
 
 
 for library in ("matplotlib.figure", "matplotlib.backends.backend_svg"):
-    import_module(library)  # here, so that nothing is forked in the middle of it
+    import_module(library)  # here, so that no fork happens in the middle of it
 
 JOBS: dict[str, Job] = {
     "circuit, exact": Job(partial(_circuit, method="exact")),
@@ -162,12 +162,12 @@ JOBS: dict[str, Job] = {
 }
 
 
-# --- a job in a folder of its own --------------------------------------------------------------------------
+# --- a job in its own folder -------------------------------------------------------------------------------
 
 
 @contextmanager
 def folder_of(job: Job) -> Iterator[Path]:
-    """A folder in which the job can be run, prepared, as the same name every time (models are called by it)."""
+    """A prepared folder for the job, always of the same name (models are named after it)."""
     outside = Path(tempfile.mkdtemp(prefix="attack-"))
     try:
         outside.chmod(0o755)
@@ -182,7 +182,7 @@ def folder_of(job: Job) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a job gives when nothing happens to it: its result, points, files, and the states before and after."""
+    """An undisturbed job: its result, points, files, and the states before and after."""
 
     result: str
     points: tuple[str, ...]
@@ -192,7 +192,7 @@ class Undisturbed:
 
 @cache
 def undisturbed(name: str) -> Undisturbed:
-    """Run a job twice, the first time from point to point."""
+    """Run a job twice, the first time recording its points."""
     job = JOBS[name]
     with folder_of(job) as folder:
         before = forked(lambda: None if job.state is None else job.state(folder))
@@ -211,14 +211,14 @@ def undisturbed(name: str) -> Undisturbed:
 
 
 def given(ending: Ending) -> Any:
-    """What a child gave; any other end is a defect."""
+    """The result of a child; any other ending is a defect."""
     if ending.how != "given":
         raise AssertionError(f"{ending.how}: {ending.value}")
     return ending.value
 
 
 def end_of(ending: Ending, name: str, folder: Path, where: str) -> str:
-    """How a job that was disturbed ends: as alone, or with another result; anything else is a defect."""
+    """The outcome of a disturbed job: the usual result, or another; anything else is a defect."""
     usual = undisturbed(name)
     if ending.how != "given":
         raise AssertionError(f"{where}: {ending.how}: {ending.value}")
@@ -231,12 +231,12 @@ def end_of(ending: Ending, name: str, folder: Path, where: str) -> str:
 
 
 def files_in(folder: Path) -> tuple[str, ...]:
-    """Every file and folder, hidden ones too."""
+    """All files and folders, including hidden ones."""
     return tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*")))
 
 
 def require_known_state(job: Job, folder: Path, states: tuple[str, ...]) -> None:
-    """What can be read after a disturbance is what was there before, or what was to be; never a mixture."""
+    """What can be read after a disturbance is the old or the new content, never a mixture."""
     if job.state is not None:
         ending = forked(partial(job.state, folder))
         if ending.how != "refused" and given(ending) not in states:
@@ -244,7 +244,7 @@ def require_known_state(job: Job, folder: Path, states: tuple[str, ...]) -> None
 
 
 def require_whole(folder: Path) -> None:
-    """Every file that has its name is complete; what is being written has a hidden one."""
+    """Every file under its final name is complete; unfinished files have hidden names."""
     for path in folder.rglob("*"):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or not path.is_file():

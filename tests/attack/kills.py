@@ -1,4 +1,4 @@
-"""Kills at named points of every long work, second kills while it goes on, and the same bits in the end."""
+"""Kills at named points of every long job, second kills while it resumes, and the same bits in the end."""
 
 from random import Random
 
@@ -8,11 +8,11 @@ from .jobs import JOBS, end_of, folder_of, require_known_state, require_whole, u
 
 CASES = 150
 
-Case = tuple[str, float, float | None]  # a job, and where it is killed: how far along its points, twice perhaps
+Case = tuple[str, float, float | None]  # a job, and its kills as fractions of its points; the second is optional
 
 
 def run(cases: int, seed: int) -> list[Row]:
-    """One row for each job; every other case is killed once more while it goes on."""
+    """One row per job; every other case is killed again while it resumes."""
     rows, random = [], Random(seed)
     for number, name in enumerate(list(JOBS)[:cases]):
         share = cases // len(JOBS) + (number < cases % len(JOBS))
@@ -23,7 +23,7 @@ def run(cases: int, seed: int) -> list[Row]:
 
 
 def check(case: Case) -> str:
-    """Kill, perhaps twice, look at what is there, go on, and hold the result against that of an undisturbed run."""
+    """Kill, perhaps twice, check the folder, resume, and compare with an undisturbed run."""
     name, *places = case
     job, usual = JOBS[name], undisturbed(name)
     with folder_of(job) as folder:

@@ -1,4 +1,4 @@
-"""Small models and data that bad inputs, kills and writers work on; made once in a process, and never changed."""
+"""Small models and data for bad inputs, kills and writers; cached per process, never modified."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -15,7 +15,7 @@ from unit.pipeline.build_cases import recipe as recipe
 from zero_shot_models import word_tokenizer
 
 CLASSES, LAYERS, HEADS = 3, 3, 4
-SIZE = 8  # of an image, in pixels
+SIZE = 8  # image size in pixels
 VOCABULARY, TOKENS, LONGEST = 60, 6, 12
 BLOCKS: dict[str, Any] = {"width": 12, "layers": LAYERS, "heads": HEADS, "head_dim": 3, "mlp_width": 16}
 WORDS = {"vocabulary": VOCABULARY, "positions": LONGEST}
@@ -29,7 +29,7 @@ Batch = tuple[Any, Tensor]
 
 @cache
 def model(kind: str = "image", seed: int = 4, dropout: float = 0.0) -> he.Ensemble:
-    """A classifier with one member, its class names and its preprocessing."""
+    """A classifier with one member, class names and preprocessing."""
     config = config_of(classes=CLASSES, projection_dropout=dropout, **BLOCKS)
     preprocessing: Any = he.ImagePreprocessing((SIZE, SIZE), mean=(0.5,) * 3, std=(0.5,) * 3)
     if kind == "text":
@@ -41,7 +41,7 @@ def model(kind: str = "image", seed: int = 4, dropout: float = 0.0) -> he.Ensemb
 
 @cache
 def hydra(kind: str = "image", dropout: float = 0.0) -> he.Ensemble:
-    """Two members of one model, other heads each, calibrated."""
+    """Two members of one model with different heads, calibrated."""
     base = model(kind, dropout=dropout)
     fused = he.fuse([he.prune(base, [(0, 1), (2, 2)]), he.prune(base, [(1, 0), (2, 3)])])
     return he.calibrate(fused, batches(kind, seed=9))
@@ -49,7 +49,7 @@ def hydra(kind: str = "image", dropout: float = 0.0) -> he.Ensemble:
 
 @cache
 def dual(seed: int = 0) -> he.DualEncoder:
-    """Two towers with one member each that read images of 8x8 pixels and a few words."""
+    """Two towers with one member each, for images of 8x8 pixels and a few words."""
     readout, seen = {"pool": "mean", "norm": "none"}, Metadata(preprocessing=he.ImagePreprocessing((SIZE, SIZE)))
     read = Metadata(preprocessing=word_tokenizer(mask=True), history=("made",))
     texts = config_of("text", 0, text=WORDS, readout=readout, norm_first=False, **BLOCKS)
@@ -60,7 +60,7 @@ def dual(seed: int = 0) -> he.DualEncoder:
 
 
 def samples(kind: str, count: int, seed: int = 1, shift: float = 0.0) -> Batch:
-    """Inputs of a kind, texts padded at the end, and labels; `shift` moves images away, and texts to other words."""
+    """Inputs of a kind, texts right-padded, and labels; `shift` is added to images and changes the words of texts."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % CLASSES
     if kind == "image":
@@ -86,7 +86,7 @@ def batches(kind: str = "image", count: int = 24, size: int = 4, seed: int = 1, 
 
 
 def pairs(count: int = 12, size: int = 4, seed: int = 1) -> list[tuple[Tensor, list[str], Tensor]]:
-    """Batches of images, their descriptions and labels."""
+    """Batches of images, captions and labels."""
     found = batches("image", count, size, seed)
     return [
         (images, [f"a photo of a {LABELS[label]}" for label in labels.tolist()], labels) for images, labels in found
@@ -94,7 +94,7 @@ def pairs(count: int = 12, size: int = 4, seed: int = 1) -> list[tuple[Tensor, l
 
 
 class Shuffled:
-    """Samples in batches whose order is drawn from torch's generator anew at every pass."""
+    """Samples in batches, reshuffled by torch's generator on every pass."""
 
     def __init__(self, kind: str, count: int = 12, size: int = 4, seed: int = 1) -> None:
         (self.inputs, self.labels), self.size = samples(kind, count, seed), size

@@ -1,7 +1,7 @@
-"""What is stored, small: how it is made, and the answer that it gives when it is read again.
+"""Small stored objects: how each is created, and the answer it gives when loaded.
 
-A target is made twice, from other seeds: the second save is where files of another save come from. An answer holds
-everything that was read and what is computed from it, so that two answers are equal only where nothing was changed.
+A target is created twice, from different seeds: the second save provides files of another save. An answer contains
+everything that was loaded and what is computed from it, so two answers are equal only if nothing was changed.
 """
 
 import json
@@ -35,14 +35,14 @@ class Target:
     name: str
     make: Callable[[Path, int], object]  # the folder, and which of the two saves
     answer: Callable[[Path], str]
-    bare: tuple[str, ...] = ()  # files of before that have no digest: no edit of them can be noticed
+    bare: tuple[str, ...] = ()  # old files without digests: edits of them cannot be detected
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def checkpoint(name: str, make: Callable[[int], Any], ask: Callable[[Any], tuple[Any, ...]]) -> Target:
-    """A saved model; the second save is one of other weights."""
+    """A saved model; the second save has other weights."""
 
     def answer(folder: Path) -> str:
         model = he.load(folder)
@@ -52,7 +52,7 @@ def checkpoint(name: str, make: Callable[[int], Any], ask: Callable[[Any], tuple
 
 
 def _of_images(save: int) -> he.Ensemble:
-    """With fitted statistics, and a threshold on the first of their scores."""
+    """An image model with fitted familiarity, and a threshold on the first score."""
     own = he.ImagePreprocessing(size=(2, 4), interpolation="bilinear")
     about = replace(metadata_for(tiny()), preprocessing=own, labels=("cat", "dog") if save else ("dog", "cat"))
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def _ask_texts(model: he.Ensemble) -> tuple[Any, ...]:
 
 TEXTS = checkpoint("texts, with tokenizer", _of_texts, _ask_texts)
 IMAGES = small.samples("image", 2)[0]
-SCORES = ("avg", "acc")  # of the circuits of both saves
+SCORES = ("avg", "acc")  # for circuits of the two saves
 
 
 def _make_old_texts(folder: Path, save: int) -> None:
@@ -139,11 +139,11 @@ def _circuit(folder: Path, save: int = 0, budget: int = 5) -> he.HeadRanking:
 def _answer_journal(folder: Path) -> str:
     found = _circuit(folder)
     about = {name: found.provenance[name] for name in ("errors", "discordance", "start", "model", "data")}
-    return digest(to_plain(found.heads), found.scores, about)  # not the work that was done, which a new start repeats
+    return digest(to_plain(found.heads), found.scores, about)  # not the amount of work, which a resumed run repeats
 
 
 def _long(name: str, work: Callable[..., he.Ensemble], stop: int, **settings: Any) -> Iterator[Target]:
-    """Work that is stopped before it reads a batch of this number, and work that is finished."""
+    """Work interrupted before reading the batch of this index, and finished work."""
 
     def done(folder: Path, save: int = 0, stop: int = -1) -> he.Ensemble:
         how = recipe(optimizer="adamw", learning_rate=0.01, steps=6, evaluate_every=2, seed=save)

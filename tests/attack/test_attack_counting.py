@@ -1,4 +1,4 @@
-"""The attack counts what happens: a harness that saw nothing would report a library without faults."""
+"""The attack counts what happens: a harness that detects nothing would report a perfect library."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def _behave(case: str) -> str:
 
 
 def test_every_end_is_counted_once_and_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "START", "fork")  # nothing is imported anew
+    monkeypatch.setattr(counting, "START", "fork")  # avoids re-importing
     monkeypatch.setattr(counting, "BYTES", 100 << 20)
     cases = ["same", "crash", "refused", "raw", "other", "crash", "apart", "memory", "nonsense", "same"]
     row = count("all ends", _behave, cases)

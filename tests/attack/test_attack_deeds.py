@@ -1,4 +1,4 @@
-"""Bad inputs, settings and commands, kills, second writers, threads, full disks: samples of what `make attack` runs."""
+"""Bad inputs, settings and commands, kills, second writers, threads, full disks: samples of `make attack`."""
 
 import warnings
 from types import ModuleType
@@ -10,7 +10,7 @@ from attack import altered_models, bad_commands, bad_data, bad_inputs, bad_setti
 from attack.counting import Row, count, outcome_of
 from attack.expected import Deed, drawn, outcome
 
-DISTURBED = {  # in a process of its own, since it forks
+DISTURBED = {  # in a separate process, since they fork
     "kills": ("save", 0.6, 0.3),
     "writers": ("evaluate", "writer", 0.5),
     "readers": ("save", "reader", 0.7),
@@ -22,7 +22,7 @@ CHECKS: dict[str, ModuleType] = {"kills": kills, "writers": writers, "readers": 
 
 
 def check(name: str) -> str:
-    """One case of `DISTURBED`."""
+    """Run one case of `DISTURBED`."""
     part: Any = CHECKS.get(name.split()[0], disk)
     found: str = part.check(DISTURBED[name])
     return found
@@ -40,14 +40,14 @@ def test_a_deed_that_must_be_refused_must_not_be_answered_nor_the_other_way_roun
 
 
 def tried(part: Any, cases: list[Any]) -> Row:
-    """Cases of a table, in this process, none of which may fail."""
+    """Run cases of a table in this process; none may fail."""
     with warnings.catch_warnings(action="ignore"):
         row = Row.of(part.__name__, [(case, *outcome_of(part.check, case)) for case in cases])
     assert not row.failures, row.examples
     return row
 
 
-QUICK = ("calibrate", "taylor")  # functions that read a set of batches in an instant
+QUICK = ("calibrate", "taylor")  # functions that read batches quickly
 REFUSED = {
     bad_inputs: bad_inputs.must_refuse,
     bad_settings: bad_settings.must_refuse,
@@ -57,7 +57,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("part", "least"), [(bad_inputs, 700), (bad_settings, 9000), (bad_data, 150)])
 def test_all_that_must_be_refused_is_and_some_of_the_rest_is_answered_rightly(part: Any, least: int) -> None:
-    """Every wrong input, setting and set of batches, so that tests of functions need not say it again."""
+    """Every wrong input, setting and set of batches, so that tests of single functions need not repeat them."""
     must = [case for case in part.all_cases() if REFUSED[part](case)]
     assert tried(part, must).refused == len(must) > least
     tried(part, drawn(sorted(set(part.all_cases()) - set(must)), 15, seed=3))

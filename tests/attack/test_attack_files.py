@@ -1,4 +1,4 @@
-"""Stored files that were damaged are refused or answer as before: a sample of the attack that `make attack` runs."""
+"""Damaged files are refused or answer as before: a sample of what `make attack` runs."""
 
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from attack.targets import TARGETS
 from hydra_ensembles.errors import CheckpointError
 
 IMAGES, EVERY_DAY = 0, 7  # the first target, and how many are quick: checkpoints, ranking and evaluation
-SAMPLE, MANY = 5, 40  # edits of each target with its digests, and as many with digests written anew; of long work
+SAMPLE, MANY = 5, 40  # edits per target, with its digests and again with recomputed ones; MANY for long work
 
 
 def test_edits_are_those_of_the_seed_and_change_something(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_edits_are_those_of_the_seed_and_change_something(tmp_path: Path) -> Non
             if path.read_bytes() == original[edit.file]:
                 unchanged.append(edit)
             path.write_bytes(original[edit.file])
-    assert len(unchanged) < 10  # such as two equal bytes that change places
+    assert len(unchanged) < 10  # such as swapping two equal bytes
 
 
 def test_another_answer_is_seen_and_one_that_no_format_can_notice_is_told_apart(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_another_answer_is_seen_and_one_that_no_format_can_notice_is_told_apart(
 )
 def test_damaged_files_are_refused_or_answer_as_before(index: int, tmp_path: Path) -> None:
     original = files.prepare(TARGETS[index], tmp_path / str(index))
-    sample = SAMPLE if index < EVERY_DAY else MANY  # which has files that nothing reads again
+    sample = SAMPLE if index < EVERY_DAY else MANY  # it has files that are never read again
     cases = [case for anew in (False, True) for case in files.cases_of(index, original, anew, sample, seed=0)]
     assert len(cases) == 2 * sample
     outcomes = [(case, *outcome_of(partial(files.answers_alike, str(tmp_path)), case)) for case in cases]

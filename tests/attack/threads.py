@@ -1,4 +1,4 @@
-"""Eight threads that ask one model at a time: every answer is the one that a single thread gets, and flags stay."""
+"""Eight threads query one model at the same time: each gets the answer of a single thread, and flags do not change."""
 
 import sys
 import threading
@@ -16,10 +16,10 @@ from .expected import alike
 from .small import NAMES, batches, dual, hydra, model
 
 CASES = 40
-THREADS, ASKED = 8, 12  # threads, and how often each of them asks
-LONG = ("evaluate", "measure_costs")  # which are asked twice
+THREADS, ASKED = 8, 12  # threads, and queries per thread
+LONG = ("evaluate", "measure_costs")  # queried twice only
 
-Case = tuple[str, str, int]  # what is asked, in which mode, and a number that tells cases apart
+Case = tuple[str, str, int]  # what is queried, the mode, and a number to tell cases apart
 
 
 def run(cases: int, seed: int) -> list[Row]:
@@ -31,7 +31,7 @@ def run(cases: int, seed: int) -> list[Row]:
 
 
 def check(case: Case) -> str:
-    """Ask from all threads at once; hold answers and flags against those of before."""
+    """Query from all threads at once; compare answers and flags with those before."""
     name, mode, seed = case
     make, asked = SUBJECTS[name]
     subject = make()
@@ -40,7 +40,7 @@ def check(case: Case) -> str:
     expected = [ask(inputs) for inputs in questions]
     if isinstance(subject, torch.nn.Module):
         subject.train(mode == "training")
-        if mode == "training":  # a part in evaluation mode stays so
+        if mode == "training":  # a part in eval mode stays there
             next(iter(subject.children())).eval()
     flags = _flags(subject)
     wrong: list[str] = []

@@ -1,4 +1,4 @@
-"""What somebody might give to a setting by mistake, and what a setting takes, said apart from what checks it."""
+"""Values that users may pass by mistake, and what a setting accepts, stated independently of the checking code."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Takes = Callable[[Any], bool | None]  # None: a refusal is as good as taking it
+Takes = Callable[[Any], bool | None]  # None: may be refused or accepted
 LARGE = 2**70
 
 VALUES: dict[str, Callable[[], Any]] = {
@@ -51,17 +51,17 @@ VALUES: dict[str, Callable[[], Any]] = {
 }
 
 
-# --- what a setting takes ------------------------------------------------------------------------------------
+# --- what a setting accepts ----------------------------------------------------------------------------------
 
 
 def _plain(value: Any) -> tuple[Any, bool]:
-    """A number as Python has it, and whether it is one of numpy or torch."""
+    """A number as a Python number, and whether it came from numpy or torch."""
     foreign = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
     return (value.item() if foreign else value), foreign
 
 
 def whole(least: int, most: float = math.inf, none: bool = False) -> Takes:
-    """A whole number in a range; of numpy and torch it may be, and so may one that is written as a float."""
+    """An integer in a range; those of numpy and torch, and those above 2**62, may be refused or accepted."""
 
     def takes(value: Any) -> bool | None:
         if value is None:
@@ -75,7 +75,7 @@ def whole(least: int, most: float = math.inf, none: bool = False) -> Takes:
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = True, none: bool = False) -> Takes:
-    """A finite number from `low` (or `above` it) to `high` (or `below` it)."""
+    """A finite number from `low` (or `above` it) to `high` (or `below` it); numpy's and torch's may be refused."""
 
     def takes(value: Any) -> bool | None:
         if value is None:
@@ -90,7 +90,7 @@ def number(low: float, high: float = math.inf, *, above: bool = False, below: bo
 
 
 def only(*accepted: Any, none: bool = False) -> Takes:
-    """Some values, of their own type."""
+    """These values, of exactly their type."""
 
     def takes(value: Any) -> bool:
         if value is None:
@@ -116,5 +116,5 @@ def nothing(value: Any) -> bool:
 
 
 def either(takes: Takes, *which: Any) -> Takes:
-    """As another, but some values may be refused or taken."""
+    """Like another, but some values may be refused or accepted."""
     return lambda value: None if any(type(value) is type(w) and value == w for w in which) else takes(value)

@@ -1,8 +1,8 @@
-"""Others at work in the same place: at every point of a work, another of its kind, or a reader, does all of its own.
+"""Concurrent processes: at every point of a job, another of its kind, or a reader, runs completely.
 
-The other one is started at a named point and waited for, so every interleaving is tried on purpose. It must end as if
-it were alone, or be told that somebody works there; a work that would wait for the first one counts as told. Readers
-see what was there before, or what is there after, or a clear error, and never a mixture.
+The other process is started at a named point and waited for, so every interleaving is tried deliberately. It must end
+as if alone, or be told that the folder is in use; waiting for the first one counts as being told. Readers
+see the state before, the state after, or a clear error, but never a mixture.
 """
 
 import fcntl
@@ -18,9 +18,9 @@ from .jobs import JOBS, Job, end_of, folder_of, undisturbed
 
 CASES = 160
 
-Case = tuple[str, str, float]  # a job, who else is there, and how far along its points
-WAITS = 7  # exit status of one that would wait for the lock
-SHARED = ("save", "save, two towers", "save, zero-shot", "evaluate", "report")  # both may write, whole files each
+Case = tuple[str, str, float]  # a job, the other process, and the fraction of its points
+WAITS = 7  # exit status of a process that would wait for the lock
+SHARED = ("save", "save, two towers", "save, zero-shot", "evaluate", "report")  # both may write whole files
 READ = tuple(name for name, job in JOBS.items() if job.state is not None)
 
 
@@ -38,7 +38,7 @@ def run(cases: int, seed: int) -> list[Row]:
 
 
 def check(case: Case) -> str:
-    """Run a job with somebody else at one of its points; both must end well."""
+    """Run a job with another process at one of its points; both must end correctly."""
     name, who, place = case
     job, usual = JOBS[name], undisturbed(name)
     number = int(place * len(usual.points))
@@ -58,7 +58,7 @@ def check(case: Case) -> str:
         ending = forked(together)
         where = f"with a {who} at {number} ({usual.points[number]})"
         if ending.how == "refused" and who == "writer" and name not in SHARED:
-            ending = forked(lambda: (job.run(folder), []))  # the second one was first: nothing is lost
+            ending = forked(lambda: (job.run(folder), []))  # the second one came first: nothing is lost
         result, met = ending.value if ending.how == "given" else (ending.value, [])
         for one in met:
             accepted = one.how in ("given", "refused") or f"status {WAITS}" in str(one.value)
@@ -68,7 +68,7 @@ def check(case: Case) -> str:
 
 
 def _write(job: Job, folder: Path) -> str:
-    """Run a job; where it would wait for a lock, end."""
+    """Run a job, but exit where it would wait for a lock."""
     lock = fcntl.flock
 
     def impatient(handle: Any, flags: int) -> None:
@@ -77,7 +77,7 @@ def _write(job: Job, folder: Path) -> str:
         except BlockingIOError:
             if flags & fcntl.LOCK_NB:
                 raise
-            os._exit(WAITS)  # it waits for the one that waits for it here
+            os._exit(WAITS)  # otherwise a deadlock: the first one waits for this process
 
     fcntl.flock = impatient  # type: ignore[assignment]
     return job.run(folder)
