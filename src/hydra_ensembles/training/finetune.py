@@ -1,4 +1,4 @@
-"""Fine-tuning of members: of their own weights, or of what some of these are computed from."""
+"""Fine-tuning of ensembles: of their own weights, or of parameters that some weights are computed from."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -29,31 +29,31 @@ from .loop import Job, Learner, RunResult, Runtime, TrainOptions, train_best, tr
 from .recipe import Recipe, trainable_state
 
 LabelledBatch = tuple[Inputs, Tensor]
-_DEVIATION = 0.02  # of new classifiers
+_DEVIATION = 0.02  # standard deviation of new classifier weights
 CLASSIFIERS = ("readout.classifier.", "readout.distillation_classifier.")
 
 
 class Parametrised(nn.Module):
-    """Low-rank updates, scales, masks: what a method trains instead of the weights themselves.
+    """Trains low-rank updates, scales or masks instead of the weights themselves.
 
-    The ensemble inside is the one that runs; its own parameters train where they ask for gradients.
+    The inner ensemble runs with the computed weights; its own parameters train if they require gradients.
     """
 
-    INNER: ClassVar[str] = "ensemble."  # what names of parameters of the ensemble begin with here
+    INNER: ClassVar[str] = "ensemble."  # prefix of the ensemble's parameter names here
 
     def __init__(self, ensemble: Ensemble) -> None:
         super().__init__()
         self.ensemble = ensemble
-        self.rates: dict[str, float] = {}  # learning rates over the recipe's, by name of the parameter, if not 1
-        self.spared: frozenset[str] = frozenset()  # names of parameters that never decay
+        self.rates: dict[str, float] = {}  # multiples of the recipe's learning rate, by parameter name, if not 1
+        self.spared: frozenset[str] = frozenset()  # names of parameters without weight decay
         self.num_members, self.num_classes = ensemble.num_members, ensemble.num_classes
 
     @abstractmethod
     def computed(self) -> dict[str, Tensor]:
-        """Weights of the ensemble, by their names there, in the shapes they have there."""
+        """The computed weights, with names and shapes as in the ensemble."""
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Member logits `[M, B, C]` with the weights as they are computed now, in full precision as in the end."""
+        """Member logits `[M, B, C]` with the current computed weights, which are computed in full precision."""
         with torch.autocast(self.ensemble.device.type, enabled=False):
             weights = self.computed()
         return functional_call(self.ensemble, weights, (inputs,))
@@ -64,14 +64,14 @@ class Parametrised(nn.Module):
 
     @torch.no_grad()
     def whole(self) -> dict[str, Tensor]:
-        """All weights of the ensemble, those that are computed in their place."""
+        """All weights of the ensemble, including the computed ones."""
         return {**self.ensemble.state_dict(), **self.computed()}
 
 
 class EnsembleLearner(Learner[LabelledBatch]):
-    """A copy of an ensemble in training: in float32 (or float64), frozen where the recipe says.
+    """A copy of an ensemble in training: in float32 (or float64), with parameters frozen as the recipe says.
 
-    `arrange` may put something around the copy that computes some of its weights, and freeze more of it.
+    `arrange` may wrap the copy in a `Parametrised` that computes some of its weights, and freeze more parameters.
     """
 
     def __init__(
@@ -101,31 +101,31 @@ class EnsembleLearner(Learner[LabelledBatch]):
         self.parallel: nn.Module = self.model
         if runtime.ranks.size > 1:
             layers = zip(*start.config.heads, strict=True)
-            headless = any(not any(heads) for heads in layers)  # its norm, or its query, gets no gradient
+            headless = any(not any(heads) for heads in layers)  # then the layer's norm, or query, gets no gradient
             devices = [runtime.device] if runtime.device.type == "cuda" else None
             self.parallel = DistributedDataParallel(self.model, devices, find_unused_parameters=headless)
         self.parallel.train()
 
     def read(self, raw: Any, index: int) -> LabelledBatch:
-        """Inputs and labels, still where the loader put them."""
+        """Inputs and labels, on the loader's device."""
         inputs, labels = read_batch(raw, "train", index)
         if not size_of(inputs):
             raise DataError(f"batch {index} of train has no samples; let the loader leave it out")
         return inputs, require_labels(labels, self.model.num_classes, "train", index)
 
     def prepared(self, inputs: Inputs) -> Inputs:
-        """Inputs as the model takes them."""
+        """Inputs as the model expects them."""
         return self.model.prepare(inputs)
 
     def lesson(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
-        """What the model is given in training, and what its members should say, `[M, B]`."""
+        """Training inputs of the model, and the target classes of its members, `[M, B]`."""
         return self.prepared(inputs), labels.repeat(self.model.num_members, 1)
 
     def backward(self, group: list[LabelledBatch], seed: int) -> Tensor:
-        """Add up the gradients of the batches, each weighted by its share of the samples.
+        """Accumulate the gradients of the batches, each weighted by its share of the samples.
 
-        The loss is the sum over members of their mean cross-entropy: a parameter of one member gets the gradient that
-        it would get if the member trained alone.
+        The loss is the sum over members of their mean cross-entropy: a parameter of one member gets the same gradient
+        as if the member trained alone.
         """
         device = self.runtime.device
         samples = sum(len(labels) for _, labels in group)
@@ -134,9 +134,9 @@ class EnsembleLearner(Learner[LabelledBatch]):
             wrapped = self.parallel
             last = index + 1 == len(group)
             sync = nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
-            with sync, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # exchanged at the last
+            with sync, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # synced in the last
                 prepared, targets = self.lesson(inputs, labels)
-                prepared = changed(prepared, lambda x: x.clone() if x.is_inference() else x)  # else without gradients
+                prepared = changed(prepared, lambda x: x.clone() if x.is_inference() else x)  # autograd rejects them
                 with self.autocast():
                     logits = wrapped(prepared)  # [M, B, C]
                 logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -242,7 +242,7 @@ def finetune(
 
 
 def train_classifier(make_learner: Callable[[Runtime], Learner[LabelledBatch]], start: Ensemble, job: Job) -> RunResult:
-    """`train_best` of an ensemble that classifies, once recipe, model and data are known to fit together."""
+    """Check that recipe, model and data fit together, then run `train_best` on a classifier."""
     job.recipe.check(start, job.train, job.validation)
     sets = {"train": job.train, "validation": job.validation}
     job = replace(job, **in_order(sets, start.metadata.labels, start.num_classes))
@@ -254,9 +254,9 @@ def train_classifier(make_learner: Callable[[Runtime], Learner[LabelledBatch]], 
 
 
 def trained_metadata(start: Ensemble, train: Batches, result: RunResult, line: str) -> Metadata:
-    """Metadata after training: a line of history, the validation it was chosen by, marks of the data; no calibration.
+    """Metadata after training: a history line, the best validation, marks of the training data; no calibration.
 
-    A model without names of its classes takes those of the data: other data may count the classes otherwise.
+    A model without class names takes those of the data, as other data may number the classes differently.
     """
     best = result.best
     metrics = {} if best is None else {"validation/accuracy": best.accuracy, "validation/nll": best.nll}
@@ -269,15 +269,15 @@ def trained_metadata(start: Ensemble, train: Batches, result: RunResult, line: s
 def train_parametrised(
     arrange: Callable[[Ensemble], Parametrised], start: Ensemble, job: Job, line: str, parts: str | None = None
 ) -> Ensemble:
-    """Train what computes some weights of a copy of `start`, and put the weights it computes in the end in place.
+    """Train a `Parametrised` copy of `start`, then return an ensemble with the final computed weights.
 
-    A `line` for the history begins it, and `parts` says what trained, where that is not what the recipe names.
+    `line` is the start of the history entry; `parts` says what was trained, if not the groups of the recipe.
     """
     make = partial(EnsembleLearner, start, job.recipe, index=job.index, arrange=arrange)
     result = train_classifier(make, start, job)
     model = arrange(Ensemble.from_state(start.config, trainable_state(start, start.device)))
     unexpected = model.load_state_dict(result.weights, strict=False).unexpected_keys
-    assert not unexpected, unexpected  # all that was trained has its place, as `arrange` makes the same each time
+    assert not unexpected, unexpected  # `arrange` always creates the same parameters
     state = {name: tensor.to(start.dtype) for name, tensor in model.whole().items()}
     metadata = trained_metadata(start, job.train, result, f"{line}: {result.described(job.recipe, parts)}")
     return Ensemble.from_state(start.config, state, metadata)

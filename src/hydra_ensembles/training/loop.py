@@ -1,4 +1,4 @@
-"""One training loop: updates, validation, checkpoints by steps and by time, one process or several."""
+"""The training loop: updates, validation, checkpoints by steps and by time, on one process or several."""
 
 import math
 import os
@@ -46,15 +46,15 @@ from .saved import (
 BatchT = TypeVar("BatchT")
 P = ParamSpec("P")
 R = TypeVar("R")
-EARLY, USUAL = 20.0, 60.0  # seconds until the first checkpoint, and between further ones at least
-SHARE = 0.02  # of the time, that writing them may take
-_MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}  # what optimizers keep of a parameter
+EARLY, USUAL = 20.0, 60.0  # seconds until the first checkpoint, and at least between further ones
+SHARE = 0.02  # maximum share of the time spent on writing checkpoints
+_MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}  # optimizer state per parameter
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where a run computes: its device, and the ranks that share its batches and average their gradients."""
+    """Where a run computes: its device, and the ranks that share the batches and average gradients."""
 
     device: torch.device
     ranks: Ranks = ALONE
@@ -62,7 +62,7 @@ class Runtime:
 
 @contextmanager
 def training_runtime(device: torch.device | str | None, fallback: torch.device) -> Iterator[Runtime]:
-    """Where this process trains: on `device` or `fallback`; one of several, on a GPU of its own where there are any."""
+    """Train on `device` or `fallback`; if several processes were launched, each uses its own GPU, if there are any."""
     chosen = require_device(device or fallback)
     if launched():
         on_gpu = torch.cuda.is_available() if device is None else chosen.type == "cuda"
@@ -72,12 +72,12 @@ def training_runtime(device: torch.device | str | None, fallback: torch.device) 
 
 
 class Learner(ABC, Generic[BatchT]):
-    """A model in training, in which `requires_grad` says what trains; `shares` and `spared` as for `make_optimizer`.
+    """A model in training; parameters with `requires_grad` train. `shares` and `spared`: see `make_optimizer`.
 
-    Subclasses say what a batch is, what its gradients are, and how the model is measured.
+    Subclasses define what a batch is, how gradients are computed, and how the model is validated.
 
     Attributes:
-        by_nll: Whether the best weights are those of the lowest NLL on validation data, not the highest accuracy.
+        by_nll: Whether the lowest validation NLL selects the best weights, instead of the highest accuracy.
     """
 
     by_nll: ClassVar[bool] = False
@@ -100,13 +100,13 @@ class Learner(ABC, Generic[BatchT]):
 
     @abstractmethod
     def read(self, raw: Any, index: int) -> BatchT:
-        """A batch of the training data, checked; `index` is its number, for messages."""
+        """Check and return a training batch; `index` is its number, for messages."""
 
     @abstractmethod
     def backward(self, group: list[BatchT], seed: int) -> Tensor:
-        """Leave the scaled gradients of batches that count as one in the parameters; gives their mean loss.
+        """Accumulate the scaled gradients of `group`, whose batches count as one; return the mean loss.
 
-        The seed is that of the dropout of this update; every rank draws its own.
+        `seed` is for the dropout of this update; every rank derives its own.
         """
 
     @abstractmethod
@@ -114,14 +114,14 @@ class Learner(ABC, Generic[BatchT]):
         """Accuracy and negative log-likelihood on validation data."""
 
     def autocast(self) -> torch.autocast:
-        """The precision of the recipe."""
+        """Autocast with the precision of the recipe."""
         dtype = _AUTOCAST[self.recipe.precision]
         return torch.autocast(self.runtime.device.type, dtype=dtype, enabled=dtype is not None)
 
     def update(self, group: list[BatchT], rate: float, seed: int) -> float:
-        """One step on batches that count as one; gives their mean loss, or a `FloatingPointError` without a step.
+        """One step on batches that count as one; return the mean loss, or raise `FloatingPointError` before the step.
 
-        The loss is the mean over ranks, so that all of them see what one of them sees, and stop together.
+        The loss is the mean over ranks, so that all ranks see the same value and stop together.
         """
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate * parameters["share"]
@@ -145,7 +145,7 @@ class Learner(ABC, Generic[BatchT]):
         return {name: parameter.detach().clone() for name, parameter in self.trained.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything to save: weights, what the optimizer keeps for each of them, and the scaler."""
+        """Everything to save: weights, optimizer state and scaler."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.trained.items():
             state = self.optimizer.state.get(parameter, {}).items()
@@ -158,12 +158,12 @@ class Learner(ABC, Generic[BatchT]):
         return tensors
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave; other names, shapes or types are a `CheckpointError`."""
+        """Restore what `tensors` returned; raise `CheckpointError` on other names, shapes or dtypes."""
         scalar = torch.zeros(())
         layout: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self.trained.items()}
         for key in tensors:
             part, _, name = key.rpartition("/")[0].partition("/")
-            if part == "optimizer" and name in self.trained:  # what the optimizer keeps of one, it keeps whole
+            if part == "optimizer" and name in self.trained:  # its optimizer state must be complete
                 layout |= {f"{part}/{name}/{kind}": self.trained[name] for kind in _MOMENTS[self.recipe.optimizer]}
                 layout |= {f"{part}/{name}/step": scalar} if self.recipe.optimizer == "adamw" else {}
         if self.scaler.is_enabled():
@@ -178,7 +178,7 @@ class Learner(ABC, Generic[BatchT]):
                 parameter.copy_(tensors[f"weights/{name}"])
             prefix = f"optimizer/{name}/"
             state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            if state:  # AdamW counts its steps on the CPU
+            if state:  # AdamW keeps its step count on the CPU
                 self.optimizer.state[parameter] = {
                     key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
                 }
@@ -188,12 +188,12 @@ class Learner(ABC, Generic[BatchT]):
 
 
 def trains(function: Callable[P, R]) -> Callable[P, R]:
-    """A public function that trains: `checked`, with gradients and in its own precision, whatever its caller set."""
+    """Decorate a public training function: `checked`, with gradients and its own precision, whatever the caller set."""
     return checked(torch.inference_mode(False)(torch.enable_grad()(own_precision()(function))))
 
 
 class TrainOptions(TypedDict, total=False):
-    """What every training takes beside model, data and recipe, and may be left out.
+    """Options of every training besides model, data and recipe; all may be left out.
 
     Attributes:
         output: Folder for checkpoints; a run that was killed resumes from there. None, the default, writes none.
@@ -210,7 +210,7 @@ class TrainOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, whatever the learning rate, and how (see `TrainOptions`); what cannot be is refused."""
+    """What to train, for all learning rates, and how (see `TrainOptions`); raises if the data cannot be used."""
 
     recipe: Recipe
     train: Batches
@@ -220,13 +220,13 @@ class Job:
     progress: bool = True
     device: torch.device | str | None = None
     checkpoint_every: int = 500
-    index: int = 0  # of the member; its random numbers are derived from it
-    subfolder: str = "member-{}"  # of `output`, for the checkpoints, by the index
+    index: int = 0  # of the member; random numbers are derived from it
+    subfolder: str = "member-{}"  # of `output`, for checkpoints; formatted with the index
     identity: Mapping[str, Any] = field(default_factory=dict)  # what else the run depends on, as plain data
 
     @property
     def folder(self) -> Path | None:
-        """Where checkpoints lie."""
+        """Folder of the checkpoints."""
         return None if self.output is None else expanded(self.output) / self.subfolder.format(self.index)
 
     def __post_init__(self) -> None:
@@ -239,9 +239,9 @@ class Job:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run ends with: trained parameters by name, the validation they were chosen by, steps, learning rate.
+    """Result of a run: trained parameters by name, the validation they were chosen by, steps, learning rate.
 
-    `diverged` are learning rates of the recipe that came to nothing.
+    `diverged` lists the learning rates of the recipe that diverged.
     """
 
     weights: dict[str, Tensor]
@@ -251,14 +251,14 @@ class RunResult:
     diverged: tuple[float, ...] = ()
 
     def state_like(self, start: nn.Module) -> dict[str, Tensor]:
-        """All weights of `start`, in its dtype and on its device, with the trained ones in place."""
+        """All weights of `start`, in its dtype and on its device, with trained ones replaced."""
         return {
             name: self.weights[name].to(tensor.device, tensor.dtype) if name in self.weights else tensor
             for name, tensor in start.state_dict().items()
         }
 
     def described(self, recipe: Recipe, parts: str | None = None) -> str:
-        """One line for a history: parts, steps, optimizer, learning rate, seed, and how good it was."""
+        """A history line: parts, steps, optimizer, learning rate, seed, and validation accuracy."""
         where = "" if recipe.last_blocks is None else f" of the last {recipe.last_blocks} blocks"
         chosen = f", chosen of {len(recipe.grid)}" if recipe.grid else ""
         chosen += f" ({_listed(self.diverged)} diverged)" if self.diverged else ""
@@ -273,9 +273,9 @@ class RunResult:
 def train_best(
     make_learner: Callable[[Runtime], Learner[BatchT]], start: Ensemble | DualEncoder, job: Job
 ) -> RunResult:
-    """Train copies of `start`, one per learning rate of the recipe; the best result, of equal ones the slowest.
+    """Train copies of `start`, one per learning rate; return the best result, of equal ones that of the lowest rate.
 
-    One of several rates that diverges is told of and left out; where all do, it is an error.
+    A rate that diverges is skipped with a warning; if all diverge, raise `DivergedError`.
     """
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
         ranks, data = runtime.ranks, dict[str, Any]()
@@ -286,7 +286,7 @@ def train_best(
             data = {"train": train, "validation": held_out}
             job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
         shared = replace(job, train=ranks.share_batches(job.train))
-        # ranks that take other steps would wait for each other without end, or end with other weights
+        # ranks with different steps would deadlock, or end with different weights
         given = {name: value for name, value in job.identity.items() if name not in data}
         ranks.require_same((given, to_plain(job.recipe), job.index, job.checkpoint_every), "model or recipe")
         ranks.require_same_data((data, length_of(shared.train)), "training or validation data")
@@ -301,9 +301,9 @@ def train_best(
 
 
 def _best_of(train: Callable[[float], RunResult], recipe: Recipe) -> RunResult:
-    """The best result of all rates of a recipe, which are tried from the lowest."""
+    """Train at each rate of a recipe, from the lowest; return the best result."""
     results: list[RunResult] = []
-    diverged: dict[float, str] = {}  # what was said: the errors themselves would keep their models in memory
+    diverged: dict[float, str] = {}  # messages only: the exceptions would keep models in memory
     for rate in sorted(recipe.rates):
         try:
             results.append(train(rate))
@@ -325,7 +325,7 @@ def _listed(rates: Iterable[float]) -> str:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Blocks are compiled as often as they need; the compiler's words on gradients and precision mean nothing here."""
+    """Allow as many recompilations as blocks need; silence compiler warnings on gradients and precision."""
     with compiled_at_will(), warnings.catch_warnings():
         for message in (r"The \.grad attribute of a Tensor that is not a leaf", "TensorFloat32 tensor cores"):
             warnings.filterwarnings("ignore", message, UserWarning)
@@ -333,7 +333,7 @@ def _compiling() -> Iterator[None]:
 
 
 def _only_read(folder: Path, rates: Iterable[float]) -> bool:
-    """Whether a training is finished and lies where nothing can be written: then nothing has to be."""
+    """Whether a training is finished and its folder is read-only: then nothing needs to be written."""
     if not folder.exists() or os.access(folder, os.W_OK):
         return False
     states = [_rate_folder(folder, rate) / INDEX for rate in rates]
@@ -345,7 +345,7 @@ def _rate_folder(folder: Path, rate: float) -> Path:
 
 
 class Training(Generic[BatchT]):
-    """The state of a run at one learning rate, and the loop that moves it on."""
+    """The state of a run at one learning rate, and its loop."""
 
     def __init__(self, learner: Learner[BatchT], job: Job, rate: float, runtime: Runtime) -> None:
         self.learner, self.job, self.recipe, self.rate, self.runtime = learner, job, job.recipe, rate, runtime
@@ -355,14 +355,14 @@ class Training(Generic[BatchT]):
         self.order = self.seed if order_seed is None else derive_seed(order_seed, "order")
         self.total, self.warmup = job.recipe.plan(length_of(job.train))
         self.best_weights: dict[str, Tensor] = {}
-        # when a checkpoint was last written, and how long until the next
+        # time of the last checkpoint, and seconds until the next
         self.saved = monotonic()
         self.pause = EARLY
         settings = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index, "processes": runtime.ranks.size}
         self.state = RunState({**job.identity, **settings})
 
     def finish(self) -> RunResult:
-        """Train until the budget is spent or patience runs out, and give the best weights (or the last)."""
+        """Train until the budget is spent or patience runs out; return the best (without validation, last) weights."""
         saved = None if self.folder is None else read_state(self.folder, self.state.fingerprint)
         if saved is not None and self.folder is not None:
             with usable(self.folder):
@@ -370,7 +370,7 @@ class Training(Generic[BatchT]):
                 for part in tensors.keys() & {"result", "best"}:
                     require_layout(tensors[part], self.learner.trained)
                 if self.runtime.ranks.rank == 0:
-                    remove_unused(self.folder, saved)  # a kill may have come first
+                    remove_unused(self.folder, saved)  # left if the run was killed before it removed them
                 if saved.finished:
                     return RunResult(tensors["result"], saved.best, saved.position.step, self.rate)
                 self.learner.restore(tensors["current"])
@@ -402,10 +402,10 @@ class Training(Generic[BatchT]):
         return spent or (patience is not None and self.state.waited >= patience)
 
     def _run_epoch(self, bar: "tqdm[Any]") -> None:
-        """Train from the present position to the end of the epoch, or of the run."""
+        """Train from the current position to the end of the epoch, or of the run."""
         every, skipped = self.recipe.evaluate_every, self.state.position.batch
         batches = (self.learner.read(raw, index) for index, raw in enumerate(self.job.train))
-        next(islice(batches, skipped, skipped), None)  # read and drop what was trained on before the checkpoint
+        next(islice(batches, skipped, skipped), None)  # read and skip batches from before the checkpoint
         while not self._done():
             group = list(islice(batches, self.recipe.gradient_accumulation))
             if not group:
@@ -419,7 +419,7 @@ class Training(Generic[BatchT]):
             if every is not None and step % every == 0:
                 self._validate()
                 self._save()
-            elif self._due() and not self._done():  # the end is validated first
+            elif self._due() and not self._done():  # at the end, validate first
                 self._save()
         if every is None or self._done():
             self._validate()
@@ -444,7 +444,7 @@ class Training(Generic[BatchT]):
         bar.update()
 
     def _validate(self) -> None:
-        """Measure on validation, keep the weights if they are the best so far, and count patience."""
+        """Validate, keep the weights if they are the best so far, and update patience."""
         data, position, evaluations = self.job.validation, self.state.position, self.state.evaluations
         if data is None or (evaluations and evaluations[-1].step == position.step):
             return
@@ -461,7 +461,7 @@ class Training(Generic[BatchT]):
             self.best_weights = self.learner.weights()
 
     def _due(self) -> bool:
-        """Whether steps or time ask for a checkpoint; several processes, whose clocks differ, go by their steps."""
+        """Whether a checkpoint is due by steps or time; only by steps with several processes, whose clocks differ."""
         if self.state.position.step % self.job.checkpoint_every == 0:
             return True
         return self.folder is not None and self.runtime.ranks.size == 1 and monotonic() - self.saved >= self.pause

@@ -1,4 +1,4 @@
-"""How a model is trained: settings, schedule, which parameters at which rate; `presets.yaml` has the paper's."""
+"""Training settings: schedule, trained parameters and their learning rates; `presets.yaml` has the paper's recipes."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ AnySeed = Annotated[int, Range(0)]
 
 @cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
-    """The settings of the paper's recipes by name, from `presets.yaml`, which is read on first use."""
+    """Settings of the paper's recipes by name, from `presets.yaml`, read on first use."""
     text = Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
     declared: dict[str, dict[str, Any]] = require("yaml", extra="data").safe_load(text)
     return declared["presets"]
@@ -41,7 +41,7 @@ class RandAugment(Checked):
     """RandAugment settings for the data pipeline: operations per image, and their magnitude."""
 
     operations: Counted = 2
-    magnitude: Annotated[int, Range(0, 30)] = 12  # torchvision has so many
+    magnitude: Annotated[int, Range(0, 30)] = 12  # torchvision's range
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Recipe(Checked):
 
     @property
     def changes_images(self) -> bool:
-        """Whether it is meant for images that are changed at random; RandAugment comes after crops and mirroring."""
+        """Whether it is meant for randomly changed images; RandAugment is applied after crops and mirroring."""
         return self.augment or self.rand_augment is not None
 
     def plan(self, batches: int | None) -> tuple[int, int]:
@@ -179,14 +179,14 @@ class Recipe(Checked):
             total = self.epochs * math.ceil(batches / self.gradient_accumulation)
         else:
             raise ConfigError(f"{self.epochs} epochs of training data that has no length; give steps instead")
-        # a fraction is rounded up, but 0.07 · 100 is 7, not 8
+        # a fraction is rounded up; without rounding errors: 0.07 · 100 is 7, not 8
         warmup = self.warmup if isinstance(self.warmup, int) else math.ceil(round(self.warmup * total, 9))
         if warmup >= max(total, 1):
             raise ConfigError(f"Recipe.warmup takes {warmup} updates and the whole training {total}; shorten it")
         return total, warmup
 
     def check_kind(self, kind: str) -> None:
-        """Refuse a recipe that changes images for a model that reads texts."""
+        """Raise if the recipe changes images but the model reads texts."""
         if self.changes_images and kind != "image":
             raise ConfigError(
                 f"the recipe changes images at random (augment {self.augment}, rand_augment {self.rand_augment}), but "
@@ -194,7 +194,7 @@ class Recipe(Checked):
             )
 
     def check(self, model: Ensemble, train: Batches | None, validation: Batches | None) -> None:
-        """Refuse a recipe that cannot train this model (or text tower) on these data; `build` asks early."""
+        """Raise if the recipe cannot train this model (or text tower) on these data; `build` calls this early."""
         if train is not None:
             self.plan(length_of(train))
             self._warn_if_unchanged(train)
@@ -217,10 +217,10 @@ class Recipe(Checked):
             )
 
     def _warn_of_freedom(self, model: Ensemble, trained: Sequence[str]) -> None:
-        """Warn of what trains here and would not elsewhere: frozen parameters, and layers that are one (ALBERT)."""
+        """Warn of parameters that train here but would not elsewhere: frozen ones, and tied layers (ALBERT)."""
         free = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         frozen = [name for name in trained if not free[name]]
-        if frozen and any(free.values()):  # a model that is frozen as a whole was meant to answer, not to stay so
+        if frozen and any(free.values()):  # a model frozen as a whole was prepared for inference
             warn(
                 f"{len(frozen)} of the {len(trained)} parameters that train are frozen in the given model "
                 f"(requires_grad=False, first {frozen[0]}), and train anyway: train_groups and last_blocks of "
@@ -239,9 +239,9 @@ class Recipe(Checked):
             )
 
     def _warn_if_unchanged(self, train: Batches) -> None:
-        """Warn of training images that come by a model's own preprocessing, where they are meant to be changed.
+        """Warn if the recipe is meant for randomly changed images but the loader uses the model's plain preprocessing.
 
-        Of other loaders nobody knows what they do; whoever makes those has to see to it.
+        What other loaders do is unknown; their authors are responsible.
         """
         if self.changes_images and isinstance(getattr(train, "preprocess", None), ImagePreprocessing):
             warn(
@@ -299,9 +299,9 @@ def trainable_state(model: nn.Module, device: torch.device) -> dict[str, Tensor]
 def make_optimizer(
     trained: Mapping[str, nn.Parameter], recipe: Recipe, shares: Mapping[str, float], spared: Collection[str] = ()
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over parameters by name; it is given a learning rate before every update.
+    """The recipe's optimizer for parameters by name; the learning rate is set before every update.
 
-    `shares` are learning rates over the recipe's, where they are not 1. A logit scale and those `spared` never decay.
+    `shares` are multiples of the recipe's learning rate, 1 by default. Logit scales and `spared` names have no decay.
     """
     groups: dict[tuple[float, float], dict[str, Any]] = {}  # by share of the rate, and weight decay
     for name, parameter in trained.items():

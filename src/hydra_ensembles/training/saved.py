@@ -1,4 +1,4 @@
-"""Saved training state: position and tensors, with digests; only the same run resumes from it."""
+"""Saved training state: position and tensors, with digests; only the same run can resume from it."""
 
 import hashlib
 import json
@@ -28,17 +28,17 @@ class Validation:
     epoch: int
     accuracy: float
     nll: float
-    by_nll: bool = field(default=False, metadata=ADDED_LATER)  # whether the NLL says what is better, not the accuracy
+    by_nll: bool = field(default=False, metadata=ADDED_LATER)  # whether NLL decides what is better, not accuracy
 
     @property
     def merit(self) -> tuple[float, float]:
-        """Larger is better: higher accuracy, and where equal, lower NLL; or the other way round."""
+        """Larger is better: accuracy first, then lower NLL; with `by_nll` in the opposite order."""
         return (-self.nll, self.accuracy) if self.by_nll else (self.accuracy, -self.nll)
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: updates made, epochs finished, batches read of the present epoch."""
+    """Position of a run: updates made, epochs finished, batches read in the current epoch."""
 
     step: int = 0
     epoch: int = 0
@@ -47,16 +47,16 @@ class Position:
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything a run needs to go on, besides tensors: the content of `checkpoint.json`."""
+    """Everything needed to resume a run, besides tensors: the content of `checkpoint.json`."""
 
-    fingerprint: Mapping[str, Any]  # what the run was started with; a checkpoint serves only the same
+    fingerprint: Mapping[str, Any]  # what the run was started with; only an identical run may resume
     position: Position = Position()
-    evaluations: tuple[Validation, ...] = ()  # the journal of the run
-    best: Validation | None = None  # the one whose weights are kept; of equal ones, the first
-    waited: int = 0  # validations in a row that brought no improvement over `reference`
-    reference: float | None = None  # the last accuracy (or minus NLL) that did; None before the first validation
+    evaluations: tuple[Validation, ...] = ()  # journal of the run
+    best: Validation | None = None  # of equal ones the first; its weights are kept
+    waited: int = 0  # validations in a row without improvement over `reference`
+    reference: float | None = None  # accuracy (or minus NLL) of the last improvement; None before the first validation
     finished: bool = False  # whether the result is final
-    files: Mapping[str, str] = field(default_factory=dict)  # of tensors, by what they hold
+    files: Mapping[str, str] = field(default_factory=dict)  # tensor files, by content
     checksums: Mapping[str, str] = field(default_factory=dict, metadata=ADDED_LATER)  # SHA-256 of each file
     format: Literal["hydra-ensembles fine-tuning 1"] = "hydra-ensembles fine-tuning 1"
 
@@ -72,11 +72,11 @@ class RunState:
         )
 
     def check(self) -> None:
-        """Refuse what no run can have written."""
+        """Raise if the state is inconsistent."""
         position = self.position
         counts = (position.step, position.epoch, position.batch, self.waited)
         expected = {"result"} if self.finished else {"current"} if self.best is None else {"current", "best"}
-        checksummed = self.checksums.keys() in (set(), set(self.files.values()))  # files of before have none
+        checksummed = self.checksums.keys() in (set(), set(self.files.values()))  # older checkpoints have none
         if min(counts) < 0 or self.files.keys() != expected or not checksummed:
             raise CheckpointError(
                 f"{INDEX} is at {position} with files of {sorted(self.files)}; expected are counts from 0 and files of "
@@ -85,7 +85,7 @@ class RunState:
 
 
 def require_layout(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of other names, shapes or types than `expected`: they would be of another model."""
+    """Raise if names, shapes or dtypes differ from `expected`: the tensors belong to another model."""
     in_file, in_model = (
         {name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors.items()}
         for tensors in (saved, expected)
@@ -99,7 +99,7 @@ def require_layout(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 @contextmanager
 def usable(folder: Path) -> Iterator[None]:
-    """Whatever is wrong with a checkpoint becomes an error that says what to delete."""
+    """Turn errors of a checkpoint into a `CheckpointError` that says what to delete."""
     try:
         yield
     except (ValueError, SafetensorError) as error:
@@ -109,9 +109,9 @@ def usable(folder: Path) -> Iterator[None]:
 
 
 def read_state(folder: Path, fingerprint: Mapping[str, Any]) -> RunState | None:
-    """The saved state of a run, or None when there is none; a state of another run is refused.
+    """The saved state of a run, or None if there is none; raises for the state of another run.
 
-    A run is at one learning rate. Which others were to be tried is no part of it, so a grid may lose or gain some.
+    A run has one learning rate. The other rates of the grid are not part of it, so the grid may change.
     """
     path = folder / INDEX
     if not path.exists():
@@ -125,7 +125,7 @@ def read_state(folder: Path, fingerprint: Mapping[str, Any]) -> RunState | None:
 
 
 def _at_its_rate(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run was started with, but for the rates of its recipe: its own has a place beside it."""
+    """The fingerprint without the rates of the recipe: the run's own is stored separately, as `rate`."""
     others = {} if "rate" not in fingerprint else dict.fromkeys(("grid", "learning_rate"))
     recipe = fingerprint.get("recipe")
     return {**fingerprint, "recipe": {**recipe, **others} if isinstance(recipe, Mapping) else recipe}
@@ -134,9 +134,9 @@ def _at_its_rate(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 def read_tensors(
     folder: Path, state: RunState, trained: Mapping[str, Tensor]
 ) -> tuple[RunState, dict[str, dict[str, Tensor]]]:
-    """The tensors of every file that a state names, by what they hold; and the state with all checksums.
+    """The tensors of every file in the state, by content, and the state with all checksums.
 
-    No file is larger than three times what is `trained`, which is what an optimizer keeps, and some room for names.
+    The maximum file size is three times the trained tensors, for weights and AdamW's state, and some room for names.
     """
     tensors, checksums = {}, {}
     most = 3 * sum(tensor.nbytes for tensor in trained.values()) + (len(trained) << 12) + (1 << 20)
@@ -153,7 +153,7 @@ def read_tensors(
 
 
 def write_state(folder: Path, state: RunState, tensors: Mapping[str, Mapping[str, Tensor]]) -> RunState:
-    """Save a state with its tensors, and give it back with their files; those not given anew stay in use."""
+    """Save the state with its tensors; return it with the new files. Files of other parts stay in use."""
     files, checksums = dict(state.files), dict(state.checksums)
     for part, weights in tensors.items():
         files[part] = f"{part}-{state.position.step}-{state.position.epoch}.safetensors"
@@ -167,7 +167,7 @@ def write_state(folder: Path, state: RunState, tensors: Mapping[str, Mapping[str
 
 
 def remove_unused(folder: Path, state: RunState) -> None:
-    """Take away tensors that the state does not name: those it replaced."""
+    """Delete tensor files that the state does not name, because it replaced them."""
     for path in folder.glob("*.safetensors"):
         if path.name not in state.files.values():
             path.unlink(missing_ok=True)

@@ -22,18 +22,18 @@ from ..model.ensemble import Ensemble
 from .loop import Job, Learner, Runtime, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state
 
-LARGEST_SCALE = 4.605170185988092  # log(100): where open_clip stops the logit scale
+LARGEST_SCALE = 4.605170185988092  # log(100), open_clip's maximum of the logit scale
 ROWS_AT_ONCE = 1024
 
-Pairs = tuple[Any, Any, Tensor | None]  # images (or features), texts, perhaps classes; where the loader put them
-Embeddings = tuple[Tensor, Tensor]  # of images and of texts, [B, e] each, of length one
+Pairs = tuple[Any, Any, Tensor | None]  # images (or features), texts, optional classes; on the loader's device
+Embeddings = tuple[Tensor, Tensor]  # images and texts, [B, e] each, normalised
 
 
 @torch.no_grad()
 def image_features(dual: DualEncoder, batches: Batches) -> Tensor:
-    """What the image projection of a dual encoder with one member takes, `[N, d]`, on the encoder's device.
+    """Input of the image projection of a dual encoder with one member, `[N, d]`, on the encoder's device.
 
-    Batches are what `encode_image` takes, without texts and labels; the tower runs in evaluation mode.
+    Batches are inputs of `encode_image`, without texts and labels; the tower runs in evaluation mode.
     """
     with dropping(False):
         parts = [features_of(dual.image, images, f"batch {index}") for index, images in enumerate(batches)]
@@ -43,7 +43,7 @@ def image_features(dual: DualEncoder, batches: Batches) -> Tensor:
 
 
 def features_of(tower: Ensemble, images: Any, where: str) -> Tensor:
-    """Features `[B, d]` of what a tower takes, or the features themselves where they were computed before."""
+    """Features `[B, d]` of a tower's inputs; precomputed features are checked and returned."""
     if not (isinstance(images, Tensor) and images.dim() == 2):
         return cast(Tensor, tower(tower.prepare(images)))[0]  # [1, B, d] to [B, d]
     width = output_width(tower.config)
@@ -58,20 +58,20 @@ def features_of(tower: Ensemble, images: Any, where: str) -> Tensor:
 def contrastive_loss(
     images: Tensor, texts: Tensor, logit_scale: Tensor, labels: Tensor | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Mean of the cross-entropies of every image over all texts and of every text over all images.
+    """Mean of two cross-entropies: of every image over all texts, and of every text over all images.
 
-    The target of a row is spread evenly over its positives. Where all labels differ, this is CLIP's loss.
+    The target of a row is spread evenly over its positives. If all labels differ, this is CLIP's loss.
 
     Args:
-        images: Embeddings of length one, `[N, e]`.
+        images: Normalised embeddings, `[N, e]`.
         texts: Likewise, `[N, e]`; text i describes image i.
         logit_scale: Logarithm of the scale of the cosines, one number.
-        labels: Class of every pair, `[N]`; pairs of one class are positives of each other. None: each pair alone.
-        label_smoothing: Of both cross-entropies.
+        labels: Class of every pair, `[N]`; pairs of the same class are positives of each other. None: each pair alone.
+        label_smoothing: For both cross-entropies.
     """
     logits = logit_scale.exp() * (images @ texts.T)  # [N, N]: images in rows, texts in columns
     classes = torch.arange(len(images), device=images.device) if labels is None else labels
-    target = (classes[:, None] == classes[None, :]).to(logits.dtype)  # [N, N]: who belongs together
+    target = (classes[:, None] == classes[None, :]).to(logits.dtype)  # [N, N]: which pairs are positives
     target = target / target.sum(1, keepdim=True)  # symmetric, so it serves both directions
     of_images = F.cross_entropy(logits, target, label_smoothing=label_smoothing)
     of_texts = F.cross_entropy(logits.T, target.T, label_smoothing=label_smoothing)
@@ -80,7 +80,7 @@ def contrastive_loss(
 
 @torch.no_grad()
 def retrieval(images: Tensor, texts: Tensor, logit_scale: Tensor, labels: Tensor | None) -> tuple[float, float]:
-    """Share of images whose nearest text is of their class, and the mean NLL of all texts of their class."""
+    """Share of images whose nearest text has their class, and mean NLL of all texts of their class."""
     classes = torch.arange(len(images), device=images.device) if labels is None else labels
     right, nll = 0, 0.0
     for rows in torch.arange(len(images), device=images.device).split(ROWS_AT_ONCE):
@@ -92,7 +92,7 @@ def retrieval(images: Tensor, texts: Tensor, logit_scale: Tensor, labels: Tensor
 
 
 def read_pairs(raw: Any, name: str, index: int = 0) -> Pairs:
-    """Take `(images, texts, labels)` or `(images, texts)` apart; as many of each, or it is a `DataError`."""
+    """Split `(images, texts, labels)` or `(images, texts)`; raise `DataError` if their lengths differ."""
     where = f"batch {index} of {name}"
     if not isinstance(raw, list | tuple) or len(raw) not in (2, 3):
         raise DataError(f"{where} is a {type(raw).__name__}; expected (images, texts, labels), or (images, texts)")
@@ -109,7 +109,7 @@ def read_pairs(raw: Any, name: str, index: int = 0) -> Pairs:
 
 
 def _count(samples: Any) -> int | None:
-    """How many samples there are in a list, a tensor, or a mapping of them; None where there cannot be any."""
+    """Number of samples in a list, a tensor, or a mapping of them; None for other types."""
     first = next(iter(samples.values()), ()) if isinstance(samples, Mapping) else samples
     if isinstance(first, Tensor | np.ndarray):
         return len(first) if first.ndim else None
@@ -117,10 +117,10 @@ def _count(samples: Any) -> int | None:
 
 
 class TextLearner(Learner[Pairs]):
-    """A copy of a dual encoder in training: in float32 (or float64), all but what learns is frozen.
+    """A copy of a dual encoder in training: in float32 (or float64), frozen except for what the recipe trains.
 
-    Groups and blocks of the recipe are those of the text tower, the text projection is `readout`; the image projection
-    learns where asked, at a rate of its own as the logit scale does, the image tower never.
+    Groups and blocks of the recipe refer to the text tower; the text projection belongs to `readout`. The image
+    projection trains if requested; it and the logit scale have their own rate. The image tower never trains.
     """
 
     def __init__(
@@ -141,20 +141,20 @@ class TextLearner(Learner[Pairs]):
                 rates[name] = projection_rate
             parameter.requires_grad_(learns)
         super().__init__(self.model, recipe, runtime, rates)
-        scale = self.model.logit_scale.item()  # of SigLIP it is above log(100): cut at once, probabilities would change
+        scale = self.model.logit_scale.item()  # SigLIP's exceeds log(100): clamping would change probabilities at once
         self.bounds = min(0.0, scale), max(LARGEST_SCALE, scale)
         self.model.eval()
-        self.model.text.train(any(name.startswith("text.") for name in self.trained))  # frozen: no dropout
+        self.model.text.train(any(name.startswith("text.") for name in self.trained))  # no dropout if frozen
 
     def read(self, raw: Any, index: int) -> Pairs:
-        """Images, texts and perhaps labels."""
+        """Images, texts and optional labels."""
         return read_pairs(raw, "train", index)
 
     def backward(self, group: list[Pairs], seed: int) -> Tensor:
-        """The gradients of the loss over the pairs of all batches of all ranks together."""
+        """Gradients of the loss over the pairs of all batches of all ranks together."""
         sides = [self._inputs(batch, f"batch {index} of the update") for index, batch in enumerate(group)]
         seeds = [derive_seed(seed, index, self.runtime.ranks.rank) for index in range(len(group))]
-        with torch.set_grad_enabled(len(group) == 1):  # one batch is run once, with its gradients
+        with torch.set_grad_enabled(len(group) == 1):  # with one batch, embed once, with gradients
             embeddings = [self._embed(*side, own_seed) for side, own_seed in zip(sides, seeds, strict=True)]
         loss, gradients = self._loss(embeddings, _joined([labels for *_, labels in group], self.runtime))
         for index, gradient in enumerate(gradients):
@@ -166,7 +166,7 @@ class TextLearner(Learner[Pairs]):
         return loss
 
     def update(self, group: list[Pairs], rate: float, seed: int) -> float:
-        """One step of the optimizer; the logit scale is kept between 0 and log(100), or where it began beyond them."""
+        """One optimizer step; the logit scale stays between 0 and log(100), or within its initial value beyond them."""
         loss = super().update(group, rate, seed)
         with torch.no_grad():
             self.model.logit_scale.clamp_(*self.bounds)
@@ -174,7 +174,7 @@ class TextLearner(Learner[Pairs]):
 
     @torch.no_grad()
     def measure(self, validation: Batches) -> tuple[float, float]:
-        """How often the text nearest to an image is of its class, and the NLL of that, over the whole data."""
+        """How often the text nearest to an image has its class, and the NLL, over the whole data."""
         embeddings, classes = [], []
         with evaluation_mode(self.model):
             for index, raw in enumerate(validation):
@@ -201,7 +201,7 @@ class TextLearner(Learner[Pairs]):
         return image, text
 
     def _loss(self, embeddings: list[Embeddings], labels: Tensor | None) -> tuple[Tensor, list[Embeddings]]:
-        """The loss over everything, and the gradients of this process's embeddings, batch by batch."""
+        """The loss over all pairs, and the gradients of this rank's embeddings, per batch."""
         ranks = self.runtime.ranks
         sizes = [len(image) for image, _ in embeddings]
         leaves, start = [], 0
@@ -217,7 +217,7 @@ class TextLearner(Learner[Pairs]):
         return loss.detach(), list(zip(images[rows].split(sizes), texts[rows].split(sizes), strict=True))
 
     def _exchange(self) -> None:
-        """Sum the gradients over all processes; that of the scale is whole in each of them."""
+        """Sum gradients over all ranks; every rank has the full gradient of the logit scale, so that is averaged."""
         for name, parameter in self.trained.items():
             if parameter.grad is not None:
                 total = self.runtime.ranks.total(parameter.grad)
@@ -225,9 +225,9 @@ class TextLearner(Learner[Pairs]):
 
 
 def _joined(labels: list[Tensor | None], runtime: Runtime) -> Tensor | None:
-    """Labels of several batches in one tensor, None where there are none; refused where only some batches have them.
+    """Concatenate the labels of several batches; None if no batch has any, `DataError` if only some have.
 
-    Every rank counts the batches of all: one that found this out alone would leave the others waiting for it.
+    Counts are summed over all ranks: if only one rank raised, the others would wait for it forever.
     """
     present = [batch for batch in labels if batch is not None]
     counts = torch.tensor([len(present), len(labels)], device=runtime.device)
