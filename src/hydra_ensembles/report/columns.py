@@ -1,4 +1,4 @@
-"""The columns of a comparison: the paper's, costs, and what a model with fitted familiarity declines."""
+"""The columns of a comparison: the paper's, costs, and abstentions of models with fitted familiarity."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class Column:
         key: Name of the number in `Evaluation.numbers`, a field of `Cost`, or `heads`.
         title: Heading.
         group: Heading above several columns; empty for none.
-        better: Which way is better.
+        better: Which direction is better.
         digits: Digits after the point.
-        scale: Factor before writing: 100 for percent, 1e-6 for millions.
-        suffix: Written after the number.
-        ranked: Whether the best is marked; not where methods do not compare.
+        scale: Factor applied before printing: 100 for percent, 1e-6 for millions.
+        suffix: Printed after the number.
+        ranked: Whether to mark the best; False if the methods are not comparable.
     """
 
     key: str
@@ -35,18 +35,18 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """Title and an arrow to where better is."""
+        """Title with an arrow in the better direction."""
         return self.title + {"higher": " ↑", "lower": " ↓", "neither": ""}[self.better]
 
     def number(self, value: float) -> str:
-        """A number as the table shows it; counts of a small model are not shown as nothing."""
+        """Format a number; small nonzero counts are not rounded to zero."""
         text = f"{value * self.scale:.{self.digits}f}"
         if float(text) == 0:
             text = text.removeprefix("-") if self.scale >= 1 or not value else f"{value * self.scale:.1g}"
         return text
 
     def write(self, value: float, spread: float | None = None) -> str:
-        """What a cell says: a number, perhaps with its spread."""
+        """Format a number, optionally with its spread."""
         text = self.number(value)
         return text + self.suffix if spread is None else f"{text} ± {spread * self.scale:.{self.digits}f}{self.suffix}"
 
@@ -82,11 +82,11 @@ DIVERSITY = (
     Column("all.mutual_information", "MI", "OOD", digits=3),
     Column("all.disagreement", "DI", "OOD", digits=3),
 )
-"""Mutual information and disagreement, in distribution and out of it."""
+"""Mutual information and disagreement, on ID and OOD data."""
 
 
 def set_columns(names: Sequence[str], fitted: Sequence[str] = ()) -> tuple[Column, ...]:
-    """Detection columns of single OOD sets, for a table that takes a mean apart.
+    """Detection columns of single OOD sets, for a table that breaks down a mean.
 
     Args:
         names: The sets.
@@ -111,11 +111,11 @@ _DECLINED = "Declined %"
 
 
 def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> tuple[Column, ...]:
-    """What a comparison of these shows by default: `COLUMNS`, and what familiarity adds to them.
+    """Default columns for these evaluations: `COLUMNS`, and what familiarity adds.
 
-    If a model has fitted feature scores, their AUROC; and if it also declines by them, the share of the
-    in-distribution set that is accepted, and the share of each group that is declined for either reason. Those are
-    ranked only if all promise to accept the same share. `sets` are OOD sets to show by themselves.
+    If a model has fitted feature scores: their AUROC. If it also abstains by them: the share of the in-distribution
+    set that is accepted, and the share of each group that is declined for either reason. These are ranked only if all
+    models promise to accept the same share. `sets` are OOD sets to show individually.
     """
     runs = list(evaluations)
     fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))
@@ -136,7 +136,7 @@ def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> 
 
 
 def promise(run: Evaluation) -> tuple[float, int] | None:
-    """The share that each threshold of a model promises to accept, and how many thresholds it has; None without."""
+    """The share that each threshold of a model promises to accept, and its number of thresholds; None without any."""
     selective, calibration = run.selective, run.model.calibration
     if selective is None or calibration is None:
         return None

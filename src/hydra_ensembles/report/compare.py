@@ -1,4 +1,4 @@
-"""Evaluations side by side: what is compared with what, and the notes a reader needs."""
+"""Comparison of evaluations: checks that they are comparable, and the notes a reader needs."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ from ..schema import from_plain, to_plain
 from .columns import Column, columns_for, promise
 from .table import Cell, Comparison, tabulated
 
-_BY_TEMPERATURE = ("brier", "nll", "ece", "aece")  # numbers that a calibration changes
+_BY_TEMPERATURE = ("brier", "nll", "ece", "aece")  # metrics that calibration changes
 
 Runs = Mapping[str, Evaluation | Sequence[Evaluation]] | Iterable[Evaluation]
 
@@ -75,10 +75,10 @@ def compare(
 
 
 def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
-    """Evaluations by method name, in the order given; none at all is a `DataError`.
+    """Evaluations by method name, in the given order; raises `DataError` if there are none.
 
-    Those that bring their names are runs of one method where the names are equal, so these must be of models of one
-    make; those that nobody named are told apart by numbers. Whoever gives a mapping has said what belongs together.
+    In a list, equal names are runs of one method, so their models must match; unnamed evaluations are numbered. A
+    mapping is taken as it is: the caller decided what belongs together.
     """
     methods: dict[str, list[Evaluation]] = {}
     if isinstance(evaluations, Mapping):
@@ -99,7 +99,7 @@ def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
 
 
 def _require_one_method(name: str, runs: Sequence[Evaluation]) -> None:
-    """Refuse evaluations of one name that are not runs of one method."""
+    """Raise if evaluations with the same name are not runs of one method."""
     advice = "name them apart, by name= (--name) of evaluate; or give compare a mapping, {name: evaluation or runs}"
     first, *others = (_make(run) for run in runs)
     for other in others:
@@ -109,14 +109,14 @@ def _require_one_method(name: str, runs: Sequence[Evaluation]) -> None:
 
 
 def _make(run: Evaluation) -> dict[str, Any]:
-    """What the models of one method have in common; seeds keep as many heads, and not always the same."""
+    """What all models of a method share; seeds keep equally many heads, but not always the same."""
     model = run.model
     plain = {key: getattr(model, key) for key in ("kind", "source", "members", "classes", "parameters")}
     return {**plain, "heads": model.heads_label, "calibrated": _is_calibrated(run)}
 
 
 def _is_calibrated(run: Evaluation) -> bool:
-    """Whether a temperature has changed the probabilities."""
+    """Whether a temperature changes the probabilities."""
     return run.model.calibration is not None and any(value != 1.0 for value in run.model.calibration.temperature)
 
 
@@ -125,7 +125,7 @@ def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell
         labels = {run.model.heads_label for run in runs} - {None}
         return Cell(" / ".join(sorted(map(str, labels))) or "–")
     numbers = [run.numbers().get(column.key) for run in runs]
-    varies = any(value is not None for value in numbers)  # what a method costs does not vary with the seed
+    varies = any(value is not None for value in numbers)  # costs do not vary with the seed
     if not varies:
         numbers = [cost_of(run, cost, column.key) for run in runs]
     values = [float(value) for value in numbers if value is not None]
@@ -137,14 +137,14 @@ def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell
 
 
 def cost_of(run: Evaluation, cost: Cost | None, key: str) -> float | None:
-    """A cost as it was measured, else as the model knows it; None where nobody does."""
+    """A cost: as measured, otherwise from the model; None if unknown."""
     measured = getattr(cost, key, None)
     value = getattr(run.model, key, None) if measured is None else measured
     return value if isinstance(value, int | float) else None
 
 
 def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool) -> tuple[str, ...]:
-    """Notes on what was compared, after checking that it may be."""
+    """Check that the evaluations are comparable; return notes on the data and the methods."""
     everything = [(name, run) for name, runs in methods.items() for run in runs]
     first_name, first = everything[0]
     notes = [_data_note(first)]
@@ -169,10 +169,10 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
 
 
 def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: bool) -> list[str]:
-    """Which methods saw, or may have seen, other samples than the first, in sets of one name and size."""
+    """Notes on methods that saw, or may have seen, other samples than the first in sets of equal name and size."""
     (first_name, first), *others = everything
     notes = []
-    unknown: dict[str, None] = {}  # names, each once
+    unknown: dict[str, None] = {}  # ordered set of names
     for name, run in others:
         same = [key for key, count in run.samples.items() if first.samples.get(key) == count]
         differing = unlike(run.traces, first.traces, same)
@@ -191,19 +191,19 @@ def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: 
 
 
 def _mismatch(what: str, allowed: bool) -> str:
-    """The note on data that are not the same, where such may be compared."""
+    """Return the note on different data if that is allowed, otherwise raise."""
     if not allowed:
         raise DataError(f"{what}; evaluate both on the same data, or allow the mismatch")
     return f"Not the same data: {what}."
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first names of sets, and how many there are besides."""
+    """The first three names, and the number of further ones."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
-    """Which methods are calibrated, where others are not."""
+    """A note on which methods are calibrated, if not all or none are."""
     found = {name: {_is_calibrated(run) for run in runs} for name, runs in methods.items()}
     if len(set().union(*found.values())) == 1:
         return ""
@@ -214,7 +214,7 @@ def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
 
 
 def _reuse_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
-    """Which methods were measured on samples that they were trained or calibrated on."""
+    """A note on methods that were measured on samples they were trained or calibrated on."""
     shares = {name: max((run.reused or 0.0 for run in runs), default=0.0) for name, runs in methods.items()}
     listed = ", ".join(f"{name}, {about(share)}" for name, share in shares.items() if share)
     made = "trained the model, or fitted calibration or familiarity"
@@ -222,7 +222,7 @@ def _reuse_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
 
 
 def _decline_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
-    """What a share that is declined means, where a model declines for two reasons."""
+    """A note on declined shares, if a model can abstain for two reasons."""
     everything = [(name, run) for name, runs in methods.items() for run in runs]
     if not any(run.selective is not None and run.selective.familiarity is not None for _, run in everything):
         return ""
@@ -244,10 +244,10 @@ def _data_note(evaluation: Evaluation) -> str:
         groups.setdefault("OOD" if result.group == "ungrouped" else result.group, []).append(name)
     sets = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
     samples, right, common = evaluation.id.samples, evaluation.id.accuracy, evaluation.id.commonest
-    share = (samples * right + 2) / (samples + 4)  # Agresti and Coull: not 1 where all are right
+    share = (samples * right + 2) / (samples + 4)  # Agresti-Coull: not 1 if all are correct
     known = f"accuracy to ±{196 * math.sqrt(share * (1 - share) / (samples + 4)):.2g} points (95 %)"
     text = f"In distribution: {evaluation.id_name} ({samples:,} samples), which tell {known}."
-    if common is not None and 1 - right >= (1 - common) / 2:  # half the mistakes of a model that has learned nothing
+    if common is not None and 1 - right >= (1 - common) / 2:  # at least half the errors of a constant answer
         text += f" To name the most frequent class always is right on {100 * common:.4g} %."
     if not sets:
         return text
@@ -263,7 +263,7 @@ def save_costs(path: str | Path, costs: Iterable[Cost]) -> None:
 
 
 def load_costs(path: str | Path) -> tuple[Cost, ...]:
-    """Read what `save_costs` wrote.
+    """Read a file that `save_costs` wrote.
 
     Raises:
         DataError: The file is missing or holds something else.

@@ -1,4 +1,4 @@
-"""The plots of a report, drawn by matplotlib as SVG that follows the page: its colours become the page's variables."""
+"""The plots of a report, drawn by matplotlib as SVG; its colours become CSS variables of the page."""
 
 import html
 import io
@@ -13,19 +13,19 @@ from ..evaluation.evaluation import Curve, Evaluation
 
 _NAMES = ("ink", "soft", "muted", "rule", "over", "under", *(f"c{series}" for series in range(8)))
 _INK = {name: f"#fe{index:02x}dc" for index, name in enumerate(_NAMES)}
-"""A colour that stands for each variable of the page while matplotlib draws."""
+"""Placeholder colour for each CSS variable while matplotlib draws."""
 
 _LIGHT = {"ink": "#1c2330", "soft": "#475467", "muted": "#6b7482", "rule": "#e3e0d8", "c0": "#2563c9", "c1": "#d1571b"}
-"""The colours of a figure that stands alone: those of the page in daylight."""
+"""The colours of a standalone figure: the page's light theme."""
 
-_LEFT, _RIGHT, _TOP = 44, 12, 12  # margins of a plot, in the figure's own units (about pixels on a phone)
+_LEFT, _RIGHT, _TOP = 44, 12, 12  # margins of a plot, in figure units (about pixels on a phone)
 _QUARTERS = (0, 0.25, 0.5, 0.75, 1)
 Fronts = Mapping[str, tuple[Mapping[str, float], Sequence[str]]]  # by title: values by name, and names on the front
 
 
 @contextmanager
 def _plain_matplotlib() -> Iterator[None]:
-    """Matplotlib as it comes, whatever the user's own settings are, with text that stays text, dollars in it too."""
+    """Default matplotlib settings, whatever the user's are; text stays text, also with dollar signs."""
     matplotlib = require("matplotlib", extra="report")
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -36,13 +36,13 @@ def _plain_matplotlib() -> Iterator[None]:
 
 
 def colour(index: int) -> str:
-    """Name of the CSS variable of a series."""
+    """Name of the CSS variable for a series."""
     return f"c{index % 8}"
 
 
 @_plain_matplotlib()
 def reliability(name: str, evaluation: Evaluation, series: int) -> str:
-    """Accuracy against confidence, with the share of the samples in each bin below."""
+    """Accuracy against confidence, with the share of samples per bin below."""
     bins, result = evaluation.figures.reliability, evaluation.id
     width = 1 / len(bins.count)
     ink = _INK[colour(series)]
@@ -69,7 +69,7 @@ def reliability(name: str, evaluation: Evaluation, series: int) -> str:
 
 @_plain_matplotlib()
 def histogram(name: str, evaluation: Evaluation, set_name: str) -> str:
-    """How the uncertainty score is distributed in distribution and on one OOD set."""
+    """Distribution of the uncertainty score on ID data and on one OOD set."""
     figures = evaluation.figures
     result = evaluation.ood[set_name]
     figure = _figure(340, 220)
@@ -99,9 +99,9 @@ def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str) -> str:
 
 @_plain_matplotlib()
 def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
-    """Error among the answered inputs, against the share that is answered."""
+    """Error rate among answered inputs, against the share that is answered."""
     curves = {name: run.figures.risk_coverage for name, run in methods.items()}
-    # the first few answered samples make any risk look wild; the scale follows what comes after them
+    # with very few answers the risk is noisy; the scale ignores coverage below 10 %
     settled = [y for curve in curves.values() for x, y in zip(curve.x, curve.y, strict=True) if x >= 0.1]
     top = max([*settled, 1e-3]) * 1.08
     figure = _figure(446, 270)
@@ -116,7 +116,7 @@ def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
 
 @_plain_matplotlib()
 def draw_fronts(prices: Mapping[str, float], fronts: Fronts, *, chosen: str, given: str, limit: float) -> str:
-    """Price against values, a plot below the other, with the front as a line: an SVG file of its own."""
+    """Price against each value, one plot below the other, with the front as a line; a standalone SVG file."""
     height, labels = 190, []
     figure = _figure(446, (height + 62) * len(fronts))
     for number, (title, (values, names)) in enumerate(fronts.items()):
@@ -141,7 +141,7 @@ def draw_fronts(prices: Mapping[str, float], fronts: Fronts, *, chosen: str, giv
     for name, colour_ in _LIGHT.items():
         svg = svg.replace(f"var(--{name})", colour_)
     head, drawing = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).split(">", 1)
-    return f'{head}><rect width="100%" height="100%" fill="#ffffff" />{drawing}'  # it may be shown on a dark page
+    return f'{head}><rect width="100%" height="100%" fill="#ffffff" />{drawing}'  # white background, for dark pages
 
 
 def _figure(width: float, height: float) -> Any:
@@ -168,7 +168,7 @@ def _axes(figure: Any, height: float, x_label: str, y_label: str, *, percent: st
 
 
 def _lines(axes: Any, curves: Mapping[str, Curve | None], focus: str) -> None:
-    """A curve for each method, the one in focus strong and on top."""
+    """One curve per method; the one in focus is bold and on top."""
     for index, (name, curve) in enumerate(curves.items()):
         if curve is not None:
             width, opacity, order = (2.6, 1, 4) if name == focus else (1.5, 0.75, 3)
@@ -176,7 +176,7 @@ def _lines(axes: Any, curves: Mapping[str, Curve | None], focus: str) -> None:
 
 
 def _svg(figure: Any, label: str) -> str:
-    """The drawing as an element of a page: text stays text, colours are variables, nothing refers to anything."""
+    """The figure as an inline SVG element: text stays text, colours are CSS variables, without references."""
     for artist in figure.findobj():
         artist.set_clip_on(False)
     buffer = io.StringIO()
@@ -187,13 +187,13 @@ def _svg(figure: Any, label: str) -> str:
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         element.attrib.pop("id", None)
-        if element.tag == "use":  # a marker: its shape stands where it is used
+        if element.tag == "use":  # a marker: replace the reference with the path itself
             move = f"translate({element.attrib['x']} {element.attrib['y']})"
             style = element.get("style", "")
             shape = next(value for name, value in element.items() if name.endswith("href")).removeprefix("#")
             element.tag = "path"
             element.attrib = {"d": shapes[shape], "transform": move, "style": style}
-        for name, value in element.items():  # places, to a hundredth of a pixel; numbers in texts stay as they are
+        for name, value in element.items():  # round coordinates to 0.01 pixels; numbers in text are unchanged
             element.attrib[name] = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", value)
     for parent in list(root.iter()):
         for definitions in parent.findall("defs"):
@@ -202,6 +202,6 @@ def _svg(figure: Any, label: str) -> str:
     text = ElementTree.tostring(root, "unicode")
     for name, ink in _INK.items():
         text = text.replace(ink, f"var(--{name})")
-    head, drawing = text.split(">", 1)  # the label comes last: no name in it is coloured
+    head, drawing = text.split(">", 1)  # added last, so that no name in the label is replaced
     words = html.escape(label)
     return f'{head} aria-label="{words}"><title>{words}</title>{drawing}'

@@ -1,7 +1,7 @@
-"""HTML pages, each one self-contained file: the report, which runs no script, and the head atlas.
+"""Self-contained HTML pages: the report, which runs no script, and the head atlas.
 
-`report.html.j2` and `atlas.html.j2` say what the pages look like and escape whatever they are given; here is what they
-are given.
+The templates `report.html.j2` and `atlas.html.j2` define the layout and escape all values; this module computes the
+values.
 """
 
 import base64
@@ -28,7 +28,7 @@ from .columns import Column, columns_for
 from .compare import Runs, compare, cost_of, group_runs
 from .table import Comparison
 
-ONE_TABLE = 12  # most columns the results may have before they are shown as two tables
+ONE_TABLE = 12  # maximum number of columns before the results are split into two tables
 FIRST_RUNS = "Figures, and the numbers beside them, are of the first run of each method."
 _TILES = {
     "accuracy": "Accuracy",
@@ -41,7 +41,7 @@ _TILES = {
     "ece": "Calibration error",
     "latency_ratio": "Latency",
 }
-_COSTS = {  # heading: key of the number, unit, how many there are in a unit
+_COSTS = {  # heading: key of the number, unit, size of the unit
     "Parameters stored": ("parameters", "M", 1e6),
     "Multiply-adds per input": ("multiply_adds", "G", 1e9),
     "Latency of a batch": ("latency_ms", "ms", 1),
@@ -172,7 +172,7 @@ _PICTURE = re.compile(r"data:image/(jpeg|png);base64,[A-Za-z0-9+/=]+")
 
 @cache
 def _templates(jinja: Any) -> Any:
-    """The pages, each read and compiled once."""
+    """The Jinja environment; templates are read and compiled once."""
     loader = jinja.FileSystemLoader(Path(__file__).parent)
     environment = jinja.Environment(
         loader=loader, autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -182,7 +182,7 @@ def _templates(jinja: Any) -> Any:
 
 
 def _write_page(path: Path, template: str, **values: Any) -> Path:
-    """Fill in a template."""
+    """Render a template to a file."""
     page = _templates(require("jinja2", extra="report")).get_template(template)
     write_atomically(path, str(page.render(version=__version__, **values)).encode())
     return path
@@ -191,10 +191,10 @@ def _write_page(path: Path, template: str, **values: Any) -> Path:
 def _tiles(
     comparison: Comparison, methods: Mapping[str, Sequence[Evaluation]], focus: str, baseline: str
 ) -> Iterator[dict[str, Any]]:
-    """The numbers a reader asks for first, against the baseline; better or worse where they differ significantly.
+    """The main numbers, with the change against the baseline; better or worse only if the difference is significant.
 
-    Chance moves both. How far together is not known here: they count as if by themselves, which says too little rather
-    than too much.
+    Both have sampling error. How correlated these are is unknown here, so they are treated as independent, which is
+    conservative.
     """
     ours, theirs = ({} if len(methods[name]) > 1 else methods[name][0].intervals for name in (focus, baseline))
     rows = {row.name: row.cells for row in comparison.rows}
@@ -208,7 +208,7 @@ def _tiles(
             continue
         interval = ours.get(key)
         if interval is not None and interval.low == interval.high:
-            interval = None  # all samples have the same, as where all are right: it says nothing
+            interval = None  # all samples have the same value, for example all correct: uninformative
         outcome, change = "", ""
         if other.value is not None and baseline != focus and column.ranked:
             amount = (cell.value - other.value) * column.scale
@@ -228,14 +228,14 @@ def _tiles(
 
 
 def _room(interval: Interval | None, up: bool) -> float:
-    """How far an interval goes up, or down, from its number; no way where there is none."""
+    """Distance from the value to the upper or lower end of its interval; 0 without an interval."""
     if interval is None:
         return 0.0
     return interval.high - interval.value if up else interval.value - interval.low
 
 
 def _table(comparison: Comparison, columns: Sequence[Column]) -> dict[str, Any]:
-    """Some columns of a comparison."""
+    """Some columns of a comparison, as data for a template."""
     positions = [comparison.columns.index(column) for column in columns]
     groups = [(group, len(list(members))) for group, members in groupby(columns, key=lambda column: column.group)]
     return {
@@ -246,7 +246,7 @@ def _table(comparison: Comparison, columns: Sequence[Column]) -> dict[str, Any]:
 
 
 def _costs(runs: Mapping[str, Evaluation], measured: Mapping[str, Cost]) -> dict[str, list[tuple[str, str, float]]]:
-    """Name, words and length in percent of each method's bar, for every kind of cost that somebody has."""
+    """Name, text and length in percent of each method's bar, for every cost that is known for some method."""
     kinds = {}
     for heading, (key, unit, size) in _COSTS.items():
         values = {name: cost_of(run, measured.get(name), key) for name, run in runs.items()}
@@ -259,7 +259,7 @@ def _costs(runs: Mapping[str, Evaluation], measured: Mapping[str, Cost]) -> dict
 
 
 def _detection(runs: Mapping[str, Evaluation], name: str) -> dict[str, Any]:
-    """The numbers of one OOD set, of the methods that were evaluated on it."""
+    """The numbers of one OOD set, for the methods evaluated on it."""
     evaluated = {method: run for method, run in runs.items() if name in run.ood}
     columns = [column for column in columns_for(evaluated.values(), [name]) if f"ood.{name}." in column.key]
     comparison = compare(evaluated, columns=columns, allow_mismatch=True)
@@ -267,7 +267,7 @@ def _detection(runs: Mapping[str, Evaluation], name: str) -> dict[str, Any]:
 
 
 def _head_map(run: Evaluation) -> dict[str, Any] | None:
-    """Which members keep which head, `[layer][head]`; heads are given as `[member][layer]`."""
+    """Which members keep which head, `[layer][head]`; the evaluation has `[member][layer]`."""
     heads, per_layer, pooling = run.model.heads, run.model.heads_per_layer, run.model.pooling_heads
     if heads is None or per_layer is None:
         return None

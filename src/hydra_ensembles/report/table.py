@@ -1,4 +1,4 @@
-"""A table of methods and numbers, the best of them marked: as Markdown, LaTeX, CSV, or for a terminal."""
+"""A table of methods and metrics, with the best marked: as Markdown, LaTeX, CSV, or for a terminal."""
 
 import csv
 import io
@@ -21,8 +21,8 @@ class Cell:
     """One number of a comparison.
 
     Attributes:
-        text: As it is shown; a dash where there is none.
-        value: The number; the mean where there are several runs.
+        text: As shown; a dash if there is no number.
+        value: The number; the mean over several runs.
         spread: Standard deviation over the runs; None for one run.
         rank: Whether it is the best or second best of its column; numbers that look equal share a rank.
     """
@@ -61,13 +61,13 @@ class Comparison:
     def __str__(self) -> str:
         return to_markdown(self)
 
-    _repr_markdown_ = __str__  # what a notebook shows
+    _repr_markdown_ = __str__  # for notebooks
 
 
 def tabulated(
     columns: Sequence[Column], rows: Mapping[str, T], cell: Callable[[Column, T], Cell], notes: tuple[str, ...]
 ) -> Comparison:
-    """A table of what `cell` makes of each row, ranked; a column without a number is left out."""
+    """Make a table of `cell(column, row)` with ranks; columns without any number are left out."""
     shown: list[tuple[Column, list[Cell]]] = []  # each column with its cells from top to bottom
     for column in columns:
         cells = [cell(column, row) for row in rows.values()]
@@ -78,7 +78,7 @@ def tabulated(
 
 
 def rank_cells(cells: list[Cell], column: Column) -> list[Cell]:
-    """Mark the best number as shown and, of three or more, the second best; where all are equal nothing is marked."""
+    """Mark the best of the displayed numbers and, of three or more, the second best; nothing if all are equal."""
     shown = [None if cell.value is None else float(column.number(cell.value)) for cell in cells]
     distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
     if column.better == "neither" or not column.ranked or len(distinct) < 2:
@@ -100,7 +100,7 @@ _LATEX = str.maketrans(
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """A Markdown table: best bold, second best underlined, notes below; names are shown letter by letter.
+    """A Markdown table: best bold, second best underlined, notes below; names are escaped.
 
     Args:
         comparison: Of `compare`.
@@ -124,7 +124,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Text that Markdown shows as it is: no HTML, emphasis, links (also bare addresses), code or cells of a table."""
+    """Escape text for Markdown: no HTML, emphasis, links (also bare addresses), code or table cells."""
     shown = re.sub(r"[\\`*\[\]|!]|\b_|_\b", r"\\\g<0>", escape(_one_line(text), quote=False))
     return re.sub(r"[~$@]|(?<=http):|(?<=https):|(?<=www)\.", lambda match: f"&#{ord(match[0])};", shown)
 
@@ -134,7 +134,7 @@ def _one_line(text: str) -> str:
 
 
 def to_latex(comparison: Comparison) -> str:
-    """A LaTeX `tabular` for the packages `booktabs`; the notes are comments."""
+    """A LaTeX `tabular` for the package `booktabs`; the notes become comments."""
     columns = comparison.columns
     lines = [f"% {_one_line(note)}" for note in comparison.notes]
     lines += [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
@@ -170,7 +170,7 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Comma-separated values under a line of names; a text that a spreadsheet would run gets an apostrophe in front."""
+    """CSV text with a header; an apostrophe before text that a spreadsheet would run as a formula."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(map(_no_formula, names))
@@ -193,7 +193,7 @@ def to_rich(comparison: Comparison, title: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class _Terminal:
-    """A comparison that fits itself to the width it is printed in."""
+    """A comparison that adapts to the width of the console."""
 
     comparison: Comparison
     title: str | None
@@ -215,7 +215,7 @@ class _Terminal:
         yield text.Text("\n".join(self.comparison.notes), style="dim")
 
     def _blocks(self, width: int) -> list[list[int]]:
-        """Positions of the columns of each part of the table, so that no part is wider than the terminal."""
+        """Column positions of each part of the table, so that no part is wider than the terminal."""
         rows = self.comparison.rows
         blocks: list[list[int]] = []
         room = 0

@@ -35,8 +35,8 @@ class Item:
     """One image or text of an archive.
 
     Attributes:
-        name: Its path in the archive; of a table with the row, of a tar shard with the path inside.
-        content: A text or a pair, the bytes of an image file, or the path of one; None where it cannot be read.
+        name: Its path in the archive; with the row for a table, with the path inside for a tar shard.
+        content: A text or a pair, the bytes of an image file, or the path of one; None if it cannot be read.
         kept: Other columns of its row, as text.
         error: Why it cannot be read.
     """
@@ -113,7 +113,7 @@ class Archive:
         """The items, in the same order every time.
 
         Raises:
-                StorageError: The system cannot read a table or a tar shard, so its items cannot be counted.
+            StorageError: The system cannot read a table or a tar shard, so its items cannot be counted.
         """
         for file in self.files:
             reader = self._reader(file)

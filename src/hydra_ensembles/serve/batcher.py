@@ -69,7 +69,7 @@ class Batcher(Generic[Row, Answer]):
         """Queue all of these rows, or none.
 
         Raises:
-                RequestError: 503 if the queue has no room for them, and after `close`.
+            RequestError: 503 if the queue has no room for them, and after `close`.
         """
         with self._changed:
             if self._closing:

@@ -29,9 +29,9 @@ class Field:
     """One named input or output.
 
     Attributes:
-            name: The same in files, servers and tables.
-            shape: Of one sample; -1 stands for the number of tokens, the same in all inputs.
-            dtype: NumPy name.
+        name: The same in files, servers and tables.
+        shape: Of one sample; -1 stands for the number of tokens, the same in all inputs.
+        dtype: NumPy name.
         meaning: One sentence.
     """
 

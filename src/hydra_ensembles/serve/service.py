@@ -156,7 +156,7 @@ class Service:
         """Rows from encoded images; their sizes are read from the headers before anything is decoded.
 
         Raises:
-                RequestError, DataError: The model does not read images, or these are too large or broken.
+            RequestError, DataError: The model does not read images, or these are too large or broken.
         """
         if not isinstance(self.preprocessing, ImagePreprocessing):
             raise RequestError(self._wrong_kind("images"))
@@ -178,7 +178,7 @@ class Service:
         """Rows from texts, or pairs of texts; each is tokenised separately.
 
         Raises:
-                RequestError, DataError: The model does not read texts, or these are too long or not valid text.
+            RequestError, DataError: The model does not read texts, or these are too long or not valid text.
         """
         if not isinstance(self.preprocessing, TextPreprocessing):
             raise RequestError(self._wrong_kind("texts"))
