@@ -258,7 +258,7 @@ def decode_image(content: bytes, where: str, formats: Sequence[str] | None = Non
             warn("an image file has several frames or pages, of which the first alone is read")
         return to_rgb(image)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        why = "its kind is not known" if isinstance(error, pillow.UnidentifiedImageError) else error  # has an address
+        why = "its kind is not known" if isinstance(error, pillow.UnidentifiedImageError) else error  # hides an address
         size = len(content)
         raise DataError(f"{where} cannot be decoded as an image ({size} bytes): {why}; repair or remove it") from error
 
