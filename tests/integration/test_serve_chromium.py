@@ -163,6 +163,6 @@ def test_a_server_that_is_not_ready_is_asked_again(tab: Tab) -> None:
             tab.until(f'document.getElementById("about").textContent.includes("The server said {refusing[0]}")')
             del refusing[0]
             if refusing:
-                tab.run("start()")  # then it retries by itself
+                tab.run("start()")  # the second error makes it retry by itself
         tab.until('!document.getElementById("text").hidden')
     assert not [one for one in tab.complaints if "Uncaught" in one]

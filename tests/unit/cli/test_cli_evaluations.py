@@ -237,7 +237,7 @@ def test_an_interruption_names_the_line_that_goes_on(run_folder, world, tmp_path
     assert str(tmp_path / "a.run") in stopped.stderr
     assert stopped.stderr.endswith(f": hydra-ensembles {shlex.join(map(str, words))}\n")
     succeed(*shlex.split(stopped.stderr.rpartition(": hydra-ensembles ")[2]))
-    assert len(calls) == 3  # two batches; the second was requested twice
+    assert len(calls) == 3  # two batches; the second was started twice
     assert not (tmp_path / "a.run").exists()
     assert (tmp_path / result).exists()
 

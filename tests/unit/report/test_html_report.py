@@ -152,7 +152,7 @@ def test_the_first_numbers_stand_against_the_baseline(text):
 def test_names_stay_and_what_says_nothing_is_not_shown(render):
     single, _, hydra = methods()
     assert "ViT−S" not in render({"ViT-S": single, "Hydra": hydra})  # a minus
-    perfect = Interval(1.0, 1.0, 1.0, level=0.95, resamples=100)  # all correct: the number of samples is unknown
+    perfect = Interval(1.0, 1.0, 1.0, level=0.95, resamples=100)  # all correct: its width says nothing
     assert "100.00 to 100.00" not in render([replace(single, intervals={"accuracy": perfect})])
     text = render([single, replace(hydra, selective=replace(hydra.selective, threshold=ACCEPTS_ALL))])
     assert "(any msp) Hydra answers" in text

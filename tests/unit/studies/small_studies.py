@@ -88,7 +88,7 @@ class SmallTask(Task):
 
 
 class ManyClasses(SmallFolder):
-    """A folder with 22 classes (pets: 8), some of which overlap."""
+    """Sets have 22 classes (pets: 8), plus those that overlap with another set."""
 
     def load(self, reference: SetRef) -> ImageDataset:
         self.opened.append(f"{reference.source}/{reference.split}")
