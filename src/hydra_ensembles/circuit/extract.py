@@ -35,7 +35,7 @@ from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
 from .journal import FORMAT, Journal, Step, resumed, stored_journal
 from .scores import CircuitData, Distance, Method, Objective, OODScore, Ties, read_samples
 from .screened import AFRESH, Screened
-from .timing import MINUTES, in_words, moving, say, seconds_of, speed_of
+from .timing import LONGEST, in_words, moving, say, seconds_of, speed_of
 
 
 @checked
@@ -320,7 +320,7 @@ class Extraction:
             return
         stored = None if journal is None else journal.settings.get("method")
         estimated = self.texts is None and self.distance is None
-        slow = estimated and self._seconds(self.candidates)["exact"] > MINUTES
+        slow = estimated and self._seconds(self.candidates)["exact"] > LONGEST
         self.method = cast(Method, stored) if stored in get_args(Method) else "screened" if slow else "exact"
 
     def _seconds(self, left: Sequence[Head]) -> dict[Method, float]:

@@ -18,7 +18,7 @@ from ..model.ensemble import Ensemble
 from .cache import forward_cost, sample_cost
 from .scores import CircuitData, Method, Objective
 
-MINUTES = 600.0  # seconds up to which `auto` chooses the exact method
+LONGEST = 600.0  # seconds up to which `auto` chooses the exact method
 _SHARE = {"acc": 0.15, "ood": 0.4, "avg": 0.4}  # share of the blocks from its head on that a candidate of "exact" runs
 _WITH_TIES = 0.5  # that share for "acc" with ties by likelihood: tied candidates run to the end
 _SCREENED_SHARE = 0.16  # that share for "screened"; for "acc" it is the exact method

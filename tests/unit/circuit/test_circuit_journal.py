@@ -58,7 +58,7 @@ def test_auto_stays_with_what_the_journal_has(tmp_path: Path, monkeypatch: pytes
     problem, path = random_problem(), tmp_path / "journal.json"
     options = {"budget": 3, "screen_size": 3, "journal": path}
     with monkeypatch.context() as patch:
-        patch.setattr(extract, "MINUTES", 0.0)  # as if the run took longer
+        patch.setattr(extract, "LONGEST", 0.0)  # as if the run took longer
         with pytest.warns(HydraWarning, match="'screened', which is approximate"):
             first = problem.extract(**options)
     assert (first.method, first.provenance["asked"]) == ("circuit/screened", "auto")
