@@ -72,7 +72,7 @@ def test_what_members_have_in_common_is_kept_once(case: ArchitectureCase) -> Non
     assert branching_layer(simple) == 1
     assert close(simple(case.inputs()), ensemble(case.inputs()))
     attention = simple.encoder.layers[1].attention
-    assert attention.qkv.shape[0] == 4  # three members x three of four heads
+    assert attention.qkv.shape[0] == 4  # not nine, though three members keep three heads each
     assert sum(p.numel() for p in simple.parameters()) < sum(p.numel() for p in ensemble.parameters())
 
 

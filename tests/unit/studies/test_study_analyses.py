@@ -84,7 +84,7 @@ ROWS = {  # of analyses with fixed rows
     "stability": ["10", "20"],  # a draw of 1,000 would be nearly all data
     "distance": ["Single", *(f"{name}{by}" for name in ("CircOOD", "CircAvg") for by in ("", " by distance"))],
 }  # fmt: skip
-HAVE = {"members": "milliseconds.2", "stability": "removed", "distance": "mahalanobis:all.auroc"}  # of the last row
+HAVE = {"members": "milliseconds.2", "stability": "removed", "distance": "mahalanobis:all.auroc"}  # in the last row
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in RUN])

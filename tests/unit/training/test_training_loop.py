@@ -189,7 +189,7 @@ def test_what_was_set_before_makes_no_difference_and_is_put_back():
     assert (source.epoch, source.stream) == (5, 11)
     data = Told(*samples())
     train(DataLoader(data, batch_size=8), TWICE)
-    assert (data.told, data.epoch) == ((0, 1, 4, 0, 4), 4)  # checksums of the data are taken as in epoch 0
+    assert (data.told, data.epoch) == ((0, 1, 4, 0, 4), 4)  # marks of the samples are computed in epoch 0
 
 
 def test_a_generator_of_the_loader_is_seeded_also_behind_a_wrapper():
