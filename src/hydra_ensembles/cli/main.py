@@ -35,7 +35,7 @@ def run_command(name: str, options: Mapping[str, Any]) -> None:
 
 
 def table() -> str:
-    """All commands and parameters as JSON, one line per parameter: `hydra_ensembles_cli` parses and completes by it."""
+    """All commands and parameters as JSON, one line per parameter, for parsing and help in `hydra_ensembles_cli`."""
 
     def text(entry: dict[str, Any]) -> str:
         *head, (_, parameters) = entry.items()

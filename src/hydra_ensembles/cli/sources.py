@@ -43,7 +43,7 @@ ZERO_SHOT = "in Python, he.zero_shot(he.convert(model, processor=…), class_nam
 
 @dataclass(frozen=True)
 class ModelSettings(Checked):
-    """Which model, its device, and how to create and preprocess where its name does not determine that."""
+    """Which model, its device, and how to create it and preprocess inputs if its name does not determine that."""
 
     model: str = field(metadata={"help": "Folder, timm:NAME or hub:OWNER/NAME."})
     weights: str | None = option(

@@ -130,7 +130,7 @@ def make_app(
     Args:
         model: A classifier.
         settings: Batches and limits; the address and the socket are for `hydra-ensembles serve`.
-        engine: What answers; None for threads of this process.
+        engine: Runs the model; None uses threads of this process.
 
     Examples:
         >>> from hydra_ensembles.demo import load_backbone

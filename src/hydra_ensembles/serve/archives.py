@@ -56,10 +56,10 @@ class Archive:
 
     Args:
         path: File or folder.
-        kind: What is looked for.
+        kind: What to look for.
         columns: Which columns of tables hold it; a pair with another name than `text_pair` must exist.
         keep: Columns of tables to copy.
-        without: A folder inside it to leave out.
+        without: A folder inside it to skip.
 
     Raises:
         DataError: There is nothing of this kind, or the first table has no such column.
@@ -95,7 +95,7 @@ class Archive:
         return {"files": len(facts), "digest": digest_of(facts)}
 
     def count(self) -> int | None:
-        """Number of items; None if only reading everything would tell."""
+        """Number of items; None if counting requires reading everything."""
         total = 0
         for file in self.files:
             if file.suffix.lower() in IMAGE_SUFFIXES:

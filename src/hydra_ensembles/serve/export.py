@@ -41,7 +41,7 @@ DISTANCES = 100  # factor on the tolerance for feature distances: squares, expan
 # torch 2.15 would treat equal sizes as one symbol and fix it
 TRACED = (5, 7)
 COMPARED = ((1, 9), (7, 33), (32, 64))
-DATA, TOKENIZER, ABOUT = ".data", ".tokenizer.json", ".json"  # suffixes of companions: weights above 2 GB; ours
+DATA, TOKENIZER, ABOUT = ".data", ".tokenizer.json", ".json"  # suffixes of files next to it; DATA: weights above 2 GB
 _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")  # loggers that report every step
 
 
@@ -102,7 +102,7 @@ def export(
     if examples is not None:
         batches.append(_from_examples(model, inputs, examples))
     with torch.no_grad(), dropping(False):
-        expected = [_arrays(answering(**batch)) for batch in batches]  # first: this moves familiarity to the device
+        expected = [_arrays(answering(**batch)) for batch in batches]  # first: caches familiarity on the device
         with _staged(path) as file:
             about = _about(model, format, inputs, outputs)
             with _quiet(format):

@@ -314,7 +314,7 @@ class Service:
         return [row for ids in blank for row in self.tensors({self._main: ids})]
 
     def plain(self, answer: Answer, notes: Sequence[str] = ()) -> dict[str, Any]:
-        """An answer as JSON data, with class names for indices; members use the temperature of the ensemble.
+        """An answer as JSON data, with class names for indices; the temperature is applied to members, too.
 
         `notes` on the sample are included if there are any.
         """

@@ -30,7 +30,7 @@ OUTCOMES = tuple(word or "accepted" for word in REASON_WORDS)
 
 
 class Telemetry:
-    """The numbers of one server."""
+    """The metrics of one server."""
 
     def __init__(self, service: Service, waiting: Callable[[], int]) -> None:
         """Start at zero; `waiting` returns the number of queued samples."""
@@ -85,7 +85,7 @@ class Telemetry:
         log("request", route=route, status=status, milliseconds=round(1e3 * seconds, 2), **fields)
 
     def exposition(self) -> tuple[bytes, str]:
-        """The numbers as Prometheus reads them, and their content type."""
+        """The metrics in Prometheus format, and their content type."""
         content: bytes = self._client.generate_latest(self._registry)
         return content, str(self._client.CONTENT_TYPE_LATEST)
 

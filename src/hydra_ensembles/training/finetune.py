@@ -134,7 +134,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
             wrapped = self.parallel
             last = index + 1 == len(group)
             sync = nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
-            with sync, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # synced in the last
+            with sync, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # sync in the last only
                 prepared, targets = self.lesson(inputs, labels)
                 prepared = changed(prepared, lambda x: x.clone() if x.is_inference() else x)  # autograd rejects them
                 with self.autocast():

@@ -166,7 +166,7 @@ class TextLearner(Learner[Pairs]):
         return loss
 
     def update(self, group: list[Pairs], rate: float, seed: int) -> float:
-        """One optimizer step; the logit scale stays between 0 and log(100), or within its initial value beyond them."""
+        """One optimizer step; the logit scale stays between 0 and log(100), or its initial value if that is outside."""
         loss = super().update(group, rate, seed)
         with torch.no_grad():
             self.model.logit_scale.clamp_(*self.bounds)
