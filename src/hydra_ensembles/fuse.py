@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ._utils import warn
 from .arguments import Count, Rate, checked
-from .convert.convert import as_ours
+from .convert.convert import convert_if_needed
 from .errors import ConfigError
 from .heads.masking import Model
 from .model.config import KeptHeads, Sharing
@@ -117,7 +117,7 @@ def fuse(
         >>> he.fuse(tuned, mlp="separate", average=1).config.trunk  # a number: one layer
         1
     """
-    models: list[Ensemble | DualEncoder] = [as_ours(model) for model in listed(members, "fuse")]
+    models: list[Ensemble | DualEncoder] = [convert_if_needed(model) for model in listed(members, "fuse")]
     for member in models:
         require_model(member, "fuse")
     require_values(next(models[0].parameters(), None))
@@ -187,7 +187,7 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
         >>> he.soup(tuned).num_members
         1
     """
-    ensembles: list[Ensemble] = [as_ours(model) for model in listed(models, "soup")]
+    ensembles: list[Ensemble] = [convert_if_needed(model) for model in listed(models, "soup")]
     for ensemble in ensembles:
         require_single(ensemble, "soup", classifies=False)
     states, heads, metadata = singles(ensembles)

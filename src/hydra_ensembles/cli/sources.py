@@ -16,7 +16,7 @@ from ..classes import are_numbers, class_names_in, class_numbers, require_as_man
 from ..convert.altered import MERGE
 from ..convert.convert import convert, require_supported
 from ..convert.processors import IMAGE_SETTINGS, TEXT_SETTINGS, with_preprocessing
-from ..convert.refusals import explained, in_lines, refusal
+from ..convert.refusals import explain, format_refusal, refusal
 from ..data.dataset import AnyDataset, subset
 from ..data.loading import Columns
 from ..data.loading import load as load_set
@@ -201,7 +201,7 @@ def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> En
         raise CheckpointError(f"the weights {settings.weights} cannot be read as safetensors: {error}") from error
     classes = (len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state)
     if refusal(f"timm.{architecture}") is not None:  # check before downloading
-        raise ConversionError(explained(f"timm.{architecture}"))
+        raise ConversionError(explain(f"timm.{architecture}"))
     options = {"num_classes": next(classes, None), **settings.model_options}
     try:
         model = timm.create_model(name, pretrained=state is None, **options).eval()
@@ -229,14 +229,16 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
     if chosen is None:
         described = " or ".join(names) or kind
         if refusal(kind, *names) is not None:
-            raise ConversionError(f"{source}: {explained(described, kind, *names)}")
+            raise ConversionError(f"{source}: {explain(described, kind, *names)}")
         remedy = (
             "fine-tune it as one, by AutoModelFor…Classification.from_pretrained(…, num_labels=…), or, where "
             "transformers has none for it, by he.convert(model, num_labels=…) and he.finetune in Python"
         )
         remedy = ZERO_SHOT if {"text_config", "vision_config"} <= config.keys() else remedy
         every = "; every command takes the folder that save_pretrained writes"
-        raise ConversionError(in_lines(f"{source} is a {described}", "it has no trained classifier", remedy + every))
+        raise ConversionError(
+            format_refusal(f"{source} is a {described}", "it has no trained classifier", remedy + every)
+        )
     require_supported(getattr(transformers, chosen), kind)
     try:
         transformers.utils.logging.disable_progress_bar()  # loading a local file is fast

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import ConversionError
 from .core import ACTIVATIONS, is_identity, qualified_name, refuse
-from .refusals import by_option
+from .refusals import option_of
 
 # --- hooks and methods ---------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ def _origin(function: Callable[..., Any]) -> str:
 # --- parts ---------------------------------------------------------------------------------------------------
 
 _LIBRARIES = ("torch.nn.modules.", "timm.", "torchvision.", "open_clip.")
-_IDLE = ("Identity", "Dropout", "DropPath", "PatchDropout", "Sequential", "ModuleList")  # no-ops in evaluation mode
+_NO_OPS = ("Identity", "Dropout", "DropPath", "PatchDropout", "Sequential", "ModuleList")  # no-ops in evaluation mode
 _ACTIVATIONS = frozenset(name for names in ACTIVATIONS.values() for name in names)
 MERGE = "merge them first: merge_and_unload() of the model of peft"
 # What to do about a part, by prefix of its qualified class name.
@@ -88,7 +88,7 @@ _REMEDIES = {
     ),
 }
 # Settings that do not change the output, or are given by the shapes of the tensors.
-_FREE = frozenset(
+_IGNORED_ATTRIBUTES = frozenset(
     [
         *("training", "inplace", "init_values", "fused_attn", "layer_idx", "num_labels", "name_or_path", "loss_type"),
         *("gradient_checkpointing", "grad_checkpointing", "kernel_config", "in_features", "out_features"),
@@ -115,7 +115,7 @@ def require_known_parts(model: nn.Module) -> None:
         agreement = "the model and model.config in agreement: change the one of them that is not as it is meant"
         _require_alike(model, built, "by its configuration", agreement)
         return
-    for name, module in _weighty_parts(model):
+    for name, module in _parts_with_parameters(model):
         kind = qualified_name(module)
         if not kind.startswith(_LIBRARIES):
             raise refuse(f"{name} is a {kind}, and what that computes is not known", _remedy(kind))
@@ -125,7 +125,7 @@ def require_known_parts(model: nn.Module) -> None:
                 _require_alike(part, blocks[0][1], "in the first block", name=f"{name}.{leaf}")
 
 
-def _weighty_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _parts_with_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield all submodules by name, except in top-level children without parameters, such as an attached loss."""
     for top, part in model.named_children():
         if any(True for _ in part.parameters()):
@@ -139,12 +139,12 @@ def require_read_parts(model: nn.Module) -> None:
     """
     if type(model).__module__.startswith("transformers."):
         return
-    for name, module in _weighty_parts(model):
+    for name, module in _parts_with_parameters(model):
         kind = type(module).__name__
         activates = kind in _ACTIVATIONS and re.fullmatch(r"(.*\.)?(act|gelu|mlp\.1)", name)
-        read = activates or kind in _IDLE or kind.startswith("RotaryEmbedding")
+        read = activates or kind in _NO_OPS or kind.startswith("RotaryEmbedding")
         if not read and not any(True for _ in (*module.parameters(), *module.children())):
-            raise refuse(f"{by_option(name)}{name} is a {qualified_name(module)}, and there is no place for one there")
+            raise refuse(f"{option_of(name)}{name} is a {qualified_name(module)}, and there is no place for one there")
 
 
 def _remedy(name: str) -> str | None:
@@ -164,7 +164,7 @@ def _differences(module: nn.Module, like: nn.Module, path: str = "") -> Iterator
         yield path, " is a", qualified_name(module), f"a {qualified_name(like)}"
         return
     for setting, expected in vars(like).items():
-        if setting.startswith("_") or setting in _FREE or not _is_plain(expected):
+        if setting.startswith("_") or setting in _IGNORED_ATTRIBUTES or not _is_plain(expected):
             continue
         if callable(getattr(type(like), setting, None)):  # a method, assigned to the object
             continue
@@ -176,7 +176,7 @@ def _differences(module: nn.Module, like: nn.Module, path: str = "") -> Iterator
         inner = f"{path}.{leaf}" if path else leaf
         if leaf in parts:
             part = parts[leaf]
-            if not (is_identity(part) and leaf in _REMOVED) and not (_drops_paths(part) and _drops_paths(expected)):
+            if not (is_identity(part) and leaf in _REMOVED) and not (_is_drop_path(part) and _is_drop_path(expected)):
                 yield from _differences(part, expected, inner)
         elif leaf not in _REMOVED and not (leaf == "pooler_activation" and "pooler" not in parts):  # ALBERT's
             yield inner, " is", "missing", f"a {type(expected).__qualname__}"
@@ -188,7 +188,7 @@ def _differences(module: nn.Module, like: nn.Module, path: str = "") -> Iterator
 _REMOVED = ("pooler", "classifier", "cls_classifier", "distillation_classifier")
 
 
-def _drops_paths(part: nn.Module) -> bool:
+def _is_drop_path(part: nn.Module) -> bool:
     """Whether a part is stochastic depth, or an identity (rate 0); its rate is read from every block."""
     return is_identity(part) or type(part).__name__ == "DropPath"
 

@@ -25,12 +25,12 @@ from . import open_clip, timm, torchvision, transformers, transformers_dual, tra
 from .altered import MERGE, require_known_parts, require_read_parts, require_unaltered, with_plain_classifier
 from .core import Architecture, DualArchitecture, qualified_name, require_all_used, require_finite_weights, translate
 from .declared import Declaration
-from .guess import beginning, guessed, require_proof
+from .guess import infer_declaration, require_proof, suggest_declaration
 from .own import warn_of_dropout, warn_of_padding
-from .probe import Both, require_same_answers
-from .processors import amended, is_for_images, size_of_images, with_processor
+from .probe import ModelPair, require_same_answers
+from .processors import is_for_images, size_of_images, with_changes, with_processor
 from .reading import read_declaration, with_size
-from .refusals import explained, in_lines, refusal, said_of
+from .refusals import explain, format_refusal, prefix_errors, refusal
 from .sentence_transformers import is_sentence_model, opened
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -126,7 +126,7 @@ def convert(
         architecture, model = opened(model, ARCHITECTURES)
     else:
         architecture = _find_architecture(model, num_labels, processor, preprocessing)
-    with said_of(architecture.name):
+    with prefix_errors(architecture.name):
         require_unaltered(wrapped, model)
     probe = probe and not any(parameter.is_meta for parameter in model.parameters())  # meta parameters cannot be run
     if isinstance(architecture, DualArchitecture):
@@ -136,7 +136,7 @@ def convert(
             raise ConversionError(f"{architecture.name} has no classifier; leave num_labels and labels out")
         return _convert_dual(architecture, model, processor, probe)
     both = _converted(architecture, model, num_labels, labels, processor, preprocessing)
-    if probe and both.own and both.mute:
+    if probe and both.own and both.zero_classifier:
         raise ConversionError(
             f"{architecture.name}: all weights of its classifier are zero, so its answers prove nothing; "
             "give it other values while it is converted, or convert with probe=False"
@@ -160,33 +160,35 @@ def _converted(
     labels: Sequence[str] | None,
     processor: Any,
     preprocessing: Mapping[str, Any] | None,
-) -> Both:
+) -> ModelPair:
     """Convert a model, without comparing outputs; the original in the result has a plain classifier."""
     rates: list[float] = []
-    with _parts_as_known(architecture):
+    with _explain_missing_parts(architecture):
         if architecture.classes:  # for a user's own model, only outputs are compared
             model, rates = with_plain_classifier(model)
             require_known_parts(model)
-        _tell_of_projection(architecture, model, num_labels)
+        _warn_of_projection(architecture, model, num_labels)
         config = _with_dropout(architecture.config(model, num_labels), rates)
         if architecture.classes:
             require_read_parts(model)
     stated = _read_metadata(architecture, config, model, processor)
     metadata = replace(
-        stated if preprocessing is None else amended(stated, preprocessing, config.stem),
+        stated if preprocessing is None else with_changes(stated, preprocessing, config.stem),
         source=f"{architecture.name} ({qualified_name(model)})",
         labels=_labels(labels, stated, config.readout.num_classes),
         history=(f"converted from {architecture.name}",),
     )
-    with _parts_as_known(architecture):
+    with _explain_missing_parts(architecture):
         state, fresh, frozen = translate(architecture, model, config, may_be_fresh=num_labels is not None)
     if fresh:
         line = f"a new classifier of {num_labels} classes, untrained"
         metadata = replace(metadata, history=(*metadata.history, line))
-    both = Both(architecture, model, Ensemble.from_state(config, state, metadata), fresh)
+    both = ModelPair(architecture, model, Ensemble.from_state(config, state, metadata), fresh)
     for name in frozen:
         both.ensemble.get_parameter(name).requires_grad_(False)
-    if not fresh and _is_as_drawn(both.ensemble, getattr(getattr(model, "config", None), "initializer_range", _SPREAD)):
+    if not fresh and _looks_untrained(
+        both.ensemble, getattr(getattr(model, "config", None), "initializer_range", _SPREAD)
+    ):
         warn(
             f"{architecture.name}: the classifier looks untrained, as it was drawn (no bias, weights of the usual "
             "spread), on trained layers: its answers mean nothing before it is trained, by he.finetune or elsewhere"
@@ -194,7 +196,7 @@ def _converted(
     return both
 
 
-def _tell_of_projection(architecture: Architecture, model: nn.Module, num_labels: int | None) -> None:
+def _warn_of_projection(architecture: Architecture, model: nn.Module, num_labels: int | None) -> None:
     """Warn that a tower's projection is not a classifier; else `predict` would return its largest output as a class."""
     outputs = architecture.config(model, None).readout.num_classes if architecture.projects else 0
     told = f"its {outputs} outputs are a projection into an embedding, not classes"
@@ -218,7 +220,7 @@ def _with_dropout(config: EnsembleConfig, rates: Sequence[float]) -> EnsembleCon
     return replace(config, readout=replace(config.readout, **{site: rate}))
 
 
-def as_ours(model: Any) -> Any:
+def convert_if_needed(model: Any) -> Any:
     """Convert a model of another library, unwrap one of ours, and return anything that is not a module unchanged."""
     if not isinstance(model, nn.Module):
         return model
@@ -226,7 +228,7 @@ def as_ours(model: Any) -> Any:
     return inner if isinstance(inner, Ensemble | DualEncoder) else convert(model)
 
 
-def _is_as_drawn(ensemble: Ensemble, spread: float) -> bool:
+def _looks_untrained(ensemble: Ensemble, spread: float) -> bool:
     """Whether the classifier looks freshly initialised (all zeros, or normal with this std) on trained layers."""
     classifier = ensemble.readout.classifier
     if classifier is None or classifier.bias is None or classifier.bias.is_meta or bool(classifier.bias.any()):
@@ -254,10 +256,10 @@ def _read_metadata(architecture: Architecture, config: EnsembleConfig, model: nn
 
 
 @contextmanager
-def _parts_as_known(architecture: Architecture) -> Iterator[None]:
+def _explain_missing_parts(architecture: Architecture) -> Iterator[None]:
     """Turn an `AttributeError` into a `ConversionError`: a part is missing, as in another release of the library."""
     try:
-        with said_of(architecture.name):
+        with prefix_errors(architecture.name):
             yield
     except AttributeError as error:
         if not architecture.classes:  # the user's own declaration
@@ -266,7 +268,7 @@ def _parts_as_known(architecture: Architecture) -> Iterator[None]:
         extra = "timm" if library == "torchvision" else library.replace("_", "-")
         release = getattr(sys.modules.get(library), "__version__", "of another kind")
         raise ConversionError(
-            in_lines(
+            format_refusal(
                 f"{architecture.name}: a part that it is read by is not there ({error})",
                 f"the model was changed, or the {library} that is installed ({release}) makes it in another way",
                 f"a release of {library} that is tested, pip install -U 'hydra-ensembles[{extra}]'",
@@ -295,7 +297,7 @@ def require_supported(kind: type, *names: str) -> None:
     """Raise if there is no converter for a class, before its weights are loaded; `names` are other names for it."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if not any(name in architecture.classes for architecture in _ALL):
-        raise ConversionError(explained(name, *names))
+        raise ConversionError(explain(name, *names))
 
 
 def _find_architecture(
@@ -317,11 +319,11 @@ def _find_architecture(
     if name.startswith("peft."):
         prompts = "Learned prompts cannot be merged: give the model fine-tuned without them"
         raise ConversionError(f"{name} wraps a model in adapters; {MERGE}. {prompts}")
-    declaration = guessed(model, num_labels, size_of_images(processor, preprocessing))
+    declaration = infer_declaration(model, num_labels, size_of_images(processor, preprocessing))
     if declaration is not None:
         return _read_own(declaration, model)
     advice = "" if refusal(name) else _supported_inside(model)
-    raise ConversionError(advice or explained(name) + beginning(model))
+    raise ConversionError(advice or explain(name) + suggest_declaration(model))
 
 
 def _supported_inside(model: nn.Module) -> str:
@@ -330,7 +332,7 @@ def _supported_inside(model: nn.Module) -> str:
     name = qualified_name(model)
     above = next((kind for kind in type(model).__mro__ if f"{kind.__module__}.{kind.__qualname__}" in classes), None)
     if above is not None:
-        return in_lines(
+        return format_refusal(
             f"{name} is a subclass of {above.__name__}, which is supported",
             "what a subclass computes cannot be known",
             f"load its weights into a {above.__name__} of the library, and convert that",
@@ -339,7 +341,7 @@ def _supported_inside(model: nn.Module) -> str:
     if path is None:
         return ""
     expression = f"model.{path}" if all(map(str.isidentifier, path.split("."))) else f"model.get_submodule({path!r})"
-    return in_lines(
+    return format_refusal(
         f"{name} holds a {type(model.get_submodule(path)).__name__}, which is supported",
         "what a model around it computes cannot be known",
         f"the model inside, he.convert({expression}); a trained classifier around it has to be put into it first\n"
@@ -359,7 +361,7 @@ def _read_own(declaration: Declaration, model: nn.Module) -> Architecture:
 
 def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> tuple[str, ...]:
     if labels is None:
-        return _told_apart(metadata.labels) if len(metadata.labels) == classes else ()
+        return _disambiguate(metadata.labels) if len(metadata.labels) == classes else ()
     names = tuple(labels)
     if len(names) != classes:
         raise ConversionError(f"{len(names)} labels were given for {classes} classes")
@@ -368,7 +370,7 @@ def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> t
         raise ConversionError(f"labels[{blank}] is {names[blank]!r}; every class needs a name, which is a string")
     if twice:
         raise ConversionError(f"labels lists {twice[:5]} more than once; names must tell the classes apart")
-    theirs = _told_apart(metadata.labels)
+    theirs = _disambiguate(metadata.labels)
     index = next((at for at, name in enumerate(names) if at < len(theirs) and name != theirs[at]), None)
     if index is not None and set(names) == set(theirs):
         raise ConversionError(
@@ -378,7 +380,7 @@ def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> t
     return names
 
 
-def _told_apart(names: tuple[str, ...]) -> tuple[str, ...]:
+def _disambiguate(names: tuple[str, ...]) -> tuple[str, ...]:
     """Add the class number to names that are blank or occur twice (ImageNet has two classes `crane`)."""
     again = set(odd_names(names)[1])
     return tuple(f"{name} ({i})".strip() if name in again or not name.strip() else name for i, name in enumerate(names))
@@ -391,7 +393,7 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
     """Convert both towers, with their projections, scale and bias."""
     towers = _find_tower(dual, "image", model), _find_tower(dual, "text", model)
     paths = tuple(f"{path}." for path, _, _ in towers if path)
-    with said_of(dual.name):
+    with prefix_errors(dual.name):
         if len(paths) == len(towers):  # a tower without a path of its own checks all tensors itself
             unused = [name for name in model.state_dict() if not name.startswith((*paths, *_SCALES))]
             require_all_used((), unused)
@@ -411,7 +413,7 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
         for (_, tower, architecture), ours, projection in zip(
             towers, (image, text), (image_projection, text_projection), strict=True
         ):
-            require_same_answers(Both(architecture, tower, ours, projection=projection))
+            require_same_answers(ModelPair(architecture, tower, ours, projection=projection))
     return encoder
 
 
@@ -434,7 +436,7 @@ def _convert_tower(
     architecture: Architecture, tower: nn.Module, origin: Metadata, processors: Sequence[Any]
 ) -> tuple[Ensemble, GroupedLinear | None]:
     """Convert one tower without classifier, and the projection that is declared as its classifier."""
-    with _parts_as_known(architecture):
+    with _explain_missing_parts(architecture):
         require_known_parts(tower)
         config = architecture.config(tower, None)
         require_read_parts(tower)

@@ -16,7 +16,7 @@ from ..model.config import Activation, EnsembleConfig
 from ..model.ensemble import shapes_of
 from ..model.metadata import Metadata
 from ..schema import nearest
-from .refusals import by_option, in_lines
+from .refusals import format_refusal, option_of
 
 # --- declarations ------------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ def qualified_name(model: object) -> str:
 # --- translation -------------------------------------------------------------------------------------------
 
 # Parameters that may be missing if the user requested a new classifier.
-_FRESH = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
+_MAY_BE_FRESH = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
 _SHOWN = 8  # maximum number of problems in an error message
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -225,7 +225,7 @@ def translate(
     for name, shape in shapes.items():
         source = _source_of(weights, name, foreign)
         if source is None or not foreign.keys() >= set(source.names):
-            if may_be_fresh and name.startswith(_FRESH):
+            if may_be_fresh and name.startswith(_MAY_BE_FRESH):
                 fresh |= name.startswith("readout.classifier")
                 state[name] = next(iter(stored.values())).new_zeros(shape)
                 if not name.endswith("bias"):
@@ -294,7 +294,7 @@ def require_all_used(problems: Sequence[str], unused: Sequence[str], advice: str
         more = f" and {len(unused) - len(shown)} more" if len(unused) > len(shown) else ""
         faults.append(f"the model has parameters that have no canonical place: {shown}{more}")
     if faults and advice is None:
-        raise refuse(by_option(*problems, *unused) + "; ".join(faults))
+        raise refuse(option_of(*problems, *unused) + "; ".join(faults))
     if faults:
         raise ConversionError("; ".join([*faults, str(advice)]))
 
@@ -400,10 +400,10 @@ def pair(size: Any) -> tuple[int, int]:
 
 
 def refuse(variant: str, remedy: str | None = None) -> ConversionError:
-    """Return the error for a variant without canonical form, with the nearest alternative; see `said_of`."""
+    """Return the error for a variant without canonical form, with the nearest alternative; see `prefix_errors`."""
     why = "the canonical encoder cannot represent this without changing predictions"
     remedy = remedy or "a model of this architecture without it, fine-tuned on the same data"
-    return ConversionError(in_lines(variant, why, remedy))
+    return ConversionError(format_refusal(variant, why, remedy))
 
 
 WITHOUT_PATCH_DROPOUT = "its weights in a model that was made with a rate of 0, which answers the same"

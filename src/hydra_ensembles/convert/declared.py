@@ -12,18 +12,18 @@ from ..errors import ConfigError
 from ..model.config import Activation, HiddenActivation, NormKind, Pool, Resample, RotaryConfig
 from .core import NamedTensors, perhaps_meant, run
 
-_OfImages = Literal["patch", "class_token", "registers", "position"]
-_OfTexts = Literal["words", "segments", "embedding_norm", "embedding_projection"]
-_OfAttention = Literal["attention", "norm1", "qkv", "query_norm", "key_norm", "out", "scale1"]
-_OfBlock = Literal["block", _OfAttention, "norm2", "gate", "up", "down", "scale2"]
-Part = Literal[_OfImages, _OfTexts, "encoder", _OfBlock, "norm", "pooler", "classifier"]
+_ImagePart = Literal["patch", "class_token", "registers", "position"]
+_TextPart = Literal["words", "segments", "embedding_norm", "embedding_projection"]
+_AttentionPart = Literal["attention", "norm1", "qkv", "query_norm", "key_norm", "out", "scale1"]
+_BlockPart = Literal["block", _AttentionPart, "norm2", "gate", "up", "down", "scale2"]
+Part = Literal[_ImagePart, _TextPart, "encoder", _BlockPart, "norm", "pooler", "classifier"]
 PARTS: tuple[Part, ...] = get_args(Part)
-IN_BLOCK: tuple[Part, ...] = get_args(_OfBlock)
+IN_BLOCK: tuple[Part, ...] = get_args(_BlockPart)
 Place = str | tuple[str, ...] | Tensor
 MASKS = ("attention_mask", "token_type_ids")  # names that tokenizers use
 PADDING = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as in `torch.nn`
 # Optional arguments of `forward` that no tokenizer provides; leaving them out is safe.
-_UNTOLD = ("labels", "label", "targets", "target", "position_ids", "inputs_embeds", "head_mask")
+_OMITTED = ("labels", "label", "targets", "target", "position_ids", "inputs_embeds", "head_mask")
 _FLAGS = ("return_", "output_", "use_")
 
 
@@ -169,7 +169,7 @@ def unknown_arguments(declaration: Declaration, model: nn.Module) -> list[str]:
         for name, parameter in list(_arguments(model).items())[2:]  # after the model and its input
         if parameter.default is None
         and (parameter.annotation is parameter.empty or "Tensor" in str(parameter.annotation))
-        and name not in (*MASKS, *PADDING, *_UNTOLD)
+        and name not in (*MASKS, *PADDING, *_OMITTED)
         and not name.startswith(_FLAGS)
     ]
 

@@ -18,13 +18,15 @@ from ..model.metadata import Metadata
 from .core import ACTIVATIONS, translate
 from .declared import Declaration, Part, Place, unknown_arguments
 from .own import OwnIdError, require_special_ids
-from .probe import Both, NoAnswerError, OtherSizeError, require_same_answers
+from .probe import ModelPair, NoAnswerError, OtherSizeError, require_same_answers
 from .reading import read_declaration, with_size
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
-def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | None = None) -> Declaration | None:
+def infer_declaration(
+    model: nn.Module, num_labels: int | None, size: tuple[int, int] | None = None
+) -> Declaration | None:
     """Infer the declaration of a plain classifier around blocks of `torch.nn`; None if no candidate's outputs agree.
 
     `size` is that of the images, if known.
@@ -49,7 +51,7 @@ def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | No
     return None
 
 
-def beginning(model: nn.Module) -> str:
+def suggest_declaration(model: nn.Module) -> str:
     """Suggest how to begin a declaration if blocks were found but no candidate agrees; else an empty string."""
     candidate = next(_candidates(model), None)
     if candidate is None:
@@ -111,12 +113,12 @@ class _Trial:
                 if model is self.copies[-1]:
                     raise
 
-    def both(self, declaration: Declaration, model: nn.Module) -> Both:
+    def both(self, declaration: Declaration, model: nn.Module) -> ModelPair:
         """Convert one of the copies by this declaration."""
         architecture = read_declaration(declaration, model)
         config = architecture.config(model, self.num_labels)
         state, fresh, _ = translate(architecture, model, config, may_be_fresh=self.num_labels is not None)
-        return Both(architecture, model, Ensemble.from_state(config, state, self.metadata), fresh)
+        return ModelPair(architecture, model, Ensemble.from_state(config, state, self.metadata), fresh)
 
     def agrees(self, declaration: Declaration) -> bool:
         try:
@@ -160,7 +162,7 @@ def _candidates(model: nn.Module) -> Iterator[Declaration]:
     frame = _frame(model)
     if frame is None:
         return
-    for names, settings in product(_ends(model, frame), frame.settings):
+    for names, settings in product(_outer_parts(model, frame), frame.settings):
         text = "words" in names
         pools = _pools(text, "class_token" in names)
         scales = (1.0, math.sqrt(frame.width)) if text else (1.0,)
@@ -219,7 +221,7 @@ def _has_attention(block: nn.Module) -> bool:
     return sum(isinstance(part, nn.MultiheadAttention) for part in block.modules()) == 1
 
 
-def _ends(model: nn.Module, frame: _Frame) -> Iterator[dict[Part, Place]]:
+def _outer_parts(model: nn.Module, frame: _Frame) -> Iterator[dict[Part, Place]]:
     """Yield every possible assignment of the modules and tensors outside the blocks to parts."""
     outside = {name: module for name, module in model.named_modules() if not f"{name}.".startswith(f"{frame.path}.")}
 

@@ -9,10 +9,10 @@ from ..classes import some
 from ..errors import ConversionError
 from ..model.config import TextStemConfig
 from .core import NamedTensors
-from .probe import Both, difference
+from .probe import ModelPair, difference
 
 _ENDS, _TOKENS = 512, 128  # ids tried at either end of the vocabulary, and tokens per text with them
-_NEAR = 8  # tokens of a text that tests a single id
+_TEST_TOKENS = 8  # tokens of a text that tests a single id
 
 
 class OwnIdError(ConversionError):
@@ -22,7 +22,7 @@ class OwnIdError(ConversionError):
 # --- ids ------------------------------------------------------------------------------------------------------------
 
 
-def require_special_ids(both: Both) -> None:
+def require_special_ids(both: ModelPair) -> None:
     """Raise if a text model gives an id a special meaning, and name the id.
 
     Such a model detects padding, or the end of a text, by an id that random batches rarely contain. Such ids are mostly
@@ -52,7 +52,7 @@ def require_special_ids(both: Both) -> None:
         suspects = texts[differ(texts)].flatten()
         if not len(suspects):
             return
-        short_texts = text[:_NEAR].repeat(2, len(suspects), 1)  # each id in the middle and at the end, or first
+        short_texts = text[:_TEST_TOKENS].repeat(2, len(suspects), 1)  # each id in the middle and at the end, or first
         short_texts[0, :, short_texts.shape[2] // 2] = short_texts[0, :, -1] = short_texts[1, :, 0] = suspects
         differing = differ(short_texts.flatten(0, 1)).unflatten(0, (2, -1)).any(0)
         odd = suspects[differing].tolist()
@@ -68,7 +68,7 @@ def require_special_ids(both: Both) -> None:
 # --- padding on the left, and padding without a mask ----------------------------------------------------------------
 
 
-def warn_of_padding(both: Both) -> None:
+def warn_of_padding(both: ModelPair) -> None:
     """Warn if a text model agrees with the converted one only with padding on the right, or only with all masks given.
 
     With padding on the left, outputs differ if the model counts positions from the first token, or locates the last
@@ -112,7 +112,7 @@ def warn_of_padding(both: Both) -> None:
 # --- dropout --------------------------------------------------------------------------------------------------------
 
 
-def warn_of_dropout(both: Both) -> None:
+def warn_of_dropout(both: ModelPair) -> None:
     """Warn of dropout modules that have no counterpart in the converted model.
 
     Rates are read only from layers of `torch.nn`: where other modules apply dropout is not known.

@@ -21,11 +21,11 @@ from ..preprocessing import TextPreprocessing
 from .core import Architecture, NamedTensors, block_name
 
 _TEXTS, _TOKENS = 2, 32
-_FEW = 16  # tokens of an image for the first, cheap comparison: class token, registers, some patches
-_FITTED = 1e-5  # tolerance for resampled positions, which are computed in float32 for any dtype
-_ANGLES = 32  # tolerance for another model's rounding of rotary angles, in units of the effect of ours
+_FEW_TOKENS = 16  # tokens of an image for the first, cheap comparison: class token, registers, some patches
+_RESAMPLED_TOLERANCE = 1e-5  # tolerance for resampled positions, which are computed in float32 for any dtype
+_ANGLE_TOLERANCE = 32  # tolerance for another model's rounding of rotary angles, in units of the effect of ours
 # Tolerances relative to the largest output: covers the effect of summing in another order.
-_ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 class NoAnswerError(ConversionError):
@@ -37,7 +37,7 @@ class OtherSizeError(ConversionError):
 
 
 @dataclass(frozen=True)
-class Both:
+class ModelPair:
     """An original model and the converted one, to compare their outputs."""
 
     architecture: Architecture
@@ -52,12 +52,12 @@ class Both:
         return not self.architecture.classes
 
     @property
-    def mute(self) -> bool:
+    def zero_classifier(self) -> bool:
         """Whether all classifier weights are zero, so that comparing logits proves nothing."""
         classifier = self.ensemble.readout.classifier
         return classifier is not None and not classifier.weight.any()
 
-    def in_float32(self) -> "Both":
+    def in_float32(self) -> "ModelPair":
         """Return copies of both in float32.
 
         Raises:
@@ -133,13 +133,13 @@ class Both:
         rounded = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32  # ten bits, as float16
         if dtype is torch.float32 and self.ensemble.device.type == "cuda" and rounded:
             dtype = torch.float16
-        allowed = _ALLOWED.get(dtype, _ALLOWED[torch.bfloat16])
+        allowed = _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16])
         if dtype is not torch.float64 or rotary is None:
             return allowed
         rounded_angles = self.converted(inputs)
         rotary.precision = torch.float64
         try:
-            return max(allowed, _ANGLES * difference(self.converted(inputs), rounded_angles))
+            return max(allowed, _ANGLE_TOLERANCE * difference(self.converted(inputs), rounded_angles))
         finally:
             rotary.precision = torch.float32
 
@@ -171,10 +171,10 @@ class Both:
             return _images(self.ensemble, stem.image_size, 2)
         tokens = min(stem.max_tokens, _TOKENS)
         masked = self.architecture.masks
-        texts = self._told_texts(stem) if masked else {"input_ids": _random_ids(stem, _TEXTS, tokens)}
+        texts = self._text_inputs(stem) if masked else {"input_ids": _random_ids(stem, _TEXTS, tokens)}
         return {name: tensor.to(self.ensemble.device) for name, tensor in texts.items()}
 
-    def _told_texts(self, stem: TextStemConfig) -> dict[str, Tensor]:
+    def _text_inputs(self, stem: TextStemConfig) -> dict[str, Tensor]:
         """Return token ids `[B, T]`, a mask if the family takes one, and segments if there are several.
 
         For CLIP (the only family without a norm after the embedding), texts fill the whole context and contain the
@@ -207,7 +207,7 @@ class Both:
         return [*pad_ids, *(table.padding_idx for table in tables if table.padding_idx is not None)]
 
 
-def require_same_answers(both: Both, *, locate: bool = True) -> None:
+def require_same_answers(both: ModelPair, *, locate: bool = True) -> None:
     """Raise if the conversion changes an output, and name the first layer where the models differ.
 
     Models in half precision are first compared in float32, if they run in it, so that no difference is mistaken for
@@ -217,7 +217,7 @@ def require_same_answers(both: Both, *, locate: bool = True) -> None:
     if not both.own and ensemble.dtype in (torch.float16, torch.bfloat16):
         with suppress(NoAnswerError):
             require_same_answers(both.in_float32(), locate=locate)
-    mute = both.mute and not both.own  # then compare tokens
+    by_tokens = both.zero_classifier and not both.own  # logits prove nothing
     with both.answering():
         for inputs in both.batches():
             allowed = both.allowed(inputs)
@@ -225,10 +225,10 @@ def require_same_answers(both: Both, *, locate: bool = True) -> None:
             # Known classes treat all tokens alike, so few suffice; but rotary angles are computed for all tokens.
             few_suffice = not both.own and ensemble.kind == "image" and ensemble.config.encoder.rotary is None
             answers = partial(both.original, inputs), partial(both.converted, inputs)
-            if few_suffice and not mute and _alike_on_few_tokens(first_blocks, answers, allowed):
+            if few_suffice and not by_tokens and _agree_on_few_tokens(first_blocks, answers, allowed):
                 continue
             apart = difference(both.converted(inputs), both.original(inputs))
-            where = _first_difference(both, inputs, allowed) if mute or (locate and not apart <= allowed) else ""
+            where = _first_difference(both, inputs, allowed) if by_tokens or (locate and not apart <= allowed) else ""
             if where or not apart <= allowed:
                 last = block_name(architecture, model, ensemble.num_layers - 1)
                 place = where or (f"after {last}, where tokens are pooled and classified" if locate else "somewhere")
@@ -237,7 +237,9 @@ def require_same_answers(both: Both, *, locate: bool = True) -> None:
             _require_other_size(both)
 
 
-def _difference_error(both: Both, inputs: NamedTensors, apart: float, allowed: float, where: str) -> ConversionError:
+def _difference_error(
+    both: ModelPair, inputs: NamedTensors, apart: float, allowed: float, where: str
+) -> ConversionError:
     by = f" by {apart:.2g} of their size" if apart else ", in tokens before the classifier,"
     source, remedy = "the declaration says", "look for the difference"
     if not both.own:
@@ -250,7 +252,7 @@ def _difference_error(both: Both, inputs: NamedTensors, apart: float, allowed: f
     )
 
 
-def _require_other_size(both: Both) -> None:
+def _require_other_size(both: ModelPair) -> None:
     """Also compare larger images, for which positions are resampled, if the original takes them."""
     stem: Any = both.ensemble.config.stem
     size = tuple(patch * (side + (side + 1) // 2) for patch, side in zip(stem.patch_size, stem.grid, strict=True))
@@ -260,7 +262,7 @@ def _require_other_size(both: Both) -> None:
     except ConversionError:
         return  # it takes only its own size
     apart = difference(both.converted(inputs), expected)
-    if not apart <= max(both.allowed(inputs), _FITTED):
+    if not apart <= max(both.allowed(inputs), _RESAMPLED_TOLERANCE):
         raise OtherSizeError(
             f"{both.architecture.name}: the answers agree on images of {stem.image_size[0]}x{stem.image_size[1]}, but "
             f"differ by {apart:.2g} of their size on images of {size[0]}x{size[1]}, for which positions are fitted by "
@@ -302,7 +304,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return apart / scale if scale else apart
 
 
-def _alike_on_few_tokens(
+def _agree_on_few_tokens(
     first_blocks: tuple[nn.Module, nn.Module], answers: Sequence[Callable[[], Tensor]], allowed: float
 ) -> bool:
     """Whether both models embed an image alike, and their outputs agree if the blocks see only its first tokens.
@@ -329,7 +331,7 @@ def _few_tokens(block: nn.Module) -> Iterator[list[Tensor]]:
         x = arguments[0] if arguments else keywords["hidden_states"]
         entered.append(x)
         axis = next((axis for axis, size in enumerate(x.shape[:-1]) if size > 1), 0)  # one image: [1, T, d], [T, 1, d]
-        fewer = x.narrow(axis, 0, min(_FEW, x.shape[axis]))
+        fewer = x.narrow(axis, 0, min(_FEW_TOKENS, x.shape[axis]))
         return ((fewer, *arguments[1:]), keywords) if arguments else (arguments, {**keywords, "hidden_states": fewer})
 
     with block.register_forward_pre_hook(cut, with_kwargs=True):
@@ -339,7 +341,7 @@ def _few_tokens(block: nn.Module) -> Iterator[list[Tensor]]:
 # --- where the models differ ---------------------------------------------------------------------------------
 
 
-def _first_difference(both: Both, inputs: NamedTensors, allowed: float) -> str:
+def _first_difference(both: ModelPair, inputs: NamedTensors, allowed: float) -> str:
     """Describe the first place where the activations of both models differ; an empty string if all blocks agree."""
     if both.own:
         together, main = both.original(inputs), next(iter(inputs))
@@ -383,7 +385,7 @@ def _our_tokens(ensemble: Ensemble, inputs: NamedTensors) -> list[Tensor]:
     return tokens
 
 
-def _their_tokens(both: Both, blocks: Sequence[nn.Module], inputs: NamedTensors) -> list[Tensor]:
+def _their_tokens(both: ModelPair, blocks: Sequence[nn.Module], inputs: NamedTensors) -> list[Tensor]:
     """Return the same for the original, assuming that its blocks run in this order."""
     tokens: list[Tensor] = []
     blocks = list(dict.fromkeys(blocks))  # a block shared by several layers is hooked once

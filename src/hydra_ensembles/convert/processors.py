@@ -80,7 +80,7 @@ IMAGE_SETTINGS = {
 TEXT_SETTINGS = {"max_length": "max_length"}
 
 
-def amended(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStemConfig | TextStemConfig) -> Metadata:
+def with_changes(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStemConfig | TextStemConfig) -> Metadata:
     """Change some settings of the preprocessing in the metadata, given by the names that users know.
 
     If no image preprocessing is known, the user must give every setting that the model does not determine.
@@ -118,7 +118,7 @@ def amended(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStemConfi
 
 def with_preprocessing(ensemble: Ensemble, changes: Mapping[str, Any]) -> Ensemble:
     """Return the ensemble with some settings of its preprocessing changed; it shares the weights."""
-    metadata = amended(ensemble.metadata, changes, ensemble.config.stem)
+    metadata = with_changes(ensemble.metadata, changes, ensemble.config.stem)
     return ensemble.with_metadata(preprocessing=metadata.preprocessing, preprocessing_from=metadata.preprocessing_from)
 
 
@@ -159,7 +159,7 @@ def _unsupported(processor: Any, kind: str) -> ConversionError:
     return ConversionError(f"a {qualified_name(processor)} is not read as {kind} preprocessing; give {_ACCEPTED[kind]}")
 
 
-def _tried(processor: Any, *inputs: Any, **settings: Any) -> dict[str, Tensor]:
+def _run_processor(processor: Any, *inputs: Any, **settings: Any) -> dict[str, Tensor]:
     """Run a processor on some inputs."""
     try:
         if hasattr(processor, "transforms"):  # of torchvision
@@ -173,7 +173,7 @@ def _tried(processor: Any, *inputs: Any, **settings: Any) -> dict[str, Tensor]:
         ) from error
 
 
-def _other_than_said(processor: Any, problem: str, kind: str) -> ConversionError:
+def _unread_rules_error(processor: Any, problem: str, kind: str) -> ConversionError:
     return ConversionError(
         f"a {qualified_name(processor)} {problem}: it has rules of its own, which are not read; give {_ACCEPTED[kind]} "
         "that does what was done with this model"
@@ -229,9 +229,9 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
         tokenizer=copied.to_str(),
     )
     ours, _ = read.encode(_TEXTS)
-    theirs = _tried(processor, list(_TEXTS), padding=True, truncation=True, max_length=read.max_length)
+    theirs = _run_processor(processor, list(_TEXTS), padding=True, truncation=True, max_length=read.max_length)
     if any(name in theirs and theirs[name].tolist() != tensor.tolist() for name, tensor in ours.items()):
-        raise _other_than_said(processor, "makes other tokens of a text than its tokenizer.json says", "text")
+        raise _unread_rules_error(processor, "makes other tokens of a text than its tokenizer.json says", "text")
     return read
 
 
@@ -377,10 +377,10 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
 def _require_same_pixels(processor: Any, read: ImagePreprocessing) -> None:
     """Raise if a processor gives other pixels for a test picture than the preprocessing read from it."""
     picture = _picture("L" if len(read.mean) == 1 else "RGB")
-    ours, theirs = read(picture), _tried(processor, picture).get("pixel_values", torch.empty(0))  # [1, channels, H, W]
+    ours, theirs = read(picture), _run_processor(processor, picture).get("pixel_values", torch.empty(0))  # [1, C, H, W]
     levels = 255 * torch.tensor(read.std).view(-1, 1, 1)
     if ours.shape != theirs.shape or ((ours - theirs.to(ours)) * levels).abs().mean() > _LEVELS:
-        raise _other_than_said(processor, "makes other pixels of a picture than its settings say", "image")
+        raise _unread_rules_error(processor, "makes other pixels of a picture than its settings say", "image")
 
 
 def _picture(mode: str) -> Any:

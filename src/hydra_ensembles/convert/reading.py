@@ -34,7 +34,7 @@ from .core import (
     require_all_used,
 )
 from .declared import IN_BLOCK, Declaration, Part, Place, called, is_masked, paths, unknown_arguments
-from .refusals import said_of
+from .refusals import prefix_errors
 
 NEEDED: tuple[Part, ...] = ("position", "norm1", "qkv", "out", "norm2", "up", "down")
 _MATRICES: tuple[Part, ...] = ("patch", "words", "position", "out", "up", "down", "classifier")
@@ -69,7 +69,7 @@ def read_declaration(declaration: Declaration, model: nn.Module) -> Architecture
         ConversionError: Lists all names that the model does not have, missing parts, and tensors that are not used.
             Shapes that do not fit are reported later, by `translate`.
     """
-    with said_of(type(model).__name__):
+    with prefix_errors(type(model).__name__):
         return _Reading(declaration, model).architecture()
 
 

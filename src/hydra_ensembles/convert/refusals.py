@@ -172,7 +172,7 @@ _OPTIONS: dict[str, str] = {
 }
 
 
-def by_option(*faults: str) -> str:
+def option_of(*faults: str) -> str:
     """Return the beginning of an error that names the option behind a variant, if its parameter names reveal it."""
     found = [option for part, option in _OPTIONS.items() if any(re.search(part, fault) for fault in faults)]
     return f"as by its option {found[0]}, " if found else ""
@@ -192,16 +192,16 @@ def refusal(*names: str) -> Refusal | None:
     return None
 
 
-def explained(*names: str) -> str:
+def explain(*names: str) -> str:
     """Explain what a model is, why it cannot be converted, and the nearest alternative, in at most four lines.
 
     `names` are those of the model; the first is shown.
     """
     row = refusal(*names)
     if row is not None:
-        return in_lines(f"{names[0]} is {row.what}", row.why, row.way)
+        return format_refusal(f"{names[0]} is {row.what}", row.why, row.way)
     listed = "models of timm, torchvision, transformers, open_clip and sentence-transformers that docs/models.md lists"
-    return in_lines(
+    return format_refusal(
         f"{names[0]} is not a supported architecture",
         f"converters know {listed}, and plain ones around nn.TransformerEncoder",
         "a table of names for a model of your own, he.convert(model, declaration=he.Declaration(names={...}));\n"
@@ -209,13 +209,13 @@ def explained(*names: str) -> str:
     )
 
 
-def in_lines(what: str, why: str, way: str) -> str:
+def format_refusal(what: str, why: str, way: str) -> str:
     """Format a refusal."""
     return f"{what}.\nIt does not fit: {why}.\nThe nearest way that works: {way}."
 
 
 @contextmanager
-def said_of(name: str) -> Iterator[None]:
+def prefix_errors(name: str) -> Iterator[None]:
     """Prefix conversion errors raised inside with the name of the architecture, so that callees need not know it."""
     try:
         yield

@@ -11,7 +11,7 @@ from ..model.config import EnsembleConfig, Pool, ReadoutConfig
 from ..model.metadata import Metadata
 from .core import Architecture, NamedTensors, number_of_classes, qualified_name, refuse, run
 from .processors import read_processor
-from .refusals import explained, said_of
+from .refusals import explain, prefix_errors
 
 POOLS: dict[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 
@@ -35,9 +35,9 @@ def opened(model: Any, architectures: Sequence[Architecture]) -> tuple[Architect
         )
     architecture = next((one for one in architectures if qualified_name(inner) in one.classes), None)
     if architecture is None:
-        raise ConversionError(f"sentence-transformers: {explained(qualified_name(inner))}")
+        raise ConversionError(f"sentence-transformers: {explain(qualified_name(inner))}")
     name = f"sentence-transformers, {architecture.name}"
-    with said_of(name):
+    with prefix_errors(name):
         _require_plain(model, first, behind)
 
     def metadata(encoder: nn.Module) -> Metadata:

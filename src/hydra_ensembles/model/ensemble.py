@@ -396,9 +396,9 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         Stacking three independently trained models gives their Deep Ensemble, in one forward pass. Models of other
         libraries are converted. A `HydraWarning` is given if two are equal.
         """
-        from ..convert.convert import as_ours  # imported here, since it is in a layer above
+        from ..convert.convert import convert_if_needed  # imported here, since it is in a layer above
 
-        ensembles = [as_ours(member) for member in listed(members, "Ensemble.stack")]
+        ensembles = [convert_if_needed(member) for member in listed(members, "Ensemble.stack")]
         strange = sorted({type(ensemble).__name__ for ensemble in ensembles if not isinstance(ensemble, Ensemble)})
         if strange:
             raise ConfigError(f"Ensemble.stack takes classifiers, got {strange}; dual encoders are fused: he.fuse(…)")

@@ -154,7 +154,7 @@ def test_a_classifier_of_zeros_proves_nothing(disturbed: list[str]) -> None:
 def test_blocks_that_agree_see_few_tokens_of_an_image(case: ArchitectureCase, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     block = Block.forward
-    monkeypatch.setattr(probe, "_FEW", 6)
+    monkeypatch.setattr(probe, "_FEW_TOKENS", 6)
     monkeypatch.setattr(Block, "forward", lambda self, x, *given: (seen.append(x.shape[2]), block(self, x, *given))[1])
     converted = he.convert(original(case), **case.convert_kwargs)
     # two images, one image alone, and images of two other ranges
@@ -166,7 +166,7 @@ def test_blocks_that_agree_see_few_tokens_of_an_image(case: ArchitectureCase, mo
 
 def test_tokens_that_the_blocks_do_not_see_are_compared_before(monkeypatch: pytest.MonkeyPatch) -> None:
     convert_wrongly(monkeypatch, lambda ensemble: ensemble.stem.position[..., -1, :].add_(torch.linspace(-3, 3, 32)))
-    monkeypatch.setattr(probe, "_FEW", 2)
+    monkeypatch.setattr(probe, "_FEW_TOKENS", 2)
     refused(vit(), "part first before")
 
 
