@@ -193,7 +193,7 @@ def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_pat
         he.atlas(calibrated, FRESH, **few)
         he.atlas(PLAIN, FIT, **few)
     measured(calibrated, FRESH, "set 'fog'", shift={"fog": FIT})
-    unshifted = "160 of 160 samples of set 'fog' are samples of .*nothing is shifted"
+    unshifted = "160 of 160 samples of set 'fog' are samples of .*not shifted at all"
     measured(PLAIN, FRESH, unshifted, shift={"fog": copied(FRESH)})
     assert measured(PLAIN, FIT, "calibration", calibration=calibrated.metadata.calibration).reused == 1.0
     found.save(tmp_path / "found.json")

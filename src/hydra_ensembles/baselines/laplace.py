@@ -88,7 +88,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
         raise DataError("there are no samples to take the curvature from; give the training data")
     if settings.samples is not None and settings.samples < curvature.samples:
         fault = f"Laplace.samples is {settings.samples}, but {curvature.samples} samples are given"
-        raise ConfigError(f"{fault}; it says how many training samples there are in all: leave it out if these are all")
+        raise ConfigError(f"{fault}; it counts all training samples: leave it out if these are all of them")
     posterior = curvature.posterior(mean, settings.prior_precision, settings.samples)
     classifiers = posterior.draw(settings.members, derive_seed(settings.seed, "laplace"))  # [S, C, d (+ 1)]
     sharing = Sharing(stem=True, attention=True, mlp=True, norms=True)

@@ -56,7 +56,7 @@ class MCDropout(View):
         weights = ensemble.state_dict()  # shared, not copied
         self.model = built_around(lambda: Ensemble(config, self.metadata), weights)
         again = f"he.mc_dropout(he.load(folder), p={p}, passes={passes}, seed={seed})"
-        self.saved = f"save its ensemble, and look at it again: {again}"
+        self.saved = f"save its ensemble, and make the view again: {again}"
         self.kind, self.num_members = ensemble.kind, self.passes * ensemble.num_members
         self.num_classes = ensemble.num_classes
         self.eval()

@@ -68,9 +68,7 @@ def mimo(
     require_single(model, "mimo")
     start = wide(model, settings, recipe.seed)
     if settings.start == "scratch":
-        require_trained(
-            recipe, start, start.state_dict(), "MIMO from scratch starts from weights all of which must train"
-        )
+        require_trained(recipe, start, start.state_dict(), "MIMO from scratch must train all weights")
     else:
         require_trained(recipe, start, [PATCH], "MIMO learns to tell images apart in the patch kernel of the stem")
     job = Job(recipe, train, validation, identity={"method": "mimo", "settings": to_plain(settings)}, **run)
@@ -118,8 +116,8 @@ class MimoLearner(EnsembleLearner):
         inputs, labels = super().read(raw, index)
         if index == 0 and len(labels) < self.settings.members:
             raise DataError(
-                f"batch 0 of train has {len(labels)} images, and MIMO shows {self.settings.members} members different "
-                "ones; use larger batches, or fewer members"
+                f"batch 0 of train has {len(labels)} images, but MIMO shows each of {self.settings.members} members "
+                "a different one; use larger batches, or fewer members"
             )
         return inputs, labels
 

@@ -54,8 +54,8 @@ class OBA(Checked):
         stay = total - sum(parameter.numel() for parameter in removable(model).values())
         if self.keep * total <= stay:
             raise ConfigError(
-                f"OBA.keep is {self.keep}, but norms, embeddings and classifier, which stay, are {stay / total:.3f} of "
-                "all parameters; keep more"
+                f"OBA.keep is {self.keep}, but norms, embeddings and classifier, which are not pruned, are "
+                f"{stay / total:.3f} of all parameters; keep more"
             )
 
 

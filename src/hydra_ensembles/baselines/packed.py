@@ -45,8 +45,8 @@ class Packed(Checked):
         broken = {name: float(size) for name, size in sizes.items() if size.denominator > 1 or size < 1}
         if broken:
             raise ConfigError(
-                f"members of {self.members} with alpha {self.alpha:g} would have {broken} of {widths}; choose members "
-                "and alpha that give whole numbers"
+                f"each of {self.members} members with alpha {self.alpha:g} would get {broken} of {widths}; choose "
+                "members and alpha that give whole numbers"
             )
         width = int(sizes["width"])
         heads, remainder = divmod(width, encoder.head_dim) if self.heads is None else (self.heads, width % self.heads)
@@ -91,5 +91,7 @@ def packed_ensemble(
     config = settings.narrow(model.config)
     line = f"Packed-Ensemble of {settings.members} members, alpha {settings.alpha:g}, fresh weights"
     start = fresh(config, derive_seed(recipe.seed, "packed"), model.metadata.after(line))
-    require_trained(recipe, start, start.state_dict(), "Packed-Ensembles start from fresh weights, which all learn")
+    require_trained(
+        recipe, start, start.state_dict(), "Packed-Ensembles start from fresh weights, which must all train"
+    )
     return finetune(start.to(model.device, model.dtype), train, recipe, validation, **run)

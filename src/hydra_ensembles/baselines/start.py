@@ -116,9 +116,9 @@ def embedding_statistics(model: object, caller: str) -> dict[str, Tensor]:
     ensemble = require_ensemble(model, caller)
     readout = ensemble.readout
     if readout.class_embeddings is None:
-        raise ConfigError(f"{caller} takes a zero-shot classifier, as he.zero_shot makes one of a dual encoder")
+        raise ConfigError(f"{caller} takes a zero-shot classifier, as he.zero_shot makes it from a dual encoder")
     if readout.hidden is not None:
-        raise ConfigError(f"{caller} takes models whose features are projected at once; this one has a hidden layer")
+        raise ConfigError(f"{caller} takes models that project features in a single layer; this one has a hidden layer")
     members, width = ensemble.num_members, readout.features
     weight, bias = torch.eye(width)[None], None
     if readout.projection is not None:

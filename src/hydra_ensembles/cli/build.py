@@ -128,7 +128,7 @@ class SearchSources(DataSettings, ModelSettings):
         "mahalanobis", "Feature score to judge by, in addition to the maximum softmax probability."
     )
     first: float = option(0.1, "Share of the training after which candidates are first compared.")
-    tolerance: float = option(0.0, "How much worse than the model's accuracy, AURC and AUROCs of the choice may be.")
+    tolerance: float = option(0.0, "How much worse than the model the choice may be in accuracy, AURC and AUROC.")
     price: Price = option("latency", "How cost is measured.")
     latency_batch: int = option(32, "Batch size for measuring latency.")
     compile: bool = option(False, "Measure compiled models.")
@@ -139,7 +139,7 @@ class SearchSources(DataSettings, ModelSettings):
         source.output_folder(self.output)
         if SYNTHETIC in self.judge_ood:
             raise ConfigError(
-                f"judge_ood is {SYNTHETIC}; give ood={SYNTHETIC} instead, half of which judges without judge_ood"
+                f"judge_ood is {SYNTHETIC}; give ood={SYNTHETIC} instead, half of which is then used to judge"
             )
         labelled = [(name, getattr(self, name)) for name in ("id", "train", "judge_id")]
         foreign = [("ood", data) for _, data in (*ood_sources(self.ood), *ood_sources(self.judge_ood))]

@@ -76,7 +76,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise yaml.composer.ComposerError(None, None, f"{twice!r} is there twice", node.start_mark)
+            raise yaml.composer.ComposerError(None, None, f"{twice!r} occurs twice", node.start_mark)
         return node
 
 
@@ -195,7 +195,7 @@ def read_settings(
     settings: dict[str, Field[Any]] = {setting.name: setting for kind in kinds.values() for setting in fields(kind)}
     merged = {} if config is None else parse_yaml(read_file(config), str(config)) or {}
     if not isinstance(merged, dict):
-        raise ConfigError(f"{config} holds a {type(merged).__name__}; it must hold settings, a line 'name: value' each")
+        raise ConfigError(f"{config} holds a {type(merged).__name__}; it must hold settings as 'name: value' lines")
     others: dict[str, Any] = {}
     for name, value in options.items():
         if name not in settings:

@@ -118,7 +118,7 @@ class EvaluateSettings(MeasuredSettings):
             subject = "other data" if same_model else f"another model, {earlier.get('model')}"
             state = f"an evaluation of {subject} (see {settings.name})"
         else:
-            state = f"there, and nothing says what it is an evaluation of ({settings.name} is not there)"
+            state = f"there, but nothing says what it evaluates ({settings.name} is missing)"
         raise ConfigError(
             f"{self.file} is {state}; give this one --name or --output of its own, or --output {self.file} to replace "
             "it"
@@ -321,7 +321,7 @@ def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
     """
     numbers = settings.page.with_suffix(".json")
     if numbers.exists() and _format_of(numbers) != ATLAS:
-        raise ConfigError(f"{numbers} is no atlas, and would be lost to the numbers of this one; give another --output")
+        raise ConfigError(f"{numbers} is not an atlas, and this one would overwrite it; give another --output")
     model = source.load_classifier(settings)
     test, groups = read_sets(settings, model)
     measured = make_atlas(

@@ -81,7 +81,7 @@ def listen(settings: ServeSettings) -> socket.socket:
         return listener
     except OSError as error:
         where = settings.uds or f"{settings.host}:{settings.port}"
-        raise StorageError(f"cannot listen on {where}: {error}; give another address, or end what uses it") from error
+        raise StorageError(f"cannot listen on {where}: {error}; give another address, or stop what uses it") from error
 
 
 def _answers(path: Path) -> bool:
@@ -208,10 +208,8 @@ def score(
         if summary.unreadable:
             print(f"{summary.unreadable} items or whole files could not be read: {unreadable} says why")
         if summary.noted:
-            print(
-                f"{summary.noted} rows have a `note`, which says what was done with the input though it is hardly meant"
-            )
+            print(f"{summary.noted} rows have a `note`, which says how the input was altered, probably unintentionally")
         if summary.ignored:
             print(f"{summary.ignored} files of other kinds were skipped")
     if summary.unreadable and not summary.rows:
-        raise DataError(f"nothing in {source} could be read; mend what {unreadable} names, and give a new --output")
+        raise DataError(f"nothing in {source} could be read; fix what {unreadable} lists, and give a new --output")

@@ -109,7 +109,7 @@ def further(settings: ModelSettings, name: str) -> ModelSettings:
             )
         return replace(settings, weights=name)
     if settings.weights is not None and name.startswith(TIMM):
-        raise ConfigError(f"{name} would have timm's own weights; name a file instead, as {settings.weights}")
+        raise ConfigError(f"{name} would have timm's own weights; name a file instead, such as {settings.weights}")
     return replace(settings, model=name, weights=None, model_options={})
 
 
@@ -151,9 +151,9 @@ def _from_folder(folder: Path, settings: ModelSettings) -> Ensemble | DualEncode
     if not path.is_file():
         hint = "run the same build again" if is_run else "give the folder that save_pretrained wrote"
         if (folder / "adapter_config.json").is_file():
-            hint = f"it holds adapters alone: {MERGE}, and save what that gives"
+            hint = f"it holds only adapters: {MERGE}, and save the result"
         elif inside := not is_run and sorted(one.parent.name for one in folder.glob("*/config.json")):
-            hint += f"; such are {', '.join(inside[:5])} in it"
+            hint += f"; it contains such folders: {', '.join(inside[:5])}"
         raise CheckpointError(f"{folder} has no {'finished ensemble' if is_run else 'config.json'}; {hint}")
     return _by_config(str(path.parent), "local-dir", path, settings)
 
@@ -163,7 +163,7 @@ def _from_hub(name: str, settings: ModelSettings) -> Ensemble | DualEncoder:
     try:
         path = Path(hub.hf_hub_download(name, "config.json"))
     except Exception as error:  # the hub client also raises errors of its HTTP library
-        raise CheckpointError(f"the hub did not give {name!r}: {error!r}; check name and connection") from error
+        raise CheckpointError(f"cannot fetch {name!r} from the hub: {error!r}; check name and connection") from error
     return _by_config(name, "hf-hub", path, settings)
 
 
@@ -182,7 +182,7 @@ def _by_config(source: str, timm_scheme: str, path: Path, settings: ModelSetting
         return model
     if "model_type" in config:
         return _load_transformers(source, path.parent, config)
-    raise CheckpointError(f"{path} is not that of a model of this library, transformers or timm")
+    raise CheckpointError(f"{path} is not the config of a model of this library, transformers or timm")
 
 
 def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> Ensemble:

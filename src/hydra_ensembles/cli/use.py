@@ -151,17 +151,17 @@ def _content(data: AnyDataset, row: int) -> Any:
 def _texts(argument: str, path: Path) -> list[str]:
     """The lines of a file or of standard input; blank lines are skipped, and reported if other lines follow."""
     if path.is_dir():
-        raise DataError(f"{path} is a folder, but the model reads text; give a file with one text a line")
+        raise DataError(f"{path} is a folder, but the model reads text; give a file with one text per line")
     source = "standard input" if argument == "-" else path
     try:
         content = sys.stdin.read() if argument == "-" else read_file(path, most=None).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{source} is not text in UTF-8 ({error})") from error
+        raise DataError(f"{source} is not UTF-8 text ({error})") from error
     plain = content.removeprefix("\ufeff").rstrip()  # the UTF-8 byte order mark is not text
     lines = [line.strip() for line in re.split(r"\r\n|\r|\n", plain)]
     texts = [line for line in lines if line]
     if not texts:
-        raise DataError(f"{source} has no text; give one text a line")
+        raise DataError(f"{source} has no text; give one text per line")
     if len(texts) < len(lines):
         blank = len(lines) - len(texts)
         print(f"{blank} blank lines of {source} were skipped", file=sys.stderr)
@@ -354,7 +354,9 @@ def bench(
     """
     sizes = batch.split(",")
     if not all(size.isdecimal() and len(size) <= MOST_DIGITS and int(size) for size in sizes):
-        raise ConfigError(f"batch takes whole numbers of at least 1 and {MOST_DIGITS} digits, as 1,8,32; got {batch}")
+        raise ConfigError(
+            f"batch takes positive whole numbers of up to {MOST_DIGITS} digits, such as 1,8,32; got {batch}"
+        )
     ensemble = load_classifier(model)
     title = name or model.own_name
     models: dict[str, Ensemble] = {}

@@ -85,7 +85,7 @@ class BatchLoader:
         """Return the same batches with classes numbered in the order of these names, see `Dataset.with_classes`."""
         if not isinstance(self.dataset, Dataset):
             got = f"a {type(self.dataset).__name__}"
-            raise DataError(f"classes of {got} cannot be put in the order {some(class_names)}; let it number them so")
+            raise DataError(f"classes of {got} cannot be reordered; let it number them as in {some(class_names)}")
         other = copy.copy(self)
         other.dataset = self.dataset.with_classes(class_names)
         return other
@@ -134,7 +134,7 @@ class _Pass:
         targets = torch.tensor([int(label) for label in labels], dtype=torch.int64)  # [B]
         for tensor in inputs.values() if isinstance(inputs, Mapping) else [inputs]:
             if len(tensor) != len(targets):
-                raise DataError(f"preprocess made {len(tensor)} rows of {len(targets)} items; it must keep one each")
+                raise DataError(f"preprocess made {len(tensor)} rows from {len(targets)} items; it must keep one each")
         return {**inputs, "labels": targets} if isinstance(inputs, Mapping) else (inputs, targets)
 
 

@@ -94,7 +94,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         """
         readable = hasattr(type(source), "__len__") and hasattr(type(source), "__getitem__")
         if not readable or getattr(source, "ndim", 1) == 0:
-            raise DataError(f"{name}: items come from a list, or what has a length and gives one, got {short(source)}")
+            raise DataError(f"{name}: items need __len__ and __getitem__, as a list has; got {short(source)}")
         self.name = name
         self.class_names = tuple(map(str, class_names))
         self._source = source.to_numpy() if hasattr(source, "iloc") else source  # type: ignore[attr-defined] # pandas
@@ -199,7 +199,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
             array = masked[array] if masked is not None and array.dtype == bool else array
             whole = array.reshape(-1).astype(np.int64)
             if array.size and (array.dtype.kind not in "iufb" or (whole != array.reshape(-1)).any()):
-                raise ValueError("a value is no whole number")
+                raise ValueError("a value is not a whole number")
         except (TypeError, ValueError, OverflowError, RuntimeError, IndexError) as error:
             raise DataError(f"{self.name}: {name} must be whole numbers, got {short(values)} ({error})") from error
         return whole
@@ -207,7 +207,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
     def _check_labels(self) -> None:
         labels, count, classes = self._source_labels, len(self._source), len(self.class_names)
         if len(labels) != count:
-            raise DataError(f"{self.name}: {count} items but {len(labels)} labels; give one label an item")
+            raise DataError(f"{self.name}: {count} items but {len(labels)} labels; give one label per item")
         if count and labels.min() < UNLABELLED:
             raise DataError(f"{self.name}: label {labels.min()} in row {int(labels.argmin())}; labels start at 0")
         if count and classes and labels.max() >= classes:
@@ -255,10 +255,10 @@ def decode_image(content: bytes, where: str, formats: Sequence[str] | None = Non
         image = pillow.open(io.BytesIO(content), formats=formats)
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its name is known
         if getattr(image, "is_animated", False) and image.format != "MPO":  # MPO frames all show the same scene
-            warn("an image file has several frames or pages, of which the first alone is read")
+            warn("an image file has several frames or pages; only the first is read")
         return to_rgb(image)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        why = "its kind is not known" if isinstance(error, pillow.UnidentifiedImageError) else error  # hides an address
+        why = "unknown format" if isinstance(error, pillow.UnidentifiedImageError) else error  # hides an address
         size = len(content)
         raise DataError(f"{where} cannot be decoded as an image ({size} bytes): {why}; repair or remove it") from error
 
@@ -306,7 +306,7 @@ def files_below(folder: Path, without: Path | None = None) -> list[Path]:
         files += filter(Path.is_file, present)
         lost += (file for file in present if file.is_symlink() and not file.exists())
     if lost:
-        warn(f"links below {folder} lead to nothing, and are left out: {len(lost)}, the first {lost[0]}")
+        warn(f"broken links below {folder} are left out: {len(lost)}, the first {lost[0]}")
     return sorted(files, key=lambda file: file.relative_to(folder).parts)
 
 
@@ -327,7 +327,7 @@ def warn_of_others(folder: Path, files: Iterable[Path]) -> None:
     kinds = Counter(file.suffix.lower() for file in files if not called_image(file))
     listed = ", ".join(f"{n} with {kind or 'no suffix'}" for kind, n in kinds.most_common() if kind not in _BESIDE)
     if listed:
-        warn(f"files below {folder} are left out, because their suffix is not that of an image: {listed}; convert them")
+        warn(f"files below {folder} are left out, because they have no image suffix: {listed}; convert them")
 
 
 # --- subsets and splits ----------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def split(
     """
     shares = [fractions, 1.0 - fractions] if isinstance(fractions, int | float) else list(fractions)
     if not shares or min(shares) < 0 or math.fsum(shares) > 1.0 + 1e-9:
-        raise DataError(f"fractions must not be negative nor add up to more than 1, got {fractions}")
+        raise DataError(f"fractions must not be negative or add up to more than 1, got {fractions}")
     bounds = [0.0, *np.cumsum(shares).tolist()]
     groups = _groups(dataset, seed, stratified)
     cuts = [[cut_position(bound, len(group)) for bound in bounds] for group in groups]

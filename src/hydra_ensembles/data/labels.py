@@ -48,7 +48,7 @@ def numbered(
     numbers = np.maximum(np.array(labels, dtype=np.int64), UNLABELLED)
     if required and (numbers < 0).any():
         row = int((numbers < 0).argmax())
-        none = f"row {row} of {where} has no label (got {values[row]!r}), nor have {(numbers < 0).sum()} in all"
+        none = f"row {row} of {where} has no label (got {values[row]!r}); {(numbers < 0).sum()} rows have none"
         raise DataError(f"{none}; use another split, or pass labels='optional' for OOD data")
     if names is None:
         names = tuple(str(label) for label in range(int(numbers.max()) + 1))
@@ -78,11 +78,11 @@ def warn_of_doubtful(names: Sequence[str], where: str) -> None:
     for name in names:
         first = seen.setdefault(spelled(name), name)
         if first != name:
-            warn(f"{where} has the classes {first!a} and {name!a}, which are two; make them one if one is meant")
+            warn(f"{where} has the classes {first!a} and {name!a}, which count as two; if one is meant, rename one")
             break
     missing = next((name for name in names if name.strip() in _NONE), None)
     if missing is not None:
-        warn(f"{where} has a class {missing!r}; if that is a missing label, leave the cell empty, or the folder out")
+        warn(f"{where} has a class {missing!r}; if that is a missing label, leave the cell empty, or remove the folder")
 
 
 def require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: str) -> None:
@@ -92,8 +92,8 @@ def require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: st
     doubtful = next((number for number in sorted(numbers) if called.get(number, number) != number), None)
     if doubtful is not None and numbers <= called.keys():
         raise DataError(
-            f"{where} has the label {doubtful}, which may be the class called {names[called[doubtful]]!r} or number "
-            f"{doubtful} of class_names {list(names)[:8]}; give names that are no numbers, or labels that are names"
+            f"{where} has the label {doubtful}, which may mean the class called {names[called[doubtful]]!r} or number "
+            f"{doubtful} of class_names {list(names)[:8]}; give names that are not numbers, or labels that are names"
         )
 
 

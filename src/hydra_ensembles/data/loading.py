@@ -126,7 +126,7 @@ def load(
     if name.startswith(HUB):
         table = _read_hub(name.removeprefix(HUB), config, split)
     elif not path.exists():
-        raise DataError(f"{path} does not exist; check the path, or write 'hub:owner/name' for a data set of the hub")
+        raise DataError(f"{path} does not exist; check the path, or write 'hub:owner/name' for a data set on the hub")
     elif not path.is_dir() and not path.is_file():  # opening a named pipe would block forever
         raise DataError(f"{path} is neither a plain file nor a folder; give one of them")
     elif path.is_dir() and (splits := _table_splits(path)):
@@ -135,7 +135,7 @@ def load(
         table = _list_folder(path, split, labels, class_names)
         columns = Columns()
     elif split not in (None, path.stem):
-        raise DataError(f"{path} is one file, it has no split {split!r}; leave split out or give the folder")
+        raise DataError(f"{path} is a single file and has no split {split!r}; leave split out or give the folder")
     elif path.suffix.lower() == ".txt":
         table = _read_list(path, path.parent if images is None else base / expanded(images))
         columns = Columns()
@@ -238,8 +238,8 @@ def _whole(files: Sequence[Path]) -> Sequence[Path]:
     shards = [(int(shard["number"]), int(shard["all"])) for file in files if (shard := _SHARD.match(file.stem))]
     if len(shards) != len(files) > 1 or shards != [(number, len(files)) for number in range(len(shards))]:
         listed = ", ".join(file.name for file in files[:8]) + (" and more" if len(files) > 8 else "")
-        remedy = "fetch what is missing, remove what is of another download, or give the one file that is meant"
-        raise DataError(f"{files[0].parent} has {listed}: that is not one split with all of its shards; {remedy}")
+        remedy = "fetch missing shards, remove those of another download, or give the single file you mean"
+        raise DataError(f"{files[0].parent} has {listed}: these are not exactly the shards of one split; {remedy}")
     return files
 
 
@@ -249,7 +249,7 @@ def _read_tables(files: Sequence[Path], title: str, columns: Columns) -> _Table:
     where = str(files[0])
     suffix = files[0].suffix.lower()
     if suffix not in TABLE_SUFFIXES:
-        raise DataError(f"{files[0]} is not of a known kind; accepted suffixes: {', '.join((*TABLE_SUFFIXES, '.txt'))}")
+        raise DataError(f"{files[0]} has an unknown suffix; accepted suffixes: {', '.join((*TABLE_SUFFIXES, '.txt'))}")
     try:
         if suffix == ".parquet":
             parts = [require("pyarrow.parquet", extra="data").read_table(file) for file in files]
@@ -262,7 +262,7 @@ def _read_tables(files: Sequence[Path], title: str, columns: Columns) -> _Table:
         return _Table(arrow.concat_tables(parts), where, title, files[0].parent.absolute(), suffix in DELIMITERS)
     except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
         kind = {".parquet": "Parquet", **dict.fromkeys(DELIMITERS, "a table with a header line")}
-        raise DataError(f"{where} cannot be read as {kind.get(suffix, 'one JSON object a line')}: {error}") from error
+        raise DataError(f"{where} cannot be read as {kind.get(suffix, 'one JSON object per line')}: {error}") from error
 
 
 def _read_json_lines(file: Path) -> dict[str, list[Any]]:
@@ -417,7 +417,7 @@ def _read_list(list_file: Path, images: Path) -> _Table:
     try:
         lines = [line.strip() for line in list_file.read_text(encoding="utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
-        raise DataError(f"{list_file} is not text in UTF-8 ({error}); save it as that") from error
+        raise DataError(f"{list_file} is not UTF-8 text ({error}); save it as UTF-8") from error
     listed = [(match["path"], match["label"]) for line in lines if (match := _LISTED.fullmatch(line))]
     listed = [(path, label and as_number(int(label), {}, f"{list_file}, {path},")) for path, label in listed]
     if not listed:

@@ -132,9 +132,9 @@ class Suite:
         sealed = [ref.name for ref in (self.id, *reported, *self.tasks) if ref.may_share_rows(self.circuit_ood)]
         used = [ref.name for ref in (self.train, self.validation) if ref is not None and ref.may_share_rows(self.id)]
         if sealed or used:
-            both = f"reports {sealed}, which may have rows on which its circuits are chosen"
-            both = both if sealed else f"tests on {self.id.name}, which may have rows of {used}"
-            raise DataError(f"suite {self.name!r} {both}; give others, or rows or shares that do not meet")
+            both = f"reports {sealed}, which may share rows with the data that choose its circuits"
+            both = both if sealed else f"tests on {self.id.name}, which may share rows with {used}"
+            raise DataError(f"suite {self.name!r} {both}; give other sets, or rows or shares that do not overlap")
         if not self.near or not self.far:
             raise DataError(f"suite {self.name!r} needs at least one near and one far set")
 

@@ -202,7 +202,7 @@ def _spoilt_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, mode
         unseen[text[text < size]] = False
     anything = usable.nonzero()[:, 0]
     if not len(anything):
-        raise DataError(f"all {size} tokens of the vocabulary are special; there are no others to replace words by")
+        raise DataError(f"all {size} tokens of the vocabulary are special; none is left to replace words with")
     foreign = unseen.nonzero()[:, 0] if unseen.any() else anything
     fixed = torch.tensor(sorted(special), dtype=torch.long)
     for (ids, is_token), (number, draw) in zip(samples, draws, strict=False):

@@ -268,7 +268,7 @@ def heads_of(ensemble: Ensemble, layers: Sequence[int] | None) -> list[Head]:
         kept = {head for member in ensemble.config.heads for head in member[layer]}
         heads += [Head(layer, head) for head in sorted(kept)]
     if not heads:
-        raise ConfigError("there is no head left in these layers that could be switched off; give other layers")
+        raise ConfigError("these layers have no head left to switch off; give other layers")
     return heads
 
 

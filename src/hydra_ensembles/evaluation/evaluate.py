@@ -194,13 +194,11 @@ def _held_against(
     inside, foreign = id_pass.keys, {f"OOD set {key!r}": set_pass.keys for key, set_pass in ood.items()}
     shifted = {f"set {key!r}": set_pass.keys for key, set_pass in shift.items()}
     for name, keys in {title: inside, **foreign, **shifted}.items():
-        warn_of_copies(
-            name, len(keys), len(np.unique(keys)), "numbers and intervals are of more samples than there are"
-        )
+        warn_of_copies(name, len(keys), len(np.unique(keys)), "numbers and intervals count copies as separate samples")
     require_unlike(title, inside, foreign)
     for name, keys in shifted.items():
         warn_if_fitted(name, keys, known_sets)
-        warn_if_shared(title, Known(None, inside), name, Known(None, keys), "of these nothing is shifted")
+        warn_if_shared(title, Known(None, inside), name, Known(None, keys), "these are not shifted at all")
     return warn_if_fitted(title, inside, known_sets)
 
 

@@ -368,8 +368,8 @@ class Evaluation:
         logits, digest = MemberLogits.read(file, 8 * numbers + (1 << 20))  # float64, labels, room for names
         if DIGEST in data and digest != evaluation.logits_digest:  # older files store no digest of their logits
             raise DataError(
-                f"{file} has not the logits that {path} was saved with: they belong to another evaluation, or a save "
-                "was interrupted; evaluate again with keep_logits=True"
+                f"{file} does not hold the logits that {path} was saved with: they belong to another evaluation, or a "
+                "save was interrupted; evaluate again with keep_logits=True"
             )
         return replace(evaluation, logits=logits, logits_digest=digest)
 
@@ -389,7 +389,7 @@ def of_format(data: Any, format: str, version: int, path: str | Path) -> dict[st
     if not isinstance(data, Mapping) or data.get("format") != format:
         raise DataError(f'{path} was saved as something else: it lacks "format": "{format}"')
     if data.get("version") != version:
-        raise DataError(f"{path} has version {data.get('version')!r} and this library reads {version}; update it")
+        raise DataError(f"{path} has version {data.get('version')!r}, but this library reads {version}; update it")
     return {key: value for key, value in data.items() if key not in ("format", "version", DIGEST)}
 
 

@@ -94,7 +94,7 @@ class MemberLogits:
             logits = logits_of(key)
             targets = tensors.get(labels)
             if targets is None or targets.shape != logits.shape[1:2] or targets.is_floating_point():
-                raise DataError(f"{labels!r} is no whole number for each of the {logits.shape[1]} samples of {key!r}")
+                raise DataError(f"{labels!r} needs a whole number for each of the {logits.shape[1]} samples of {key!r}")
             return LabelledLogits(logits, targets)
 
         ood: dict[str, dict[str, Tensor]] = {}

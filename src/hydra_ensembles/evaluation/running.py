@@ -79,8 +79,8 @@ class Kept:
             return
         if not isinstance(model, Ensemble) or current_ranks().size > 1:
             raise ConfigError(
-                f"output keeps the answers of an Ensemble in one process, got a {type(model).__name__} in "
-                f"{current_ranks().size}; leave it out"
+                f"output needs an Ensemble in one process, got a {type(model).__name__} in "
+                f"{current_ranks().size}; leave output out"
             )
         fitted = model.metadata.familiarity
         identity = {
@@ -286,7 +286,7 @@ def require_like(logits: Tensor, like: Tensor, name: str) -> None:
     (members, _, classes), (expected, _, like_classes) = logits.shape, like.shape
     if (members, classes) != (expected, like_classes):
         raise DataError(
-            f"{where(name)}logits of {members} members over {classes} classes, and before there were {expected} over "
+            f"{where(name)}logits of {members} members over {classes} classes, but before there were {expected} over "
             f"{like_classes}; all must come from the same model"
         )
 

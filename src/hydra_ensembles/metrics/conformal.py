@@ -82,7 +82,7 @@ class Reference:
     def __post_init__(self) -> None:
         ordered = all(first <= second for first, second in zip(self.values, self.values[1:], strict=False))
         if not self.values or not ordered or not len(self.values) <= self.samples < END:
-            raise ConfigError(f"a reference has sorted scores of its samples; got {len(self.values)}, {self.samples}")
+            raise ConfigError(f"a reference needs sorted scores of samples; got {len(self.values)} of {self.samples}")
 
     @classmethod
     def of(cls, scores: Tensor, most: int | None = KEPT) -> "Reference":
@@ -136,7 +136,7 @@ class LabelSets:
         probs = check_rows(probs)
         limits = torch.tensor(self.thresholds, dtype=probs.dtype, device=probs.device)  # [1] or [C]
         if limits.shape not in ((1,), probs.shape[-1:]):
-            raise DataError(f"these sets are of {len(limits)} classes, and the probabilities of {probs.shape[-1]}")
+            raise DataError(f"these sets are for {len(limits)} classes, but the probabilities for {probs.shape[-1]}")
         chosen = _label_scores(probs, self.kind, self.penalty, self.free_ranks) <= limits
         return chosen.scatter(-1, probs.argmax(dim=-1, keepdim=True), True)
 

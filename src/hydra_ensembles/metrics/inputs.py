@@ -58,12 +58,12 @@ def warn_of_probabilities(logits: Tensor, name: str | None = None) -> None:
     if not logits.numel() or not bool(((logits >= 0) & (logits <= 1 + _SUMS_TO_ONE)).all()):
         return
     if bool(((logits.sum(-1) - 1).abs() < _SUMS_TO_ONE).all()):
-        advice = "give what is before the softmax, or probabilities.log()"
+        advice = "give the values before the softmax, or probabilities.log()"
     elif min(mean(logits < _END), mean(logits.amax(-1) > 1 - _END)) >= _AT_ENDS:
-        advice = "give what is before the sigmoids, of classes of which one alone is right"
+        advice = "give the values before the sigmoids, for classes of which exactly one is right"
     else:
         return
-    warn(f"{where(name)}the answers look like probabilities, and are taken for logits: {advice}")
+    warn(f"{where(name)}the answers look like probabilities, but are taken as logits: {advice}")
 
 
 def check_same_length(lengths: dict[str, int], name: str | None = None) -> int:
@@ -81,7 +81,7 @@ def check_scores(scores: Tensor, quantity: str) -> Tensor:
     """Require scores `[B]`, at least one, no NaN. Infinite scores have a rank and are accepted."""
     if scores.ndim != 1 or scores.is_complex():
         received = f"{scores.dtype} {list(scores.shape)}"
-        raise DataError(f"{quantity} must be a vector [B] of real numbers, one a sample, but are {received}")
+        raise DataError(f"{quantity} must be a vector [B] of real numbers, one per sample, but are {received}")
     if scores.numel() == 0:
         raise DataError(f"got no {quantity}; at least one is needed: check how the set was loaded")
     bad = scores.isnan()
@@ -117,8 +117,8 @@ def check_confidence(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tenso
     right = correct.detach().cpu()
     if right.shape != confidence.shape or not bool(((right == 0) | (right == 1)).all()):
         raise DataError(
-            f"give True or False for each sample, whether its answer is right; got {right.dtype} "
-            f"{list(right.shape)}: from labels, predicted == labels"
+            f"give for each sample whether its answer is right, True or False; got {right.dtype} "
+            f"{list(right.shape)}: with labels, predicted == labels"
         )
     return confidence, right
 

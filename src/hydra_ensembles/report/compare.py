@@ -94,13 +94,15 @@ def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
             _require_one_method(name, group)
     if not methods or not all(methods.values()):
         empty = [name for name, runs in methods.items() if not runs]
-        raise DataError(f"there is nothing to compare: methods without an evaluation: {empty or 'no method at all'}")
+        raise DataError(f"nothing to compare: {f'no evaluation of {empty}' if empty else 'no methods given'}")
     return methods
 
 
 def _require_one_method(name: str, runs: Sequence[Evaluation]) -> None:
     """Raise if evaluations with the same name are not runs of one method."""
-    advice = "name them apart, by name= (--name) of evaluate; or give compare a mapping, {name: evaluation or runs}"
+    advice = (
+        "give them different names with evaluate(name=) or --name, or give compare a mapping {name: evaluation or runs}"
+    )
     first, *others = (_make(run) for run in runs)
     for other in others:
         unlike = [f"{key} ({value} and {other[key]})" for key, value in first.items() if other[key] != value]
@@ -155,7 +157,7 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
         if (run.score, run.convention) != (first.score, first.convention):
             raise ConfigError(
                 f"{first_name!r} was evaluated with score {first.score!r} and convention {first.convention!r}, "
-                f"{name!r} with {run.score!r} and {run.convention!r}; their numbers do not compare"
+                f"{name!r} with {run.score!r} and {run.convention!r}; their numbers cannot be compared"
             )
         if run.samples != first.samples:
             other = f"{name} was evaluated on {run.samples}, {first_name} on {first.samples}"
@@ -177,10 +179,10 @@ def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: 
         same = [key for key, count in run.samples.items() if first.samples.get(key) == count]
         differing = unlike(run.traces, first.traces, same)
         if differing.labels:
-            other = f"the labels of {_listed(differing.labels)} are others for {name} than for {first_name}"
+            other = f"the labels of {_listed(differing.labels)} differ between {name} and {first_name}"
             notes.append(_mismatch(other, allow_mismatch))
         if differing.inputs:
-            why = "other samples, or the same prepared in another way"
+            why = "other samples, or the same prepared differently"
             notes.append(f"{name} was given other inputs than {first_name} in {_listed(differing.inputs)}: {why}.")
         if differing.unknown:
             unknown[name] = None
@@ -210,7 +212,7 @@ def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     kinds = {"Calibrated": {True}, "not": {False}, "in part": {True, False}}
     listed = {kind: ", ".join(name for name in found if found[name] == which) for kind, which in kinds.items()}
     text = "; ".join(f"{kind}: {names}" for kind, names in listed.items() if names)
-    return f"{text}. Brier, NLL, ECE and aECE compare among the calibrated, or among the others."
+    return f"{text}. Compare Brier, NLL, ECE and aECE only among the calibrated, or only among the others."
 
 
 def _reuse_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
@@ -235,7 +237,7 @@ def _decline_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     for (share, count), names in promises.items():
         thresholds = f"{count} thresholds, of which each promises" if count > 1 else "one threshold, which promises"
         text += f" {', '.join(names)}: {thresholds} to accept {100 * share:.4g} % in distribution."
-    return text + (" Shares declined compare where the same is promised." if len(promises) > 1 else "")
+    return text + (" Declined shares are comparable where the same share is promised." if len(promises) > 1 else "")
 
 
 def _data_note(evaluation: Evaluation) -> str:
@@ -248,7 +250,7 @@ def _data_note(evaluation: Evaluation) -> str:
     known = f"accuracy to ±{196 * math.sqrt(share * (1 - share) / (samples + 4)):.2g} points (95 %)"
     text = f"In distribution: {evaluation.id_name} ({samples:,} samples), which tell {known}."
     if common is not None and 1 - right >= (1 - common) / 2:  # at least half the errors of a constant answer
-        text += f" To name the most frequent class always is right on {100 * common:.4g} %."
+        text += f" Always naming the most frequent class is right on {100 * common:.4g} %."
     if not sets:
         return text
     return f"{text} Out of distribution, {sets}. Score: {evaluation.score}; convention: {evaluation.convention}."

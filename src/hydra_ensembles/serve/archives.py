@@ -86,7 +86,7 @@ class Archive:
         self.ignored = len(present) - len(self.files)
         if not self.files:
             suffixes = (*(IMAGE_SUFFIXES if kind == "image" else (LINES,)), *TABLE_SUFFIXES, *TAR_SUFFIXES)
-            raise DataError(f"{self.path} has no {kind}s ({self.ignored} other files); read are {', '.join(suffixes)}")
+            raise DataError(f"{self.path} has no {kind}s ({self.ignored} other files); give {', '.join(suffixes)}")
         self._require_column()
 
     def identity(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Archive:
             except _BROKEN as error:
                 # decoders raise OSErrors without errno on broken content, and EINVAL when they seek to invalid offsets
                 if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                    advice = "check the disk and the permissions and run this again, it resumes here"
+                    advice = "check the disk and the permissions and run this again; it resumes here"
                     raise StorageError(f"{file} cannot be read ({error.strerror}); {advice}") from error
                 yield self._broken(file, error)
 
@@ -169,7 +169,7 @@ class Archive:
                 with suppress(KeyError, RecursionError):  # broken links, or links in a cycle
                     opened = members.extractfile(member)
                 if opened is None:
-                    yield Item(name, None, error="it cannot be read: it is no file, nor a link to one in the archive")
+                    yield Item(name, None, error="it cannot be read: neither a file nor a link to one in the archive")
                 else:
                     content = opened.read()
                     yield Item(name, content.decode("utf-8-sig", "surrogateescape") if self.kind == "text" else content)
@@ -199,7 +199,7 @@ class Archive:
                 if len(cells) == len(header):
                     yield self._item(file, row, dict(zip(header, cells, strict=True)))
                 elif cells:  # not an empty line
-                    error = DataError(f"it has {len(cells)} fields, and the header {len(header)}")
+                    error = DataError(f"it has {len(cells)} fields, but the header has {len(header)}")
                     yield self._broken(file, error, f":{row}")
 
     def _json_lines(self, file: Path) -> Iterator[Item]:
@@ -294,7 +294,7 @@ def _require_end(members: tarfile.TarFile) -> None:
         raise tarfile.ReadError("its next header is damaged, or it was cut off; what follows is not read")
     while chunk := file.read(1 << 20):
         if chunk.count(0) != len(chunk):
-            raise tarfile.ReadError("there is more after its end, as in concatenated files, which is not read")
+            raise tarfile.ReadError("it goes on after its end, as concatenated files do; that part is not read")
 
 
 def _as_text(value: Any) -> str | None:

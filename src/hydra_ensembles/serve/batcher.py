@@ -73,7 +73,7 @@ class Batcher(Generic[Row, Answer]):
         """
         with self._changed:
             if self._closing:
-                raise RequestError("this server is about to end; try another, or later", 503, retry_after=1)
+                raise RequestError("this server is shutting down; try another, or try later", 503, retry_after=1)
             if self.waiting + len(rows) > self._max_queue:
                 raise RequestError("too many samples are waiting; try again later", 503, self._retry_after())
             now = time.monotonic()

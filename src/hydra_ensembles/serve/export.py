@@ -148,8 +148,8 @@ def _format(path: Path, format: Format | None) -> Format:
     if format is None or path.suffix.lower() != SUFFIXES[format]:
         endings = ", ".join(f"{suffix} for {name}" for name, suffix in SUFFIXES.items())
         ending = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
-        reason = "by which no format is known" if format is None else f"which is not that of {format}"
-        raise ConfigError(f"{path} has {ending}, {reason}; there are {endings}")
+        reason = "which no known format has" if format is None else f"which is not the one for {format}"
+        raise ConfigError(f"{path} has {ending}, {reason}; use {endings}")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file")
     return format
@@ -226,7 +226,7 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
     p_values = {"p_value" if score == "score" else "familiarity": score for score in held_out(ensemble)}
     for name, values in expected.items():
         if actual[name].shape != values.shape:
-            raise ConversionError(f"{name} of the {format} file is {actual[name].shape}, where {values.shape} is right")
+            raise ConversionError(f"{name} of the {format} file is {actual[name].shape}, expected {values.shape}")
         difference = np.abs(actual[name].astype(np.float64) - values.astype(np.float64))
         # rounding errors of a small logit scale with the largest value of its row
         size = np.abs(values.astype(np.float64)).max(axis=tuple(range(1, values.ndim)), keepdims=True, initial=0.0)
@@ -244,7 +244,7 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
         if not share <= 1.0:  # also true for NaN
             raise ConversionError(
                 f"the {format} file answers differently: {name} differs by {np.max(difference):.3g} in a batch of "
-                f"{len(values)}; nothing was written. Where that is good enough, give a larger tolerance than {allowed}"
+                f"{len(values)}; nothing was written. If that is good enough, give a tolerance larger than {allowed}"
             )
         largest = max(largest, share)
     return largest

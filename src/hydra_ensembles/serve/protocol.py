@@ -63,7 +63,7 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
     if header is not None:
         json_length = byte_count(header)
         if not json_length or json_length > length:
-            raise RequestError(f"{HEADER} must be a number of bytes from 1 to those of the body, {length}")
+            raise RequestError(f"{HEADER} must be a number of bytes from 1 to the size of the body, {length}")
         length = json_length
     request = request_of(body[:length])
     tail = memoryview(body)[length:]
@@ -88,14 +88,14 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
         tensors[name] = _from_binary(called, datatype, shape, bytes(tail[:size]))
         tail = tail[size:]
     if len(tail):
-        raise RequestError(f"{len(tail)} bytes follow the last tensor; say whose they are with binary_data_size")
+        raise RequestError(f"{len(tail)} bytes follow the last tensor; declare them with binary_data_size")
     return request, tensors
 
 
 def _shape(called: str, shape: Any) -> tuple[int, ...]:
     is_whole = isinstance(shape, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in shape)
     if not is_whole or not shape or min(shape) < 1 or max(shape) >= 1 << 63 or len(shape) > 8:
-        raise RequestError(f"input {called} needs a shape, a list of positive whole numbers, the first one of samples")
+        raise RequestError(f"input {called} needs a shape, a list of positive whole numbers, samples first")
     return tuple(shape)
 
 
@@ -113,7 +113,7 @@ def _from_json(called: str, datatype: str, shape: tuple[int, ...], data: Any) ->
         return [text.encode("utf-8", "surrogatepass") for text in data]
     try:
         if datatype != "BOOL" and bool in _kinds(data):
-            raise ValueError("true and false are no numbers")
+            raise ValueError("true and false are not numbers")
         array = np.array(data)
         if array.dtype.kind not in "biuf" or array.size != math.prod(shape):
             raise ValueError(f"{array.size} values of {array.dtype}")
@@ -198,7 +198,7 @@ def asked_outputs(request: Mapping[str, Any], service: Service) -> list[AskedFie
         return [(field, usual) for field in service.outputs]
     names = tuple(fields)  # a tuple, as the requested name may be unhashable
     if not isinstance(asked, list) or not all(isinstance(item, dict) and item.get("name") in names for item in asked):
-        raise RequestError(f"outputs are asked for as a list of objects, each with a name: {', '.join(fields)}")
+        raise RequestError(f"outputs must be a list of objects, each with a name among {', '.join(fields)}")
     return [(fields[item["name"]], bool(_parameters(item).get("binary_data", usual))) for item in asked]
 
 

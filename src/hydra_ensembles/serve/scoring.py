@@ -121,7 +121,7 @@ class Scorer:
             else:
                 source, digest = self._saved()
                 if self._digest not in ("", digest):
-                    raise CheckpointError(f"{self.model} is another model than before; make a new Scorer of it")
+                    raise CheckpointError(f"{self.model} has changed since it was first loaded; make a new Scorer")
                 self._digest = digest
                 self._loaded = Ensemble.from_pretrained(source, device=device, dtype=dtype)
             output_fields(self._loaded)  # raises if there is no classifier
@@ -138,7 +138,7 @@ class Scorer:
         taken = {INPUT, CLASS, ERROR, NOTE, *(field.name for field in output_fields(self.ensemble))}
         by_name = {f"{KEPT}{name}" if name in taken else name: name for name in self.keep}
         if len(by_name) < len(set(self.keep)):
-            raise ConfigError(f"of keep={list(self.keep)} two columns would have one name; leave out one or rename it")
+            raise ConfigError(f"two columns of keep={list(self.keep)} would get one name; leave out one or rename it")
         return by_name
 
     def __call__(self, batch: Mapping[str, Any]) -> Arrays:
@@ -391,7 +391,7 @@ def _require_among(shard: Path, names: Sequence[str]) -> None:
     rows = require("pyarrow.parquet", extra="data").read_table(shard, columns=[INPUT])[INPUT].to_pylist()
     moved = set(rows).difference(names)
     if moved:
-        raise CheckpointError(f"{shard} has {min(moved)!r}, which the archive now gives elsewhere; give a new folder")
+        raise CheckpointError(f"{shard} has {min(moved)!r}, which is now elsewhere in the archive; give a new folder")
 
 
 def _require_same_answers(folder: RunFolder, about: Mapping[str, Any]) -> None:

@@ -102,10 +102,10 @@ class ServeSettings(Checked):
         if self.max_queue < self.max_batch:
             raise ConfigError(f"max_queue is {self.max_queue}, less than max_batch, {self.max_batch}; raise it")
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.name):
-            raise ConfigError(f"name is {self.name!r}; it is part of addresses: give letters, digits, and _ . - alone")
+            raise ConfigError(f"name is {self.name!r}; it is part of URLs: use only letters, digits, _ . and -")
         key = self.key
         if key is not None and (len(key) < 8 or not key.isascii() or not key.isprintable() or key != key.strip()):
-            raise ConfigError("the API key is shorter than 8 characters, or has some that a header cannot hold")
+            raise ConfigError("the API key is shorter than 8 characters, or has some that HTTP headers cannot hold")
 
     @property
     def key(self) -> str | None:
@@ -235,7 +235,7 @@ class Service:
         """Check images by their headers before decoding: a few bytes may decode to gigabytes of pixels."""
         pillow = require("PIL.Image", extra="data")
         pixels_left = int(self.settings.max_pixels * 1e6)
-        advice = f"at most {pixels_left} pixels are taken in a request"
+        advice = f"at most {pixels_left} pixels are accepted in a request"
         for index, content in enumerate(contents):
             try:
                 with pillow.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -246,7 +246,7 @@ class Service:
             except Exception as error:  # a broken header can raise anything in Pillow
                 formats = ", ".join(FORMATS)
                 raise RequestError(
-                    f"image {index} ({len(content)} bytes) is none of {formats}, or broken", 415
+                    f"image {index} ({len(content)} bytes) is not one of {formats}, or is broken", 415
                 ) from error
             pixels_left -= width * height
             if pixels_left < 0 or max(width, height) > SLIMMEST * min(width, height):
@@ -486,7 +486,7 @@ def image_of(value: Any) -> bytes:
     except (AttributeError, ValueError) as error:  # not a string, or not base64
         if isinstance(value, bytes):
             return value
-        raise RequestError("an image that is not bytes is a string in base64, in one line") from error
+        raise RequestError("an image that is not bytes must be a base64 string on one line") from error
 
 
 def text_of(value: Any) -> str | tuple[str, str]:
@@ -497,4 +497,4 @@ def text_of(value: Any) -> str | tuple[str, str]:
         return _decoded(value)
     if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value):
         return value[0], value[1]
-    raise RequestError("a text in JSON is a string, or a pair of them in a list")
+    raise RequestError("a text in JSON must be a string, or a list of two")

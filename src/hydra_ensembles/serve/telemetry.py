@@ -40,14 +40,14 @@ class Telemetry:
         counter, histogram, gauge = (partial(kind, registry=self._registry) for kind in kinds)
         self._requests = counter("hydra_requests", "Requests by route and status.", ["route", "status"])
         self._seconds = histogram("hydra_request_seconds", "Time from first to last byte.", ["route"], buckets=SECONDS)
-        self._outcomes = counter("hydra_answers", "Answers, by what became of them.", ["outcome"])
+        self._outcomes = counter("hydra_answers", "Answers by outcome.", ["outcome"])
         self._batches = histogram("hydra_batch_rows", "Samples in a batch.", buckets=[*service.sizes(), math.inf])
-        self._batch_seconds = histogram("hydra_batch_seconds", "Time of the model for a batch.", buckets=SECONDS)
-        gauge("hydra_queue_rows", "Samples that wait.").set_function(waiting)
+        self._batch_seconds = histogram("hydra_batch_seconds", "Time the model takes for a batch.", buckets=SECONDS)
+        gauge("hydra_queue_rows", "Samples waiting for a batch.").set_function(waiting)
         model = service.ensemble
         facts = {"name": service.settings.name, "version": __version__, "kind": service.kind}
         facts |= {"members": str(model.num_members), "classes": str(model.num_classes), "device": str(model.device)}
-        gauge("hydra_model", "What is served.", list(facts)).labels(**facts).set(1)
+        gauge("hydra_model", "The model that is served.", list(facts)).labels(**facts).set(1)
         self._scores = {
             name: histogram(f"hydra_score_{name.replace('++', '_pp')}", meaning, buckets=bins)
             for name, meaning, bins in _score_bins(service)

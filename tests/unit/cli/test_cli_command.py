@@ -139,8 +139,8 @@ def test_the_file_then_options_then_single_settings(tmp_path):
     [
         ("menbers: 3", (), "did you mean members"),
         ("model: [", (), "not valid YAML"),
-        ("model: a\noutput: run\nmodel: b", (), "'model' is there twice"),
-        ("recipe: {epochs: 1, epochs: 2}", (), "'epochs' is there twice"),
+        ("model: a\noutput: run\nmodel: b", (), "'model' occurs twice"),
+        ("recipe: {epochs: 1, epochs: 2}", (), "'epochs' occurs twice"),
         ("- model", (), "holds a list"),
         ("members: many", (), "members"),
         ("recipe: {preset: sst2, epoch: 3}", (), "epoch"),

@@ -177,8 +177,8 @@ def test_names_in_the_settings_of_an_evaluation_mean_the_same_from_every_folder(
     settings.write_text(relative)  # as written by older versions, without the folder
     assert "another model, ensemble" in fail(*line)
     settings.unlink()  # as saved from Python
-    assert "nothing says what it is" in fail(*line)
-    assert "nothing says what it is" in fail("evaluate", "../a/ensemble", *line[2:])
+    assert "nothing says what it evaluates" in fail(*line)
+    assert "nothing says what it evaluates" in fail("evaluate", "../a/ensemble", *line[2:])
     unnamed = EvaluateSettings(model="ensemble", id="test", shift=("../a/test", "fog=../a/test"))
     assert unnamed.by_full_names()["shift"] == ["../a/test", f"fog={tmp_path / 'a' / 'test'}"]
 
@@ -266,4 +266,4 @@ def test_an_atlas_of_images_and_of_texts(run_folder, text_folder, world, tmp_pat
     assert "positive" in text.read_text()
     assert ".html" in fail("atlas", run_folder, *sets, "-o", tmp_path / "atlas.json", "-q")
     page.with_suffix(".json").write_text('{"format": "hydra_ensembles.evaluation"}')
-    assert "heads.json is no atlas" in fail("atlas", run_folder, *sets, "-o", page, "-q")
+    assert "heads.json is not an atlas" in fail("atlas", run_folder, *sets, "-o", page, "-q")

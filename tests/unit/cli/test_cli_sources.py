@@ -60,7 +60,7 @@ def test_a_run_folder_stands_for_its_result(run_folder, tmp_path):
     assert "no finished ensemble" in fail("info", tmp_path)
     (tmp_path / "runs/checkpoint-10").mkdir(parents=True)
     (tmp_path / "runs/checkpoint-10/config.json").write_text("{}")
-    assert "such are checkpoint-10 in it" in fail("info", tmp_path / "runs")
+    assert "it contains such folders: checkpoint-10" in fail("info", tmp_path / "runs")
     (tmp_path / "runs/adapter_config.json").write_text("{}")
     assert "merge_and_unload" in fail("info", tmp_path / "runs")
 
@@ -138,7 +138,7 @@ def test_folders_that_are_no_model_or_no_classifier(tmp_path):
         said = fail("info", tmp_path)
         assert says in said
         assert ("It does not fit" in said) == ("nearest way that works" in said)
-    for config, says in (("{", "not valid JSON"), ("{}", "is not that of a model")):
+    for config, says in (("{", "not valid JSON"), ("{}", "is not the config of a model")):
         (tmp_path / "config.json").write_text(config)
         assert says in fail("info", tmp_path)
     headless = small_vit()

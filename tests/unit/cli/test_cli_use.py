@@ -104,10 +104,10 @@ def test_no_threshold_no_verdict(run_folder, world):
         ("image", [], "got nothing to predict"),
         ("image", ["{world}/val.csv"], "holds texts, but the model reads images"),
         ("image", ["{world}/dots/O.png"], "did you mean"),
-        ("image", ["{world}/news.txt"], "news.txt cannot be decoded as an image (30 bytes): its kind"),
+        ("image", ["{world}/news.txt"], "news.txt cannot be decoded as an image (30 bytes): unknown format"),
         ("text", ["good"], "write --text 'good'"),
         ("text", ["{world}/dots"], "is a folder, but the model reads text"),
-        ("text", ["{world}/dots/0.png"], "is not text in UTF-8"),
+        ("text", ["{world}/dots/0.png"], "is not UTF-8 text"),
         ("text", ["-"], "standard input has no text"),
         ("text", ["{world}/val.csv", "--column", "words=text"], "words"),
         ("image", ["{world}/dots/0.png", "--column", "text"], "name=value"),
@@ -198,7 +198,7 @@ def test_bench_beside_baselines(run_folder, text_folder, tmp_path):
     for name, value, says in (
         ("--batch", "many", "whole numbers"),
         ("--batch", "9" * 5000, "digits"),
-        ("--batch", "0", "at least 1"),
+        ("--batch", "0", "positive"),
         ("--name", "single", "both called"),
     ):
         assert says in fail("bench", run_folder, name, value)

@@ -98,7 +98,11 @@ def test_the_order_of_a_seed_stays_what_it_was_and_workers_change_nothing(number
 
 @pytest.mark.parametrize(
     ("settings", "token"),
-    [({"batch_size": 0}, "batch_size"), ({"num_workers": -1}, "num_workers"), ({"batch_size": 4}, "3 rows of 4 items")],
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"batch_size": 4}, "3 rows from 4 items"),
+    ],
 )
 def test_bad_settings_and_bad_preprocessing(numbers: TextDataset, settings: dict[str, int], token: str) -> None:
     with pytest.raises(HydraError, match=token):

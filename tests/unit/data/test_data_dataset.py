@@ -158,7 +158,7 @@ def test_what_is_missing_below_a_folder_is_said(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "ant").mkdir()
     (tmp_path / "ant" / "0.png").touch()
     (tmp_path / "ant" / "1.png").symlink_to(tmp_path / "unmounted" / "1.png")
-    with pytest.warns(HydraWarning, match=r"lead to nothing.*: 1, the first .*1\.png"):
+    with pytest.warns(HydraWarning, match=r"broken links.*: 1, the first .*1\.png"):
         assert len(images_below(tmp_path)) == 1
     scan = os.scandir
 

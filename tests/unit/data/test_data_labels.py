@@ -13,8 +13,8 @@ from pictures import picture
 @pytest.mark.parametrize(
     ("one", "other", "said"),
     [
-        *((twin, "pos", "are two") for twin in (" pos", "Pos")),
-        ("po\u0301s", "p\u00f3s", "are two"),
+        *((twin, "pos", "count as two") for twin in (" pos", "Pos")),
+        ("po\u0301s", "p\u00f3s", "count as two"),
         *((missing, "pos", f"class '{missing}'") for missing in ("NA", "nan", "null")),
     ],
 )

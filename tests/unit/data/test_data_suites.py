@@ -65,7 +65,7 @@ def test_parts_of_one_set_that_may_meet_are_refused(one: Any, other: Any, meet: 
         {"id": second, "circuit_ood": near, "near": (far,), "validation": first},
     ):
         assert first.may_share_rows(second) == second.may_share_rows(first) == meet
-        with pytest.raises(DataError, match="may have rows") if meet else nullcontext():
+        with pytest.raises(DataError, match="may share rows") if meet else nullcontext():
             Suite("x", **{"far": (SetRef("g", "g"),), "notes": "", **refs})
 
 

@@ -65,7 +65,7 @@ def test_accuracy_that_one_class_explains_is_told_as_such(accuracy, told):
     wrong = torch.arange(1000) < 1000 - round(1000 * accuracy)
     found = evaluate_logits(torch.nn.functional.one_hot(labels ^ wrong, 2)[None] * 3.0, labels)
     assert (found.id.accuracy, found.id.commonest) == (accuracy, 0.99)
-    assert ("most frequent class always is right on 99 %" in compare([found]).notes[0]) is told
+    assert ("Always naming the most frequent class is right on 99 %" in compare([found]).notes[0]) is told
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_other_samples_in_sets_of_one_name_and_size_are_told():
     assert he.Evaluation.from_dict(one.to_dict()).traces == one.traces
 
     other = found("Other", pixels, labels.clamp(max=2))
-    with pytest.raises(DataError, match="labels of id are others for Other"):
+    with pytest.raises(DataError, match="labels of id differ between Other"):
         compare([one, other])
     assert "Not the same data" in told(one, other, allow_mismatch=True)[0]
     (note,) = told(one, found("New", pixels + 1, labels))

@@ -87,7 +87,7 @@ def test_closing_answers_what_was_taken_in_and_takes_nothing_more() -> None:
     closing.join(LIMIT)
     assert not closing.is_alive()
     assert all(future.done() for future in (first, *futures))
-    with pytest.raises(RequestError, match="end") as refused:
+    with pytest.raises(RequestError, match="shutting down") as refused:
         made.submit([6])
     assert (refused.value.status, refused.value.retry_after) == (503, 1)
 

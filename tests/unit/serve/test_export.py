@@ -279,9 +279,9 @@ def test_weights_that_the_exporter_wrote_beside_are_named_and_found(monkeypatch,
 def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
     one = served("image")
     for model, file, options, error, token in (
-        (one, "model.bin", {}, ConfigError, "no format is known; there are .onnx for onnx"),
+        (one, "model.bin", {}, ConfigError, "no known format has; use .onnx for onnx"),
         (one, "model", {}, ConfigError, "no suffix"),
-        (one, "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2', which is not that of onnx"),
+        (one, "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2', which is not the one for onnx"),
         (one, "model.pt2", {"format": "tflite"}, ConfigError, "tflite"),
         (one, "model.pt2", {"tolerance": -1.0}, ConfigError, "tolerance"),
         (one, "model.pt2", {"examples": torch.zeros(1, 3, 4, 4)}, DataError, "4"),
