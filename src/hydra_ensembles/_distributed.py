@@ -50,7 +50,7 @@ class Ranks:
             return batches
         count = length_hint(batches)  # 0 if unknown
         left = count % self.size
-        shuffled = is_drawn_by(batches, RANDOM_SAMPLERS) or getattr(batches, "shuffle", False) is True
+        shuffled = uses_sampler(batches, RANDOM_SAMPLERS) or getattr(batches, "shuffle", False) is True
         if left and self.rank == 0 and not shuffled:
             warn(
                 f"train has {count} batches for {self.size} processes, which read equally many each: the last {left} "
@@ -59,7 +59,7 @@ class Ranks:
         loader = batches if isinstance(batches, DataLoader) else None
         if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
             return EveryNth(batches, self.rank, self.size)
-        return drawing(loader, EveryNth(loader.batch_sampler, self.rank, self.size))
+        return with_batches(loader, EveryNth(loader.batch_sampler, self.rank, self.size))
 
     def gather(self, item: T, error: Exception | None = None) -> list[T]:
         """The items of all ranks, in order; if one rank passes an `error`, all ranks raise."""
@@ -136,7 +136,7 @@ class Ranks:
         self.require_same(item, what, f"give all ranks all of them, whose batches are shared out here; {itself}")
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def launched() -> bool:
 def current_ranks() -> Ranks:
     """The ranks of the process group, if there is one; else this process alone."""
     has_group = dist.is_available() and dist.is_initialized()
-    return Ranks(dist.get_rank(), dist.get_world_size()) if has_group else ALONE
+    return Ranks(dist.get_rank(), dist.get_world_size()) if has_group else SINGLE_PROCESS
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -208,17 +208,17 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def drawing(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
+def with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     """A loader that reads the same data with the same settings, in these batches of rows."""
     return DataLoader(loader.dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in _LOADING})
 
 
 def is_sharded(data: object) -> bool:
     """Whether a loader already gives each process its own batches: accelerate's loaders, or a `DistributedSampler`."""
-    return is_drawn_by(data, DistributedSampler) or type(data).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")
+    return uses_sampler(data, DistributedSampler) or type(data).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")
 
 
-def is_drawn_by(data: object, samplers: type | tuple[type, ...]) -> bool:
+def uses_sampler(data: object, samplers: type | tuple[type, ...]) -> bool:
     """Whether a loader takes its samples from such a sampler, directly or through its `batch_sampler`."""
     sources = (data, getattr(data, "batch_sampler", None))
     return any(isinstance(getattr(source, "sampler", None), samplers) for source in sources)

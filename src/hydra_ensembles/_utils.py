@@ -20,10 +20,10 @@ from torch import nn
 from .errors import CheckpointError, ConfigError, HydraWarning, MissingExtraError
 
 # Code that is never the source of a warning: ours, and frames of torch and contextlib between the caller and us.
-_NOT_THE_CALLER = Path(__file__).parent, Path(torch.__file__).parent, Path(contextlib.__file__)
-_flags = threading.Lock()
-_THREAD = threading.local()  # `notes`: messages collected by `noted` in this thread
-_evaluated: dict[nn.Module, tuple[int, bool]] = {}  # in `evaluation_mode`: nesting depth and original training flag
+_INTERNAL_PATHS = Path(__file__).parent, Path(torch.__file__).parent, Path(contextlib.__file__)
+_mode_lock = threading.Lock()
+_THREAD = threading.local()  # `notes`: messages collected by `collect_warnings` in this thread
+_in_evaluation: dict[nn.Module, tuple[int, bool]] = {}  # in `evaluation_mode`: nesting depth and original training flag
 __version__ = "0.1.0"
 
 
@@ -105,7 +105,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def own_precision() -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
     """Disable the caller's autocast inside, so that stored results (weights, rankings) do not depend on it."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda", "mps", "xpu"):
@@ -115,7 +115,7 @@ def own_precision() -> Iterator[None]:
 
 
 @contextmanager
-def noted() -> Iterator[list[str]]:
+def collect_warnings() -> Iterator[list[str]]:
     """Collect this thread's warnings in a list, so that a server can send them to the client that caused them."""
     outer_notes = getattr(_THREAD, "notes", None)
     notes = list[str]()
@@ -127,14 +127,14 @@ def noted() -> Iterator[list[str]]:
 
 
 def warn(message: str) -> None:
-    """Warn with the location of the first caller outside this library; inside `noted`, append to its list instead."""
+    """Warn at the first caller outside this library; inside `collect_warnings`, append to its list instead."""
     notes: list[str] | None = getattr(_THREAD, "notes", None)
     if notes is not None:
         notes.append(message)
         return
     level = 1
     frame = inspect.currentframe()
-    while frame is not None and any(map(Path(frame.f_code.co_filename).is_relative_to, _NOT_THE_CALLER)):
+    while frame is not None and any(map(Path(frame.f_code.co_filename).is_relative_to, _INTERNAL_PATHS)):
         level = level + 1
         frame = frame.f_back
     warnings.warn(message, HydraWarning, stacklevel=level)
@@ -184,25 +184,25 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
     Threads may overlap on the same module: the last one to leave restores the flags.
     """
     parts = {part for module in modules for part in module.modules()}
-    with _flags:
+    with _mode_lock:
         for part in parts:
-            depth, was_training = _evaluated.get(part, (0, part.training))
-            _evaluated[part] = depth + 1, was_training
+            depth, was_training = _in_evaluation.get(part, (0, part.training))
+            _in_evaluation[part] = depth + 1, was_training
         for module in modules:
             module.eval()
     try:
         yield
     finally:
-        with _flags:
+        with _mode_lock:
             for part in parts:
-                depth, was_training = _evaluated.pop(part)
+                depth, was_training = _in_evaluation.pop(part)
                 if depth > 1:
-                    _evaluated[part] = depth - 1, was_training
+                    _in_evaluation[part] = depth - 1, was_training
                 else:
                     part.training = was_training
 
 
-def compiled_at_will() -> AbstractContextManager[None]:
+def unlimited_recompiles() -> AbstractContextManager[None]:
     """Raise the recompile limits of `torch.compile`, which count for all models together."""
     limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
     patch: AbstractContextManager[None] = torch.compiler.config.patch(limits)  # type: ignore[attr-defined]

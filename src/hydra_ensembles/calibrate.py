@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._utils import own_precision, warn
+from ._utils import warn, without_autocast
 from .arguments import PositiveShare, checked
 from .batches import Batches, warn_if_cut
 from .classes import some
@@ -58,7 +58,7 @@ class CalibrationFit:
 
 
 @checked
-@own_precision()
+@without_autocast()
 def calibrate(
     ensemble: Ensemble,
     validation: Batches,

@@ -47,10 +47,10 @@ from .model.contents import (
     Record,
     first_line,
     part_of,
-    renewed,
     require_fit,
     require_one_dtype,
     text_preprocessing,
+    upgrade_tensors,
 )
 from .schema import from_plain, short, to_plain
 
@@ -270,7 +270,7 @@ class Stored:
                 wide[part_of(name)] = torch.promote_types(wide.get(part_of(name), DTYPES[kind]), DTYPES[kind])
             dtypes = {part: torch.float32 if part == FAMILIARITY else dtype or widest for part, widest in wide.items()}
             tensors = {name: file.get_tensor(name).to(device=target, dtype=dtypes[part_of(name)]) for name in names}
-            return renewed(tensors, shapes)
+            return upgrade_tensors(tensors, shapes)
 
     def tokenizer(self) -> str:
         """Read the text of `tokenizer.json`."""

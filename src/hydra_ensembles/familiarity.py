@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._utils import own_precision, warn
+from ._utils import warn, without_autocast
 from .arguments import NotNegative, Rate, Seed, Whole, checked
 from .batches import Batches, Inputs, iterate, require_labels
 from .classes import in_order, some
@@ -58,7 +58,7 @@ class Answered(NamedTuple):
 
 
 @checked
-@own_precision()
+@without_autocast()
 def fit_familiarity(
     ensemble: Ensemble,
     id_batches: Batches,

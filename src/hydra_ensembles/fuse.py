@@ -22,6 +22,7 @@ from .model.layers import GroupedLinear
 from .model.states import (
     common_layers,
     copies_of,
+    differing_names,
     equal_pair,
     join_states,
     listed,
@@ -29,15 +30,16 @@ from .model.states import (
     member_state,
     place_of,
     require_same_dtype_and_device,
-    unequal,
     warn_if_equal,
 )
 from .model.stem_readout import Projections, linear, projection_config
 
 Fusion = Literal["mean", "separate"]
 StemFusion = Literal["shared", "mean", "separate"]
-How = Mapping[str, StemFusion]  # by parameter group
-KIN = 0.5  # least cosine of weights in a layer: 0.9 or more for fine-tunings of one model, about 0 for unrelated models
+FusionByGroup = Mapping[str, StemFusion]  # by parameter group
+MIN_COSINE = (
+    0.5  # least cosine of weights in a layer: 0.9 or more for fine-tunings of one model, about 0 for unrelated models
+)
 
 
 @overload
@@ -121,7 +123,7 @@ def fuse(
     for member in models:
         require_model(member, "fuse")
     require_values(next(models[0].parameters(), None))
-    how: How = {"stem": stem, "mlp": mlp, "norms": norms, "readout": readout}
+    how: FusionByGroup = {"stem": stem, "mlp": mlp, "norms": norms, "readout": readout}
     duals = [member for member in models if isinstance(member, DualEncoder)]
     ensembles = [member for member in models if isinstance(member, Ensemble)]
     if duals and ensembles:
@@ -146,7 +148,7 @@ def _whole_layers(average: float, layers: int) -> int:
     return count
 
 
-def twins(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
+def find_equal_members(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
     """Indices of two members, among those of all models, that are equal bit by bit; None if there are none."""
     return equal_pair(_single_members(models))
 
@@ -193,17 +195,17 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
     states, heads, metadata = singles(ensembles)
     if len(set(heads)) > 1:
         raise ConfigError("soup averages models with the same heads; these lost different ones: fuse them instead")
-    _warn_of_strangers(states, states[0])
+    _warn_of_unrelated(states, states[0])
     mean = {name: _mean(torch.stack([state[name] for state in states]))[0] for name in states[0]}
     return Ensemble.from_state(ensembles[0].config, mean, metadata.after(f"mean weights of {len(states)} models"))
 
 
-def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, average: int = 0) -> Ensemble:
+def _fuse_ensembles(members: Sequence[Ensemble], how: FusionByGroup, limit: int | None, average: int = 0) -> Ensemble:
     own_states, heads, metadata = singles(members)
     states = own_states
     if average:
         states = _with_mean_trunk(states, heads, average, members[0].num_layers)
-    differing = unequal(states)
+    differing = differing_names(states)
     stem = next((name for name in differing if place_of(name)[0] == "stem"), None)
     if how["stem"] == "shared" and stem is not None:
         advice = (
@@ -219,7 +221,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, av
         shared["stem"] |= stem is None and trunk > 0  # otherwise the trunk would run once per member
         config = replace(config, sharing=Sharing(**shared), trunk=trunk)
     joined = join_states(config, states)
-    _warn_of_strangers(own_states, [name for name in joined if copies_of(config, name) == 1])
+    _warn_of_unrelated(own_states, [name for name in joined if copies_of(config, name) == 1])
     for name in joined:
         group, layer = place_of(name)
         in_trunk = layer is not None and layer < config.trunk
@@ -249,7 +251,7 @@ def _with_mean_trunk(
     return averaged
 
 
-def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How, trunk: int | None) -> DualEncoder:
+def _fuse_dual_encoders(members: Sequence[DualEncoder], how: FusionByGroup, trunk: int | None) -> DualEncoder:
     encoders = [model.member(index) for model in members for index in range(model.num_members)]
     require_same_dtype_and_device([encoder.state_dict() for encoder in encoders])
 
@@ -257,23 +259,25 @@ def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How, trunk: int | N
         """Fuse one tower of all members; `alone` means that the other tower has a single member."""
         states = [ensemble.state_dict() for ensemble in towers]
         first, *others = (ensemble.config.undropped for ensemble in towers)
-        same = all(other == first for other in others) and not unequal(states)
+        same = all(other == first for other in others) and not differing_names(states)
         return towers[0] if same and not alone else _fuse_ensembles(towers, how, trunk)
 
     def projection(maps: Sequence[GroupedLinear | None]) -> GroupedLinear | None:
         present = [layer for layer in maps if layer is not None]
         if len({projection_config(layer) for layer in maps}) > 1:
             raise ConfigError("the members' projections have different shapes; give copies of one model")
-        return linear(*_once([(layer.weight, layer.bias) for layer in present], how)) if present else None
+        return linear(*_stored_weights([(layer.weight, layer.bias) for layer in present], how)) if present else None
 
     text = tower([encoder.text for encoder in encoders], alone=False)
     image = tower([encoder.image for encoder in encoders], alone=text.num_members == 1)
     of_image, of_text = ([getattr(encoder.projections, kind) for encoder in encoders] for kind in ("image", "text"))
-    scales = _once([(encoder.logit_scale, encoder.logit_bias) for encoder in encoders], how)
+    scales = _stored_weights([(encoder.logit_scale, encoder.logit_bias) for encoder in encoders], how)
     return DualEncoder(image, text, Projections(projection(of_image), projection(of_text)), *scales).eval()
 
 
-def _once(members: Sequence[tuple[Tensor, Tensor | None]], how: How) -> tuple[Tensor, Tensor | None]:
+def _stored_weights(
+    members: Sequence[tuple[Tensor, Tensor | None]], how: FusionByGroup
+) -> tuple[Tensor, Tensor | None]:
     """Weight and bias as stored: one copy if all members are equal or averaged, else `[M, …]`."""
     biases = [bias for _, bias in members if bias is not None]
     if len(biases) not in (0, len(members)):
@@ -286,7 +290,7 @@ def _once(members: Sequence[tuple[Tensor, Tensor | None]], how: How) -> tuple[Te
     return tensors[0], tensors[1] if biases else None
 
 
-def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], stored_once: Iterable[str]) -> None:
+def _warn_of_unrelated(states: Sequence[Mapping[str, Tensor]], stored_once: Iterable[str]) -> None:
     """Warn if weights are averaged over members that do not share a common start.
 
     The units of such models do not correspond, so their mean is meaningless. Readouts are not checked: those of one
@@ -303,7 +307,7 @@ def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], stored_once: Iter
         for index, state in enumerate(states[1:], start=1)
     ]
     least, layer, index = min(cosines, key=lambda entry: entry[0], default=(1.0, None, 0))
-    if least < KIN:
+    if least < MIN_COSINE:
         where = "the stem" if layer is None else f"layer {layer}"
         warn(
             f"the weights of members 0 and {index} that are averaged in {where} have a cosine of {least:.2f}; those of "

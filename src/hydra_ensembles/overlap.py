@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
 
-from ._distributed import drawing
+from ._distributed import with_batches
 from ._utils import warn
 from .batches import Batches, Inputs, first_epoch, read_batch
 from .errors import DataError
@@ -154,8 +154,8 @@ def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> fl
 
     Returns the largest share of the set's samples that was used for any of these; None if there are no marks.
     """
-    found = {deed: reused_of(keys, fitted_set) for deed, fitted_set in fitted.items() if fitted_set.marks}
-    remarks = [f"{reused} {deed}" for deed, reused in found.items() if reused.share]
+    found = {use: reused_of(keys, fitted_set) for use, fitted_set in fitted.items() if fitted_set.marks}
+    remarks = [f"{reused} {use}" for use, reused in found.items() if reused.share]
     if remarks:
         warn(
             f"of the samples of {name}, {' and '.join(remarks)}: numbers are then better than on new data; "
@@ -213,7 +213,7 @@ def trained_set(batches: Batches) -> FittedSet:
 def _drawn(batches: Any, data: Any, turns: list[list[int]]) -> Iterator[Any]:
     """Batches of these rows, made as the source makes its own (by its workers if any); empty for unknown sources."""
     if isinstance(batches, DataLoader):
-        yield from drawing(batches, turns) if batches.batch_sampler is not None else ()
+        yield from with_batches(batches, turns) if batches.batch_sampler is not None else ()
     elif preprocess := getattr(batches, "preprocess", None):
         yield from ((preprocess([data[row][0] for row in turn]),) for turn in turns)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hydra_ensembles as he
-from hydra_ensembles._utils import evaluation_mode, free_memory, noted, warn
+from hydra_ensembles._utils import collect_warnings, evaluation_mode, free_memory, warn
 from hydra_ensembles.demo import load_backbone
 from hydra_ensembles.errors import HydraWarning
 from hydra_ensembles.model.metadata import Calibration
@@ -72,9 +72,9 @@ def test_who_leaves_evaluation_mode_last_puts_the_flags_back_also_after_an_error
 
 
 def test_what_is_noted_is_not_warned_of_and_only_by_this_thread() -> None:
-    with noted() as outer:
+    with collect_warnings() as outer:
         warn("one")
-        with noted() as inner:
+        with collect_warnings() as inner:
             warn("two")
         with ThreadPoolExecutor(1) as pool, pytest.warns(HydraWarning, match="three"):
             pool.submit(warn, "three").result()

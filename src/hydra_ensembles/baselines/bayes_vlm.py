@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import derive_seed, own_precision
+from .._utils import derive_seed, without_autocast
 from ..arguments import END, Checked, Positive, Range, Seed, Whole, checked
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
@@ -64,7 +64,7 @@ class BayesVLM(Checked):
 
 
 @checked
-@own_precision()
+@without_autocast()
 def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()) -> "VLMPosterior":  # noqa: B008
     """The posterior of both projections, from pairs of images and texts; nothing is trained.
 
@@ -262,7 +262,7 @@ class VLMPosterior:
     as_published: bool = False
 
     @checked
-    @own_precision()
+    @without_autocast()
     def zero_shot(
         self,
         class_names: Sequence[str],
@@ -304,7 +304,7 @@ class VLMPosterior:
         return Ensemble.from_state(many.config, state, base.metadata.after(line, text_side=side))
 
     @checked
-    @own_precision()
+    @without_autocast()
     def probit(self, class_names: Sequence[str], template: str = "A photo of a {label}.") -> "ProbitClassifier":
         """The closed form: one pass, logits `μ / √(1 + π/8 σ²)` from mean and variance of every similarity.
 

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._utils import derive_seed, own_precision
+from .._utils import derive_seed, without_autocast
 from ..arguments import Checked, Positive, Seed, Whole, checked
 from ..batches import Batches, iterate
 from ..errors import ConfigError, DataError
@@ -42,7 +42,7 @@ class Laplace(Checked):
 
 
 @checked
-@own_precision()
+@without_autocast()
 @torch.no_grad()
 def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) -> Ensemble:  # noqa: B008 (frozen)
     """Draw classifiers around the model's own as members, which share everything else; nothing is trained.

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..arguments import Rate, Seed, Whole, checked
 from ..model.config import EnsembleConfig
 from ..model.dropping import dropping
-from ..model.ensemble import Ensemble, built_around
+from ..model.ensemble import Ensemble, build_with_state
 from ..model.kinds import require_ensemble
 from .start import View
 
@@ -54,7 +54,7 @@ class MCDropout(View):
         config = _with_dropout(ensemble.config, p)
         self.metadata = replace(ensemble.metadata, calibration=None, familiarity=None)
         weights = ensemble.state_dict()  # shared, not copied
-        self.model = built_around(lambda: Ensemble(config, self.metadata), weights)
+        self.model = build_with_state(lambda: Ensemble(config, self.metadata), weights)
         again = f"he.mc_dropout(he.load(folder), p={p}, passes={passes}, seed={seed})"
         self.saved = f"save its ensemble, and make the view again: {again}"
         self.kind, self.num_members = ensemble.kind, self.passes * ensemble.num_members

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import derive_seed, own_precision
+from .._utils import derive_seed, without_autocast
 from ..arguments import Checked, PositiveShare, Seed, Share, Whole, checked
 from ..errors import ConfigError, DataError
 from ..model.ensemble import Ensemble
@@ -49,7 +49,7 @@ class EmbeddedWords:
 
 
 @checked
-@own_precision()
+@without_autocast()
 @torch.no_grad()
 def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates | None = None) -> EmbeddedWords:
     """Embed words once, for `neg_label` of all ensembles made from the same dual encoder.
@@ -78,7 +78,7 @@ def _embedded(side: TextSide, words: Sequence[str], sentences: Sequence[str], de
 
 
 @checked
-@own_precision()
+@without_autocast()
 @torch.no_grad()
 def neg_label(
     ensemble: Ensemble,

@@ -12,7 +12,7 @@ from .._utils import torch_seeded, warn
 from ..batches import Inputs
 from ..errors import ConfigError
 from ..familiarity import with_score
-from ..fuse import twins
+from ..fuse import find_equal_members
 from ..metrics.distance import FittedName
 from ..model.config import GROUPS, EnsembleConfig, Sharing
 from ..model.dropping import OurModel
@@ -36,7 +36,7 @@ def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ens
 
 def parted(ensemble: Ensemble) -> Ensemble:
     """Return the result of a method; warns if two members are equal after training."""
-    if equal := twins([ensemble]):
+    if equal := find_equal_members([ensemble]):
         warn(
             f"members {equal[0]} and {equal[1]} are equal after training: they will never disagree. Let them differ by "
             "the order of the data (DataLoader(..., shuffle=True)), dropout, classifiers (reinit_classifier='random') "

@@ -20,7 +20,7 @@ from ..heads.ranking import Head
 from ..model.config import PatchStemConfig
 from ..model.cost import attention_cost, mlp_cost
 from ..model.ensemble import Ensemble
-from ..model.layers import Attention, Block, Context, Read, asked_by, read_tokens
+from ..model.layers import Attention, Block, Context, Read, read_tokens, select_queries
 from ..model.stem_readout import MapPool, Readout
 from .scores import CircuitData, Distance, IntArray, SampleAnswers, SampleGroup, parts, to_device
 
@@ -60,7 +60,7 @@ class WorkingModel:
         z = self._mix(layer, x, context)  # [B, T', H, d_k]
         if gates is not None:
             z = z * gates[:, None, :, None].to(z.dtype)
-        asking = asked_by(x, self._read(layer, x))
+        asking = select_queries(x, self._read(layer, x))
         return self._finish(layer, asking, self.blocks[layer].attention.project(z, 1))
 
     def block_without(
@@ -78,7 +78,7 @@ class WorkingModel:
         for head, runs in heads:
             position = self.kept[layer].index(head)
             attended[runs] -= z[:, :, position].index_select(0, rows[runs]) @ attention.out[position]
-        asking = asked_by(x, self._read(layer, x))
+        asking = select_queries(x, self._read(layer, x))
         return self._finish(layer, asking.index_select(1, rows), attended[None])
 
     def pool(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
@@ -116,7 +116,7 @@ class WorkingModel:
         block, read = self.blocks[layer], self._read(layer, x)
         x = block.attention_input(x)
         if self._has_few_queries(layer, read):
-            return few_queries(block.attention, x[0], context.key_mask, asked_by(x, read)[0])
+            return few_queries(block.attention, x[0], context.key_mask, select_queries(x, read)[0])
         return block.attention.mix(x, context, read)
 
     def _finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class WorkingModel:
         """Count the work of a block: attention for the samples of `[1, B, T, d]`, and an MLP for `outputs` samples."""
         encoder, read, heads = self.sizes[layer], self._read(layer, x), len(self.kept[layer])
         _, inputs, tokens, _ = x.shape
-        queries = asked_by(x, read).shape[2]
+        queries = select_queries(x, read).shape[2]
         attention = attention_cost(encoder, heads, tokens, queries)
         if self._has_few_queries(layer, read):
             attention = heads * queries * encoder.width * (4 * encoder.head_dim + 2 * tokens)

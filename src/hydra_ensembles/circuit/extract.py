@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from .._distributed import Ranks, all_ranks, local_device
-from .._utils import own_precision, require_device, warn
+from .._utils import require_device, warn, without_autocast
 from ..arguments import Count, Range, Seed, Share, Whole, checked
 from ..batches import Batches, Sources
 from ..classes import in_order
@@ -40,7 +40,7 @@ from .timing import LONGEST, in_words, moving, say, seconds_of, speed_of
 
 @checked
 @torch.inference_mode(False)  # "screened" needs gradients, also if the caller is in inference mode
-@own_precision()
+@without_autocast()
 def extract_circuit(
     ensemble: Ensemble | DualEncoder,
     id_batches: Batches,

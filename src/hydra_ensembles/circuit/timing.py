@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from ..heads.ranking import Head
-from ..model.cost import times_in_turn
+from ..model.cost import interleaved_times
 from ..model.ensemble import Ensemble
 from .cache import forward_cost, sample_cost
 from .scores import CircuitData, Method, Objective
@@ -53,7 +53,7 @@ def speed_of(model: Ensemble, samples: CircuitData, batch_size: int) -> float:
     """Measure multiply-adds per second of the model on its device."""
     group = max(samples.groups, key=len)
     rows = min(len(group), batch_size, _TIMED["cuda" if model.device.type == "cuda" else "cpu"])
-    seconds = times_in_turn({"pass": partial(model, *group.take(slice(0, rows)))}, _PASSES, model.device)["pass"]
+    seconds = interleaved_times({"pass": partial(model, *group.take(slice(0, rows)))}, _PASSES, model.device)["pass"]
     return rows * sample_cost(model, group) / max(min(seconds), 1e-6)
 
 

@@ -18,7 +18,7 @@ from ..model.config import EnsembleConfig, PatchStemConfig
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear, GroupedNorm
-from ..model.metadata import Metadata, odd_names
+from ..model.metadata import Metadata, invalid_names
 from ..model.stem_readout import Projections, linear
 from ..preprocessing import TextPreprocessing
 from . import open_clip, timm, torchvision, transformers, transformers_dual, transformers_rotary
@@ -365,7 +365,7 @@ def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> t
     names = tuple(labels)
     if len(names) != classes:
         raise ConversionError(f"{len(names)} labels were given for {classes} classes")
-    blank, twice = odd_names(names)
+    blank, twice = invalid_names(names)
     if blank is not None:
         raise ConversionError(f"labels[{blank}] is {names[blank]!r}; every class needs a name, which is a string")
     if twice:
@@ -382,7 +382,7 @@ def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> t
 
 def _disambiguate(names: tuple[str, ...]) -> tuple[str, ...]:
     """Add the class number to names that are blank or occur twice (ImageNet has two classes `crane`)."""
-    again = set(odd_names(names)[1])
+    again = set(invalid_names(names)[1])
     return tuple(f"{name} ({i})".strip() if name in again or not name.strip() else name for i, name in enumerate(names))
 
 

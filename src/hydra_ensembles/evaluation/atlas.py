@@ -27,7 +27,7 @@ from ..heads.ranking import Head
 from ..metrics.inputs import mean
 from ..metrics.ood import auroc
 from ..metrics.probabilities import at_labels
-from ..model.cost import times_in_turn
+from ..model.cost import interleaved_times
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_ensemble
 from ..model.metadata import Calibration
@@ -308,7 +308,7 @@ class Sweep:
 
     def say_how_long(self, prepared: Inputs, size: int, total: int | None) -> None:
         """Time a pass over a batch of this size, and print the estimated duration if the number of inputs is known."""
-        *_, warm = times_in_turn({"pass": partial(self.copy, prepared)}, 2, self.ensemble.device)["pass"]
+        *_, warm = interleaved_times({"pass": partial(self.copy, prepared)}, 2, self.ensemble.device)["pass"]
         seconds = self.blocks / self.ensemble.num_layers * warm
         words = "" if total is None else f": {in_words(seconds * total / size)}"
         say(f"{len(self.heads)} heads, each switched off by itself{words}")

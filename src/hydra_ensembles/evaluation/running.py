@@ -31,7 +31,7 @@ from ..fingerprints import model_fingerprint, tensors_digest
 from ..metrics.inputs import at_least_float32, check_finite, warn_of_probabilities, where
 from ..model.dropping import evaluating
 from ..model.ensemble import Ensemble
-from ..model.given import asked, require_values
+from ..model.given import model_call, require_values
 from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys
@@ -221,7 +221,7 @@ class Runner:
             answer = self.model(self.model.prepare(inputs))
         else:
             moved = inputs if self.device is None else move(inputs, self.device, self.dtype)
-            answer = asked(self.model, moved)()
+            answer = model_call(self.model, moved)()
         answer = getattr(answer, "logits", answer)
         logits = member_logits(answer, name, f" of batch {index}")
         if logits.shape[1] != size_of(inputs):

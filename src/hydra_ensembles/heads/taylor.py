@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._distributed import check_unsharded
-from .._utils import own_precision, require_device, torch_seeded
+from .._utils import require_device, torch_seeded, without_autocast
 from ..arguments import Seed, Whole, checked
 from ..batches import Batches, Inputs, begin_epoch, borrowed, length_of, read_batch, require_labels
 from ..classes import in_order
@@ -41,7 +41,7 @@ NAME = "the calibration data"
 
 
 @checked
-@own_precision()
+@without_autocast()
 def taylor(
     ensemble: Ensemble,
     batches: Batches,

@@ -12,7 +12,7 @@ from ..model_card import dual_model_card, model_card
 from ..preprocessing import TextPreprocessing
 from ..schema import from_plain, to_plain
 from .config import DualEncoderConfig, EnsembleConfig, TextStemConfig, output_width
-from .layers import outlined
+from .layers import shapes_only
 from .metadata import Familiarity, FamiliaritySettings, Metadata, TextSettings, TextSide
 
 CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenizer.json", "README.md"
@@ -20,7 +20,10 @@ FORMAT, FORMAT_VERSION = "hydra_ensembles", 2  # version 1 had no digest of conf
 ENSEMBLE, DUAL_ENCODER = "ensemble", "dual_encoder"  # kinds of model
 TEXT_SIDE = "text_side"  # key of the text side in the metadata, and prefix of its tensors
 FAMILIARITY = "familiarity"  # the same for feature statistics
-BESIDE = (TEXT_SIDE, FAMILIARITY)  # prefixes of tensors that do not belong to the model itself and have their own dtype
+EXTRA_PREFIXES = (
+    TEXT_SIDE,
+    FAMILIARITY,
+)  # prefixes of tensors that do not belong to the model itself and have their own dtype
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ACCEPTED = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
 
@@ -190,7 +193,7 @@ def require_fit(
         Names and shapes in the model. Older files store an attention that pools under other names and shapes.
     """
     try:
-        with outlined():
+        with shapes_only():
             expected = {name: tuple(tensor.shape) for name, tensor in named().items()}
     except (RuntimeError, OverflowError, TypeError) as error:  # sizes too large for any tensor
         raise CheckpointError(f"its configuration describes an impossible model: {first_line(error)}") from error
@@ -211,7 +214,7 @@ def require_fit(
     return shapes
 
 
-def renewed(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def upgrade_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Convert tensors to current names and shapes: an attention that pools used to be stored as full matrices."""
     current = dict(tensors)
     for prefix in _old_poolings(tensors):
@@ -249,13 +252,13 @@ def _old_shapes(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str,
 
 
 def part_of(name: str) -> str:
-    """The part that a tensor belongs to: one of `BESIDE`, or "" for the model itself."""
+    """The part that a tensor belongs to: one of `EXTRA_PREFIXES`, or "" for the model itself."""
     part = name.partition(".")[0]
-    return part if part in BESIDE else ""
+    return part if part in EXTRA_PREFIXES else ""
 
 
 def require_one_dtype(dtypes: Mapping[str, str]) -> None:
-    """Refuse a model with several floating-point types; each part in `BESIDE` may have its own."""
+    """Refuse a model with several floating-point types; each part in `EXTRA_PREFIXES` may have its own."""
     parts: dict[str, dict[str, str]] = {}  # per part, the first tensor of each type
     for name, dtype in dtypes.items():
         parts.setdefault(part_of(name), {}).setdefault(dtype, name)

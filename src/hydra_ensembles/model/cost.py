@@ -15,7 +15,7 @@ from ..batches import changed
 from ..errors import ConfigError, DataError
 from .config import EncoderConfig, EnsembleConfig, KeptHeads, PatchStemConfig
 from .dropping import evaluating
-from .given import Given, asked
+from .given import Given, model_call
 
 Name = TypeVar("Name", bound=str)
 
@@ -163,16 +163,16 @@ def measure_costs(
         device = next(module.parameters(), example).device
         if device != example.device:
             raise DataError(f"model {name!r} is on {device} and the inputs are on {example.device}; move one of them")
-    runs = {name: asked(model, inputs) for name, model in models.items()}
+    runs = {name: model_call(model, inputs) for name, model in models.items()}
     with evaluating(*modules.values()), torch.no_grad():
-        times_in_turn(runs, warmup, example.device)
-        times = times_in_turn(runs, repeats, example.device)
+        interleaved_times(runs, warmup, example.device)
+        times = interleaved_times(runs, repeats, example.device)
         memory = {name: _peak_memory(model, inputs, example.device) for name, model in models.items()}
     reference = statistics.median(times[next(iter(models))])
     return tuple(_cost(name, models[name], times[name], reference, memory[name], example) for name in models)
 
 
-def times_in_turn(
+def interleaved_times(
     runs: Mapping[Name, Callable[[], object]], repeats: int, device: torch.device
 ) -> dict[Name, list[float]]:
     """Time each run `repeats` times, in seconds.
@@ -217,16 +217,16 @@ def _peak_memory(model: Callable[[Any], Any], inputs: Given, device: torch.devic
     """Bytes of the weights, plus the peak allocation of one run; other models on the device do not count."""
     if device.type != "cuda":
         return None
-    run, inputs = _as_allocated(model, inputs)
+    run, inputs = _allocating_model(model, inputs)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    asked(run, inputs)()
+    model_call(run, inputs)()
     _wait(device)
     tensors = [*run.parameters(), *run.buffers()] if isinstance(run, nn.Module) else []
     return sum(tensor.nbytes for tensor in tensors) + torch.cuda.max_memory_allocated(device) - before
 
 
-def _as_allocated(model: Any, inputs: Given) -> tuple[Callable[[Any], Any], Given]:
+def _allocating_model(model: Any, inputs: Given) -> tuple[Callable[[Any], Any], Given]:
     """The model that does the allocating, with inputs in its dtype.
 
     An optimized ensemble replays CUDA graphs, whose memory was allocated at recording: measure the module behind them.

@@ -15,7 +15,7 @@ from .config import DualEncoderConfig, output_width
 from .contents import DUAL_ENCODER, Contents, dual_encoder_contents, read_dual_encoder
 from .cost import Description
 from .dropping import OurModel
-from .ensemble import Ensemble, Saved, built_around, copied
+from .ensemble import Ensemble, Saved, build_with_state, copied
 from .layers import GroupedLinear
 from .metadata import Metadata
 from .states import member_index
@@ -134,7 +134,7 @@ class DualEncoder(OurModel, Saved):
         cls, config: DualEncoderConfig, state: Mapping[str, Tensor], image: Metadata, text: Metadata
     ) -> "DualEncoder":
         """Build a dual encoder around copies of the given tensors, keeping their dtype and device."""
-        return built_around(lambda: cls._empty(config, image, text), copied(state))
+        return build_with_state(lambda: cls._empty(config, image, text), copied(state))
 
     @classmethod
     def _empty(cls, config: DualEncoderConfig, image: Metadata, text: Metadata) -> "DualEncoder":

@@ -22,8 +22,8 @@ from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_w
 from .contents import ENSEMBLE, FAMILIARITY, TEXT_SIDE, Contents, ensemble_contents, read_ensemble, with_parts
 from .cost import Description, describe
 from .dropping import dropping, drops
-from .given import Arguments, Given, fitting, gathered, require_at_home, require_values, warn_of_odd_images
-from .layers import Context, Encoder, GroupedNorm, outlined
+from .given import Arguments, Given, check_device, check_inputs, collect_inputs, require_values, warn_of_odd_images
+from .layers import Context, Encoder, GroupedNorm, shapes_only
 from .metadata import Calibration, Metadata, common_metadata, member_metadata, text_state
 from .states import (
     join_states,
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
+def build_with_state(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
     """Build a model whose parameters are the given tensors (not copies), in evaluation mode."""
-    with outlined():
+    with shapes_only():
         model = build()
     modules = list(model.named_modules())
     outlines = {
@@ -87,7 +87,7 @@ def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tenso
 @lru_cache(maxsize=1024)  # called whenever all weights are used
 def shapes_of(config: EnsembleConfig) -> Mapping[str, torch.Size]:
     """Names and shapes of the parameters of an ensemble with this configuration."""
-    with outlined():
+    with shapes_only():
         parameters = Ensemble(config).named_parameters(remove_duplicate=False)
         return {name: parameter.shape for name, parameter in parameters}
 
@@ -223,7 +223,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         metadata = self.kept_metadata(deed)
         if metadata is self._metadata:
             return self
-        return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
+        return build_with_state(lambda: Ensemble(self.config, metadata), self.state_dict())
 
     def whole_state(self) -> dict[str, Tensor]:
         """All weights by name; raises if they do not match the configuration."""
@@ -254,7 +254,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
             attention_mask: `[B, T]`, 1 at tokens and 0 at padding.
             token_type_ids: `[B, T]`, the segment of each token.
             named: The same as keywords: `ensemble(**tokenizer(texts, return_tensors="pt"))`. Keywords that do not
-                affect the answer (`labels`, see `given.PASSED_OVER`) are ignored; all others are refused.
+                affect the answer (`labels`, see `given.IGNORED_INPUTS`) are ignored; all others are refused.
         """
         return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids, **named)))
 
@@ -350,7 +350,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         """The readout's inputs: tokens after the last block `[N, B, T', d]`, key mask, main input."""
         arguments = self.unpack(*inputs, **named)
         if not torch.compiler.is_compiling():
-            require_at_home(arguments, next(self.parameters(), None))
+            check_device(arguments, next(self.parameters(), None))
             if torch.is_grad_enabled() and drops(self) is True and self.metadata.measured:
                 warn(
                     "this ensemble was calibrated or measured, and is now trained, after which that no longer holds: "
@@ -378,8 +378,8 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         """Main input, mask and segments from any arguments of `forward`, checked against the configuration."""
         if inputs is not None and not isinstance(inputs, Tensor | Mapping) and is_raw(inputs):
             inputs = self.prepare(inputs)
-        arguments = gathered(self.kind, inputs, attention_mask, token_type_ids, named)
-        return fitting(self.config, arguments, self._metadata.preprocessing)
+        arguments = collect_inputs(self.kind, inputs, attention_mask, token_type_ids, named)
+        return check_inputs(self.config, arguments, self._metadata.preprocessing)
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
         """A frozen, faster runner of this ensemble; for the options see `OptimizedEnsemble`."""
@@ -419,7 +419,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         cls, config: EnsembleConfig, state: Mapping[str, Tensor], metadata: Metadata | None = None
     ) -> "Ensemble":
         """Build an ensemble around copies of the given tensors, keeping their dtype and device."""
-        return built_around(lambda: cls(config, metadata), copied(state))
+        return build_with_state(lambda: cls(config, metadata), copied(state))
 
     def with_metadata(self, **changes: Any) -> "Ensemble":
         """The same ensemble with some of its metadata replaced; another preprocessing drops what was measured.
@@ -438,7 +438,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
             current = current.unmeasured
         metadata = replace(current, **changes)
         metadata.check(self.config)
-        return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
+        return build_with_state(lambda: Ensemble(self.config, metadata), self.state_dict())
 
     # --- saving and loading ------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from .config import EnsembleConfig, PatchStemConfig, TextStemConfig
 Given = Tensor | Mapping[str, Tensor]
 Arguments = tuple[Tensor, Tensor | None, Tensor | None]  # images or token ids, mask, segments
 
-PASSED_OVER = (
+IGNORED_INPUTS = (
     *("labels", "label", "label_ids", "idx", "length"),
     *("special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping", "num_truncated_tokens"),
 )
@@ -30,7 +30,7 @@ PASSED_OVER = (
 model could take for an input: texts, file names, objects, and one number for each sample."""
 
 
-def gathered(
+def collect_inputs(
     kind: Literal["image", "text"], inputs: Any, attention_mask: Any, token_type_ids: Any, named: Mapping[str, Any]
 ) -> Arguments:
     """Collect the tensors that a model of this kind reads from the arguments of `forward`; not yet checked against it.
@@ -46,7 +46,7 @@ def gathered(
         raise DataError(f"attention_mask, the second argument, is {attention_mask}; {advice}")
     arguments = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, **named}
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    unknown = [name for name in named if name not in (main, *beside, *PASSED_OVER)]
+    unknown = [name for name in named if name not in (main, *beside, *IGNORED_INPUTS)]
     if unknown:
         raise DataError(_not_read(unknown[0], kind))
     mapping = inputs if isinstance(inputs, Mapping) else {} if inputs is None else {main: inputs}
@@ -58,13 +58,13 @@ def gathered(
         received = sorted(map(str, {**mapping, **arguments}))
         raise DataError(f"expected a tensor or a mapping with {main!r}, got {received or 'nothing'}")
     for name, tensor in tensors.items():
-        if name not in (main, *beside) and not _is_passed_over(name, tensor):
+        if name not in (main, *beside) and not _is_ignored(name, tensor):
             raise DataError(_not_read(name, kind))
     mask, segments = (tensors.get(name) if name in beside else None for name in ("attention_mask", "token_type_ids"))
     return tensors[main], mask, segments
 
 
-def asked(model: Callable[..., Any], inputs: Given) -> Callable[[], Any]:
+def model_call(model: Callable[..., Any], inputs: Given) -> Callable[[], Any]:
     """A call of a model of any library, with keywords if a module takes them, as those of transformers do.
 
     Segments that it does not take, and entries that are not inputs, are then dropped, as in ensembles.
@@ -74,13 +74,13 @@ def asked(model: Callable[..., Any], inputs: Given) -> Callable[[], Any]:
     names = inspect.signature(unwrapped(model).forward).parameters
     taken = {name: tensor for name, tensor in inputs.items() if name in names}
     beside = ((name, tensor) for name, tensor in inputs.items() if name not in (*names, "token_type_ids"))
-    plain = all(_is_passed_over(name, tensor) for name, tensor in beside)
+    plain = all(_is_ignored(name, tensor) for name, tensor in beside)
     return partial(model, **taken) if taken and plain else partial(model, inputs)
 
 
-def _is_passed_over(name: str, tensor: Tensor) -> bool:
+def _is_ignored(name: str, tensor: Tensor) -> bool:
     """Whether a mapping may contain this tensor although no model reads it, because it is not an input."""
-    return name in PASSED_OVER or (tensor.dim() <= 1 and not looks_like_input(name))
+    return name in IGNORED_INPUTS or (tensor.dim() <= 1 and not looks_like_input(name))
 
 
 def _not_read(name: str, kind: Literal["image", "text"]) -> str:
@@ -89,7 +89,7 @@ def _not_read(name: str, kind: Literal["image", "text"]) -> str:
     return f"the inputs hold {name!r}, which is not read; {kind} models read {', '.join(READ[kind])}: {advice}"
 
 
-def fitting(config: EnsembleConfig, arguments: Arguments, preprocessing: object) -> Arguments:
+def check_inputs(config: EnsembleConfig, arguments: Arguments, preprocessing: object) -> Arguments:
     """Check the arguments against the configuration of a model; `preprocessing` is the model's own, if any."""
     for tensor in arguments:
         if tensor is not None and tensor.layout is not torch.strided:
@@ -97,8 +97,8 @@ def fitting(config: EnsembleConfig, arguments: Arguments, preprocessing: object)
     if isinstance(config.stem, PatchStemConfig):
         require_images(config.stem, arguments[0])
         return arguments[0], None, None
-    ids, mask, segments = fitting_tokens(config.stem, *arguments)
-    warn_of_untold_padding(config.stem, ids, mask, preprocessing)
+    ids, mask, segments = _check_tokens(config.stem, *arguments)
+    warn_of_unmasked_padding(config.stem, ids, mask, preprocessing)
     if config.readout.pool == "cls":
         require_first_tokens(mask, config.encoder.window)
     return ids, mask, segments
@@ -166,7 +166,7 @@ def warn_of_odd_images(config: EnsembleConfig, images: Tensor, preprocessing: ob
         )
 
 
-def fitting_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Arguments:
+def _check_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Arguments:
     """Token ids and segments as int32 or int64, and a mask of 0 and 1, checked against each other and the stem."""
     if ids.dim() != 2 or not _is_integer_or_bool(ids) or ids.dtype == torch.bool:
         raise DataError(f"expected token ids [batch, tokens] as integers, got {ids.dtype} {list(ids.shape)}")
@@ -180,10 +180,10 @@ def fitting_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, seg
         if not _is_integer_or_bool(segments):
             raise DataError(f"token_type_ids must be integers, got {segments.dtype}")
         segments = _in_range(segments, max(config.segments, 1), "token_type_ids", "the segments this model knows")
-    return ids, None if mask is None else _fitting_mask(mask), segments
+    return ids, None if mask is None else _check_mask(mask), segments
 
 
-def _fitting_mask(mask: Tensor) -> Tensor:
+def _check_mask(mask: Tensor) -> Tensor:
     """Check a mask of 1 (token) and 0 (padding); an additive mask (0 and -inf) would mean the opposite."""
     advice = "give 1 for tokens and 0 for padding, at least one token each; of an additive mask that is `mask == 0`"
     if _visible(mask):
@@ -197,7 +197,7 @@ def _fitting_mask(mask: Tensor) -> Tensor:
     return mask
 
 
-def warn_of_untold_padding(config: TextStemConfig, ids: Tensor, mask: Tensor | None, preprocessing: object) -> None:
+def warn_of_unmasked_padding(config: TextStemConfig, ids: Tensor, mask: Tensor | None, preprocessing: object) -> None:
     """Warn, if values are visible, of texts padded at an end that have no mask, though the tokenizer gives one.
 
     Without a tokenizer, the padding id is only known if positions count from it (RoBERTa).
@@ -252,7 +252,7 @@ def require_values(parameter: Tensor | None) -> None:
         raise ConfigError(f"the model is on the device 'meta', where its weights have no values; {advice}")
 
 
-def require_at_home(tensors: Arguments, parameter: Tensor | None) -> None:
+def check_device(tensors: Arguments, parameter: Tensor | None) -> None:
     """Refuse inputs on another device than the model, or of an incompatible dtype; `parameter` is any of its."""
     if parameter is None:  # replicas of `nn.DataParallel` have no parameters
         return

@@ -19,14 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import Activation, EncoderConfig, EnsembleConfig, HiddenActivation, NormKind
 from .dropping import Dropout, dropped, drops
-from .rotary import Rotary, Turn, turned
+from .rotary import Rotary, Rotation, rotate
 
 
 class Context(NamedTuple):
     """What attention knows about tokens besides their values."""
 
     key_mask: Tensor | None = None  # [B, T], True where a token may be attended to; None if all may
-    turns: tuple[Turn, ...] = ()  # rotations by token position, one for each rotary base
+    turns: tuple[Rotation, ...] = ()  # rotations by token position, one for each rotary base
     near: Tensor | None = None  # [T, T], True within the window of local attention; None without one, or if it covers T
     local: Tensor | None = None  # mask of local attention with padding removed: [T, T] or [B, T, T]
 
@@ -220,7 +220,7 @@ class Attention(nn.Module):
         if read is None:
             parts = self._into_heads(x, start, stop, slice(0, 3)).unbind(3)
         else:
-            queries = self._into_heads(asked_by(x, read), start, stop, slice(0, 1))
+            queries = self._into_heads(select_queries(x, read), start, stop, slice(0, 1))
             parts = queries.unbind(3) + self._into_heads(x, start, stop, slice(1, 3)).unbind(3)
         return self.heads_mixed(parts, context, read, x.shape[0], copy)
 
@@ -233,7 +233,7 @@ class Attention(nn.Module):
             q, k = self.query_norm.of_heads(q, self.sizes, copy), self.key_norm.of_heads(k, self.sizes, copy)
         if self.turn is not None:
             places = read if isinstance(read, slice) else None
-            q, k = turned(q, context.turns[self.turn], places), turned(k, context.turns[self.turn])
+            q, k = rotate(q, context.turns[self.turn], places), rotate(k, context.turns[self.turn])
         rule = self.dropout > 0.0 and drops(self)
         mask = context.seen(self.window is not None, read)
         return attend(q, k, v, mask, repeats, self.causal, self.dropout, rule)
@@ -343,7 +343,7 @@ def read_tokens(tokens: int, read: Read) -> int:
     return tokens if read is None else min(read.stop, tokens)
 
 
-def asked_by(x: Tensor, read: Read) -> Tensor:
+def select_queries(x: Tensor, read: Read) -> Tensor:
     """The queries `[N, B, T', d]`, where `x` has all keys."""
     if isinstance(read, Tensor):
         return read
@@ -453,25 +453,25 @@ class GroupedNorm(nn.Module):
 
 def empty(*shape: int) -> nn.Parameter:
     """A parameter without values, to be set by loading or by `Ensemble.reset_parameters`."""
-    return _outline(*shape) if _OUTLINED.get() else nn.Parameter(torch.empty(*shape))
+    return _meta_parameter(*shape) if _SHAPES_ONLY.get() else nn.Parameter(torch.empty(*shape))
 
 
-_OUTLINED: ContextVar[bool] = ContextVar("outlined", default=False)
+_SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
 
 
 @contextmanager
-def outlined() -> Iterator[None]:
+def shapes_only() -> Iterator[None]:
     """Make models created inside mere outlines, quickly: shapes without values, one parameter object per shape."""
-    token = _OUTLINED.set(True)
+    token = _SHAPES_ONLY.set(True)
     try:
         with torch.device("meta"):
             yield
     finally:
-        _OUTLINED.reset(token)
+        _SHAPES_ONLY.reset(token)
 
 
 @lru_cache(maxsize=1024)
-def _outline(*shape: int) -> nn.Parameter:
+def _meta_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device="meta"))
 
 

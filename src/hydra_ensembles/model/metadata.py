@@ -20,7 +20,7 @@ from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER
 from .config import EnsembleConfig, ProjectionConfig
-from .states import join_equal, member_config, member_state, unequal
+from .states import differing_names, join_equal, member_config, member_state
 
 ACCEPTS_ALL = torch.finfo(torch.float32).max  # threshold if samples are too few for another; finite, for JSON
 Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # one entry for all members, or one for each
@@ -175,7 +175,7 @@ class _WithTensors:
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self) or self.settings != other.settings:
             return False
-        return self.state.keys() == other.state.keys() and not unequal([self.state, other.state])
+        return self.state.keys() == other.state.keys() and not differing_names([self.state, other.state])
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names start with `prefix`, without the prefix."""
@@ -334,7 +334,7 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     return replace(common, train_marks=marks, train_samples=samples)
 
 
-def odd_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
+def invalid_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
     """Problems of class names: the index of the first that is blank or no string, and all duplicates."""
     blank = next((index for index, name in enumerate(names) if not isinstance(name, str) or not name.strip()), None)
     counts = Counter(name for name in names if isinstance(name, str))
@@ -416,7 +416,7 @@ def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
     projections = [side.part(PROJECTION) for side in present]
     projection = projections[0]
     stored = first.projection
-    if stored is not None and unequal(projections):
+    if stored is not None and differing_names(projections):
         projection = {name: torch.cat([state[name] for state in projections]) for name in projection}
         stored = replace(stored, copies=len(present))
     scale = _once_if_equal([settings.logit_scale for settings in all_settings])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .config import EnsembleConfig, PatchStemConfig
 
-Turn = tuple[Tensor, Tensor]  # cosines and sines of the angles of all tokens, each [T, 1, d_k]
+Rotation = tuple[Tensor, Tensor]  # cosines and sines of the angles of all tokens, each [T, 1, d_k]
 
 
 class Rotary(nn.Module):
@@ -22,7 +22,7 @@ class Rotary(nn.Module):
         self.bases = (rotary.base,) if rotary.local_base is None else (rotary.base, rotary.local_base)
         self.precision = torch.float32  # of the angles, always, as in the original libraries
 
-    def forward(self, size: tuple[int, ...], like: Tensor, moved: bool = False) -> tuple[Turn, ...]:
+    def forward(self, size: tuple[int, ...], like: Tensor, moved: bool = False) -> tuple[Rotation, ...]:
         """Rotations for texts of `(tokens,)` or images of `(rows, columns)`, on the device and in the dtype of `like`.
 
         With `moved`, positions are jittered at random as configured.
@@ -30,7 +30,7 @@ class Rotary(nn.Module):
         axes = [self._positions(axis, count, like.device) for axis, count in enumerate(size)]
         grid = torch.stack(torch.meshgrid(axes, indexing="ij"), dim=-1).flatten(0, -2)  # [T, 1 or 2]
         if moved:
-            grid = self._moved(grid)
+            grid = self._augment(grid)
         pairs = self.head_dim // (2 * len(size))  # rotated by one axis
         exponents = torch.arange(pairs, device=like.device).to(self.precision) / pairs
         turns = []
@@ -51,7 +51,7 @@ class Rotary(nn.Module):
         positions = positions + config.offset
         return positions if config.reference is None else positions / count * config.reference[axis]
 
-    def _moved(self, grid: Tensor) -> Tensor:
+    def _augment(self, grid: Tensor) -> Tensor:
         """Positions `[T, 2]` shifted, stretched along each axis, and stretched along both (DINOv3's training)."""
 
         def draw(count: int, limit: float) -> Tensor:
@@ -74,7 +74,7 @@ class FrozenRotary(nn.Module):
         tables = torch.stack([torch.stack(turn) for turn in source(size, like)])  # [bases, 2, T, 1, d_k]
         self.register_buffer("tables", tables, persistent=False)
 
-    def forward(self, size: tuple[int, ...], like: Tensor, moved: bool = False) -> tuple[Turn, ...]:
+    def forward(self, size: tuple[int, ...], like: Tensor, moved: bool = False) -> tuple[Rotation, ...]:
         """Like `Rotary.forward`, in evaluation mode."""
         tables: Tensor = self.get_buffer("tables")
         if len(size) == 1:
@@ -84,7 +84,7 @@ class FrozenRotary(nn.Module):
         return tuple((turn[0], turn[1]) for turn in tables.to(like.dtype))
 
 
-def turned(heads: Tensor, turn: Turn, read: slice | None = None) -> Tensor:
+def rotate(heads: Tensor, turn: Rotation, read: slice | None = None) -> Tensor:
     """Rotate heads `[R, T, H, d_k]` by the positions of their tokens; with `read`, `heads` only has these positions.
 
     The first half of each head is paired with the second half.

@@ -82,7 +82,7 @@ def join_equal(
 ) -> tuple[EnsembleConfig, dict[str, Tensor]]:
     """Join single members into one configuration that stores equal parts once; if all are equal, into one member."""
     heads = tuple(config.heads[0] for config in configs)
-    differing = unequal(states)
+    differing = differing_names(states)
     layers = configs[0].encoder.layers
     groups = {place_of(name)[0] for name in differing}
     trunk = common_layers(heads, differing, layers)
@@ -93,7 +93,7 @@ def join_equal(
     return config, join_states(config, states)
 
 
-def unequal(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
+def differing_names(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
     """Names of the parameters that are not bitwise equal in all states, on any device."""
 
     def differs(tensor: Tensor, other: Tensor) -> bool:

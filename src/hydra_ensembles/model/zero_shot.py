@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import own_precision
+from .._utils import without_autocast
 from ..arguments import checked
 from ..errors import ConfigError, DataError
 from ..preprocessing import TextPreprocessing
 from .config import CosineConfig, EnsembleConfig, Sharing
 from .dropping import dropping
 from .dual_encoder import DualEncoder, embed
-from .ensemble import Ensemble, built_around
+from .ensemble import Ensemble, build_with_state
 from .given import require_values
 from .kinds import require_ensemble, require_model
 from .layers import GroupedLinear
-from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state
+from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, invalid_names, text_state
 from .states import copies_of, head_axis, place_of
 from .stem_readout import compose, linear, projection_config
 
@@ -40,7 +40,7 @@ def text_side_of(ensemble: Ensemble) -> TextSide:
 def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
     """Class names, checked: at least two, all different."""
     names = tuple(class_names)
-    blank, twice = odd_names(names)
+    blank, twice = invalid_names(names)
     if blank is not None:
         raise DataError(f"class_names[{blank}] is {names[blank]!r}; every class needs a name")
     if len(names) < 2 or twice:
@@ -103,7 +103,7 @@ _CLASSIFIER, _PROJECTION, _CLASSES = "readout.classifier.", "readout.projection.
 
 
 @checked
-@own_precision()
+@without_autocast()
 def zero_shot(
     dual: DualEncoder, class_names: Sequence[str], templates: Templates = DEFAULT_TEMPLATES, keep_text: bool = True
 ) -> Ensemble:
@@ -160,7 +160,7 @@ def zero_shot(
 
 
 @checked
-@own_precision()
+@without_autocast()
 def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Templates | None = None) -> Ensemble:
     """The same zero-shot ensemble for other classes, from the text towers it kept; the calibration is dropped.
 
@@ -198,7 +198,7 @@ def text_tower(side: TextSide, device: torch.device) -> tuple[Ensemble, GroupedL
     """Tower and projection of a text side, on a device."""
     settings, parts = side.settings, (side.part(TOWER), side.part(PROJECTION))
     weights, maps = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
-    tower = built_around(lambda: Ensemble(settings.tower, Metadata(preprocessing=settings.preprocessing)), weights)
+    tower = build_with_state(lambda: Ensemble(settings.tower, Metadata(preprocessing=settings.preprocessing)), weights)
     return tower, linear(maps["weight"], maps.get("bias")) if maps else None
 
 

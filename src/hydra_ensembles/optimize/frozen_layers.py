@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..model.layers import Attention, Context, Read, asked_by, head_ranges, into_heads, out_of_heads
+from ..model.layers import Attention, Context, Read, head_ranges, into_heads, out_of_heads, select_queries
 from ..model.stem_readout import PatchStem
 
 Plan = Literal["batched", "loop", "grouped"]
@@ -54,7 +54,7 @@ class FrozenAttention(Attention):
     def forward(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
         """Attend within `[N, B, T, d]` like `Attention`, to `[max(N, G), B, T', d]`."""
         if not sum(self.sizes):
-            return self._with_bias(x.new_zeros(*asked_by(x, read).shape[:3], self.out.shape[2]))
+            return self._with_bias(x.new_zeros(*select_queries(x, read).shape[:3], self.out.shape[2]))
         if self.one_input:
             return self._all_at_once(x, context, read)
         if self.plan == "loop":
@@ -62,15 +62,15 @@ class FrozenAttention(Attention):
         copies = len(self.sizes)
         ends = self.head_ends
         if ends is not None:
-            parts = self._parts(x, asked_by(x, read), lambda into, tokens: into.grouped(tokens, ends))
+            parts = self._parts(x, select_queries(x, read), lambda into, tokens: into.grouped(tokens, ends))
             return self._out_of_members(self.heads_mixed(parts, context, read, 1))
-        parts = self._parts(x, asked_by(x, read), lambda into, tokens: into.batched(tokens, copies))
+        parts = self._parts(x, select_queries(x, read), lambda into, tokens: into.batched(tokens, copies))
         z = self.heads_mixed(parts, context, read, copies)  # [M·B, T', h, d_k]
         return self._with_bias(out_of_heads(z, self.out, copies))
 
     def _all_at_once(self, x: Tensor, context: Context, read: Read) -> Tensor:
         """All heads in one product."""
-        parts = self._parts(x.flatten(0, 1), asked_by(x, read).flatten(0, 1), IntoHeads.plain)
+        parts = self._parts(x.flatten(0, 1), select_queries(x, read).flatten(0, 1), IntoHeads.plain)
         z = self.heads_mixed(parts, context, read, x.shape[0])  # [N·B, T', H, d_k]
         if len(self.sizes) == 1:
             return self._out_of_copy(0, z).unflatten(0, (x.shape[0], -1))  # [N, B, T', d]
@@ -79,7 +79,7 @@ class FrozenAttention(Attention):
     def _one_after_another(self, x: Tensor, context: Context, read: Read) -> Tensor:
         """One member after another, from the input of the sublayer to its output."""
         results = []
-        asking = asked_by(x, read)
+        asking = select_queries(x, read)
         for member, (start, stop) in enumerate(head_ranges(self.sizes)):
             if start == stop:  # no heads
                 z = x.new_zeros(*asking.shape[1:3], 0, self.out.shape[1])

@@ -12,13 +12,13 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from .._utils import compiled_at_will, own_precision
+from .._utils import unlimited_recompiles, without_autocast
 from ..arguments import Whole, checked
 from ..batches import Inputs
 from ..errors import ConfigError
-from ..model.cost import Description, times_in_turn
+from ..model.cost import Description, interleaved_times
 from ..model.ensemble import Ensemble
-from ..model.given import Given, require_at_home, require_values
+from ..model.given import Given, check_device, require_values
 from ..prediction import Prediction
 from .freeze import frozen, with_plan
 from .frozen_layers import Plan
@@ -51,7 +51,7 @@ class OptimizedEnsemble:
     """
 
     @checked
-    @own_precision()
+    @without_autocast()
     def __init__(
         self,
         ensemble: Ensemble,
@@ -133,7 +133,7 @@ class OptimizedEnsemble:
         return self.answers(*inputs, **named)[0]
 
     @torch.inference_mode()
-    @own_precision()
+    @without_autocast()
     def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
         arguments = self._arguments(*inputs, **named)
@@ -155,7 +155,7 @@ class OptimizedEnsemble:
         return self._model.prepare(*inputs, **named)
 
     @torch.inference_mode()
-    @own_precision()
+    @without_autocast()
     def choice_for(self, inputs: Given) -> "Choice":
         """The choice for inputs of this shape, measured if needed."""
         arguments = self._arguments(inputs)
@@ -198,7 +198,7 @@ class OptimizedEnsemble:
     def _arguments(self, *inputs: Any, **named: Any) -> RunArguments:
         main, mask, segments = self._model.unpack(*inputs, **named)
         main = main.to(self.dtype) if main.is_floating_point() else main
-        require_at_home((main, mask, segments), self._home)
+        check_device((main, mask, segments), self._home)
         return main, mask, segments
 
     def _choice(self, arguments: RunArguments) -> "Choice":
@@ -248,7 +248,7 @@ class OptimizedEnsemble:
             code = torch.compile(code, fullgraph=True, dynamic=self._dynamic)
 
         def run(*arguments: Tensor | None) -> tuple[Tensor, ...]:
-            with compiled_at_will() if compiled else nullcontext():
+            with unlimited_recompiles() if compiled else nullcontext():
                 outputs = code(*arguments)
             return (outputs,) if familiarity is None else (outputs[1], familiarity.scores(*outputs))
 
@@ -304,13 +304,13 @@ def fastest(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.dev
     errors: dict[Plan, RuntimeError] = {}
     for plan, run in runs.items():
         try:
-            times_in_turn({plan: partial(run, *arguments)}, 1, device)
+            interleaved_times({plan: partial(run, *arguments)}, 1, device)
             able[plan] = partial(run, *arguments)
         except RuntimeError as error:  # such as out of memory, unsupported dtype or alignment
             errors[plan] = error
     if not able:
         raise next(iter(errors.values()))
-    seconds = {plan: median(times) for plan, times in times_in_turn(able, REPEATS, device).items()}
+    seconds = {plan: median(times) for plan, times in interleaved_times(able, REPEATS, device).items()}
     note = "; ".join(f"{plan} failed: {str(error).splitlines()[0]}" for plan, error in errors.items())
     return Choice(min(seconds, key=lambda plan: seconds[plan]), seconds, note=note)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .._distributed import ALONE, Ranks, local_device
+from .._distributed import SINGLE_PROCESS, Ranks, local_device
 from .._utils import derive_seed, require_device
 from ..batches import (
     Batches,
@@ -141,7 +141,7 @@ class BuildData:
         """The batches that Taylor rankings read."""
         return self.ranking if self.train is None else self.train
 
-    def fingerprints(self, ranks: Ranks = ALONE) -> dict[str, str | None]:
+    def fingerprints(self, ranks: Ranks = SINGLE_PROCESS) -> dict[str, str | None]:
         """Fingerprints of the sets; for the training data only of what is in memory, see `source_fingerprint`."""
         names = {name: None if data is None else data_fingerprint(data, name) for name, data in self.held_out.items()}
         return {"train": ranks.common(self._train_fingerprint, self.train), **names}

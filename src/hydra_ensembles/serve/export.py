@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._utils import __version__, own_precision, require
+from .._utils import __version__, require, without_autocast
 from ..arguments import Rate, checked
 from ..errors import ConfigError, ConversionError, DataError
 from ..files import checksum, expanded, flush, json_bytes, locked, remove, writing
@@ -46,7 +46,7 @@ _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")  # loggers that report every st
 
 
 @checked
-@own_precision()
+@without_autocast()
 def export(
     ensemble: Ensemble,
     path: str | Path,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .._utils import __version__, noted, require, require_device, require_same_run
+from .._utils import __version__, collect_warnings, require, require_device, require_same_run
 from ..arguments import Whole, checked
 from ..batches import READ
 from ..checkpoint import locate
@@ -179,7 +179,7 @@ class Scorer:
             answers[field.name] = np.full((len(errors), *field.shape), blank, field.dtype)
         for inputs, rows in prepared.parts:
             if rows:
-                with noted() as remarks:
+                with collect_warnings() as remarks:
                     outputs = columns(self.ensemble.predict(inputs, check_finite=False))
                 for row in rows if remarks and self.ensemble.kind == "text" else ():  # notes on images: see `_images`
                     notes[row] = "; ".join([notes[row], *remarks] if notes[row] else remarks)
@@ -201,7 +201,7 @@ class Scorer:
 
         def decode(item: Any) -> tuple[Tensor | None, str, str]:
             """The image `[1, channels, H, W]` or None; why it cannot be read; notes on it."""
-            with noted() as notes:
+            with collect_warnings() as notes:
                 try:
                     return preprocess([_image(item)]), "", "; ".join(notes)
                 except StorageError:  # the disk failed: a rerun may be able to read the image

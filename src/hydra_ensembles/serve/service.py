@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import noted, require
+from .._utils import collect_warnings, require
 from ..arguments import Checked, Range
 from ..batches import READ
 from ..data.dataset import decode_image
@@ -165,7 +165,7 @@ class Service:
         rows = []
         for index, content in enumerate(contents):
             try:
-                with noted() as notes:
+                with collect_warnings() as notes:
                     pixels = self.preprocessing([decode_image(content, f"image {index}", FORMATS)])[0]  # [C, H, W]
             except HydraError:
                 raise
@@ -190,14 +190,14 @@ class Service:
                 raise RequestError(f"text {index} has {count} characters; at most {most} are accepted", 413)
         rows = []
         for text in texts:
-            with noted() as notes:
+            with collect_warnings() as notes:
                 encoded = self.preprocessing([text])
             rows += [replace(row, notes=notes) for row in self.tensors(encoded, nearest)]
         return rows
 
     def tensors(self, inputs: Mapping[str, Tensor], nearest: bool = False) -> list[Sample]:
         """Rows from preprocessed inputs, `[B, …]` each; raises if they do not fit the model."""
-        with noted() as notes:
+        with collect_warnings() as notes:
             main, mask, segments = self.ensemble.unpack(inputs)
             if self.kind == "image":
                 warn_of_raw_pixels(main, self.preprocessing)
@@ -358,7 +358,7 @@ class _Worker:
         for index, row in enumerate(rows):
             groups.setdefault(row.shape, []).append(index)
         answers: dict[int, Answer] = {}
-        with noted():  # `tensors` already noted it for the client; a warning would put its values into the log
+        with collect_warnings():  # `tensors` did so for the client; a warning would put values into the log
             for indices in groups.values():
                 while indices:
                     size = max(size for size in self.sizes if size <= len(indices))

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from tqdm import tqdm
 
-from .._distributed import ALONE, Ranks, all_ranks, check_unsharded, launched, local_device
-from .._utils import compiled_at_will, derive_seed, own_precision, require_device, warn
+from .._distributed import SINGLE_PROCESS, Ranks, all_ranks, check_unsharded, launched, local_device
+from .._utils import derive_seed, require_device, unlimited_recompiles, warn, without_autocast
 from ..arguments import Whole, checked
 from ..batches import Batches, borrowed, epoch_of, length_of, require_rereadable
 from ..errors import CheckpointError, DataError, DivergedError
@@ -57,7 +57,7 @@ class Runtime:
     """Where a run computes: its device, and the ranks that share the batches and average gradients."""
 
     device: torch.device
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_PROCESS
 
 
 @contextmanager
@@ -189,7 +189,7 @@ class Learner(ABC, Generic[BatchT]):
 
 def trains(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public training function: `checked`, with gradients and its own precision, whatever the caller set."""
-    return checked(torch.inference_mode(False)(torch.enable_grad()(own_precision()(function))))
+    return checked(torch.inference_mode(False)(torch.enable_grad()(without_autocast()(function))))
 
 
 class TrainOptions(TypedDict, total=False):
@@ -326,7 +326,7 @@ def _listed(rates: Iterable[float]) -> str:
 @contextmanager
 def _compiling() -> Iterator[None]:
     """Allow as many recompilations as blocks need; silence compiler warnings on gradients and precision."""
-    with compiled_at_will(), warnings.catch_warnings():
+    with unlimited_recompiles(), warnings.catch_warnings():
         for message in (r"The \.grad attribute of a Tensor that is not a leaf", "TensorFloat32 tensor cores"):
             warnings.filterwarnings("ignore", message, UserWarning)
         yield

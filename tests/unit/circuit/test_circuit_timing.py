@@ -37,7 +37,9 @@ def test_a_run_says_how_long_it_takes_and_moves_by_candidates(
 ) -> None:
     told: list[int] = []
     monkeypatch.setattr(extract, "moving", lambda *step: lambda decided: told.append(decided) or moving(*step)(decided))
-    monkeypatch.setattr(timing, "times_in_turn", lambda passes, *_: {name: [1e-3] for name in passes})  # fixed times
+    monkeypatch.setattr(
+        timing, "interleaved_times", lambda passes, *_: {name: [1e-3] for name in passes}
+    )  # fixed times
     random_problem().extract(method=method, budget=2, progress=True, screen_size=3, audit_steps=0)
     said = capfd.readouterr().err
     by = "exact" if method == "auto" else method

@@ -90,10 +90,10 @@ def test_memory_on_a_gpu_is_weights_and_the_most_beside_them():
 def test_an_optimized_model_allocates_as_the_module_behind_it(dtype):
     inputs = torch.randn(2, 3, 8, 8)
     runner = built(single()).eval().optimize(inputs, dtype=dtype)
-    module, taken = cost._as_allocated(runner, inputs)
+    module, taken = cost._allocating_model(runner, inputs)
     assert isinstance(module, nn.Module)
     torch.testing.assert_close(module(taken), runner(inputs))
-    assert cost._as_allocated(len, inputs) == (len, inputs)
+    assert cost._allocating_model(len, inputs) == (len, inputs)
 
 
 @pytest.mark.gpu
