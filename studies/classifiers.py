@@ -234,7 +234,7 @@ def cost(run: Run) -> None:
             try:
                 models[name] = rows_of(task)[name].model(seed, name)
             except (SameMembersError, NotChosenError) as error:  # such a row may be missing from the report, too
-                print(f"NOT TO BE HAD: {task.name} cost {name}: {error}", flush=True)
+                print(f"UNAVAILABLE: {task.name} cost {name}: {error}", flush=True)
     if task.device.type == "cuda" and MC_DROPOUT in models:  # samples at every call, so it runs eagerly
         models[MC_DROPOUT] = torch.autocast("cuda", dtype=torch.bfloat16)(models[MC_DROPOUT])
     write_costs(run.output / task.name, task.device, batch, timed(models, inputs, task.device))

@@ -36,7 +36,7 @@ def read_columns(path: Path) -> dict[str, Array]:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read(use_threads=False)  # also called in forked processes
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read ({error}); if it is damaged, take it from where it was made") from error
+        raise DataError(f"{path} cannot be read ({error}); if it is damaged, copy it anew from its source") from error
     if table.schema.names != [NAME, *TYPES]:
         raise DataError(f"{path} has {table.schema.names}; a file of columns has {[NAME, *TYPES]}")
     names = table[NAME].to_pylist()

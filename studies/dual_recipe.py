@@ -78,11 +78,11 @@ class DualRecipe:
 
     def __post_init__(self) -> None:
         if min(self.prune, self.more, self.image_prune, self.taylor_prune) < 1:
-            raise ConfigError("prune, more, image_prune and taylor_prune are each at least one head")
+            raise ConfigError("prune, more, image_prune and taylor_prune must each be at least one head")
         if not (self.model or (self.dual and self.pairs)):
             raise ConfigError("the recipe names no model, and no `dual` and `pairs` to train one")
         if self.factors is not None and self.model is None:
-            raise ConfigError(f"factors {self.factors!r} belong to a model that is given; give --model, too")
+            raise ConfigError(f"factors {self.factors!r} need the model they were made for; give --model, too")
 
     @property
     def trains_text(self) -> bool:

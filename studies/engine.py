@@ -137,14 +137,14 @@ def do_all(
                 raise RuntimeError(f"{len(waiting)} jobs wait for each other, {_named(waiting[0])} first")
             left = f"{_OWN['name']} has {len(waiting)} jobs left, {_named(waiting[0])} first"
             print(f"OUT OF TIME: {left}", flush=True)
-            return [*failed, ConfigError(f"out of time: {left}; the same command goes on")]
+            return [*failed, ConfigError(f"out of time: {left}; the same command resumes")]
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             job = running.pop(future)
             ended.add(job)
             try:
                 future.result()
             except SameMembersError as error:  # by design no member or setting is changed: the row is missing
-                print(f"NOT TO BE HAD: {_OWN['name']} {_named(job)}: {error}", flush=True)
+                print(f"UNAVAILABLE: {_OWN['name']} {_named(job)}: {error}", flush=True)
             except Exception as error:
                 traceback.print_exception(error)
                 print(f"FAILED: {_OWN['name']} {_named(job)}: {error}", flush=True)

@@ -54,7 +54,7 @@ def prepare(name: str, source: Path, data: Path) -> list[Path]:
     public_set = SETS[name]
     folder = data / "images" / name
     if not source.is_dir():
-        raise DataError(f"{source} is no folder; check out github:{public_set.repository} there")
+        raise DataError(f"{source} is not a folder; check out github:{public_set.repository} there")
     names = None if public_set.names is None else public_set.names(source)
     paths = []
     folder.mkdir(parents=True, exist_ok=True)

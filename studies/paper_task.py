@@ -69,7 +69,7 @@ class PaperFolder(DataFolder):
             listed = "\n".join(errors)
             raise DataError(
                 f"{len(errors)} of the {count} sets of {suite.name} are not in {self.root}, or not as they should be:\n"
-                f"{listed}\nLay each into a folder of its name (images by class, Parquet or CSV), or link it there."
+                f"{listed}\nPut each into a folder of its name (images by class, Parquet or CSV), or link it there."
             )
 
     def looked_for(self, reference: SetRef) -> str:
@@ -170,5 +170,5 @@ def rows_of_table(task: Task) -> list[str]:
 def folder_of(data: Path) -> PaperFolder:
     """The sets below a folder; raises if it does not exist."""
     if not data.is_dir():
-        raise DataError(f"there is no folder {data}; give the one that the paper's sets lie in")
+        raise DataError(f"there is no folder {data}; give the one that holds the paper's sets")
     return PaperFolder(data)

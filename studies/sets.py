@@ -190,7 +190,7 @@ def apart_by_sentences(dataset: TextDataset, count: int) -> tuple[TextDataset, T
             phrases.update(other for other in within(texts[row]) if len(texts[other]) < len(texts[row]))
     sentences = [row for row in range(len(texts)) if row not in phrases][:count]
     if len(sentences) < count:
-        raise DataError(f"{dataset.name} has {len(sentences)} whole sentences; {count} were to be held out")
+        raise DataError(f"{dataset.name} has {len(sentences)} whole sentences, but {count} must be held out")
     near = {other for row in sentences for other in within(texts[row])}
     return dataset.select(np.array(sentences)), dataset.select(np.array(sorted(set(range(len(texts))) - near)))
 

@@ -65,7 +65,7 @@ class Study(Once):
     def _rows(self, name: str) -> Mapping[str, dict[str, Array]]:
         if not (self.folder / name).exists():
             raise DataError(
-                f"{self.folder} lacks {name}, whose rows `study.json` names; take it from where it was made"
+                f"{self.folder} lacks {name}, whose rows `study.json` names; copy it from where it was made"
             )
         return self.once(name, lambda: in_rows(whole(read_columns(self.folder / name))))
 

@@ -98,7 +98,7 @@ def store(study: Path, results: Path, facts: Mapping[str, Any], of_seed: Callabl
         before = runs.get(str(number), {REPORT: {}})
         reports = by_row(folder, rows)
         if reports and SINGLE not in reports:
-            print(f"{study.name}: rows of seed {number} wait for the Single that they are held against", flush=True)
+            print(f"{study.name}: rows of seed {number} wait for the Single that they are compared with", flush=True)
         elif reports:
             whole = set(before[REPORT]) <= set(reports)
             if whole and stored["runs"].pop(str(number), None) is not None:
@@ -126,7 +126,7 @@ def forget(folder: Path, rows: Collection[str]) -> None:
         raise DataError(f"{folder} has no stored study")
     present = {name for run in facts["runs"].values() for name in run[REPORT]} - {SINGLE}
     if not rows or not present.issuperset(rows):
-        raise DataError(f"{folder} has the rows {sorted(present)}, each held against {SINGLE}; got {list(rows)}")
+        raise DataError(f"{folder} has the rows {sorted(present)}, each compared with {SINGLE}; got {list(rows)}")
     tables = [facts.get("choices", {}), *(table for run in facts["runs"].values() for table in run.values())]
     for table, name in itertools.product(tables, rows):
         if isinstance(table, dict):

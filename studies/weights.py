@@ -153,7 +153,9 @@ def own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble:
     if config.get("format") == "hydra_ensembles":
         ours = Ensemble.from_pretrained(source)
         if ours.num_classes != len(classes):
-            raise ConfigError(f"{source} has {ours.num_classes} classes, the task {len(classes)}; save it with as many")
+            raise ConfigError(
+                f"{source} has {ours.num_classes} classes, but the task {len(classes)}; save it with these"
+            )
         return ours
     if "architecture" in config:
         scheme = "local-dir" if folder.is_dir() else "hf-hub"
@@ -177,7 +179,7 @@ def load_dual(source: str) -> DualEncoder:
     if source.startswith(OPEN_CLIP):
         architecture, _, weights = source.removeprefix(OPEN_CLIP).partition("/")
         if not weights:
-            raise ConfigError(f"{source} does not say which weights; write open_clip:NAME/WEIGHTS, as {EXAMPLE}")
+            raise ConfigError(f"{source} does not say which weights; write open_clip:NAME/WEIGHTS, such as {EXAMPLE}")
         import open_clip
 
         model = open_clip.create_model_from_pretrained(architecture, weights, return_transform=False)

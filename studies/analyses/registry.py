@@ -43,7 +43,7 @@ def chosen(names: str) -> dict[str, Analysis]:
     chosen_names = names.split(",")
     unknown = [name for name in chosen_names if name not in ANALYSES]
     if unknown:
-        raise ConfigError(f"there are no analyses {unknown}; choose from {', '.join(ANALYSES)}, with commas between")
+        raise ConfigError(f"there are no analyses {unknown}; choose from {', '.join(ANALYSES)}, separated by commas")
     return {name: ANALYSES[name] for name in chosen_names}
 
 
@@ -89,7 +89,7 @@ def read_stored(name: str, task: str, studies: Path) -> dict[str, Any]:
         raise ConfigError(f"{name} does not read stored studies; it runs on {_where(analysis)}")
     if (analysis is seeds.TOWERS) != (task == ZERO_SHOT):
         fitting = f"`--task {ZERO_SHOT}`" if analysis is seeds.TOWERS else "a study of classifiers"
-        raise ConfigError(f"{name} is of {fitting}, got the task {task!r}")
+        raise ConfigError(f"{name} needs {fitting}, got the task {task!r}")
     return {**_about(name, task), "seconds": 0.0, **analysis.read(studies, task)}
 
 

@@ -52,8 +52,8 @@ def test_a_job_that_fails_or_has_no_different_members_stops_neither_the_others_n
         KIND.run(Run(Numbers(), tmp_path, tmp_path, [], [0, 1]), KIND.stages, workers)
     assert (tmp_path / "all.txt").read_text() == "one one two two"
     said = capsys.readouterr().out
-    told = re.findall(r"^(FAILED|NOT TO BE HAD): numbers double (\w+), seed \d:", said, re.MULTILINE)
-    assert sorted(told) == [("FAILED", "three")] * 2 + [("NOT TO BE HAD", "same")] * 2
+    told = re.findall(r"^(FAILED|UNAVAILABLE): numbers double (\w+), seed \d:", said, re.MULTILINE)
+    assert sorted(told) == [("FAILED", "three")] * 2 + [("UNAVAILABLE", "same")] * 2
     KIND.run(Run(Numbers(), tmp_path, tmp_path, ["same"], [2]), KIND.stages)  # not a failure
 
 

@@ -92,7 +92,7 @@ def test_prices_are_measured_without_the_models_of_the_run(
     task.settings["cost_batch"] = {"cpu": 2}
     rows = [SINGLE, MC_DROPOUT, "Hydra (Circ)", HYDRA]
     CLASSIFIERS.run(Run(task, tmp_path, results, [*rows, SWAG], [0]), ["cost", "store"])
-    assert f"NOT TO BE HAD: {NAME} cost {SWAG}: no setting of '{SWAG}' is chosen yet" in capsys.readouterr().out
+    assert f"UNAVAILABLE: {NAME} cost {SWAG}: no setting of '{SWAG}' is chosen yet" in capsys.readouterr().out
     found = Study(NAME, results)
     assert list(found.facts["costs"]["rows"]) == rows
     about = {"device": device_name(task.device), "dtype": "float32", "torch": torch.__version__, "batch": 2}
@@ -228,7 +228,7 @@ def test_rows_are_forgotten_and_stored_anew(study: Study, tmp_path: Path) -> Non
             [study.numbers(SINGLE, 0)["accuracy"]], [study.numbers(HYDRA, 0)["accuracy"]]
         )
     for wrong in ([SINGLE], ["no row"], []):
-        with pytest.raises(DataError, match="held against"):
+        with pytest.raises(DataError, match="compared with"):
             storing.forget(results / NAME, wrong)
 
 
