@@ -154,7 +154,7 @@ def own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble:
         ours = Ensemble.from_pretrained(source)
         if ours.num_classes != len(classes):
             raise ConfigError(
-                f"{source} has {ours.num_classes} classes, but the task {len(classes)}; save it with these"
+                f"{source} has {ours.num_classes} classes, but the task {len(classes)}; save it with that many"
             )
         return ours
     if "architecture" in config:

@@ -281,7 +281,7 @@ def model_and_sets(
         for key, spec in listed:
             data = source.fit_to_model(source.load_data(spec, sources, False), model, sources, labelled=False)
             if (key or data.name) in loaded:
-                raise DataError(f"two OOD sources are called {key or data.name!r}; name them apart, as NAME={spec}")
+                raise DataError(f"two OOD sources are called {key or data.name!r}; rename one as NAME={spec}")
             loaded[key or data.name] = batches(data, transform, size, num_workers=workers)
         if loaded:
             by_role[role] = loaded if len(loaded) > 1 else next(iter(loaded.values()))

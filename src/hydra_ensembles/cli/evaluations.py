@@ -89,7 +89,7 @@ class EvaluateSettings(MeasuredSettings):
         names = [name or spec for _, name, spec in specs]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise DataError(f"two shifted sets are called {twice!r}; name them apart, as NAME=DATA")
+            raise DataError(f"two shifted sets are called {twice!r}; rename one as NAME=DATA")
 
     @property
     def file(self) -> Path:
@@ -120,8 +120,7 @@ class EvaluateSettings(MeasuredSettings):
         else:
             state = f"there, but nothing says what it evaluates ({settings.name} is missing)"
         raise ConfigError(
-            f"{self.file} is {state}; give this one --name or --output of its own, or --output {self.file} to replace "
-            "it"
+            f"{self.file} is {state}; give this one its own --name or --output, or --output {self.file} to replace it"
         )
 
     def by_full_names(self) -> dict[str, Any]:
@@ -199,7 +198,7 @@ def read_sets(settings: MeasuredSettings, model: Ensemble) -> tuple[AnyDataset, 
         data = _read(spec, settings, model, labelled=False)
         name = name or data.name
         if any(name in sets for sets in groups.values()):
-            raise DataError(f"two OOD sets are called {name!r}; name them apart, as near:NAME=DATA")
+            raise DataError(f"two OOD sets are called {name!r}; rename one as near:NAME=DATA")
         groups.setdefault(group, {})[name] = data
     return test, groups
 

@@ -65,7 +65,7 @@ class Measure:
         choices = (*get_args(ScoreName), *fitted)
         unknown = [name for name in (self.score, *self.scores) if name not in choices]
         if unknown:
-            fit = "; fit_familiarity makes an ensemble give scores of its features" if not fitted else ""
+            fit = "; fit_familiarity adds scores of the features" if not fitted else ""
             raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(choices)}{fit}")
 
     @property

@@ -152,7 +152,7 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
     notes = [_data_note(first)]
     for name, runs in methods.items():
         if any(one == other for one, other in itertools.combinations(runs, 2)):
-            warn(f"an evaluation of {name!r} is given twice, and counts as two runs: give it once, or name them apart")
+            warn(f"an evaluation of {name!r} is given twice, and counts as two runs: give it once, or rename one")
     for name, run in everything[1:]:
         if (run.score, run.convention) != (first.score, first.convention):
             raise ConfigError(
@@ -187,7 +187,7 @@ def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: 
         if differing.unknown:
             unknown[name] = None
     if unknown:
-        how = "sizes were compared, and labels where both have a trace of them"
+        how = "sizes were compared, and labels where both recorded them"
         notes.append(f"Whether {', '.join(unknown)} saw the same samples as {first_name} is not known: {how}.")
     return notes
 
@@ -248,7 +248,7 @@ def _data_note(evaluation: Evaluation) -> str:
     samples, right, common = evaluation.id.samples, evaluation.id.accuracy, evaluation.id.commonest
     share = (samples * right + 2) / (samples + 4)  # Agresti-Coull: not 1 if all are correct
     known = f"accuracy to ±{196 * math.sqrt(share * (1 - share) / (samples + 4)):.2g} points (95 %)"
-    text = f"In distribution: {evaluation.id_name} ({samples:,} samples), which tell {known}."
+    text = f"In distribution: {evaluation.id_name} ({samples:,} samples), which give {known}."
     if common is not None and 1 - right >= (1 - common) / 2:  # at least half the errors of a constant answer
         text += f" Always naming the most frequent class is right on {100 * common:.4g} %."
     if not sets:

@@ -74,7 +74,7 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
     for entry in inputs:
         name, datatype = entry.get("name"), entry.get("datatype")
         if not isinstance(name, str) or name in tensors:
-            raise RequestError("every input needs a name of its own")
+            raise RequestError("every input needs a unique name")
         called = short(name)
         if datatype not in (*DATATYPES, "BYTES"):  # a tuple, as the value may be unhashable
             raise RequestError(f"input {called} needs a datatype, one of {', '.join((*DATATYPES, 'BYTES'))}")

@@ -55,7 +55,7 @@ def test_numbers_are_written_as_the_paper_writes_them_and_others_where_they_are_
 def test_the_first_note_says_how_well_so_many_samples_tell_accuracy(samples, right, points):
     few = evaluation(ood=False)
     few = replace(few, id=replace(few.id, samples=samples, accuracy=right / samples), traces={})
-    assert f"({samples:,} samples), which tell accuracy to ±{points} points" in compare([few]).notes[0]
+    assert f"({samples:,} samples), which give accuracy to ±{points} points" in compare([few]).notes[0]
 
 
 @pytest.mark.parametrize(("accuracy", "told"), [(0.985, True), (0.99, True), (0.996, False)])
