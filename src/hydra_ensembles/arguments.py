@@ -159,12 +159,13 @@ class Checked:
 
 def _advice(name: str, value: Any, hints: Mapping[str, Any]) -> str:
     """Suggest what an unknown argument may have meant; empty if there is no good guess."""
-    for parameter, hint in hints.items():
+    parameters = {argument: hint for argument, hint in hints.items() if argument != "return"}
+    for parameter, hint in parameters.items():
         for kind in _choices(hint):
             if isinstance(kind, type) and is_dataclass(kind) and name in (f.name for f in fields(kind) if f.init):
                 written = f"{name}={short(value) if _is_plain(value) else '...'}"
                 return f"; {name!r} is a setting of {kind.__name__}: {parameter}={kind.__name__}({written})"
-    near = nearest(name, (argument for argument in hints if argument != "return"))
+    near = nearest(name, parameters)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

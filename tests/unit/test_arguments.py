@@ -72,6 +72,7 @@ class Made:
         (lambda x: made(), r"made\(\) missing a required argument: 'model'$"),
         (lambda x: made(x, None, 3), r"made\(\) too many positional arguments$"),
         (lambda x: Made(cuont=1), r"Made\(\) .*did you mean 'count'\?"),
+        (lambda x: he.Prediction.from_logits(x, score_name="msp"), "did you mean 'score'"),  # not of Prediction
     ],
 )
 def test_a_call_that_does_not_fit_names_the_function_and_what_may_be_meant(call: Any, words: str) -> None:
