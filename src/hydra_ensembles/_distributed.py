@@ -53,8 +53,8 @@ class Ranks:
         shuffled = uses_sampler(batches, RANDOM_SAMPLERS) or getattr(batches, "shuffle", False) is True
         if left and self.rank == 0 and not shuffled:
             warn(
-                f"train has {count} batches for {self.size} processes, which read equally many each: the last {left} "
-                f"are never trained on; shuffle train, or give a multiple of {self.size} batches"
+                f"train has {count} batches, which {self.size} processes cannot share equally: the last {left} are "
+                f"never trained on; shuffle train, or give a multiple of {self.size} batches"
             )
         loader = batches if isinstance(batches, DataLoader) else None
         if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
@@ -128,12 +128,12 @@ class Ranks:
         items = self.gather(item)
         different = [rank for rank, other in enumerate(items) if other != items[0]]
         if different:
-            raise HydraError(f"rank {different[0]} has other {what} than rank 0; {advice}")
+            raise HydraError(f"rank {different[0]} has different {what} from rank 0; {advice}")
 
     def require_same_data(self, item: object, what: str) -> None:
         """Like `require_same`, for data sets, which may shard themselves: only their samples show it."""
-        itself = "where a data set splits itself between processes (as by datasets.distributed), leave that out"
-        self.require_same(item, what, f"give all ranks all of them, whose batches are shared out here; {itself}")
+        itself = "if a data set splits itself between processes (datasets.distributed), turn that off"
+        self.require_same(item, what, f"give every rank all of them, since the batches are distributed here; {itself}")
 
 
 SINGLE_PROCESS = Ranks()
@@ -228,6 +228,6 @@ def check_unsharded(data: object, name: str) -> None:
     """Refuse an already sharded loader where every process must read all batches."""
     if is_sharded(data) and launched():
         raise ConfigError(
-            f"{name} comes from a loader that is already split between processes, by a DistributedSampler or by "
-            "accelerate, so that a part of it would be taken for the whole; give every process the plain DataLoader"
+            f"{name} comes from a loader that is already split between processes (by DistributedSampler or "
+            "accelerate), so part of it would be mistaken for the whole; give every process the plain DataLoader"
         )

@@ -203,7 +203,7 @@ def _in_words(hint: Any, value: Any) -> str:
         return str(accepted.of(_WORDS[kind], value))
     kind = get_origin(hint) or hint
     if _listed(hint):
-        return f"a list of which each is {_in_words(get_args(hint)[0], None)}"
+        return f"a list in which each item is {_in_words(get_args(hint)[0], None)}"
     return _WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")
 
 

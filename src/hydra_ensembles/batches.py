@@ -31,7 +31,7 @@ _ALL_READ = tuple(chain.from_iterable(READ.values()))
 _INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
 _KEPT = ("epoch", "stream", "generator")
 _FORMS = "(inputs, labels), (inputs,), a mapping with 'labels', or a tensor"
-_RAW = "texts and pictures have to be preprocessed: data.batches(data, model.metadata.preprocessing), or by collate_fn"
+_RAW = "preprocess texts and images first: data.batches(data, model.metadata.preprocessing), or in collate_fn"
 
 
 def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = True) -> tuple[Inputs, Tensor | None]:
@@ -57,7 +57,7 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
         tensors = tensors_of(inputs, where)
         if not tensors:
             raise DataError(
-                f"{where} is a mapping without tensors, with {sorted(inputs)}; from it no model reads anything ({_RAW})"
+                f"{where} is a mapping without tensors, with the keys {sorted(inputs)}; no model can read it ({_RAW})"
             )
         inputs = tensors
     elif not isinstance(inputs, Tensor):
@@ -79,7 +79,7 @@ def read_labels(labels: Any, samples: int, where: str) -> Tensor:
         raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
     not_whole = tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or tensor.dtype == torch.bool
     if tensor.dim() != 1 or not_whole or len(tensor) != samples:
-        way = "class numbers [B]: .long() of floats, .squeeze(1) of [B, 1], .argmax(1) of one-hot rows"
+        way = "class numbers [B]: .long() for floats, .squeeze(1) for [B, 1], .argmax(1) for one-hot rows"
         raise DataError(
             f"labels in {where} must be whole numbers, one for each of its {samples} inputs; got {tensor.dtype} "
             f"{list(tensor.shape)} on {tensor.device}; give {way if tensor.dim() else 'a DataLoader of the data set'}"
@@ -127,7 +127,7 @@ def require_usual_device(name: str) -> None:
     """Raise if torch's default device is not the CPU."""
     if (default := torch.get_default_device()).type != "cpu":
         raise ConfigError(
-            f"torch's default device is {default}, and numbers of {name} are put together on the CPU; call "
+            f"torch's default device is {default}, but the numbers of {name} are collected on the CPU; call "
             "torch.set_default_device('cpu') first: the model stays where it is"
         )
 
@@ -147,7 +147,7 @@ def iterate(
         pairs = enumerate(batches)
     except TypeError as error:
         got = f"{type(batches).__name__}: {short(batches)}"
-        raise DataError(f"{name} must be batches, as a DataLoader or a list of them gives, got {got}") from error
+        raise DataError(f"{name} must be batches, such as a DataLoader or a list of them, got {got}") from error
     empty = True
     for index, batch in pairs:
         empty = False
@@ -168,7 +168,7 @@ def named_sources(sources: Sources, name: str) -> dict[str, Batches]:
         return {name: sources}
     if not sources or any(isinstance(batches, Tensor) for batches in sources.values()):
         got = f"one with tensors {sorted(map(str, sources))}: that is a single batch" if sources else "an empty one"
-        raise DataError(f"{name} may be a mapping from the name of each source to its batches, got {got}; give a list")
+        raise DataError(f"{name} may be a mapping from the names of sources to their batches, got {got}; give a list")
     return {f"{name}[{key!r}]": batches for key, batches in sources.items()}
 
 
@@ -235,7 +235,7 @@ def warn_if_cut(batches: Batches, name: str, samples: int) -> None:
     whole = length_of(getattr(source, "sampler", getattr(source, "dataset", ())))
     if whole is not None and samples < whole:
         warn(
-            f"the loader of {name} left out {whole - samples} of {whole} samples (drop_last=True), which are not "
+            f"the loader of {name} left out {whole - samples} of {whole} samples (drop_last=True), so they are not "
             "measured; set drop_last=False"
         )
 

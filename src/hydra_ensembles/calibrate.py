@@ -39,8 +39,8 @@ _STEPS = 50  # maximum number of Newton steps; fewer than ten are usual
 _ROWS = 8192  # samples converted to float64 at a time
 _AT_ONCE = 2**17  # logits per chunk of log-softmax: fits into the cache of a core
 _NOTHING = -800.0  # log-probability that underflows to 0 in float64
-_AT_COLDEST = "the answers are right far more often than they say; check that they are logits, with their scale"
-_UNFIT = "the labels do not fit the answers; check that data and model number the classes alike"
+_AT_COLDEST = "the answers are right far more often than their probabilities say; check that they are unscaled logits"
+_UNFIT = "the labels do not match the answers; check that data and model number the classes in the same way"
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ def calibrate(
     samples = Answered.join(parts)
     keys = np.concatenate(known_by)
     warn_if_cut(validation, "validation", len(keys))
-    warn_of_copies("validation", len(keys), len(np.unique(keys)), "thresholds promise their share for such data alone")
+    warn_of_copies("validation", len(keys), len(np.unique(keys)), "thresholds promise their share only for such data")
     if (trained := reused_of(keys, metadata.trained_set)).share:
         warn(
-            f"{trained} of the validation samples trained this ensemble, which is surer of them, and more often right, "
-            "than on new ones: the temperature makes it overconfident, and thresholds accept fewer new inputs than "
-            "they promise; calibrate on held-out data"
+            f"{trained} of the validation samples were used to train this ensemble, which is more confident and more "
+            "often right on them than on new ones: the temperature makes it overconfident, and thresholds accept "
+            "fewer new inputs than they promise; calibrate on held-out data"
         )
     settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
     fit = fit_calibration(samples.logits, samples.labels, **settings)
@@ -217,9 +217,9 @@ def _fitted_on_a_half(
     fits = torch.from_numpy(drawn[first_copy[copies]])
     held_out = samples.pick(~fits)
     if len(held_out.labels) < max(samples_for(share), 1):
-        few = f"{len(held_out.labels)} of {len(samples.labels)} samples, those that do not fit it, are too few"
+        few = f"{len(held_out.labels)} of {len(samples.labels)} samples, those not used to fit it, are too few"
         few = f"{few} to promise a share of {share:.4g} of familiar inputs"
-        raise TooFewSamplesError(f"{few}; it takes {samples_for(share)}, or statistics fitted before (fit_familiarity)")
+        raise TooFewSamplesError(f"{few}; it needs {samples_for(share)}, or statistics fitted before (fit_familiarity)")
     fitting = Fitting(ensemble, (score,), draws)
     for rows in fits.nonzero()[:, 0].split(_ROWS):
         fitting.add(samples.pick(rows))
@@ -262,8 +262,8 @@ def warn_of_declined_classes(accept: Tensor, labels: Tensor, names: Sequence[str
                 told.append(f"{names[number] if names else f'class {number}'} ({count - taken[number]} of {count})")
     if told:
         warn(
-            f"most samples of {some(told)} are declined, of all {1 - share:.2%}: thresholds promise a share of all "
-            "inputs, not of each class. Give more samples of such a class, or accept a larger share"
+            f"most samples of {some(told)} are declined, but only {1 - share:.2%} of all samples: thresholds promise a "
+            "share of all inputs, not of each class. Give more samples of such a class, or accept a larger share"
         )
 
 
@@ -315,8 +315,8 @@ def fit_calibration(
     labels = check_labels(labels, samples, classes, None).to(member_logits.device)
     if bool((labels == labels[0]).all()):
         warn(
-            f"all {samples} labels are {int(labels[0])}: temperature and threshold are those of one class, and say "
-            "nothing of the others; shuffle sorted data before taking a part"
+            f"all {samples} labels are {int(labels[0])}: temperature and threshold describe this class only; shuffle "
+            "sorted data before taking a part of it"
         )
     ones = torch.zeros(len(member_logits), dtype=torch.float64, device="cpu")  # logarithms of temperatures
     nll_before = nll_after = _nll(_label_log_probs(member_logits, labels, ones)[0])
@@ -348,7 +348,7 @@ def threshold_for(scores: Tensor, share: float) -> float:
     if threshold < math.inf:
         return threshold
     if share < 1.0:
-        few = f"a share of {share:.4g} can be promised from {samples_for(share)} samples on, there are {len(scores)}"
+        few = f"promising a share of {share:.4g} takes {samples_for(share)} samples, but there are {len(scores)}"
         warn(f"{few}: every input is accepted; calibrate on more, or accept a smaller share")
     return ACCEPTS_ALL
 
@@ -376,7 +376,7 @@ def _fit_temperature(
                 at_bound = True
     guess = math.log(member_logits.shape[2])
     if not at_bound and nll_before > guess and 2 * samples * (guess - nll_after) < _LIKELIER:
-        likelihood = f"NLL {nll_after:.3f} over {samples} samples, {guess:.3f} where all classes are equally likely"
+        likelihood = f"NLL {nll_after:.3f} over {samples} samples, against {guess:.3f} for equally likely classes"
         warn(f"at no temperature are the answers likelier than a guess ({likelihood}): {_UNFIT}")
     return tuple(temperatures), nll_after
 

@@ -83,7 +83,7 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
     """
     folder = files.expanded(folder)
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"cannot save to {folder}: it is a file; name a folder, it is made if it does not exist")
+        raise CheckpointError(f"cannot save to {folder}: it is a file; give a folder, which is created if missing")
     with files.locked(folder, "save", wait=True):
         earlier = (folder / CONFIG).exists()
         with files.writing(folder, f"the earlier model in {folder} is untouched" if earlier else "nothing was saved"):
@@ -101,7 +101,7 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
                 with suppress(OSError):
                     _settle(folder)
                 raise
-        with files.writing(folder, "the new model is in it, whole; only tidying up failed"):
+        with files.writing(folder, "the new model is saved there completely; only cleaning up failed"):
             _settle(folder)
 
 
@@ -168,7 +168,7 @@ def _tokenizer_bytes(text: str) -> bytes:
     try:
         content = text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"{TOKENIZER} has half a character ({error.reason}); replace the tokenizer") from error
+        raise CheckpointError(f"{TOKENIZER} has a lone surrogate ({error.reason}); replace the tokenizer") from error
     files.require_limits(content, TOKENIZER, MAX_TOKENIZER, foreign=True)
     return content
 
@@ -191,7 +191,7 @@ def push_checkpoint(
             commit = api.upload_folder(repo_id=repo_id, folder_path=temporary, commit_message=message)
         except Exception as error:  # the hub client passes on any error of its HTTP library
             raise CheckpointError(
-                f"the hub did not take {repo_id!r}: {first_line(error)}. Check the name, the connection and the token"
+                f"uploading to {repo_id!r} failed: {first_line(error)}. Check the name, the connection and the token"
             ) from error
     return str(commit.commit_url)
 
@@ -217,7 +217,7 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
         return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=names))
     except Exception as error:  # as above
         raise CheckpointError(
-            f"{source!r} is no folder here, and the hub did not give revision {revision or 'main'!r}: "
+            f"{source!r} is not a folder here, and loading revision {revision or 'main'!r} from the hub failed: "
             f"{first_line(error)}. Check the name, the connection and, for a private model, the token"
         ) from error
 
@@ -348,12 +348,14 @@ def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> 
             accepted = " or ".join(map(repr, kinds))
             raise CheckpointError(f"a model of kind {record.kind!r}, expected {accepted}; he.load reads any")
         if not {WEIGHTS} <= record.files.keys() <= {WEIGHTS, TOKENIZER}:
-            raise CheckpointError(f"checksums are of {sorted(record.files)}; {WEIGHTS} and {TOKENIZER} are read")
+            raise CheckpointError(f"checksums are of {sorted(record.files)}; expected are {WEIGHTS} and {TOKENIZER}")
         texts = text_preprocessing(record.metadata)
         if any("tokenizer" in preprocessing for preprocessing in texts):
             raise CheckpointError("preprocessing has the unknown field 'tokenizer'; a tokenizer is its own file")
         if TOKENIZER in record.files and len(texts) != 1:
-            raise CheckpointError(f"it lists a tokenizer; preprocessing for text is there {len(texts)} times")
+            raise CheckpointError(
+                f"it lists a tokenizer, but has {len(texts)} text preprocessings; exactly one is needed"
+            )
     stored = Stored(folder, record, digest)
     for preprocessing in texts:
         preprocessing["tokenizer"] = stored.tokenizer() if TOKENIZER in record.files else ""
@@ -382,7 +384,7 @@ def _mapped(file: BufferedReader) -> safe_open:
         return safe_open(_name_of(file), framework="pt", device="cpu")
     except (MemoryError, RuntimeError) as error:  # of safetensors or torch
         raise CheckpointError(
-            f"it does not fit into memory ({first_line(error)}); free some, or look at the size of the file"
+            f"it does not fit into memory ({first_line(error)}); free some, or check the size of the file"
         ) from error
 
 
@@ -422,13 +424,13 @@ def _open(path: Path, folder: Path) -> BufferedReader:
     if root.parent.name == "snapshots":  # the hub client's cache has links into sibling `blobs` folders
         roots += [above / "blobs" for above in root.parents[1:3]]
     if not any(real.is_relative_to(allowed) for allowed in roots):
-        raise CheckpointError(f"it is a link to {real}, outside of its folder; copy the file into the folder")
+        raise CheckpointError(f"it is a link to {real}, outside its folder; copy the file into the folder")
     if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would block forever
-        raise CheckpointError("it is not a plain file; a checkpoint has nothing else")
+        raise CheckpointError("it is not a plain file; a checkpoint contains nothing else")
     file = path.open("rb")
     if file.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER:
         file.close()
-        raise CheckpointError("it is only a pointer of git-lfs; fetch the content with: git lfs pull")
+        raise CheckpointError("it is only a git-lfs pointer; fetch the content with: git lfs pull")
     file.seek(0)
     return file
 

@@ -10,7 +10,7 @@ from .batches import Batches, all_parts
 from .errors import DataError
 
 SHOWN = 6  # names shown in an error
-_UNNAMED = "where the loader has numbered them already, give list(loader), which has no names"
+_UNNAMED = "if the loader has numbered them already, give list(loader), which carries no names"
 
 
 def same_names(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
@@ -33,7 +33,7 @@ def why_not_exclusive(model: object) -> str | None:
     if problem in (None, "single_label_classification"):
         return None
     return (
-        f"problem_type is {problem!r}, and the probabilities here are a softmax over classes that exclude each other; "
+        f"problem_type is {problem!r}, but the probabilities here are a softmax over mutually exclusive classes; "
         "supported are None and 'single_label_classification'"
     )
 
@@ -97,27 +97,27 @@ def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owne
     if moved is None and (may_be_others or not unknown):
         if labels and not numbers and name != "train":  # for `train`, `warn_of_other_classes` warns
             warn(
-                f"no class of {name} ({some(names)}) has the name of one of {owner} ({some(labels)}): they are assumed "
-                "to be the same, in this order; if they are not, rename them: dataset.with_classes(names) of ours, "
-                "target_transform= of torchvision"
+                f"no class of {name} ({some(names)}) has the same name as one of {owner} ({some(labels)}): they are "
+                "assumed to be the same, in this order; if they are not, rename them: dataset.with_classes(names) for "
+                "ours, target_transform= for torchvision"
             )
         return source
     if moved is not None and not same_names(names, labels):
         raise DataError(
-            f"class {moved} of {name} is called {names[moved]}, a number that is not its place, and {owner} does not "
-            "say which of the two counts; if the number, take "
-            f"dataset.with_classes([str(n) for n in range({max(numbers.values()) + 1})]); if the place, name the "
-            f"model's classes so: model.with_metadata(labels=dataset.class_names); {_UNNAMED}"
+            f"class {moved} of {name} is called {names[moved]}, a number that is not its index, and {owner} does not "
+            "say which of the two counts; if the number, use dataset.with_classes([str(n) for n in "
+            f"range({max(numbers.values()) + 1})]); if the index, name the model's classes accordingly: "
+            f"model.with_metadata(labels=dataset.class_names); {_UNNAMED}"
         )
     if hasattr(source, "with_classes"):
         return source.with_classes(labels)
     what = f"{name} has {some(unknown)}, which {owner} does not have"
     if moved is not None:
-        place = f"class {numbers[moved]}: one is then taken for another"
+        place = f"class {numbers[moved]}: one would be mistaken for the other"
         what = f"class {moved} of {name} is {names[moved]!r}, which {owner} has as {place}"
     raise DataError(
-        f"{what}; number them in the order {some(labels)}: "
-        f"dataset.with_classes(names) of ours, target_transform= of torchvision; {_UNNAMED}"
+        f"{what}; number them in the order {some(labels)}: dataset.with_classes(names) for ours, target_transform= for "
+        f"torchvision; {_UNNAMED}"
     )
 
 
@@ -127,8 +127,8 @@ def require_as_many(
     """Refuse class names if a model without names has another number of classes; `otherwise` is further advice."""
     if classes is not None and not labels and not are_numbers(names) and len(names) != classes:
         raise DataError(
-            f"{name} has {len(names)} classes ({some(names)}), the model {classes} without names; name them all "
-            f"(model.with_metadata(labels=...), or dataset.with_classes(names)); {otherwise}"
+            f"{name} has {len(names)} classes ({some(names)}), but the model has {classes} without names; name them "
+            f"all (model.with_metadata(labels=...), or dataset.with_classes(names)); {otherwise}"
         )
 
 
@@ -149,8 +149,8 @@ def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
         learned = [name for name in names if not name.isdecimal()]
         if labels and learned and set(map(spelled, learned)).isdisjoint(map(spelled, labels)):
             warn(
-                f"train has the classes {', '.join(learned[:4])}, and the model {', '.join(labels[:4])}: it learns the "
-                "former under the names of the latter. If they are not the same, rename the model's: "
+                f"train has the classes {', '.join(learned[:4])}, but the model has {', '.join(labels[:4])}: it will "
+                "learn the former under the names of the latter. If they are not the same, rename the model's: "
                 "model.with_metadata(labels=...)"
             )
             return

@@ -129,7 +129,7 @@ def fit_familiarity(
         held = held.pick(torch.isin(torch.arange(len(held.labels)), first, invert=True))
     familiarity = fitting.finish()
     keys = np.concatenate(known_by)
-    why = "held out, a copy of what was fitted looks more familiar than new data, whose p-values are then too low"
+    why = "held-out samples that were also fitted look more familiar than new data, whose p-values are then too low"
     warn_of_copies("id_batches", len(keys), len(np.unique(keys)), why)
     if len(held.labels):
         held = fitting.standing_in(held, len(lent))
@@ -203,14 +203,13 @@ def require_fresh(familiarity: Familiarity, keys: Keys) -> float:
     reused = reused_of(keys, familiarity.settings.fitted_set)
     if reused.mostly:
         raise DataError(
-            f"{reused} of the validation samples fitted the familiarity of this ensemble, so they do not say how "
-            "familiar new ones look; calibrate on other data"
+            f"{reused} of the validation samples were used to fit the familiarity of this ensemble, so they do not "
+            "show how familiar new ones look; calibrate on other data"
         )
     if reused.share:
         warn(
-            f"{reused} of the validation samples fitted the familiarity of this ensemble, and "
-            "look more familiar than new ones: its threshold accepts fewer new inputs than it promises; calibrate on "
-            "other data"
+            f"{reused} of the validation samples were used to fit the familiarity of this ensemble, and look more "
+            "familiar than new ones: its threshold accepts fewer new inputs than it promises; calibrate on other data"
         )
     return reused.share
 
@@ -377,25 +376,27 @@ class Fitting:
             return 0.0
         missing = self.missing()
         classes = len(self.counts)
-        other = "or use score='knn', which knows no classes (familiarity='knn' of calibrate)"
+        other = "or use score='knn', which ignores classes (familiarity='knn' in calibrate)"
         if missing:
             names = self.ensemble.metadata.labels or tuple(map(str, range(classes)))
-            problem = f"classes {some([names[one] for one in missing])} have no samples, so nothing is familiar there"
+            problem = (
+                f"classes {some([names[one] for one in missing])} have no samples, so their inputs never look familiar"
+            )
             raise TooFewSamplesError(f"{problem}; give some of every class, {other}")
         if self.samples < 2 * classes:
             raise TooFewSamplesError(
-                f"{self.samples} samples of {classes} classes are too few for a covariance; give two a class at least, "
-                f"better {FEW_A_CLASS}, {other}"
+                f"{self.samples} samples of {classes} classes are too few for a covariance; give at least two per "
+                f"class, better {FEW_A_CLASS}, {other}"
             )
         if self.shrinkage == 0.0 and self.samples - classes < self.width:
             raise TooFewSamplesError(
-                f"{self.samples} samples of {classes} classes leave some of the {self.width} directions of the "
-                f"features unknown; give {self.width + classes} or more, or leave shrinkage=0 out"
+                f"{self.samples} samples of {classes} classes do not determine all {self.width} directions of the "
+                f"features; give {self.width + classes} or more, or leave out shrinkage=0"
             )
         few = self.samples < FEW_A_CLASS * classes
         if few and self.shrinkage is None:
             warn(
-                f"few samples a class: {self.samples / classes:.3g} on average, {int(self.counts.min())} of the "
+                f"few samples per class: {self.samples / classes:.3g} on average, {int(self.counts.min())} in the "
                 f"rarest; below {FEW_A_CLASS} the covariance is shrunk by {SHRINKAGE_OF_FEW}, and distances are rough"
             )
         return self.shrinkage if self.shrinkage is not None else (SHRINKAGE, SHRINKAGE_OF_FEW)[few]
@@ -406,9 +407,9 @@ class Fitting:
         width = kept.features.shape[2]
         principal = self.principal or max(2 * width // 3, 1)
         if principal >= width:
-            raise ConfigError(f"principal is {principal}, but features have {width} directions; some must be left over")
+            raise ConfigError(f"principal is {principal}, but features have {width} directions; it must be smaller")
         if self.samples <= width:  # otherwise directions without samples would dominate
-            problem = f"vim needs more samples than features have directions, {width}; got {self.samples}"
+            problem = f"vim needs more samples than features have dimensions, {width}; got {self.samples}"
             raise TooFewSamplesError(f"{problem}. Give more, or use 'mahalanobis' or 'knn'")
         origin = self._origin()
         if origin is None:
@@ -424,7 +425,7 @@ class Fitting:
         peaks = self.peaks / self.samples
         if not bool((peaks > 0).all()) or not bool((lengths > 0).all()):
             raise DataError(
-                f"vim weighs the largest logits, {peaks.tolist()} on average, against what lies outside the principal "
+                f"vim compares the largest logits, {peaks.tolist()} on average, with what lies outside the principal "
                 f"subspace, {lengths.tolist()}; both must be above 0: use another score"
             )
         return {"origin": origin, "residual": residual, "weight": peaks / lengths}
@@ -461,7 +462,7 @@ def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:
     values, directions = torch.linalg.eigh(covariance)
     mean, largest = values.mean(dim=-1, keepdim=True), values.amax(dim=-1, keepdim=True)  # [M, 1]
     if not bool((largest > 0).all()):
-        raise TooFewSamplesError("the features of all samples of a class are the same; give some that vary")
+        raise TooFewSamplesError("all samples of a class have the same features; give samples that vary")
     values = values.clamp(min=0.0) + shrinkage * mean
     scale = torch.where(values > _NULL * largest, values, torch.inf).rsqrt()  # [M, d]
     return directions * scale[:, None]

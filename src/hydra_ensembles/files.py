@@ -60,7 +60,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """
     with writing(path):
         if path.exists() and not path.is_file():
-            raise FileExistsError(errno.EEXIST, "it is there, and it is not a plain file")
+            raise FileExistsError(errno.EEXIST, "it exists and is not a plain file")
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_dead(path)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -121,7 +121,7 @@ def writing(path: Path, safe: str = "what was there before is untouched") -> Ite
         elif number in _FORBIDDEN:
             remedy = "allow writing there, or give another place"
         elif number in _VANISHED:
-            remedy = "see what was moved, removed or put there, then run this again"
+            remedy = "check what was moved, removed or added there, then run this again"
         raise StorageError(f"{path} cannot be written ({reason or error}); {safe}. To continue, {remedy}") from error
 
 
@@ -167,7 +167,7 @@ def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = Fal
         folder.mkdir(parents=True, exist_ok=True)
         handle = _lock(lock, wait)
     if handle is None:
-        raise StorageError(f"another {what} works in {path}{_holder(lock)}; wait until it ends, or give another place")
+        raise StorageError(f"another {what} is using {path}{_holder(lock)}; wait until it ends, or give another place")
     _held.add(handle)
     try:
         yield
@@ -222,8 +222,8 @@ def _flock_if_any(handle: int, path: Path, wait: bool) -> None:
         if error.errno not in _LOCKLESS:
             raise
         warn(
-            f"the disk of {path.parent} has no locks ({error.strerror}), so nothing keeps two processes from working "
-            "there at the same time: run only one, or give another place"
+            f"the file system of {path.parent} has no locks ({error.strerror}), so nothing prevents two processes from "
+            "working there at the same time: run only one, or give another place"
         )
 
 
@@ -268,7 +268,7 @@ def read_file(path: Path, most: int | None = MAX_BYTES) -> bytes:
             content = file.read() if most is None else file.read(most + 1)
     except OSError as error:
         own = error.errno in _OF_A_FILE
-        advice = "check the path and its permissions" if own else "see to the disk, and try again"
+        advice = "check the path and its permissions" if own else "check the disk, and try again"
         failure = f"{path} cannot be read ({error.strerror or error}); {advice}"
         raise (CheckpointError if own else StorageError)(failure) from error
     _require_size(len(content), path, most)

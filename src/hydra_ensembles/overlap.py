@@ -124,7 +124,7 @@ class Reused(NamedTuple):
         return not self.by_few and self.share > FITTED_MOST
 
     def __str__(self) -> str:
-        return about(self.share) + (f", told by {self.recognised} of them alone," if self.by_few else "")
+        return about(self.share) + (f" (judging by only {self.recognised} of them)" if self.by_few else "")
 
 
 def reused_of(keys: Keys, fitted: FittedSet) -> Reused:
@@ -158,8 +158,8 @@ def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> fl
     remarks = [f"{reused} {use}" for use, reused in found.items() if reused.share]
     if remarks:
         warn(
-            f"of the samples of {name}, {' and '.join(remarks)}: numbers are then better than on new data; "
-            "evaluate on others"
+            f"of the samples of {name}, {' and '.join(remarks)}: the numbers look better than on new data; evaluate on "
+            "other samples"
         )
     return max((reused.share for reused in found.values()), default=None)
 
@@ -255,7 +255,10 @@ def require_unlike(name: str, id_keys: Keys, ood: Mapping[str, Keys]) -> None:
                 "different data apart: give other data, or leave it out"
             )
         if shared:
-            warn(f"{shared} of {len(keys)} samples of {title} are samples of {name}, too; leave them out of one")
+            warn(
+                f"{shared} of {len(keys)} samples of {title} are also samples of {name}; leave them out of one of the "
+                "two"
+            )
         warn_of_one_sample(title, len(keys))
         earlier[title] = keys
 
@@ -285,7 +288,7 @@ def warn_if_shared(name: str, data: Known, title: str, other: Known, why: str) -
     shared, looked_at = _in_common(data, other)
     if shared:
         some = " that were looked at" if data.keys is None or other.keys is None else ""
-        warn(f"{shared} of {looked_at} samples of {title}{some} are samples of {name}, too: {why}")
+        warn(f"{shared} of {looked_at} samples of {title}{some} are also samples of {name}: {why}")
 
 
 def _in_common(data: Known, other: Known) -> tuple[int, int]:

@@ -311,7 +311,9 @@ class Prediction:
         reference = references.get(name)
         scores = self.score(name)
         if reference is None:
-            raise ConfigError(f"there are no held-out scores of {name} to make p-values from; calibrate the ensemble")
+            raise ConfigError(
+                f"there are no held-out scores of {name} to compute p-values from; calibrate the ensemble"
+            )
         return reference.p_values(scores)
 
     @property
@@ -365,8 +367,8 @@ class Prediction:
         deciding = [(part.score_names, part.threshold, part.reference) for part in features]
         if len(features) < len(predictions) or any(rule != deciding[0] for rule in deciding):
             raise DataError(
-                "some predictions have scores of features that others lack, or other thresholds on them; join those of "
-                "one model"
+                "some predictions have feature scores that others lack, or different thresholds on them; join only "
+                "predictions of one model"
             )
         scores = torch.cat([part.member_scores for part in features], dim=2)  # [S, M, B]
         unfamiliarity = dataclasses.replace(features[0], member_scores=scores)
@@ -381,17 +383,17 @@ class Prediction:
 
     def __getitem__(self, index: SupportsIndex | slice | Sequence[int] | Tensor) -> "Prediction":
         if index is None:
-            raise DataError("there is no sample None; where this was `accept`, calibrate the ensemble first")
+            raise DataError("None does not select a sample; if it came from `accept`, calibrate the ensemble first")
         if isinstance(index, slice):
             return self._with(lambda tensor: tensor[:, index])
         rows = index if isinstance(index, Tensor) else torch.as_tensor(index, device="cpu")
         # a numeric mask (`accept.float()`, `accept.byte()`) would be taken as indices 0 and 1
         if rows.ndim > 1 or (rows.numel() and (rows.is_floating_point() or rows.dtype == torch.uint8)):
             got = f"{rows.dtype} {list(rows.shape)}"
-            raise DataError(f"samples are picked by a slice, places or a mask of bool, one axis of them; got {got}")
+            raise DataError(f"select samples by a slice, indices or a boolean mask with one axis; got {got}")
         if rows.ndim == 0:  # one sample: keep its axis
             if not -len(self) <= int(rows) < len(self):
-                raise IndexError(f"sample {int(rows)} of a prediction for {len(self)} samples")
+                raise IndexError(f"sample {int(rows)} does not exist: the prediction has {len(self)} samples")
             rows = rows[None]
         rows = rows if rows.dtype == torch.bool else rows.long()  # an empty list has no integer dtype
         return self._with(lambda tensor: tensor[:, rows])
@@ -446,7 +448,7 @@ def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, 
     if not isinstance(value, Tensor):
         raise DataError(f"member logits must be a tensor [members, samples, classes], got a {type(value).__name__}")
     if member_logits.ndim != 3 or member_logits.shape[0] < 1 or member_logits.shape[2] < 2:
-        advice = "at least 1 member and 2 classes; a single model's logits get a member axis by .unsqueeze(0)"
+        advice = "at least 1 member and 2 classes; add a member axis to a single model's logits with .unsqueeze(0)"
         raise DataError(f"member logits must be [members, samples, classes], got {list(member_logits.shape)}; {advice}")
     if not member_logits.is_floating_point():
         raise DataError(f"member logits must be floating point, but have dtype {member_logits.dtype}")

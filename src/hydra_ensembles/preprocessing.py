@@ -27,7 +27,7 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 TextCleaning = Literal["none", "whitespace", "lower", "canonicalize"]
 MOST_PIXELS = 1 << 16  # per side
 Pixels = Annotated[int, Range(1, MOST_PIXELS)]
-OTHER_CHANNELS = "Pictures are grey or RGB: a model of other channels takes tensors, prepared as in training"
+OTHER_CHANNELS = "Images are grey or RGB: a model with other channels takes tensors, prepared as in training"
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ class ImagePreprocessing(Checked):
                     raise DataError(f"item {index} is {image!r}, expected a PIL image: PIL.Image.open({str(image)!r})")
                 raise DataError(
                     f"item {index} is a {type(image).__name__}, expected a PIL image: PIL.Image.open, "
-                    "PIL.Image.fromarray; give normalised images as one tensor [B, channels, H, W], and of a batch "
-                    "(images, labels) the images alone"
+                    "PIL.Image.fromarray; give normalised images as one tensor [B, channels, H, W], and only the "
+                    "images of a batch (images, labels)"
                 )
             if not image.width or not image.height:
-                raise DataError(f"image {index} is {image.width}x{image.height}, without a pixel; leave it out")
+                raise DataError(f"image {index} is {image.width}x{image.height}, so it has no pixels; leave it out")
         if any(map(_is_turned, batch)):
             warn(
-                f"{_some(batch, 'image')} is stored sideways or mirrored (EXIF), and is used as it is stored, as "
-                "data sets are: PIL.ImageOps.exif_transpose turns it upright"
+                f"{_some(batch, 'image')} is stored sideways or mirrored (EXIF) and is used as stored, like the images "
+                "of data sets: PIL.ImageOps.exif_transpose turns it upright"
             )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
         mean, std = (pixels.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
@@ -156,8 +156,8 @@ class TextPreprocessing(Checked):
             pair = isinstance(text, tuple) and len(text) == 2 and all(isinstance(part, str) for part in text)
             if not pair and not isinstance(text, str):
                 raise DataError(
-                    f"item {index} is a {type(text).__name__}, expected a string, or a tuple of two; give token ids "
-                    "as one tensor [B, T] or as a mapping with 'input_ids', and of a labelled batch the inputs alone"
+                    f"item {index} is a {type(text).__name__}, expected a string, or a tuple of two; give token ids as "
+                    "one tensor [B, T] or as a mapping with 'input_ids', and only the inputs of a labelled batch"
                 )
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
@@ -176,13 +176,13 @@ class TextPreprocessing(Checked):
             if 1 not in encoding.attention_mask:  # a tokenizer without special tokens
                 raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
             if encoding.overflowing:
-                remarks[index] = f"is longer than the {self.max_length} tokens that are read: the rest has no say"
+                remarks[index] = f"is longer than the {self.max_length} tokens that are read: the rest is ignored"
             elif 0 not in encoding.special_tokens_mask:  # only special tokens and padding
-                remarks[index] = "has no word in it, and is answered all the same, as every empty one: leave it out"
+                remarks[index] = "has no words, and gets the same answer as every empty text: leave it out"
             elif 0 in encoding.attention_mask and not self.attention_mask and not self.pad_to_max:
                 remarks[index] = (
-                    "is padded to the longest beside it, and the model takes padding for tokens: its answer hangs on "
-                    "its neighbours; give texts of as many tokens together, or each alone"
+                    "is padded to the longest text beside it, and the model reads padding as tokens: its answer "
+                    "depends on the other texts; give texts with equally many tokens together, or each alone"
                 )
         return encoded, remarks
 
@@ -198,7 +198,7 @@ class TextPreprocessing(Checked):
         for part in (first, *second):
             if not part.isascii() and any("\ud800" <= letter <= "\udfff" for letter in part):
                 advice = 'read the file as UTF-8, or replace it: text.encode("utf-8", "replace").decode()'
-                raise DataError(f"text {index} has half of a surrogate pair, which is no character; {advice}")
+                raise DataError(f"text {index} has an unpaired surrogate, which is not a character; {advice}")
         return (first, second[0]) if second else first
 
 
@@ -286,8 +286,8 @@ def _plain(image: "Image") -> "Image":
         pixels = np.asarray(image, dtype=np.uint16)
         if 0 < pixels.max() < _TWELVE_BITS:
             warn(
-                f"a 16-bit greyscale image has no pixel above {_TWELVE_BITS - 1}, like 12-bit scans, and is read as "
-                "nearly black, since 65535 is white; multiply such images by 16"
+                f"a 16-bit greyscale image has no pixel above {_TWELVE_BITS - 1}, like 12-bit scans, and looks nearly "
+                "black, since 65535 is white; multiply such images by 16"
             )
         upper_bits = (pixels >> 8).astype(np.uint8)
         grey: Image = require("PIL.Image", extra="data").fromarray(upper_bits)

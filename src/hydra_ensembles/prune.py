@@ -54,7 +54,9 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
             raise HeadError(f"head {head} is not in this model; it has {present}")
         layers[head.layer].remove(head.head)
         if not layers[head.layer] and head.layer == tower.num_layers:
-            raise HeadError(f"head {head} is the last that pools the tokens: without it every input gets one answer")
+            raise HeadError(
+                f"head {head} is the last that pools the tokens: without it every input would get the same answer"
+            )
     lost = {name: [head for head in gone if head.tower == name] for name in kept}
     towers = {name: _keep(tower, kept[name], lost[name]) for name, tower in towers_of(ensemble).items()}
     if isinstance(ensemble, Ensemble):

@@ -38,13 +38,13 @@ def require_own_folder(path: Path, what: str = "a build") -> None:
     before it wrote `run.json` leaves some.
     """
     if path.exists() and not path.is_dir():
-        raise CheckpointError(f"output is {path}, which is a file; name a folder, it is made if it does not exist")
+        raise CheckpointError(f"output is {path}, which is a file; give a folder, which is created if missing")
     names = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     foreign = [name for name in names if name not in (IDENTITY, SETTINGS) and not name.startswith(".")]
     if foreign and not (path / IDENTITY).exists():  # checked after listing: another process may just have written it
         raise CheckpointError(
-            f"{path} has {some(foreign)}, but no {IDENTITY} that says what they belong to; {what} needs a folder of "
-            "its own: give a new or an empty one as output"
+            f"{path} has {some(foreign)}, but no {IDENTITY} to say what they belong to; {what} needs a folder of its "
+            "own: give a new or empty one as output"
         )
 
 
@@ -167,7 +167,7 @@ class RunFolder:
                 return read(path)
             except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(
-                    f"{path} cannot be used: {error}. Delete {path} and run this again, which makes it again"
+                    f"{path} cannot be used: {error}. Delete {path} and run this again to recreate it"
                 ) from error
         with self.working():
             product = make()
@@ -195,7 +195,9 @@ class RunFolder:
         products = identity.pop(PRODUCTS, None)  # missing in earlier versions
         are_digests = isinstance(products, dict) and all(isinstance(digest, str) for digest in products.values())
         if products is not None and not are_digests:
-            raise CheckpointError(f"{self.path / IDENTITY} has no digests of products by name; give another folder")
+            raise CheckpointError(
+                f"{self.path / IDENTITY} does not list the digests of its products by name; give another folder"
+            )
         require_same_run(identity, self._identity, self.path, self._what)
         return products
 

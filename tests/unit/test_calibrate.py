@@ -130,13 +130,13 @@ def test_labels_that_do_not_fit_are_told_of(per_member):
     logits, labels = sample(2, 140, 7, 3.0, seed=6)
     with warnings.catch_warnings(action="error"):
         fit_calibration(logits, labels, per_member=per_member)
-    with pytest.warns(UserWarning, match=r"likelier than a guess .* 1\.946 .* number the classes alike"):
+    with pytest.warns(UserWarning, match=r"likelier than a guess .* 1\.946 .* number the classes in the same"):
         fit_calibration(logits, (labels + 1) % 7, per_member=per_member)
 
 
 def test_too_few_samples_for_the_share_accept_everything_and_say_so():
     logits, labels = sample(2, 18, 3, 1.0, seed=6)
-    with pytest.warns(UserWarning, match="from 19 samples on, there are 18"):
+    with pytest.warns(UserWarning, match="takes 19 samples, but there are 18"):
         fit = fit_calibration(logits, labels, share=0.95)
     assert fit.calibration.prediction(100 * logits).accept.all()
     assert fit_calibration(logits, labels, share=0.9).accepted == 1.0  # the 18th of 18

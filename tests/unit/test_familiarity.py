@@ -376,7 +376,7 @@ def test_copies_and_few_samples_are_said() -> None:
     """Held-out copies have distance zero to fitted ones; few samples are shrunk more."""
     with pytest.warns(HydraWarning, match="120 of the 240 samples of id_batches are copies"):
         fit_familiarity(model(CONFIG), labelled(CONFIG) * 2, "knn")
-    with pytest.warns(UserWarning, match="4 on average, 4 of the rarest"):
+    with pytest.warns(UserWarning, match="4 on average, 4 in the rarest"):
         few = fit_familiarity(model(CONFIG), labelled(CONFIG, 12), held_out=0.0)
     assert few.predict(joined(labelled(CONFIG, 5))[0]).score("mahalanobis").isfinite().all()
 

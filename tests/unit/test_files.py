@@ -16,7 +16,7 @@ from processes import in_a_child
 DISK = {
     errno.ENOSPC: "free some space",
     errno.EROFS: "allow writing",
-    errno.ENOENT: "see what was moved",
+    errno.ENOENT: "check what was moved",
     errno.EIO: "another place",
 }
 
@@ -86,7 +86,7 @@ def test_the_second_worker_is_told_and_the_lock_leaves_nothing(tmp_path: Path) -
     folder = tmp_path / "a/b"
     with files.locked(folder, "build"), files.locked(tmp_path, "build"), files.locked(folder, "run", file="a"):
         for file in (None, "a"):
-            with pytest.raises(StorageError, match=f"another build works in .*process {os.getpid()}"):
+            with pytest.raises(StorageError, match=f"another build is using .*process {os.getpid()}"):
                 enter(folder, file=file)
         assert {path.name for path in folder.iterdir()} == {".lock", ".a.lock"}
     with pytest.raises(KeyboardInterrupt), files.locked(folder, "build", wait=True):

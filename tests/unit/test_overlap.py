@@ -111,7 +111,7 @@ def test_held_out_data_that_are_trained_on(case: str) -> None:
     train, held_out, shared = HELD_OUT[case]
     for name in ("id", "validation"):
         sets = {"id": None, "validation": None, name: held_out}
-        with pytest.warns(HydraWarning, match=f"{shared} samples of {name} .*are samples of train, too"):
+        with pytest.warns(HydraWarning, match=f"{shared} samples of {name} .*are also samples of train"):
             read_data(0, cases.image_model(), train, **sets, ood=None)
     with pytest.warns(HydraWarning, match=f"{shared} samples of validation"):
         he.finetune(MODEL, train, cases.recipe(steps=1), held_out, progress=False)
@@ -193,7 +193,7 @@ def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_pat
         he.atlas(calibrated, FRESH, **few)
         he.atlas(PLAIN, FIT, **few)
     measured(calibrated, FRESH, "set 'fog'", shift={"fog": FIT})
-    unshifted = "160 of 160 samples of set 'fog' are samples of .*not shifted at all"
+    unshifted = "160 of 160 samples of set 'fog' are also samples of .*not shifted at all"
     measured(PLAIN, FRESH, unshifted, shift={"fog": copied(FRESH)})
     assert measured(PLAIN, FIT, "calibration", calibration=calibrated.metadata.calibration).reused == 1.0
     found.save(tmp_path / "found.json")
@@ -306,18 +306,18 @@ def test_one_sample_that_is_known_again_refuses_nothing(marks: int) -> None:
     one, three = (overlap.reused_of(np.concatenate([hits[:count], fresh[count:]]), kept) for count in (1, 3))
     assert not one.mostly
     assert one.share == pytest.approx(50 / marks)  # one mark stands for 50,000 / marks samples
-    assert "told by 1 of them alone" in str(one)
+    assert "judging by only 1 of them" in str(one)
     assert three.mostly == (marks == 64)  # three marks stand for 2,344 samples, or for 146
-    assert "told by" not in str(three)
+    assert "judging by" not in str(three)
     assert overlap.reused_of(hits[:2], kept).mostly  # a set of two, both known
 
 
 def test_all_of_a_small_set_was_fitted_on() -> None:
     fitted = he.fit_familiarity(PLAIN, FIT, held_out=0.0)
     part = FIT[:3]  # 48 of 160 samples
-    with pytest.raises(DataError, match=r"validation samples fitted the familiarity.*on other data"):
+    with pytest.raises(DataError, match=r"validation samples were used to fit the familiarity.*on other data"):
         he.calibrate(fitted, part, temperature=False)
-    with pytest.warns(HydraWarning, match=r"% of the validation samples fitted the familiarity"):
+    with pytest.warns(HydraWarning, match=r"% of the validation samples were used to fit the familiarity"):
         some = he.calibrate(fitted, [*FIT[:2], *FRESH], temperature=False)
     assert "of which fitted it" in some.metadata.history[-1]
     with warnings.catch_warnings(action="error"):
@@ -351,7 +351,7 @@ def test_samples_that_trained_a_model_are_told_when_they_calibrate_or_measure_it
     once_more = he.finetune(he.prune(trained, [(0, 0)]), OOD, he.Recipe(learning_rate=1e-4, steps=1), progress=False)
     settings: dict[str, Any] = {"share": 0.5, "familiarity": None, "temperature": False}
     for model in (trained, he.load(tmp_path), once_more, he.Ensemble.stack([trained, MODEL])):
-        with pytest.warns(HydraWarning, match="^about 100 % .* trained this ensemble"):
+        with pytest.warns(HydraWarning, match="^about 100 % .* to train this ensemble"):
             he.calibrate(model, copied(ID), **settings)
         assert measured(model, copied(ID), "about 100 % trained the model").reused == 1.0
     assert once_more.metadata.trained_set.samples == 28

@@ -167,7 +167,7 @@ def test_what_is_neither_a_place_nor_a_mask_picks_no_samples():
             p[index]
     # a mask as numbers: read as indices, it would be samples 1, 0, 1, 1
     for index in (T([1.0, 0.0, 1.0, 1.0]), T([1, 0, 1, 1], dtype=torch.uint8), T(0.7), [[0, 1], [2, 3]]):
-        with pytest.raises(DataError, match="mask of bool"):
+        with pytest.raises(DataError, match="boolean mask"):
             p[index]
 
 

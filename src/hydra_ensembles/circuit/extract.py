@@ -250,8 +250,8 @@ def _check_methods(ensemble: Ensemble | DualEncoder, method: Method, ood_score: 
         if familiarity is None or ood_score not in familiarity.settings.scores:
             fitted = [] if familiarity is None else list(familiarity.settings.scores)
             raise ConfigError(
-                f"ood_score must be 'msp' or a score of features that the ensemble was fitted to give, {fitted}; got "
-                f"{ood_score!r}: fit_familiarity(ensemble, id_batches, {ood_score!r}) gives an ensemble that has it"
+                f"ood_score must be 'msp' or a feature score fitted for this ensemble, {fitted}; got {ood_score!r}: "
+                f"fit_familiarity(ensemble, id_batches, {ood_score!r}) returns an ensemble that has it"
             )
         if method == "screened":
             raise ConfigError(f'method="screened" is for ood_score="msp", got {ood_score!r}; use method="exact"')
@@ -266,7 +266,7 @@ def _checked_scope(
 ) -> CircuitScope:
     """Check the arguments and return the scope; class names and templates are only for dual encoders."""
     if model.num_members != 1:
-        raise ConfigError(f"a circuit is of one model, got {model.num_members} members; give ensemble.member(i)")
+        raise ConfigError(f"a circuit belongs to one model, got {model.num_members} members; give ensemble.member(i)")
     if isinstance(model, Ensemble):
         if class_names is not None:
             raise ConfigError("class_names are for dual encoders; an ensemble has its classes already")
@@ -274,7 +274,7 @@ def _checked_scope(
             raise ConfigError(f"a circuit needs answers to score, but this ensemble has {model.num_classes} classes")
         return CircuitScope((ONE_TOWER,), checked_layers(model.config, layers), (), ())
     if class_names is None:
-        raise ConfigError("a dual encoder answers for classes by their names; give class_names")
+        raise ConfigError("a dual encoder needs the names of classes to answer; give class_names")
     prompts = checked_names(class_names), checked_templates(templates)
     chosen = tuple(tower for tower in sorted(get_args(Tower)) if tower in towers)
     if not chosen or len(chosen) < len(towers):
@@ -395,9 +395,10 @@ class Extraction:
         errors = journal.steps[-1].errors if steps else start["errors"]
         if self.ranks.rank == 0:
             warn(
-                f"the circuit for {self.objective.score!r} ends after {steps} of {self.budget} heads: without any "
-                f"further one the accuracy, {1 - errors / count:.4f} (at first {1 - start['errors'] / count:.4f}), "
-                f"would fall below {1 - most / count:.4f} (max_accuracy_loss={self.max_accuracy_loss})"
+                f"the circuit for {self.objective.score!r} ends after {steps} of {self.budget} heads: removing any "
+                f"other head would lower the accuracy, {1 - errors / count:.4f} (at first "
+                f"{1 - start['errors'] / count:.4f}), below {1 - most / count:.4f} "
+                f"(max_accuracy_loss={self.max_accuracy_loss})"
             )
 
     def _start(self, done: Sequence[Head]) -> Naive | Exact | JointExact | Screened:

@@ -65,7 +65,7 @@ def stored_journal(path: Path | None, ranks: Ranks) -> Journal | None:
         try:
             journal = from_plain(Journal, read_sealed(path), "journal")
             if journal.steps and (journal.start is None or journal.start.keys() != {"errors", "discordance"}):
-                raise CheckpointError("it does not say what the model was before the first step")
+                raise CheckpointError("it lacks the state of the model before the first step")
             return journal
         except ValueError as error:
             problem = f"{path} is not a journal of a circuit extraction ({error})"
@@ -79,5 +79,5 @@ def resumed(journal: Journal, stored: Journal, path: Path, candidates: Sequence[
     expected = {**vars(journal), "start": stored.start, "steps": stored.steps}
     require_same_run(vars(stored), expected, path, "the journal of a circuit")
     if len(set(stored.heads) & set(candidates)) < len(stored.heads):  # possible in old files, without digest
-        raise CheckpointError(f"{path} has a head twice, or one that is no candidate; delete it to start over")
+        raise CheckpointError(f"{path} has a head twice, or one that is not a candidate; delete it to start over")
     return stored

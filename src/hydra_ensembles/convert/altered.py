@@ -29,7 +29,7 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module) -> None:
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             origin = _origin(hook)
             if not origin.startswith(_HARMLESS_HOOKS):
-                way = "the remove() of the handle that registering it returned"
+                way = "remove() of the handle that registering it returned"
                 if origin.startswith("torch.nn.utils."):
                     way = "remove_weight_norm, remove_spectral_norm or prune.remove of torch.nn.utils"
                 raise ConversionError(
@@ -39,13 +39,13 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module) -> None:
                 )
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule":
-            way = "put the module in it back (its _orig_mod), or compile that in place, by its method compile()"
-            raise ConversionError(f"{name} is compiled by itself, and its parts lie under other names; {way}")
+            way = "put back the module inside it (its _orig_mod), or compile that in place with its method compile()"
+            raise ConversionError(f"{name} is compiled on its own, so its parts have other names; {way}")
         for method, attribute in vars(module).items():
             original = getattr(type(module), method, None)
             if callable(original) and not _is_method(attribute, original):
                 raise ConversionError(
-                    f"{method} of {name or 'the model'} ({type(module).__name__}) was replaced on the object, and a "
+                    f"{method} of {name or 'the model'} ({type(module).__name__}) was replaced on the object, but a "
                     f"converted model would compute what its class does; delete it first (del module.{method})"
                 )
 
@@ -76,7 +76,7 @@ def _origin(function: Callable[..., Any]) -> str:
 _LIBRARIES = ("torch.nn.modules.", "timm.", "torchvision.", "open_clip.")
 _NO_OPS = ("Identity", "Dropout", "DropPath", "PatchDropout", "Sequential", "ModuleList")  # no-ops in evaluation mode
 _ACTIVATIONS = frozenset(name for names in ACTIVATIONS.values() for name in names)
-MERGE = "merge them first: merge_and_unload() of the model of peft"
+MERGE = "merge them first: merge_and_unload() of the peft model"
 # What to do about a part, by prefix of its qualified class name.
 _REMEDIES = {
     ("peft.",): f"the model without adapters; {MERGE}",
@@ -84,7 +84,7 @@ _REMEDIES = {
         "the model as it was before it was quantised"
     ),
     ("torch.nn.utils.parametrize.",): (
-        "the model with plain weights; torch.nn.utils.parametrize.remove_parametrizations puts them there"
+        "the model with plain weights; torch.nn.utils.parametrize.remove_parametrizations restores them"
     ),
 }
 # Settings that do not change the output, or are given by the shapes of the tensors.
@@ -110,15 +110,15 @@ def require_known_parts(model: nn.Module) -> None:
                 built = type(model)(deepcopy(model.config))
         except Exception as error:  # the library may raise anything
             raise ConversionError(
-                f"by its configuration no model can be built ({error}); it was edited since"
+                f"no model can be built from its configuration ({error}), which was edited"
             ) from error
-        agreement = "the model and model.config in agreement: change the one of them that is not as it is meant"
+        agreement = "the model and model.config in agreement: change the one that is wrong"
         _require_alike(model, built, "by its configuration", agreement)
         return
     for name, module in _parts_with_parameters(model):
         kind = qualified_name(module)
         if not kind.startswith(_LIBRARIES):
-            raise refuse(f"{name} is a {kind}, and what that computes is not known", _remedy(kind))
+            raise refuse(f"{name} is a {kind}, and it is not known what that computes", _remedy(kind))
         if re.fullmatch(r"(?!patch_embed)(.*\.)?(blocks|resblocks|layers)", name):
             blocks = list(module.named_children())
             for leaf, part in blocks[1:]:
@@ -144,7 +144,7 @@ def require_read_parts(model: nn.Module) -> None:
         activates = kind in _ACTIVATIONS and re.fullmatch(r"(.*\.)?(act|gelu|mlp\.1)", name)
         read = activates or kind in _NO_OPS or kind.startswith("RotaryEmbedding")
         if not read and not any(True for _ in (*module.parameters(), *module.children())):
-            raise refuse(f"{option_of(name)}{name} is a {qualified_name(module)}, and there is no place for one there")
+            raise refuse(f"{option_of(name)}{name} is a {qualified_name(module)}, which is not expected there")
 
 
 def _remedy(name: str) -> str | None:

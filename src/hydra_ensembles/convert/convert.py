@@ -138,8 +138,8 @@ def convert(
     both = _converted(architecture, model, num_labels, labels, processor, preprocessing)
     if probe and both.own and both.zero_classifier:
         raise ConversionError(
-            f"{architecture.name}: all weights of its classifier are zero, so its answers prove nothing; "
-            "give it other values while it is converted, or convert with probe=False"
+            f"{architecture.name}: all weights of its classifier are zero, so comparing its answers proves nothing; "
+            "give it other values for the conversion, or convert with probe=False"
         )
     if probe and declaration is not None:
         require_proof(declaration, model, num_labels, both.ensemble.metadata)
@@ -190,8 +190,8 @@ def _converted(
         both.ensemble, getattr(getattr(model, "config", None), "initializer_range", _SPREAD)
     ):
         warn(
-            f"{architecture.name}: the classifier looks untrained, as it was drawn (no bias, weights of the usual "
-            "spread), on trained layers: its answers mean nothing before it is trained, by he.finetune or elsewhere"
+            f"{architecture.name}: the classifier looks untrained (no bias, weights as freshly initialised) on top of "
+            "trained layers: its answers mean nothing before it is trained, by he.finetune or elsewhere"
         )
     return both
 
@@ -202,10 +202,10 @@ def _warn_of_projection(architecture: Architecture, model: nn.Module, num_labels
     told = f"its {outputs} outputs are a projection into an embedding, not classes"
     way = "convert the tower without it (transformers: CLIPVisionModel, CLIPTextModel; open_clip: visual.proj = None)"
     if outputs and num_labels is not None:
-        raise ConversionError(f"{told}, and num_labels={num_labels} was asked for; {way}")
+        raise ConversionError(f"{told}, but num_labels={num_labels} was given; {way}")
     if outputs:
         warn(
-            f"{architecture.name}: {told}, and predict, calibrate and evaluate would take them for such. For a "
+            f"{architecture.name}: {told}, but predict, calibrate and evaluate would treat them as classes. For a "
             f"classifier {way}, with num_labels=...; for classes by their names convert the whole dual encoder "
             "(he.zero_shot)"
         )
@@ -269,9 +269,9 @@ def _explain_missing_parts(architecture: Architecture) -> Iterator[None]:
         release = getattr(sys.modules.get(library), "__version__", "of another kind")
         raise ConversionError(
             format_refusal(
-                f"{architecture.name}: a part that it is read by is not there ({error})",
-                f"the model was changed, or the {library} that is installed ({release}) makes it in another way",
-                f"a release of {library} that is tested, pip install -U 'hydra-ensembles[{extra}]'",
+                f"{architecture.name}: a part that is needed to read it is missing ({error})",
+                f"the model was changed, or the installed {library} ({release}) builds it differently",
+                f"a tested release of {library}, pip install -U 'hydra-ensembles[{extra}]'",
             )
         ) from error
 
@@ -315,7 +315,7 @@ def _find_architecture(
         way = "load it with its library first" if isinstance(model, str | PathLike) else "give the model itself"
         raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}; {way}")
     if isinstance(model, Ensemble | DualEncoder):
-        raise ConversionError(f"convert needs a model of another library, and this is a {type(model).__name__} already")
+        raise ConversionError(f"convert needs a model of another library, but this is a {type(model).__name__} already")
     if name.startswith("peft."):
         prompts = "Learned prompts cannot be merged: give the model fine-tuned without them"
         raise ConversionError(f"{name} wraps a model in adapters; {MERGE}. {prompts}")
@@ -334,7 +334,7 @@ def _supported_inside(model: nn.Module) -> str:
     if above is not None:
         return format_refusal(
             f"{name} is a subclass of {above.__name__}, which is supported",
-            "what a subclass computes cannot be known",
+            "what a subclass computes is not known",
             f"load its weights into a {above.__name__} of the library, and convert that",
         )
     path = next((path for path, module in model.named_modules() if qualified_name(module) in classes), None)
@@ -343,7 +343,7 @@ def _supported_inside(model: nn.Module) -> str:
     expression = f"model.{path}" if all(map(str.isidentifier, path.split("."))) else f"model.get_submodule({path!r})"
     return format_refusal(
         f"{name} holds a {type(model.get_submodule(path)).__name__}, which is supported",
-        "what a model around it computes cannot be known",
+        "what a model around it computes is not known",
         f"the model inside, he.convert({expression}); a trained classifier around it has to be put into it first\n"
         f"(timm: {expression}.head = ...), num_labels=... makes a new one",
     )
@@ -353,7 +353,7 @@ def _read_own(declaration: Declaration, model: nn.Module) -> Architecture:
     """Read the declaration of a user's own model; warn if its images are assumed to be square."""
     if "patch" in declaration.names and "position" in declaration.names and declaration.image_size is None:
         warn(
-            f"{type(model).__name__}: the shape of its images is not known, and a square is assumed; give image_size= "
+            f"{type(model).__name__}: the shape of its images is not known, so a square is assumed; give image_size= "
             "in the declaration, or the preprocessing"
         )
     return read_declaration(declaration, model)
@@ -374,8 +374,9 @@ def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> t
     index = next((at for at, name in enumerate(names) if at < len(theirs) and name != theirs[at]), None)
     if index is not None and set(names) == set(theirs):
         raise ConversionError(
-            f"labels[{index}] is {names[index]!r}, and the model calls class {index} {theirs[index]!r}, by the same "
-            "names: leave labels out; if the model is wrong, .with_metadata(labels=...) names its classes afterwards"
+            f"labels[{index}] is {names[index]!r}, but the model, with the same names, calls class {index} "
+            f"{theirs[index]!r}: leave labels out; if the model is wrong, rename its classes afterwards with "
+            ".with_metadata(labels=...)"
         )
     return names
 
@@ -428,7 +429,7 @@ def _find_tower(dual: DualArchitecture, kind: str, model: nn.Module) -> tuple[st
     allowed = [name for _, architecture in options for name in architecture.classes]
     raise ConversionError(
         f"{dual.name}: the {kind} tower is a {', '.join(found)}; supported are {allowed}. Convert the towers "
-        "on their own where that is possible, and put them together with DualEncoder(image, text, …)"
+        "separately if possible, and combine them with DualEncoder(image, text, …)"
     )
 
 

@@ -259,14 +259,14 @@ def _require_numbers(model: nn.Module) -> None:
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if 0 < len(empty) < sum(1 for _ in model.parameters()):
         raise ConversionError(
-            f"{len(empty)} parameters, such as {empty[0]}, are on the meta device and have no values, others have "
-            "them; load the whole model, without offloading, and convert it then"
+            f"{len(empty)} parameters, such as {empty[0]}, are on the meta device and have no values, unlike others; "
+            "load the whole model, without offloading, before converting it"
         )
     strange = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.dtype not in _DTYPES})
     if strange:
         raise ConversionError(
-            f"parameters are {strange}, quantised numbers, as it seems; convert the model as it was before that, in "
-            f"one of {[str(dtype) for dtype in _DTYPES]}"
+            f"parameters are {strange}, so they seem to be quantised; convert the model as it was before that, in one "
+            f"of {[str(dtype) for dtype in _DTYPES]}"
         )
 
 
@@ -310,8 +310,8 @@ def require_finite_weights(tensor: Tensor, name: str) -> None:
     if not tensor.is_meta and not tensor.isfinite().all():
         broken = int((~tensor.isfinite()).sum())
         raise ConversionError(
-            f"{broken} of the {tensor.numel()} values of {name} are NaN or infinite; load weights of a training that "
-            "did not diverge, and in a type whose range holds them"
+            f"{broken} of the {tensor.numel()} values of {name} are NaN or infinite; load weights from a training that "
+            "did not diverge, in a dtype with sufficient range"
         )
 
 
@@ -364,7 +364,7 @@ def dropout_rate(module: Any) -> float:
         ConversionError: It is of another class; comparing outputs would not show what it does in training.
     """
     if not is_identity(module) and type(module) is not nn.Dropout and type(module).__name__ != "DropPath":
-        raise refuse(f"dropout is a {qualified_name(module)}, and may do in training what nn.Dropout does not")
+        raise refuse(f"dropout is a {qualified_name(module)}, which may behave differently from nn.Dropout in training")
     return float(getattr(module, "p", None) or getattr(module, "drop_prob", None) or 0.0)
 
 
@@ -406,7 +406,7 @@ def refuse(variant: str, remedy: str | None = None) -> ConversionError:
     return ConversionError(format_refusal(variant, why, remedy))
 
 
-WITHOUT_PATCH_DROPOUT = "its weights in a model that was made with a rate of 0, which answers the same"
+WITHOUT_PATCH_DROPOUT = "its weights in a model made with a rate of 0, which gives the same answers"
 
 
 def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], any_size: bool) -> None:
@@ -416,14 +416,14 @@ def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], any_si
     """
     if not any(side % step for side, step in zip(image, patch, strict=True)):
         return
-    what = f"its image_size {image[0]}x{image[1]} is no multiple of its patch_size {patch[0]}x{patch[1]}"
+    what = f"its image_size {image[0]}x{image[1]} is not a multiple of its patch_size {patch[0]}x{patch[1]}"
     height, width = (side - side % step for side, step in zip(image, patch, strict=True))
     if not any_size:
         way = f"its weights in a model for images of {height}x{width}, which has the same patches"
         raise refuse(what, f"{way} (timm: model.set_input_size(({height}, {width})))")
     warn(
-        f"of the model, {what}. The converted one takes whole patches alone: give it images of {height}x{width}, "
-        "where a preprocessing of its own makes others"
+        f"for this model, {what}. The converted one takes only whole patches: give it images of {height}x{width} if "
+        "you preprocess them yourself"
     )
 
 
@@ -442,13 +442,12 @@ def number_of_classes(classes: int, num_labels: int | None) -> int:
         raise ConversionError(f"num_labels must be at least 2, got {num_labels}")
     if classes == 1:
         raise ConversionError(
-            "the classifier has one output (regression, or one probability by a sigmoid); the probabilities here are "
-            "a softmax, which needs at least two"
+            "the classifier has one output (regression, or one sigmoid probability); the probabilities here are a "
+            "softmax, which needs at least two"
         )
     if classes and num_labels is not None and num_labels != classes:
         raise ConversionError(
-            f"the model already classifies {classes} classes, num_labels={num_labels} was asked for; remove its "
-            "classifier first (timm: model.reset_classifier(0); transformers: give model.base_model), or leave "
-            "num_labels out"
+            f"the model already has {classes} classes, but num_labels={num_labels} was given; remove its classifier "
+            "first (timm: model.reset_classifier(0); transformers: give model.base_model), or leave num_labels out"
         )
     return classes or num_labels or 0

@@ -124,15 +124,17 @@ class Declaration:
                     f"names has no part {part!r}{perhaps_meant(str(part), PARTS)}; there are {', '.join(PARTS)}"
                 )
             if isinstance(place, tuple) and (part != "qkv" or len(place) != 3):
-                raise ConfigError(f"names[{part!r}] has {len(place)} paths; give one, and for qkv one or three")
+                raise ConfigError(f"names[{part!r}] has {len(place)} paths; give one, or for qkv one or three")
             for path in paths(place):
                 if ("{i}" in path) != (part in IN_BLOCK):
-                    needs = "needs {i} for the number of the block" if part in IN_BLOCK else "is there once: no {i}"
-                    raise ConfigError(f"names[{part!r}] is {path!r}, and this part {needs}")
+                    needs = "needs {i} for the number of the block" if part in IN_BLOCK else "exists once: no {i}"
+                    raise ConfigError(f"names[{part!r}] is {path!r}, but this part {needs}")
         if ("patch" in self.names) == ("words" in self.names):
             raise ConfigError("names must have either patch (a model for images) or words (a model for text)")
         if sorted(self.head_layout.replace("qkv", "").split()) != ["d", "h"]:
-            raise ConfigError(f"head_layout is {self.head_layout!r}; give qkv, h and d in some order, as 'qkv h d'")
+            raise ConfigError(
+                f"head_layout is {self.head_layout!r}; give qkv, h and d in some order, such as 'qkv h d'"
+            )
 
 
 Declaration.__init__ = checked(Declaration.__init__)  # type: ignore[method-assign]
@@ -179,7 +181,7 @@ def called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> 
     if declaration.answer is not None:
         answer: Any = declaration.answer(model, inputs)
         if not isinstance(answer, Tensor):
-            raise TypeError(f"answer= gives a {type(answer).__name__}, where logits [B, C] are expected")
+            raise TypeError(f"answer= returns a {type(answer).__name__}, but logits [B, C] are expected")
         return answer
     arguments, (main, *beside) = _arguments(model), inputs.items()
     keywords = {name: tensor for name, tensor in beside if name in arguments}
@@ -191,5 +193,5 @@ def called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> 
         output = output["logits"]
     output = getattr(output, "logits", output)
     if not isinstance(output, Tensor):
-        raise TypeError(f"it gives a {type(output).__name__}; say with answer= where its logits are")
+        raise TypeError(f"it returns a {type(output).__name__}; say with answer= where its logits are")
     return output

@@ -66,7 +66,7 @@ def suggest_declaration(model: nn.Module) -> str:
             with both.answering():
                 answer = both.original(both.samples())
             if answer.min() >= 0 and answer.max() <= 1:
-                why = "its answers lie between 0 and 1: if those are probabilities, let it answer with its logits"
+                why = "its answers lie between 0 and 1: if these are probabilities, let it return logits"
         except HydraError as error:
             why = str(error)
     return f"\nIts parts were found, but {why}; begin with names={dict(candidate.names)}."

@@ -118,7 +118,7 @@ def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     head = dict(model.head.named_children())
     if head.keys() - {"drop", "proj"} or not isinstance(model.head, nn.Sequential | nn.Identity):
         made = sorted(head) or type(model.head).__name__
-        raise refuse(f"its head is made of {made}; linear and no projection are supported")
+        raise refuse(f"its head is made of {made}; only linear projections, or none, are supported")
     if "proj" not in head:
         classes = number_of_classes(config.readout.num_classes, num_labels)
         return replace(config, readout=replace(config.readout, num_classes=classes))
@@ -138,7 +138,7 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """A `TextTransformer`, or a `CLIP`, which has the same parts as direct attributes."""
     positions, width = model.positional_embedding.shape
     if getattr(model, "use_pad_mask", False) or getattr(model, "output_tokens", False):
-        raise refuse("it masks padding by itself, or answers with tokens (use_pad_mask, output_tokens)")
+        raise refuse("it masks padding itself, or returns tokens (use_pad_mask, output_tokens)")
     pool = getattr(model, "text_pool_type", None) or model.pool_type
     pools: dict[str, Pool] = {"first": "cls", "last": "last", "argmax": "eot", "eos": "eot"}
     if pool not in pools:

@@ -59,9 +59,9 @@ def require_special_ids(both: ModelPair) -> None:
     which = f"the id {odd[0]}" if odd else f"some of the ids {suspects[:8].tolist()}"
     unmasked = "" if both.architecture.masks else "say masked=True in the declaration, and "
     raise OwnIdError(
-        f"{both.architecture.name}: the answers differ on texts with {which}, which the model does not treat as a "
-        f"token like all others, but probably as padding: {unmasked}give the tokenizer as processor=, or the id "
-        "as padding_idx of the embedding, so that it is known as padding, or let only an attention_mask decide"
+        f"{both.architecture.name}: the answers differ on texts with {which}, which the model does not treat as an "
+        f"ordinary token, but probably as padding: {unmasked}give the tokenizer as processor=, or the id as "
+        "padding_idx of the embedding, so that it is known as padding, or let only an attention_mask decide"
     )
 
 
@@ -99,13 +99,13 @@ def warn_of_padding(both: ModelPair) -> None:
         needed = [mask for mask, inputs in left_out.items() if differs(inputs, unanswered=False)]  # its error suffices
     if padded_before:
         warn(
-            f"{name}: the answers agree on texts that are padded on the right, but not on the left, where the model "
-            "counts tokens differently: pad on the right (padding_side='right')"
+            f"{name}: the answers agree on texts padded on the right, but not on the left, where the model counts "
+            "tokens differently: pad on the right (padding_side='right')"
         )
     if needed:
         warn(
-            f"{name}: without {' and '.join(needed)} the model answers differently from the converted one, which takes "
-            "every id as a token of the first segment: always give all that the tokenizer returns"
+            f"{name}: without {' and '.join(needed)} the model answers differently from the converted one, which reads "
+            "every id as a token of the first segment: always give everything that the tokenizer returns"
         )
 
 
@@ -125,6 +125,6 @@ def warn_of_dropout(both: ModelPair) -> None:
     unread = [name for name, module in dropping.items() if module not in known]
     if unread:
         warn(
-            f"{both.architecture.name}: in training the model has dropout in {some(unread)}, and the converted one "
+            f"{both.architecture.name}: in training the model has dropout in {some(unread)}, but the converted one "
             "does not: if you train it, set dropout= in the declaration or in the recipe"
         )

@@ -105,13 +105,13 @@ class ModelPair:
         samples = len(next(iter(inputs.values())))
         if self.own and (answer.dim() != 2 or len(answer) != samples):
             raise NoAnswerError(
-                f"{name}: the model answers a random batch {shapes} with a tensor {list(answer.shape)}, where "
+                f"{name}: the model answers a random batch {shapes} with a tensor {list(answer.shape)}, but "
                 f"[{samples}, classes] is expected; repair it, or say with answer= where its logits are"
             )
         if not answer.isfinite().all():
             raise ConversionError(
-                f"{name}: the model answers a random batch {shapes} with numbers that are NaN or infinite; its weights "
-                f"are broken, or {answer.dtype} is too small for them: try model.float()"
+                f"{name}: the model answers a random batch {shapes} with NaN or infinite numbers; its weights are "
+                f"broken, or {answer.dtype} has too small a range for them: try model.float()"
             )
         return answer
 
@@ -246,9 +246,9 @@ def _difference_error(
         source, remedy = "its class and its configuration say", "undo what was changed"
     return ConversionError(
         f"{both.architecture.name}: the {'features' if both.fresh else 'answers'} of the converted model differ from "
-        f"those of the original{by} on a random batch {_shapes(inputs)} ({allowed:g} is allowed): the model computes "
-        f"something else than {source}. The two part first {where}; {remedy} there, or convert with probe=False if the "
-        "difference is meant"
+        f"those of the original{by} on a random batch {_shapes(inputs)} ({allowed:g} is allowed): the model does not "
+        f"compute what {source}. The two first differ {where}; {remedy} there, or convert with probe=False if the "
+        "difference is intended"
     )
 
 
@@ -265,8 +265,8 @@ def _require_other_size(both: ModelPair) -> None:
     if not apart <= max(both.allowed(inputs), _RESAMPLED_TOLERANCE):
         raise OtherSizeError(
             f"{both.architecture.name}: the answers agree on images of {stem.image_size[0]}x{stem.image_size[1]}, but "
-            f"differ by {apart:.2g} of their size on images of {size[0]}x{size[1]}, for which positions are fitted by "
-            f"resample={stem.resample!r}: give another one in the declaration, or an answer= that refuses other sizes"
+            f"differ by {apart:.2g} of their size on images of {size[0]}x{size[1]}, for which positions are resized by "
+            f"resample={stem.resample!r}: set another one in the declaration, or an answer= that refuses other sizes"
         )
 
 
@@ -348,16 +348,16 @@ def _first_difference(both: ModelPair, inputs: NamedTensors, allowed: float) -> 
         alone = [both.original({name: x[at : at + 1] for name, x in inputs.items()}) for at in range(len(together))]
         if difference(torch.cat(alone), together) > allowed:
             return (
-                "in the original itself, which answers these samples otherwise one by one: look for a norm over the "
-                "batch, for axes of batch and tokens that were taken for each other (batch_first=), or for something "
-                "random, such as F.dropout without training=self.training; if they are meant to be answered alone, say "
+                "in the original itself, which answers these samples differently one by one: look for a norm over the "
+                "batch, for swapped axes of batch and tokens (batch_first=), or for something random, such as "
+                "F.dropout without training=self.training; if samples are meant to be answered alone, use "
                 f"answer=lambda model, batch: torch.cat([model(one) for one in batch[{main!r}].split(1)])"
             )
     architecture, model, ensemble = both.architecture, both.model, both.ensemble
     names = [block_name(architecture, model, layer) for layer in range(ensemble.num_layers)]
     theirs = _their_tokens(both, [model.get_submodule(name) for name in names], inputs)
     if not theirs and both.own:
-        return f"somewhere: {names[0] or 'a block'} is not called as a module, so that nothing is seen of it"
+        return f"somewhere: {names[0] or 'a block'} is not called as a module, so it cannot be observed"
     mask = inputs.get("attention_mask")
     ours = _our_tokens(ensemble, inputs)
     for index, (mine, their) in enumerate(zip(ours, theirs, strict=False)):

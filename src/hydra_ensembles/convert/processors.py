@@ -38,18 +38,20 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
         text = processor if isinstance(processor, TextPreprocessing) else _read_tokenizer(processor, stem)
         if text.max_length > stem.max_tokens:
             raise ConversionError(
-                f"texts of {text.max_length} tokens were asked for, the position embedding covers {stem.max_tokens}; "
-                "lower max_length"
+                f"texts of {text.max_length} tokens were requested, but the position embedding covers "
+                f"{stem.max_tokens}; lower max_length"
             )
         return text
     image = processor if isinstance(processor, ImagePreprocessing) else _read_image_processor(processor)
     if len(image.mean) == 1:  # one value for all channels
         image = replace(image, mean=image.mean * stem.channels, std=image.std * stem.channels)
     if len(image.mean) != stem.channels:
-        raise ConversionError(f"images of {len(image.mean)} channels were asked for, the model reads {stem.channels}")
+        raise ConversionError(
+            f"images of {len(image.mean)} channels were requested, but the model reads {stem.channels}"
+        )
     if any(side % patch for side, patch in zip(image.size, stem.patch_size, strict=True)):
         raise ConversionError(
-            f"images of {image.size[0]}x{image.size[1]} were asked for, which the patch size "
+            f"images of {image.size[0]}x{image.size[1]} were requested, which the patch size "
             f"{stem.patch_size[0]}x{stem.patch_size[1]} does not divide"
         )
     return image
@@ -105,7 +107,7 @@ def with_changes(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStem
         if isinstance(stem, PatchStemConfig) and stem.channels not in (1, 3):
             raise ConfigError(f"this model reads {stem.channels} channels. {OTHER_CHANNELS}")
         if missing or not for_images:
-            advice = f"give also {', '.join(missing)}" if for_images else "give its tokenizer: processor=..."
+            advice = f"also give {', '.join(missing)}" if for_images else "give its tokenizer: processor=..."
             raise ConfigError(f"the preprocessing of this model is not known; {advice}")
         changed: Any = ImagePreprocessing(**{"size": stem.image_size, **settings})  # type: ignore[union-attr]
     else:
@@ -175,14 +177,14 @@ def _run_processor(processor: Any, *inputs: Any, **settings: Any) -> dict[str, T
 
 def _unread_rules_error(processor: Any, problem: str, kind: str) -> ConversionError:
     return ConversionError(
-        f"a {qualified_name(processor)} {problem}: it has rules of its own, which are not read; give {_ACCEPTED[kind]} "
-        "that does what was done with this model"
+        f"a {qualified_name(processor)} {problem}: it has rules of its own, which cannot be read; give "
+        f"{_ACCEPTED[kind]} that prepares inputs as in training"
     )
 
 
 def _require_setting(name: str, value: object, supported: object) -> None:
     if value != supported:
-        raise ConversionError(f"{name} is {value!r}; only {supported!r} is supported, set it so first")
+        raise ConversionError(f"{name} is {value!r}; only {supported!r} is supported, change it first")
 
 
 # --- tokenizers of transformers --------------------------------------------------------------------------
@@ -231,7 +233,7 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
     ours, _ = read.encode(_TEXTS)
     theirs = _run_processor(processor, list(_TEXTS), padding=True, truncation=True, max_length=read.max_length)
     if any(name in theirs and theirs[name].tolist() != tensor.tolist() for name, tensor in ours.items()):
-        raise _unread_rules_error(processor, "makes other tokens of a text than its tokenizer.json says", "text")
+        raise _unread_rules_error(processor, "produces different tokens than its tokenizer.json says", "text")
     return read
 
 
@@ -355,8 +357,8 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
         raise ConversionError(f"processor.size is {size}; supported are height and width, or shortest_edge alone")
     if crop.keys() != {"height", "width"} and (crop or not squash):
         raise ConversionError(
-            f"processor.size is {size} and the centre crop {crop or 'off'}, so that images come out in different "
-            "sizes; set do_center_crop and a crop_size with height and width"
+            f"processor.size is {size} and the centre crop {crop or 'off'}, so images come out in different sizes; set "
+            "do_center_crop and a crop_size with height and width"
         )
     resized = (size["height"], size["width"]) if squash else pair(size["shortest_edge"])
     scale = 255.0 * float(processor.rescale_factor) if processor.do_rescale else 255.0  # relative to pixels in [0, 1]
@@ -380,7 +382,7 @@ def _require_same_pixels(processor: Any, read: ImagePreprocessing) -> None:
     ours, theirs = read(picture), _run_processor(processor, picture).get("pixel_values", torch.empty(0))  # [1, C, H, W]
     levels = 255 * torch.tensor(read.std).view(-1, 1, 1)
     if ours.shape != theirs.shape or ((ours - theirs.to(ours)) * levels).abs().mean() > _LEVELS:
-        raise _unread_rules_error(processor, "makes other pixels of a picture than its settings say", "image")
+        raise _unread_rules_error(processor, "produces different pixels than its settings say", "image")
 
 
 def _picture(mode: str) -> Any:
@@ -397,8 +399,8 @@ def _image_preprocessing(
     """Resize to `resized` (its short side, unless `squash`), then crop the centre."""
     if crop[0] * resized[1] != crop[1] * resized[0] or crop[0] > resized[0]:
         raise ConversionError(
-            f"images are resized to {resized[0]}x{resized[1]} and cropped to {crop[0]}x{crop[1]}; supported is a crop "
-            "of the same shape that is not larger"
+            f"images are resized to {resized[0]}x{resized[1]} and cropped to {crop[0]}x{crop[1]}; only a crop of the "
+            "same shape that is not larger is supported"
         )
     return ImagePreprocessing(
         size=crop,

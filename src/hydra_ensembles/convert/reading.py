@@ -146,7 +146,7 @@ class _Reading:
             actual = f"is a {type(modules[path]).__name__}" if path in modules else missing
             alike = [name.replace(".0", ".{i}") for name, module in modules.items() if isinstance(module, kind)]
             hint = f"; the model has {alike[:4]}" if alike else "; name its parts one by one"
-            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, and {actual}{hint}")
+            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but {actual}{hint}")
         return modules[path]
 
     def _weight(self, path: str, layer: int = 0) -> str | None:
@@ -184,20 +184,20 @@ class _Reading:
             if part not in self.names and not (part == "position" and self.declared.rotary is not None):
                 yield f"names does not say where {part} is{perhaps_meant(part, near)}"
         if self.declared.attention_scale is not None and "query_norm" in self.names:
-            yield "attention_scale is given, and a norm of queries would undo it"
+            yield "attention_scale is given, but a norm of queries would undo it"
         unknown = unknown_arguments(self.declared, self.model)
         if unknown:
-            hint = "" if "patch" in self.names else ", or masked=False if it is never told of padding"
+            hint = "" if "patch" in self.names else ", or masked=False if it never sees padding"
             yield f"forward takes {', '.join(unknown)} too: say with answer= how the model is called{hint}"
         for part in _MATRICES:
             tensor = self.tensor(part)
             if tensor is not None and tensor.dim() < 2:
-                yield f"{part} is a tensor {list(tensor.shape)}, where a matrix is expected"
+                yield f"{part} is a tensor {list(tensor.shape)}, but a matrix is expected"
         heads, out = self.declared.heads, self.tensor("out")
         if heads is None:
-            yield "the number of heads is not said: give heads="
+            yield "the number of heads is not known: give heads="
         elif out is not None and (heads < 1 or out.shape[-1] % heads):
-            yield f"heads is {heads}, and the {out.shape[-1]} columns of out cannot be divided among them"
+            yield f"heads is {heads}, but the {out.shape[-1]} columns of out cannot be divided among them"
 
     # --- sources of the canonical parameters -----------------------------------------------------------------
 
@@ -339,9 +339,9 @@ class _Reading:
         most = None if position is None else position.numel() // position.shape[-1]
         rows = self.declared.max_tokens or most
         if rows is None:
-            raise ConversionError("nothing says how long a text may be; give max_tokens=")
+            raise ConversionError("the length of texts is not known; give max_tokens=")
         if most is not None and rows > most:
-            raise ConversionError(f"max_tokens is {rows}, and there are {most} positions; lower it")
+            raise ConversionError(f"max_tokens is {rows}, but there are {most} positions; lower it")
         return TextStemConfig(
             vocabulary=words.shape[0],
             positions=rows,
@@ -358,16 +358,16 @@ class _Reading:
         (rows, prefix), size = self._rows(), self._patch_size(patch)
         if image is None:
             if position is None:
-                raise ConversionError("nothing says how large images are; give image_size=")
+                raise ConversionError("the size of images is not known; give image_size=")
             prefixes = [n for n in range(min(prefix, rows - 1), -1, -1) if math.isqrt(rows - n) ** 2 == rows - n]
             if not prefixes:
-                problem = f"{rows} positions are for no square of patches and up to {prefix} tokens before it"
+                problem = f"{rows} positions do not fit a square of patches with up to {prefix} tokens before it"
                 raise ConversionError(f"{problem}; give image_size=(height, width)")
             grid = (math.isqrt(rows - prefixes[0]),) * 2
         else:
             grid = pair(image)[0] // size[0], pair(image)[1] // size[1]
             if (grid[0] * size[0], grid[1] * size[1]) != pair(image):
-                problem = f"image_size is {pair(image)}, which patches of {size} do not fill"
+                problem = f"image_size is {pair(image)}, which is not divisible into patches of {size}"
                 raise ConversionError(f"{problem}; give a multiple")
         spare = rows - grid[0] * grid[1]
         if spare < 0 and position is not None:
@@ -415,7 +415,7 @@ class _Reading:
         sides = [math.isqrt(numbers // channels) for channels in (3, 1) if numbers % channels == 0]
         side = next((side for side in sides if numbers in (3 * side**2, side**2)), None)
         if side is None:
-            raise refuse(f"a patch of {numbers} numbers is no square of 1 or 3 channels")
+            raise refuse(f"a patch of {numbers} numbers is not a square with 1 or 3 channels")
         return side, side
 
     def _readout(self, num_labels: int | None) -> ReadoutConfig:
@@ -424,8 +424,8 @@ class _Reading:
         kind, eps = self._norm(("norm",)) if "norm" in self.names else (None, 1e-6)
         blocks = self._norm(("norm1",))[0]
         if kind not in (None, blocks):
-            problem = f"norm is of the kind {kind!r} and those of the blocks are of {blocks!r}"
-            raise refuse(f"{problem}, and the norm behind the blocks is always of their kind")
+            problem = f"norm is of the kind {kind!r}, but those of the blocks are of {blocks!r}"
+            raise refuse(f"{problem}, and the norm after the blocks must be of their kind")
         return ReadoutConfig(
             pool=self.declared.pool,
             pool_prefix=self.declared.pool_prefix,

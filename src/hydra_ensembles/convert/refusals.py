@@ -142,8 +142,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "*ForTokenClassification *ForQuestionAnswering *ForMultipleChoice *ForNextSentencePrediction "
         "*ForMaskedLM *ForPreTraining *LMHeadModel *ForCausalLM *WithLMHeadModel *ForMaskedImageModeling",
         "a model with a head for another task",
-        "it answers with boxes, masks or maps, for each token, or with masked words or patches; an ensemble here gives "
-        "one class to an input",
+        "it answers with boxes, masks or maps, for each token, or with masked words or patches; an ensemble here "
+        "assigns one class to each input",
         _ENCODER,
     ),
 )
@@ -175,7 +175,7 @@ _OPTIONS: dict[str, str] = {
 def option_of(*faults: str) -> str:
     """Return the beginning of an error that names the option behind a variant, if its parameter names reveal it."""
     found = [option for part, option in _OPTIONS.items() if any(re.search(part, fault) for fault in faults)]
-    return f"as by its option {found[0]}, " if found else ""
+    return f"because of its option {found[0]}, " if found else ""
 
 
 def refusal(*names: str) -> Refusal | None:
@@ -203,7 +203,7 @@ def explain(*names: str) -> str:
     listed = "models of timm, torchvision, transformers, open_clip and sentence-transformers that docs/models.md lists"
     return format_refusal(
         f"{names[0]} is not a supported architecture",
-        f"converters know {listed}, and plain ones around nn.TransformerEncoder",
+        f"converters know {listed}, and plain models around nn.TransformerEncoder",
         "a table of names for a model of your own, he.convert(model, declaration=he.Declaration(names={...}));\n"
         f"{HOW_TO} has an example, and every command takes the folder that save_pretrained of the result writes",
     )

@@ -91,8 +91,8 @@ def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     end, words = config.eos_token_id, tables.token_embedding.num_embeddings
     if not isinstance(end, int) or not 0 <= end < words:
         raise ConversionError(
-            f"its eos_token_id, at which texts are read, is {end!r}, and there are {words} words; set that of its "
-            "tokenizer in the configuration, and build the model of it"
+            f"its eos_token_id, at which texts are read, is {end!r}, but the vocabulary has {words} tokens; set that "
+            "of its tokenizer in the configuration, and rebuild the model from it"
         )
     readout = replace(
         _clip_readout(getattr(model, "text_projection", None), config, num_labels),
@@ -188,7 +188,7 @@ def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         mean = ReadoutConfig(pool="mean", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
         return EnsembleConfig(stem, encoder, mean, encoder.all_heads())
     if not getattr(config, "vision_use_head", True):
-        raise refuse("it has no attention that pools an image (vision_use_head): it has no features")
+        raise refuse("it has no attention pooling for images (vision_use_head), so it has no features")
     readout = ReadoutConfig(
         pool="map",
         num_classes=number_of_classes(0, num_labels),

@@ -24,7 +24,7 @@ def _base(parameters: Any) -> float:
     kind = parameters.get("rope_type", "default")
     part = parameters.get("partial_rotary_factor") or 1.0
     if kind != "default" or part != 1.0:
-        raise refuse(f"its rotary positions are of the type {kind!r} and turn a share of {part} of each head")
+        raise refuse(f"its rotary positions are of the type {kind!r} and rotate a share of {part} of each head")
     return float(parameters["rope_theta"])
 
 

@@ -42,7 +42,7 @@ HeadLike = Head | tuple[int, int] | tuple[int, int, str] | Sequence[int]
 def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
     """Read heads from `Head`s or tuples, keeping their order; the same head twice is an error."""
     if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
-        raise HeadError(f"heads are a list of Head(layer, head), as ranking.first(count) gives it, got {values!r}")
+        raise HeadError(f"heads must be a list of Head(layer, head), such as ranking.first(count), got {values!r}")
     heads = tuple(_as_head(value) for value in values)
     twice = [head for head, times in Counter(heads).items() if times > 1]
     if twice:
@@ -61,7 +61,9 @@ def _as_head(value: HeadLike) -> Head:
 def require_budget(budget: int, candidates: int) -> None:
     """Raise unless the budget is between 1 and the number of candidates."""
     if not 1 <= budget <= candidates:
-        raise HeadError(f"budget is {budget}; there are {candidates} heads to choose from, at least one must go")
+        raise HeadError(
+            f"budget is {budget}; there are {candidates} heads to choose from, at least one must be removed"
+        )
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class HeadRanking:
             remedy = "rank with a larger budget"
             if self.provenance.get("complete") is False:
                 remedy = "another one would cost more than max_accuracy_loss; allow more, or prune fewer heads"
-            raise HeadError(f"{count} heads were asked for, the ranking has {len(self)}; {remedy}")
+            raise HeadError(f"{count} heads were requested, but the ranking has {len(self)}; {remedy}")
         return self.heads[:count]
 
     @checked

@@ -204,7 +204,9 @@ def _steps(
     for layer in layers:
         heads = [head for head in candidates if head.layer == layer]
         if (most := most_to_go(model, heads)) < per_layer:
-            raise HeadError(f"budget {budget} takes {per_layer} heads a layer, but layer {layer} can lose only {most}")
+            raise HeadError(
+                f"budget {budget} takes {per_layer} heads per layer, but layer {layer} can lose only {most}"
+            )
         steps.append((heads, per_layer))
     return steps
 

@@ -83,11 +83,11 @@ def centroid_distance(inside: Tensor, outside: Tensor) -> CentroidDistance:
     """Distance between the mean of ID vectors `[N, d]` and that of OOD vectors `[K, d]`; computed in float64."""
     for name, vectors in (("inside", inside), ("outside", outside)):
         if vectors.dim() != 2 or not len(vectors) or not bool(vectors.isfinite().all()):
-            raise DataError(f"{name} must be vectors [N, d], finite, at least one; got {list(vectors.shape)}")
+            raise DataError(f"{name} must be one or more finite vectors [N, d]; got {list(vectors.shape)}")
     if len(inside) < 2 or inside.shape[1] != outside.shape[1]:
         raise DataError(
             f"got ID vectors {list(inside.shape)} and OOD vectors {list(outside.shape)}; give at least two ID vectors "
-            "(for their covariance), and as many numbers in either"
+            "(for their covariance), and the same width for both"
         )
     inside, outside = inside.double(), outside.double()
     gap = outside.mean(0) - inside.mean(0)  # [d]

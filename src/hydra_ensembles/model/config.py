@@ -55,7 +55,7 @@ class RotaryConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.shift, self.jitter, self.rescale) != (0.0, 1.0, 1.0) and not self.centred:
-            raise ConfigError("shift, jitter and rescale are those of centred positions: set centred, or none of them")
+            raise ConfigError("shift, jitter and rescale need centred positions: set centred, or none of them")
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class CosineConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bias and self.width is None:
-            raise ConfigError("CosineConfig.bias is true, but without a width there is no projection to have one")
+            raise ConfigError("CosineConfig.bias is true, but without a width there is no projection to add it to")
 
 
 @dataclass(frozen=True)
@@ -249,9 +249,11 @@ class ReadoutConfig(Checked):
         if self.pool == "map" and not (self.map_heads and self.map_mlp_width):
             raise ConfigError("pool 'map' needs map_heads and map_mlp_width of at least 1")
         if self.pool == "cls_mean" and self.norm == "pooled":
-            raise ConfigError("pool 'cls_mean' gives features twice as wide as a norm; use norm 'tokens' or 'none'")
+            raise ConfigError(
+                "pool 'cls_mean' doubles the width of the features, and no norm fits them; use norm 'tokens' or 'none'"
+            )
         if self.hidden_norm and self.hidden is None:
-            raise ConfigError("hidden_norm is true, but there is no hidden layer to be normed")
+            raise ConfigError("hidden_norm is true, but there is no hidden layer to normalise")
         if self.cosine is not None and (self.num_classes < 1 or self.pool == "distilled"):
             raise ConfigError(f"cosine needs num_classes and another pool, got {self.num_classes} and {self.pool!r}")
 
@@ -320,7 +322,7 @@ class EnsembleConfig:
             allowed = ("mean", "map", *(("cls", "cls_mean") if stem.class_token else ()))
             allowed += ("distilled",) if stem.class_token and stem.distillation_token else ()
         if pool not in allowed:
-            raise ConfigError(f"readout.pool is {pool!r}; a stem like this one allows {list(allowed)}")
+            raise ConfigError(f"readout.pool is {pool!r}; this stem allows {list(allowed)}")
         if pool == "map" and self.encoder.width % self.readout.map_heads:
             raise ConfigError(f"readout.map_heads {self.readout.map_heads} does not divide width {self.encoder.width}")
         if isinstance(stem, TextStemConfig) and not stem.project and stem.embedding_width != self.encoder.width:
@@ -427,8 +429,8 @@ class DualEncoderConfig:
         projections = (self.image_projection, self.text_projection)
         copies = [self.scale_copies, *(projection.copies for projection in projections if projection is not None)]
         if any(count not in (1, self.members) for count in copies):
-            received = f"scale_copies and projections are there {copies} times"
-            raise ConfigError(f"{received}; it must be once, or once for each of {self.members} members")
+            received = f"scale_copies and projections have {copies} copies"
+            raise ConfigError(f"{received}; there must be one, or one for each of {self.members} members")
 
     @property
     def members(self) -> int:
@@ -446,5 +448,5 @@ def output_width(config: EnsembleConfig) -> int:
     if config.readout.num_classes:
         return config.readout.num_classes
     if config.readout.pool == "distilled":
-        raise ConfigError("a tower that reads class and distillation token apart has no single feature vector")
+        raise ConfigError("a tower that reads class and distillation token separately has no single feature vector")
     return config.encoder.width * (2 if config.readout.pool == "cls_mean" else 1)

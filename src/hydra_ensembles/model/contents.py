@@ -177,7 +177,7 @@ def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
     if not isinstance(texts.tower.stem, TextStemConfig):
         raise CheckpointError(f"the tower of the text side reads {texts.tower.kind}s, expected texts")
     if not texts.preprocessing.tokenizer:
-        raise CheckpointError("the text side has no tokenizer, so no classes can be set with it")
+        raise CheckpointError("the text side has no tokenizer, so it cannot set classes")
     _check_tokens(texts.tower, texts.preprocessing, f"config.metadata.{TEXT_SIDE}")
 
 

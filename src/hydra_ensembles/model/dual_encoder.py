@@ -74,13 +74,13 @@ class DualEncoder(OurModel, Saved):
         self.logit_bias = None if logit_bias is None else _numbers(logit_bias, image)
         if self.logit_bias is not None and self.logit_bias.shape != self.logit_scale.shape:
             counts = f"logit_scale has {self.logit_scale.numel()} numbers and logit_bias {self.logit_bias.numel()}"
-            raise ConfigError(f"{counts}; give as many")
+            raise ConfigError(f"{counts}; give both the same number")
         for tower, projection in ((image, self.projections.image), (text, self.projections.text)):
             takes = None if projection is None else projection.weight.shape[2]
             gives = output_width(tower.config)
             if takes not in (None, gives):
                 problem = f"a projection takes features of width {takes}"
-                raise ConfigError(f"{problem}, the {tower.kind} tower before it gives {gives}")
+                raise ConfigError(f"{problem}, but the {tower.kind} tower before it gives {gives}")
         maps = projection_config(self.projections.image), projection_config(self.projections.text)
         scales = self.logit_scale.numel(), self.logit_bias is not None
         self.config = DualEncoderConfig(image.config, text.config, *maps, *scales)

@@ -69,8 +69,9 @@ def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tenso
     """Refuse weights with other names or shapes than the configuration, naming the first, and sharded weights."""
     if any(hasattr(tensor, "full_tensor") for tensor in state.values()):
         raise ConfigError(
-            "the weights are spread over processes (DTensor, as FSDP has them); gather them in each, by full_tensor() "
-            "of all in state_dict(), and make a model of them: he.Ensemble.from_state(model.config, state, metadata)"
+            "the weights are sharded across processes (DTensor, as in FSDP); gather them in each, with full_tensor() "
+            "on every entry of state_dict(), and build a model from them: he.Ensemble.from_state(model.config, state, "
+            "metadata)"
         )
     found = {name: tensor.shape for name, tensor in state.items()}
     odd = sorted(expected.items() ^ found.items())
@@ -78,8 +79,8 @@ def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tenso
         name = odd[0][0]
         said, got = (list(shapes[name]) if name in shapes else "none" for shapes in (expected, found))
         raise ConfigError(
-            f"the weights are not those that the configuration says, in {name} (shape {said} expected, got {got}): "
-            "nothing can be made of them, nor loaded again. Give those of such a model, or undo what was changed "
+            f"the weight {name} does not match the configuration (shape {said} expected, got {got}), so the model "
+            "cannot be used, nor loaded once saved. Give weights that match, or undo what was changed "
             "(torch.nn.utils.prune.remove, parametrize.remove_parametrizations)"
         )
 
@@ -322,8 +323,8 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
             pair = two and all(isinstance(part, str) for part in inputs)
             if pair:
                 warn(
-                    "two texts in a tuple are read as one pair, with one answer; give a pair in a list, [(first, "
-                    "second)], and two texts as a list: a DataLoader gives batches of texts as tuples"
+                    "two texts in a tuple are read as one pair, with one answer; write a pair as [(first, second)], "
+                    "and two separate texts as a list: a DataLoader gives batches of texts as tuples"
                 )
             inputs = self._metadata.preprocessing([inputs] if pair else inputs)
         arguments = self.unpack(inputs, attention_mask, token_type_ids, **named)
@@ -353,7 +354,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
             check_device(arguments, next(self.parameters(), None))
             if torch.is_grad_enabled() and drops(self) is True and self.metadata.measured:
                 warn(
-                    "this ensemble was calibrated or measured, and is now trained, after which that no longer holds: "
+                    "this ensemble was calibrated or measured before this training, so those results no longer hold: "
                     "calibrate it again afterwards, or train it with he.finetune"
                 )
         x, context = self.embed(*arguments)
@@ -429,7 +430,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         names = [field.name for field in fields(Metadata)]
         strange = sorted(set(changes) - set(names))
         if strange:
-            raise ConfigError(f"there is no metadata {strange}; there are {names}")
+            raise ConfigError(f"there is no metadata field {strange}; there are {names}")
         current = self.verified_metadata()
         new = changes.get("preprocessing")
         if current.measured and None not in (new, current.preprocessing) and new != current.preprocessing:

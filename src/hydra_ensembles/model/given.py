@@ -42,7 +42,7 @@ def collect_inputs(
     if isinstance(inputs, Tensor) and not named and attention_mask is None and token_type_ids is None:
         return inputs, None, None
     if isinstance(attention_mask, bool):
-        advice = "give a tensor, or leave it out; settings have names: predict(inputs, check_finite=False)"
+        advice = "give a tensor, or leave it out; pass settings by name: predict(inputs, check_finite=False)"
         raise DataError(f"attention_mask, the second argument, is {attention_mask}; {advice}")
     arguments = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, **named}
     arguments = {name: value for name, value in arguments.items() if value is not None}
@@ -52,7 +52,7 @@ def collect_inputs(
     mapping = inputs if isinstance(inputs, Mapping) else {} if inputs is None else {main: inputs}
     twice = sorted(name for name in arguments if mapping.get(name) is not None)
     if twice:
-        raise DataError(f"{twice} are given twice, inside the inputs and as arguments; give each once")
+        raise DataError(f"{twice} are given twice, in the inputs and as arguments; give each once")
     tensors = tensors_of({**mapping, **arguments}, "the inputs")
     if main not in tensors:
         received = sorted(map(str, {**mapping, **arguments}))
@@ -138,8 +138,8 @@ def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
         between = 0 <= low < 0.5 < high <= 1 and raw and not all(map(_in_steps, before))
     if between or (low >= 0 and high > max(50, 2 * brightest)):
         warn(
-            f"images have values from {low:.3g} to {high:.3g}, like pixels that are not normalised, and the model "
-            "takes them as they are: give PIL images, or apply its preprocessing"
+            f"images have values from {low:.3g} to {high:.3g}, like pixels that are not normalised, and the model uses "
+            "them unchanged: give PIL images, or apply its preprocessing"
         )
 
 
@@ -161,8 +161,8 @@ def warn_of_odd_images(config: EnsembleConfig, images: Tensor, preprocessing: ob
     sizes = [config.stem.image_size, *([preprocessing.size] if isinstance(preprocessing, ImagePreprocessing) else [])]
     if size not in sizes and not torch.compiler.is_compiling():
         warn(
-            f"images are {size[0]}x{size[1]}, and the model has positions for {sizes[0][0]}x{sizes[0][1]}, which are "
-            "resampled: answers change, and a calibration holds only for images of the size it was made with"
+            f"images are {size[0]}x{size[1]}, but the model has positions for {sizes[0][0]}x{sizes[0][1]}, which are "
+            "resampled: answers change, and a calibration holds only for the image size it was made with"
         )
 
 
@@ -171,7 +171,7 @@ def _check_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, segm
     if ids.dim() != 2 or not _is_integer_or_bool(ids) or ids.dtype == torch.bool:
         raise DataError(f"expected token ids [batch, tokens] as integers, got {ids.dtype} {list(ids.shape)}")
     if not 0 < ids.shape[1] <= config.max_tokens:
-        raise DataError(f"got {ids.shape[1]} tokens, there may be 1 to {config.max_tokens}; truncate them")
+        raise DataError(f"got {ids.shape[1]} tokens, the model takes 1 to {config.max_tokens}; truncate them")
     for name, tensor in (("attention_mask", mask), ("token_type_ids, the segments,", segments)):
         if tensor is not None and (tensor.shape != ids.shape or tensor.is_meta != ids.is_meta):
             raise DataError(f"{name} must be like the token ids, {list(ids.shape)}; got {list(tensor.shape)}")
@@ -185,15 +185,17 @@ def _check_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, segm
 
 def _check_mask(mask: Tensor) -> Tensor:
     """Check a mask of 1 (token) and 0 (padding); an additive mask (0 and -inf) would mean the opposite."""
-    advice = "give 1 for tokens and 0 for padding, at least one token each; of an additive mask that is `mask == 0`"
+    advice = (
+        "give 1 for tokens and 0 for padding, with at least one token per row; for an additive mask use `mask == 0`"
+    )
     if _visible(mask):
         ones = mask == 1
         if not bool((ones | (mask == 0)).all()) or not bool(ones.any(1).all()):
-            problem = f"attention_mask ({mask.dtype}) has other values than 0 and 1, or a row without a token"
+            problem = f"attention_mask ({mask.dtype}) has values other than 0 and 1, or a row without a token"
             raise DataError(f"{problem}; {advice}")
         return mask if _is_integer_or_bool(mask) else ones
     if not _is_integer_or_bool(mask):
-        raise DataError(f"attention_mask is {mask.dtype}, and on a GPU its values are not looked at; {advice}, as bool")
+        raise DataError(f"attention_mask is {mask.dtype}, whose values are not checked on a GPU; {advice}, as bool")
     return mask
 
 
@@ -207,8 +209,8 @@ def warn_of_unmasked_padding(config: TextStemConfig, ids: Tensor, mask: Tensor |
         padding = preprocessing.pad_id if preprocessing.attention_mask else None
     if mask is None and padding is not None and _visible(ids) and bool((ids[:, [0, -1]] == padding).any()):
         warn(
-            f"some texts begin or end with the id {padding}, which is padding, and there is no attention_mask: the "
-            "model takes padding as tokens; give all that the tokenizer returns, model(**batch)"
+            f"some texts begin or end with the padding id {padding}, but there is no attention_mask: the model reads "
+            "padding as tokens; pass everything that the tokenizer returns, model(**batch)"
         )
 
 
@@ -219,11 +221,11 @@ def require_first_tokens(mask: Tensor | None, window: int | None) -> None:
     """
     if mask is None or not mask.shape[1] or not _visible(mask) or bool(mask[:, 0].all()):
         return
-    problem = "some texts begin with padding, and this model reads its answer off the first token"
+    problem = "some texts begin with padding, and this model takes its answer from the first token"
     advice = "pad on the right (tokenizer.padding_side = 'right')"
     if window is not None:
-        raise DataError(f"{problem}, which sees its neighbours alone; {advice}")
-    warn(f"{problem}, as the original does: {advice}, unless it was trained on texts like these")
+        raise DataError(f"{problem}, which attends only to its neighbours; {advice}")
+    warn(f"{problem}, as the original does: {advice}, unless it was trained on such texts")
 
 
 def _in_range(numbers: Tensor, end: int, name: str, of: str) -> Tensor:
@@ -232,7 +234,7 @@ def _in_range(numbers: Tensor, end: int, name: str, of: str) -> Tensor:
     if _visible(numbers) and numbers.numel():
         low, high = (int(bound) for bound in numbers.aminmax())
         if low < 0 or high >= end:
-            raise DataError(f"{name} run from {low} to {high}; 0 to {end - 1} are {of}")
+            raise DataError(f"{name} run from {low} to {high}; valid are 0 to {end - 1}, {of}")
     return numbers
 
 

@@ -70,7 +70,7 @@ def require_model(model: object, caller: str, *kinds: type) -> Any:
     elif isinstance(model, str | Path):
         advice = f"load it first: he.load({str(model)!r})"
     elif isinstance(model, nn.Module) and isinstance(unwrapped(model), kinds):
-        advice = f"give the one inside, model.{'_orig_mod' if hasattr(model, '_orig_mod') else 'module'}"
+        advice = f"give the model inside it, model.{'_orig_mod' if hasattr(model, '_orig_mod') else 'module'}"
     takes = " or ".join(f"{'an' if kind is Ensemble else 'a'} {kind.__name__}" for kind in kinds)
     raise ConfigError(f"{caller} takes {takes}, got {type(model).__name__}; {advice}")
 

@@ -127,8 +127,9 @@ class FamiliaritySettings(Checked):
             raise ConfigError(f"familiarity has the scores {list(self.scores)}; give one or more, each once")
         if not 0 <= self.principal < self.width or not 0 <= self.neighbours <= self.stored:
             raise ConfigError(
-                f"familiarity with {self.principal} principal of {self.width} directions, {self.neighbours} neighbours "
-                f"of {self.stored} stored: there must be fewer principal ones, and as many stored"
+                f"familiarity has {self.principal} principal directions of {self.width} and {self.neighbours} "
+                f"neighbours of {self.stored} stored: principal directions must be fewer than all, neighbours no more "
+                "than are stored"
             )
 
     @property
@@ -286,7 +287,7 @@ class Metadata(Checked):
         familiarity = self.familiarity
         shapes = {} if familiarity is None else {name: tuple(one.shape) for name, one in familiarity.state.items()}
         if familiarity is not None and shapes != familiarity.settings.shapes(config.members, classes):
-            raise ConfigError("the familiarity was fitted to another model: fit it to this one, by fit_familiarity")
+            raise ConfigError("the familiarity was fitted to another model: fit it to this one with fit_familiarity")
         preprocessing = self.preprocessing
         if preprocessing is not None and preprocessing.kind != config.kind:
             raise ConfigError(f"preprocessing is {type(preprocessing).__name__} for a model of {config.kind}s")
@@ -325,7 +326,7 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     labels = named[0][1] if named else ()
     if len(named) not in (0, len(members)):
         labels, bare = (), next(index for index, member in enumerate(members) if not member.labels)
-        advice = "give it those of the others with .with_metadata(labels=...), if it numbers classes alike"
+        advice = "give it those of the others with .with_metadata(labels=...), if it numbers classes in the same way"
         warn(f"member {bare} has no class names, so all have none; {advice}")
     preprocessing = prepared[0][1].preprocessing if prepared else None
     side = join_text_sides([member.text_side for member in members])
@@ -359,7 +360,7 @@ class TextSettings:
 
     def __post_init__(self) -> None:
         if any(count not in (1, self.members) for count in self._copies()):
-            raise ConfigError(f"each part of a text side is there once or once per member, got {self._copies()}")
+            raise ConfigError(f"each part of a text side must be there once or once per member, got {self._copies()}")
 
     @property
     def members(self) -> int:

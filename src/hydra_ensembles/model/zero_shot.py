@@ -44,7 +44,7 @@ def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
     if blank is not None:
         raise DataError(f"class_names[{blank}] is {names[blank]!r}; every class needs a name")
     if len(names) < 2 or twice:
-        raise DataError(f"class_names has {len(names)} names, twice {twice[:5]}; give at least two, all different")
+        raise DataError(f"class_names has {len(names)} names (twice: {twice[:5]}); give at least two, all different")
     return names
 
 
@@ -58,7 +58,7 @@ def checked_templates(templates: Templates) -> tuple[str, ...]:
             raise DataError(f"templates[{index}] is {sentence!r}; it needs {LABEL} or {{}} for the class name")
     sentences = tuple(one if LABEL in one else one.replace("{}", LABEL) for one in given)
     if len(set(sentences)) < len(sentences):
-        raise DataError("templates lists a sentence twice; leave it out")
+        raise DataError("templates lists a sentence twice; remove one of them")
     return sentences
 
 
@@ -87,8 +87,8 @@ def require_distinct(tower: Ensemble, names: Sequence[str], templates: Sequence[
         earlier = by_tokens.setdefault(tokens.numpy().tobytes(), name)
         if earlier != name:
             raise DataError(
-                f"the classes {earlier!r} and {name!r} are the same tokens: the tokenizer does not know the words in "
-                "which they differ, or cuts them off; use words it knows, and templates that are short enough"
+                f"the classes {earlier!r} and {name!r} have the same tokens: the tokenizer does not know the words in "
+                "which they differ, or truncates them; use words it knows, and shorter templates"
             )
 
 

@@ -93,7 +93,7 @@ class OptimizedEnsemble:
         self.dtype = dtype or ensemble.dtype
         on_cuda = self.device.type == "cuda"
         if graphs and not on_cuda:
-            raise ConfigError(f"CUDA graphs need an ensemble on a CUDA device, this one is on {self.device}")
+            raise ConfigError(f"CUDA graphs need an ensemble on a CUDA device, but this one is on {self.device}")
         self.config = ensemble.config
         self._description = ensemble.describe()
         self.metadata = ensemble.metadata
@@ -225,7 +225,7 @@ class OptimizedEnsemble:
         """The choice with code compiled for these arguments, or with a note why not."""
         compiled = sum(other.compiled for other in self.choices.values())
         if compiled >= self._compiled_shapes and not self._dynamic:
-            return replace(choice, note=f"code is compiled for {compiled} other shapes, the most allowed")
+            return replace(choice, note=f"code is already compiled for {compiled} other shapes, the maximum")
         if choice.plan not in self._compiled:
             run = self._run(self._modules[choice.plan], compiled=True)
             self._compiled[choice.plan] = self._with_graphs(run)

@@ -137,7 +137,7 @@ def search(
         raise ConfigError("a search runs in one process; start it without torchrun or accelerate launch")
     base: Any = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
     if not isinstance(base, Ensemble):
-        raise ConfigError("search takes classifiers; of a dual encoder make one: zero_shot(dual, class_names)")
+        raise ConfigError("search takes classifiers; make one from a dual encoder: zero_shot(dual, class_names)")
     start = starting_model(base, None, DEFAULT_TEMPLATES, device)
     data, judges = read_for_search(seed, start.base, train, id, ood, judge_id, judge_ood)
     proposed = _usual(start, train is not None, seed) if candidates is None else candidates
@@ -319,8 +319,8 @@ class _Search:
         if rise.high >= 0:
             price = next(row.price for row in decided.rows if row.name == decided.choice)
             warn(
-                f"the choice, {decided.choice}, has {price:.2f} times the price of the given model, but {lower}: "
-                "judge on more samples (judge_id=), or keep the model"
+                f"the choice, {decided.choice}, costs {price:.2f} times as much as the given model, but {lower}: judge "
+                "on more samples (judge_id=), or keep the model"
             )
         return replace(decided, why=f"{decided.why}; {lower}")
 
@@ -353,7 +353,7 @@ class _Search:
             better = [name for name in cheaper if dominates(losses[name], losses[row.name])]
             if better:
                 after = f"after {self.settings.first:.0%} of the training"
-                note = f"{after} better than {better[0]} in no number, worse in some"
+                note = f"{after} no better than {better[0]} in any number, worse in some"
                 yield replace(row, state="stopped early", note=note)
 
     def _judge(self, row: SearchRow, bar: Any) -> SearchRow:

@@ -121,7 +121,7 @@ def build(
         start = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
     foreign = () if ood is None or isinstance(ood, str) else named_sources(ood, "ood").values()
     if config.extracts_circuits and any(source is batches for source in foreign for batches in (train, id, validation)):
-        raise DataError("ood= is the very data given as train=, id= or validation=; give data unlike the training data")
+        raise DataError("ood= is the same data as train=, id= or validation=; give data unlike the training data")
     train, ood = train if config.reads_train else None, ood if config.extracts_circuits else None
     data = read_data(config.seed, start.base, train, id, ood, validation)
     config.check(start, data)
@@ -269,7 +269,8 @@ class Choices:
         counts = [len(heads) for heads in lost]
         if counts != asked or len(set(lost[:count])) < count:
             raise ConfigError(
-                f"members lose {counts} heads, or some the same; the settings ask for {asked}, different where any go"
+                f"members lose {counts} heads, or some lose the same; the settings ask for {asked}, different for each "
+                "pruned member"
             )
         return [(member.origin, list(member.heads)) for member in self.members]
 

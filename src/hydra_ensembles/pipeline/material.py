@@ -41,7 +41,7 @@ from ..prune import prune
 ReadBatch = tuple[Inputs, Tensor | None]
 Judges = Mapping[str, list[ReadBatch]]  # held-out sets by name: the first is labelled ID data, the others are OOD
 
-TRAINED_ON = "the model is surer of samples it trained on than of new ones; use others"
+TRAINED_ON = "the model is more confident on samples it was trained on than on new ones; use others"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +85,11 @@ def starting_model(
     if start.num_members != 1:
         raise ConfigError(f"build starts from one model, got {start.num_members} members; take one: ensemble.member(i)")
     if isinstance(start, Ensemble) and start.num_classes < 2:
-        raise ConfigError(f"build starts from a trained classifier, this model has {start.num_classes} classes")
+        raise ConfigError(f"build starts from a trained classifier, but this model has {start.num_classes} classes")
     if isinstance(start, Ensemble) == (class_names is not None):
-        raise ConfigError(f"class_names are for a dual encoder, and needed there; this is a {type(start).__name__}")
+        raise ConfigError(
+            f"class_names are required for a dual encoder, and only there; this is a {type(start).__name__}"
+        )
     if target is not None and start.device != target:
         start = (copy.deepcopy(start) if start is model else start).to(target)
     if isinstance(start, Ensemble):
@@ -103,7 +105,7 @@ def with_upper_layers(start: StartingModel, pretrained: nn.Module, trunk: int) -
     """Let members take the layers above the trunk (without a trunk, all weights) from a pretrained model."""
     donor: Any = pretrained if isinstance(pretrained, Ensemble) else convert(pretrained)
     if start.dual is not None or not isinstance(donor, Ensemble) or donor.num_members != 1:
-        raise ConfigError(f"pretrained goes with a classifier and is one model, got {type(donor).__name__}")
+        raise ConfigError(f"pretrained must be one model, and is only for classifiers; got {type(donor).__name__}")
     base = start.base
     mine, theirs = base.config.undropped, donor.config.undropped
     if any(getattr(mine, part) != getattr(theirs, part) for part in ("stem", "encoder", "heads")):
@@ -198,7 +200,9 @@ def read_data(
     known |= {"id": Known(id, keys_at_hand(ranking)), "validation": Known(validation, keys_at_hand(checked))}
     for name in ("id", "validation"):
         warn_if_shared("train", known["train"], name, known[name], TRAINED_ON)
-    warn_if_shared("id", known["id"], "validation", known["validation"], "what ranks the heads calibrates them, too")
+    warn_if_shared(
+        "id", known["id"], "validation", known["validation"], "the samples that rank the heads also calibrate them"
+    )
     id_keys = {name: some.keys for name, some in known.items() if some.keys is not None}
     if unlike is not None and id_keys:
         sources = named_sources(unlike, "ood")
@@ -234,7 +238,7 @@ def read_for_search(
     known = {"train": Known.of(train)}
     known |= {"id": Known(id, keys_at_hand(held_out)), "judge_id": Known(judge_id, keys_at_hand(judged))}
     id_keys = [part.keys for part in known.values() if part.keys is not None]
-    why = "what makes the candidates judges them, too"
+    why = "the samples that make the candidates also judge them"
     outside = {**circuits, **foreign}
     apart = {name: np.concatenate([sample_keys(inputs) for inputs, _ in batches]) for name, batches in outside.items()}
     require_unlike("the in-distribution data", np.concatenate(id_keys), apart)
@@ -245,8 +249,8 @@ def read_for_search(
     sizes = {name: samples_in(batches) for name, batches in {"id": held_out, **outside}.items()}
     if sizes["id"] < 2 * parts * classes or min(sizes.values()) < 4:
         raise DataError(
-            f"too few samples: {sizes}; one in {parts} of id fits statistics of {classes} classes, so give "
-            f"{2 * parts * classes} or more of it (better 100 a class), and 4 or more of other sets"
+            f"too few samples: {sizes}; one in {parts} samples of id fits statistics of {classes} classes, so give "
+            f"{2 * parts * classes} or more of it (better 100 per class), and 4 or more of other sets"
         )
     if judged is None:
         held_out, judged = halves(held_out, seed)

@@ -113,13 +113,13 @@ class HydraConfig(Checked):
         super().__post_init__()
         branches = self.strategy == "branches"
         if self.prune == 0 and not branches:
-            raise ConfigError("HydraConfig.prune must be at least 1, got 0; strategy='branches' is what prunes nothing")
+            raise ConfigError("HydraConfig.prune must be at least 1, got 0; use strategy='branches' to prune nothing")
         if self.members == 1 and self.whole:
-            raise ConfigError("HydraConfig.members must be at least 2 where the last one is whole, got 1")
+            raise ConfigError("HydraConfig.members must be at least 2 if the last one is whole, got 1")
         if branches and (self.prune or (self.training is None and self.recipe is None)):
             raise ConfigError(
-                f"HydraConfig.strategy 'branches' keeps all heads, and training makes members differ: leave out prune "
-                f"(got {self.prune}), and give training='together' or a recipe"
+                "HydraConfig.strategy 'branches' keeps all heads, so only training makes members differ: leave out "
+                f"prune (got {self.prune}), and give training='together' or a recipe"
             )
         if self.pool is not None and self.pool <= self.lost:
             raise ConfigError(f"HydraConfig.pool is {self.pool}; draws differ only if it is above prune ({self.lost})")
@@ -258,7 +258,7 @@ class HydraConfig(Checked):
                 "strategy='taylor'"
             )
         if self.strategy == "taylor" and data.for_taylor is None:
-            raise DataError("strategy='taylor' reads labelled batches; give train= or id=")
+            raise DataError("strategy='taylor' needs labelled batches; give train= or id=")
         if self.strategy == "taylor":
             check_unsharded(data.train, "train, which strategy='taylor' ranks heads by,")
         if self.recipe is not None and data.train is None:
@@ -270,7 +270,7 @@ class HydraConfig(Checked):
             name = "the ranking half of id" if data.train is None else "train"
             raise ConfigError(
                 f"HydraConfig.calibration_batches is {self.calibration_batches}, but {name} has {total} batches, and "
-                "each member is ranked on others; lower calibration_batches, or make the batches smaller"
+                "each member is ranked on different ones; lower calibration_batches, or make the batches smaller"
             )
 
     def _check_layers(self, start: StartingModel) -> None:
@@ -281,7 +281,7 @@ class HydraConfig(Checked):
         if start.dual is not None and (self.trunk or one_tower):
             raise ConfigError(
                 "taylor, screened and shared_layers are for one tower; for both use circuits, method='exact' and "
-                "shared_layers=0, or build from zero_shot(dual, class_names), which prunes the image tower alone"
+                "shared_layers=0, or build from zero_shot(dual, class_names), which prunes only the image tower"
             )
 
     def _check_heads(self, start: StartingModel) -> None:

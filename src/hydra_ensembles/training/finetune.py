@@ -110,7 +110,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
         """Inputs and labels, on the loader's device."""
         inputs, labels = read_batch(raw, "train", index)
         if not size_of(inputs):
-            raise DataError(f"batch {index} of train has no samples; let the loader leave it out")
+            raise DataError(f"batch {index} of train has no samples; let the loader skip it")
         return inputs, require_labels(labels, self.model.num_classes, "train", index)
 
     def prepared(self, inputs: Inputs) -> Inputs:

@@ -314,7 +314,7 @@ def _best_of(train: Callable[[float], RunResult], recipe: Recipe) -> RunResult:
     if not results:
         raise DivergedError(f"all learning rates diverged ({_listed(diverged)}); the lowest: {diverged[min(diverged)]}")
     for rate, message in diverged.items():
-        warn(f"the learning rate {rate:g} diverged and is left out, the best of the others is taken: {message}")
+        warn(f"the learning rate {rate:g} diverged and is dropped; the best of the others is used: {message}")
     best = max(results, key=lambda result: () if result.best is None else result.best.merit)
     return replace(best, diverged=tuple(diverged))
 

@@ -142,7 +142,7 @@ class Recipe(Checked):
         if not self.train_groups or len(set(self.train_groups)) != len(self.train_groups):
             raise ConfigError(f"Recipe.train_groups must name some of {GROUPS}, each once; got {self.train_groups}")
         if self.reinit_classifier and "readout" not in self.train_groups:
-            raise ConfigError("Recipe.reinit_classifier needs 'readout' in train_groups, or it would never learn")
+            raise ConfigError("Recipe.reinit_classifier needs 'readout' in train_groups, or it would never be trained")
         if self.steps is not None:
             self.plan(None)
         _require_settings(self.ours)
@@ -178,11 +178,13 @@ class Recipe(Checked):
         elif batches is not None and self.epochs is not None:
             total = self.epochs * math.ceil(batches / self.gradient_accumulation)
         else:
-            raise ConfigError(f"{self.epochs} epochs of training data that has no length; give steps instead")
+            raise ConfigError(
+                f"{self.epochs} epochs were requested, but the training data has no length; give steps instead"
+            )
         # a fraction is rounded up; without rounding errors: 0.07 · 100 is 7, not 8
         warmup = self.warmup if isinstance(self.warmup, int) else math.ceil(round(self.warmup * total, 9))
         if warmup >= max(total, 1):
-            raise ConfigError(f"Recipe.warmup takes {warmup} updates and the whole training {total}; shorten it")
+            raise ConfigError(f"Recipe.warmup takes {warmup} updates, but the whole training has {total}; shorten it")
         return total, warmup
 
     def check_kind(self, kind: str) -> None:
@@ -190,7 +192,7 @@ class Recipe(Checked):
         if self.changes_images and kind != "image":
             raise ConfigError(
                 f"the recipe changes images at random (augment {self.augment}, rand_augment {self.rand_augment}), but "
-                f"the model reads {kind}s; take a recipe for {kind}s such as sst2, or augment=False, rand_augment=None"
+                f"the model reads {kind}s; use a recipe for {kind}s such as sst2, or augment=False, rand_augment=None"
             )
 
     def check(self, model: Ensemble, train: Batches | None, validation: Batches | None) -> None:
@@ -212,7 +214,7 @@ class Recipe(Checked):
         self._warn_of_freedom(model, trained)
         if model.num_classes and not trained:
             raise ConfigError(
-                f"the last {self.last_blocks} blocks have nothing of Recipe.train_groups {list(self.train_groups)}; "
+                f"the last {self.last_blocks} blocks contain nothing of Recipe.train_groups {list(self.train_groups)}; "
                 "add groups, or train more blocks (share fewer layers)"
             )
 
@@ -222,9 +224,9 @@ class Recipe(Checked):
         frozen = [name for name in trained if not free[name]]
         if frozen and any(free.values()):  # a model frozen as a whole was prepared for inference
             warn(
-                f"{len(frozen)} of the {len(trained)} parameters that train are frozen in the given model "
-                f"(requires_grad=False, first {frozen[0]}), and train anyway: train_groups and last_blocks of "
-                "the recipe decide what is frozen"
+                f"{len(frozen)} of the {len(trained)} parameters to be trained are frozen in the given model "
+                f"(requires_grad=False, first {frozen[0]}), and train anyway: train_groups and last_blocks of the "
+                "recipe decide what is frozen"
             )
         downs = [x.detach() for name, x in model.named_parameters() if name.endswith("mlp.down.weight")]
         real = [layer for layer, x in enumerate(downs) if not x.is_meta and bool(x.any())]
@@ -234,8 +236,8 @@ class Recipe(Checked):
         if same is not None:
             warn(
                 f"layers {same[0]} and {same[1]} have the same weights, as in ALBERT, where they are one layer: here "
-                "each is a copy that trains by itself, so the trained model is another kind, with more parameters. "
-                "Train it in its own library first and convert it then, or train only train_groups=('readout',)"
+                "each is a copy that trains on its own, so the trained model differs in kind and has more parameters. "
+                "Train it in its own library before converting it, or train only train_groups=('readout',)"
             )
 
     def _warn_if_unchanged(self, train: Batches) -> None:
@@ -245,10 +247,10 @@ class Recipe(Checked):
         """
         if self.changes_images and isinstance(getattr(train, "preprocess", None), ImagePreprocessing):
             warn(
-                f"the recipe is meant for images that are changed at random (augment {self.augment}, rand_augment "
-                f"{self.rand_augment}), but train= always prepares them in the same way; give its batches "
-                "data.TrainTransform.matching(model.metadata.preprocessing, rand_augment=recipe.rand_augment), or the "
-                "recipe augment=False, rand_augment=None"
+                f"the recipe expects randomly augmented images (augment {self.augment}, rand_augment "
+                f"{self.rand_augment}), but train= always prepares them in the same way; use "
+                "data.TrainTransform.matching(model.metadata.preprocessing, rand_augment=recipe.rand_augment) for its "
+                "batches, or set augment=False, rand_augment=None in the recipe"
             )
 
     def trains(self, name: str, layers: int) -> bool:

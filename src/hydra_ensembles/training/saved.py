@@ -94,7 +94,7 @@ def require_layout(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         was = in_file.get(name, "missing")
         now = in_model.get(name, "unknown")
         if was != now:
-            raise CheckpointError(f"the tensor {name!r} is {was} in the file, and {now} in the model")
+            raise CheckpointError(f"the tensor {name!r} is {was} in the file, but {now} in the model")
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def read_tensors(
         content = read_file(folder / Path(name).name, most)
         checksums[name] = hashlib.sha256(content).hexdigest()
         if state.checksums.get(name, checksums[name]) != checksums[name]:
-            raise CheckpointError(f"{name} was changed after it was written: its SHA-256 is not that in {INDEX}")
+            raise CheckpointError(f"{name} was changed after it was written: its SHA-256 is not the one in {INDEX}")
         try:
             tensors[part] = load(content)
         except (SafetensorError, ValueError) as error:

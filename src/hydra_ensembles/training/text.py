@@ -38,7 +38,7 @@ def image_features(dual: DualEncoder, batches: Batches) -> Tensor:
     with dropping(False):
         parts = [features_of(dual.image, images, f"batch {index}") for index, images in enumerate(batches)]
     if not parts:
-        raise DataError("there are no batches to compute image features of; check the data")
+        raise DataError("there are no batches to compute image features from; check the data")
     return torch.cat(parts)
 
 
@@ -49,7 +49,7 @@ def features_of(tower: Ensemble, images: Any, where: str) -> Tensor:
     width = output_width(tower.config)
     if images.shape[1] != width:
         raise DataError(
-            f"the image features of {where} have shape {list(images.shape)}, the image tower gives {width} numbers "
+            f"the image features of {where} have shape {list(images.shape)}, but the image tower gives {width} numbers "
             "each; compute them with image_features and this dual encoder"
         )
     return images.to(tower.device, tower.dtype)

@@ -91,7 +91,7 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", replaced("forward_head"), "forward_head"),
     ("timm", lambda model: put("blocks.0.forward", torch.compile(lambda x: 2 * x))(model), "blocks.0 (Block)"),
     ("timm", lambda model: put("blocks.0.forward", model.blocks[0].forward)(model), None),  # the original method again
-    ("timm", lambda model: put("blocks.0", torch.compile(model.blocks[0]))(model), "compiled by itself"),
+    ("timm", lambda model: put("blocks.0", torch.compile(model.blocks[0]))(model), "compiled on its own"),
     ("timm", put(BLOCK + "attn.num_heads", 2), "num_heads"),
     ("timm", put("blocks.1", nn.Identity()), "blocks.1 is a"),
     ("timm", lambda model: model.blocks.append(nn.Tanh()), "blocks.2"),

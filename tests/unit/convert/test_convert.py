@@ -97,7 +97,7 @@ def with_classifier(model: Any, change: str) -> Any:
 def test_a_classifier_that_nobody_trained_is_warned_of(make: Any, change: str, said: bool) -> None:
     with warnings.catch_warnings(record=True, action="always") as caught:
         he.convert(with_classifier(make(), change))
-    assert ["as it was drawn" in str(one.message) for one in caught] == [True] * said
+    assert ["looks untrained" in str(one.message) for one in caught] == [True] * said
 
 
 def test_a_new_classifier_is_in_the_history() -> None:

@@ -188,7 +188,7 @@ def test_the_embedding_of_a_tower_is_not_taken_for_classes_without_a_word() -> N
     tower: Any = open_clip_model().visual
     with pytest.warns(HydraWarning, match="outputs are a projection"):
         he.convert(tower)
-    refused(tower, r"projection.*num_labels=3 was asked for.*proj = None", num_labels=3)
+    refused(tower, r"projection.*num_labels=3 was given.*proj = None", num_labels=3)
     tower.proj = None
     with warnings.catch_warnings(action="error"):
         assert he.convert(tower, num_labels=3).num_classes == 3

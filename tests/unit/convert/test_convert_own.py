@@ -75,7 +75,7 @@ def test_samples_may_be_said_to_be_answered_alone() -> None:
 
 
 def test_answers_without_an_axis_of_samples_are_said() -> None:
-    refused(own(around(OwnViT, after=Tensor.squeeze)), r"a tensor \[5\], where \[1, classes\]", declaration=OWN_VIT)
+    refused(own(around(OwnViT, after=Tensor.squeeze)), r"a tensor \[5\], but \[1, classes\]", declaration=OWN_VIT)
 
 
 class LargeText(EncoderText):

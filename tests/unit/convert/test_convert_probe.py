@@ -56,9 +56,9 @@ def disturbed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 PLACES = (
-    ("encoder.layers.1.norm2.weight", r"part first in .*[._ ]1;"),
-    ("encoder.layers.0.norm2.weight", r"part first in .*[._ ]0;"),
-    ("stem.position stem.positions stem.class_token stem.norm.weight", "part first before"),
+    ("encoder.layers.1.norm2.weight", r"first differ in .*[._ ]1;"),
+    ("encoder.layers.0.norm2.weight", r"first differ in .*[._ ]0;"),
+    ("stem.position stem.positions stem.class_token stem.norm.weight", "first differ before"),
 )
 EACH_IN_TURN = list(zip([*ALL_CASES, *DUAL_CASES], cycle(PLACES), strict=False))
 
@@ -167,7 +167,7 @@ def test_blocks_that_agree_see_few_tokens_of_an_image(case: ArchitectureCase, mo
 def test_tokens_that_the_blocks_do_not_see_are_compared_before(monkeypatch: pytest.MonkeyPatch) -> None:
     convert_wrongly(monkeypatch, lambda ensemble: ensemble.stem.position[..., -1, :].add_(torch.linspace(-3, 3, 32)))
     monkeypatch.setattr(probe, "_FEW_TOKENS", 2)
-    refused(vit(), "part first before")
+    refused(vit(), "first differ before")
 
 
 @pytest.mark.parametrize("wrong", [False, True])

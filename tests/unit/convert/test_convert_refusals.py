@@ -72,7 +72,7 @@ KINDS: Rows = [
     (lambda: Around(vit()), r"he\.convert\(model\.net\).*model\.net\.head = .*a new one"),
     (lambda: nn.Sequential(vit()), r"model\.get_submodule\('0'\)"),
     (lambda: subclass_of(vit()), "subclass of VisionTransformer"),
-    (lambda: without("fc_norm", timm_model(EVA02)), r"fc_norm.*timm that is.*hydra-ensembles\[timm"),
+    (lambda: without("fc_norm", timm_model(EVA02)), r"fc_norm.*installed timm.*hydra-ensembles\[timm"),
     (lambda: timm_model(EVA02, rope_type="mixed"), "RotaryEmbeddingMixed.*without it"),
 ]
 
@@ -118,7 +118,7 @@ VARIANTS: Rows = [
     (lambda: 3, "int"),
     (lambda: "vit_tiny_patch16_224", "str; load it"),
     (lambda: he.convert(vit()), "Ensemble already"),
-    (lambda: vit(patch_drop_rate=0.5), "rate of 0, which answers the same"),
+    (lambda: vit(patch_drop_rate=0.5), "rate of 0, which gives the same"),
     (lambda: with_adapters(inside=True), "peft.*merge_and_unload"),
     (lambda: with_adapters(inside=False), "peft.*merge_and_unload"),
     (with_prompts, "cannot be merged"),
@@ -164,10 +164,10 @@ VARIANTS: Rows = [
     (lambda: bert(hidden_act="mish"), "mish"),
     (lambda: hf("DistilBertForSequenceClassification", DISTILBERT, activation="gelu_10"), "gelu_10"),
     (lambda: hf("Dinov2ForImageClassification", VISION, image_size=(16, 64)), "not square"),
-    (lambda: hf("ViTForImageClassification", VISION, image_size=36, patch_size=8), "36x36 is no multiple .* 8x8"),
-    (lambda: transformers_clip({"image_size": 36, "patch_size": 8}, {}), "36x36 is no multiple .* 8x8"),
-    (lambda: vit(img_size=36, patch_size=8), r"36x36 is no multiple .* 8x8.*set_input_size\(\(32, 32\)\)"),
-    (lambda: vit(img_size=30, patch_size=8, dynamic_img_size=True, dynamic_img_pad=True), "30x30 is no multiple"),
+    (lambda: hf("ViTForImageClassification", VISION, image_size=36, patch_size=8), "36x36 is not a multiple .* 8x8"),
+    (lambda: transformers_clip({"image_size": 36, "patch_size": 8}, {}), "36x36 is not a multiple .* 8x8"),
+    (lambda: vit(img_size=36, patch_size=8), r"36x36 is not a multiple .* 8x8.*set_input_size\(\(32, 32\)\)"),
+    (lambda: vit(img_size=30, patch_size=8, dynamic_img_size=True, dynamic_img_pad=True), "30x30 is not a multiple"),
     (lambda: hf("ViTForImageClassification", VISION, problem_type="multi_label_classification"), "multi_label"),
     (lambda: hf("RobertaForSequenceClassification", TEXT, problem_type="regression"), "regression"),
     (lambda: hf(ELECTRA, TEXT, num_labels=1), "one output"),
@@ -208,7 +208,7 @@ def test_images_of_broken_patches_are_told_where_the_model_takes_others() -> Non
     """As in SigLIP with 384 pixels and patches of 14: the convolution ignores the remainder; images must omit it."""
     for name, settings in (("SiglipVisionModel", SIGLIP_IMAGE), ("Dinov2ForImageClassification", VISION)):
         model = hf(name, settings, image_size=36, patch_size=8)
-        with pytest.warns(HydraWarning, match="36x36 is no multiple.*give it images of 32x32"):
+        with pytest.warns(HydraWarning, match="36x36 is not a multiple.*give it images of 32x32"):
             converted = he.convert(model, num_labels=5 if "Model" in name else None)
         assert converted(torch.zeros(1, 3, 32, 32)).shape[-1] == converted.num_classes
 

@@ -271,8 +271,8 @@ def test_processors_that_do_other_than_their_settings_say_are_refused() -> None:
 
     shouting = Shouting(vocab=wordpiece().get_vocab())
     for processor, stem, token in [
-        (Inverting(size=SQUARE), PATCHES, "Inverting makes other pixels"),
-        (shouting, STEM, "Shouting makes other tokens"),
+        (Inverting(size=SQUARE), PATCHES, "Inverting produces different pixels"),
+        (shouting, STEM, "Shouting produces different tokens"),
         (Broken(size=SQUARE), PATCHES, "RuntimeError: no such thing"),
     ]:
         with pytest.raises(ConversionError, match=token):

@@ -227,7 +227,7 @@ def test_what_lies_around_an_ensemble_takes_nothing_from_it(around):
     with pytest.warns(HydraWarning, match="Sequential holds an ensemble that is calibrated"):
         evaluate(nn.Sequential(calibrated), data, progress=False)
     evaluate(around(calibrated), data, calibration=CALIBRATION, progress=False)
-    with pytest.raises(ConfigError, match=r"the one inside, model\.(module|_orig_mod)"):
+    with pytest.raises(ConfigError, match=r"the model inside it, model\.(module|_orig_mod)"):
         prune(around(calibrated), [(0, 0)])
 
 
@@ -398,7 +398,7 @@ def test_two_processes_give_the_numbers_of_one():
 def test_processes_with_other_samples_are_refused_and_stop_when_one_fails():
     """Different samples, as from a stream that splits itself between processes."""
     for refused in by_two_ranks(lambda rank: evaluate(tiny_ensemble(), image_batches()[rank:], progress=False)):
-        assert "rank 1 has other samples in set 'id'" in str(refused.exception())
+        assert "rank 1 has different samples in set 'id'" in str(refused.exception())
         assert "splits itself between processes" in str(refused.exception())
 
     def failing(inputs):

@@ -86,10 +86,10 @@ def test_settings_that_do_not_go_together_are_refused_where_they_are_made(make: 
     [
         (single, IMAGES, PIXELS, r"ndarray.*PIL\.Image\.fromarray"),
         (single, IMAGES, [torch.zeros(3, 8, 8)], r"one tensor \[B, channels, H, W\]"),
-        (single, IMAGES, (torch.zeros(2, 3, 8, 8), torch.zeros(2)), "the images alone"),
+        (single, IMAGES, (torch.zeros(2, 3, 8, 8), torch.zeros(2)), "only the images"),
         (single, IMAGES, [Path("cat.png")], r"PIL\.Image\.open"),
         (text, TEXTS, [IDS], r"token ids as one tensor \[B, T\]"),
-        (text, TEXTS, (IDS, torch.zeros(2)), "the inputs alone"),
+        (text, TEXTS, (IDS, torch.zeros(2)), "only the inputs"),
         (single, None, "cat.png", "processor="),
     ],
 )

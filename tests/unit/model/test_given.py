@@ -265,7 +265,7 @@ def test_padding_without_a_mask_is_warned_of_where_the_tokenizer_gives_one_or_po
     assert one.config.stem.positions_after == 1
     assert warned_of(lambda: (one(padded, MASK), one(IDS))) == []
     told = warned_of(lambda: (one(padded), one(padded.flip(1))))
-    assert ["the id 1, which is padding" in said for said in told] == [True, True] * (masks is not False)
+    assert ["the padding id 1, but" in said for said in told] == [True, True] * (masks is not False)
 
 
 def test_two_texts_in_a_tuple_are_said_to_be_a_pair() -> None:

@@ -193,7 +193,7 @@ def test_a_second_build_in_the_folder_of_a_living_one_is_refused(
     refused: list[object] = []
 
     def ask() -> None:
-        with pytest.raises(StorageError, match=f"another run works in {tmp_path}") as raised:
+        with pytest.raises(StorageError, match=f"another run is using {tmp_path}") as raised:
             run(tmp_path)
         refused.append(raised)
 

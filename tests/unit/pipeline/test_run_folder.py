@@ -161,7 +161,7 @@ def test_two_do_not_work_in_one_folder_and_reading_needs_no_lock(made: Path) -> 
     first, second = RunFolder(folder, IDENTITY), RunFolder(folder, IDENTITY)
     with first.working():
         (folder / ".facts.json.x.tmp").write_text("half of it")  # being written by the first
-        with pytest.raises(StorageError, match=rf"another run works in {folder} \(process {os.getpid()}\)"):
+        with pytest.raises(StorageError, match=rf"another run is using {folder} \(process {os.getpid()}\)"):
             second.json("new", never)
         assert (folder / ".facts.json.x.tmp").exists()
         assert second.json("facts", never) == {"number": 1}

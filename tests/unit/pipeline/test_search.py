@@ -363,7 +363,7 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(changes, kind, t
 
 
 def test_it_is_one_process_whose_judges_are_others_than_made_the_candidates(monkeypatch) -> None:
-    with pytest.warns(he.HydraWarning, match="judges them, too"):
+    with pytest.warns(he.HydraWarning, match="also judge them"):
         run(judge_id=SETS["id"], dry_run=True)
     monkeypatch.setattr(searching, "launched", lambda: True)
     with pytest.raises(ConfigError, match="one process"):

@@ -428,7 +428,7 @@ def test_one_training_at_a_time_works_in_a_folder(tmp_path, monkeypatch):
         if not refused:
             half.parent.mkdir(exist_ok=True)
             half.write_text("of the one that lives")
-            with pytest.raises(StorageError, match=rf"another training works in .*process {os.getpid()}"):
+            with pytest.raises(StorageError, match=rf"another training is using .*process {os.getpid()}"):
                 train(batches(), PLAIN, output=tmp_path)
             refused.append(half.exists())
 
