@@ -44,7 +44,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of tensors: their order, names, types, shapes and values."""
     digest = hashlib.sha256()
-    _take_in(digest, tensors.items())
+    _update_digest(digest, tensors.items())
     return digest.hexdigest()
 
 
@@ -61,11 +61,11 @@ def weights_digest(tensors: Iterable[Tensor]) -> int | None:
 def model_fingerprint(model: nn.Module) -> str:
     """SHA-256 over the configuration and every parameter in its dtype; device and metadata do not matter."""
     digest = hashlib.sha256(json.dumps(to_plain(model.config), sort_keys=True).encode())
-    _take_in(digest, sorted(model.state_dict().items()))
+    _update_digest(digest, sorted(model.state_dict().items()))
     return digest.hexdigest()
 
 
-def _take_in(digest: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _update_digest(digest: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Hash names, types, shapes and values, in the given order."""
     for name, tensor in tensors:
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -126,17 +126,17 @@ def source_fingerprint(batches: Batches, name: str, seed: int) -> str:
     """
     digest = hashlib.sha256(f"{length_of(batches)}".encode())
     with first_epoch(batches, seed):
-        at_hand = dict(_at_hand(batches))
+        at_hand = dict(_tensors_in_memory(batches))
         first_batch = next(iter(batches), None)
     if first_batch is None:
         raise DataError(f"{name} has no batches; check the loader")
-    _take_in_content(digest, _content(first_batch))
+    _update_by_content(digest, _content(first_batch))
     if type(batches) in (list, tuple):  # iterating over a subclass may have side effects
         contents = list(map(_content, batches))
         for index in _spread(len(contents), _SOME_BATCHES):
-            _take_in_content(digest, contents[index])
+            _update_by_content(digest, contents[index])
         at_hand |= {f"batch {index}": item["labels"] for index, item in enumerate(contents) if "labels" in item}
-    _take_in_content(digest, at_hand)
+    _update_by_content(digest, at_hand)
     return digest.hexdigest()[:16]
 
 
@@ -157,7 +157,7 @@ def _content(batch: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _at_hand(batches: Batches) -> Iterator[tuple[str, Tensor]]:
+def _tensors_in_memory(batches: Batches) -> Iterator[tuple[str, Tensor]]:
     """Tensors that a source holds in memory and that distinguish its items, by name."""
     for number, part in enumerate(all_parts(batches)):
         for attribute in ("labels", "targets", "rows", "indices"):
@@ -187,7 +187,7 @@ def _spread(count: int, some: int) -> list[int]:
     return sorted({round(position) for position in np.linspace(0, max(count - 1, 0), min(count, some)).tolist()})
 
 
-def _take_in_content(digest: Any, tensors: Mapping[str, Tensor]) -> None:
+def _update_by_content(digest: Any, tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor_bytes(tensor))
@@ -208,7 +208,7 @@ class SetTrace:
     inputs: str = ""  # of all samples as the model received them; empty if only logits were given
 
 
-class Unlike(NamedTuple):
+class TraceMismatch(NamedTuple):
     """Names of sets that two evaluations share but whose traces do not match, by the kind of mismatch."""
 
     labels: list[str]  # certainly different samples
@@ -229,9 +229,9 @@ def _digest(values: npt.NDArray[np.int64]) -> str:
     return hashlib.sha256(values.astype("<i8").tobytes()).hexdigest()[:16] if len(values) else ""
 
 
-def unlike(ours: Mapping[str, SetTrace], theirs: Mapping[str, SetTrace], names: list[str]) -> Unlike:
+def compare_traces(ours: Mapping[str, SetTrace], theirs: Mapping[str, SetTrace], names: list[str]) -> TraceMismatch:
     """Compare the traces of the sets that two evaluations share."""
-    differing = Unlike([], [], [])
+    differing = TraceMismatch([], [], [])
     for name in names:
         trace = ours.get(name, SetTrace())
         other = theirs.get(name, SetTrace())

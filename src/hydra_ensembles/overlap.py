@@ -173,10 +173,10 @@ class Known(NamedTuple):
     @classmethod
     def of(cls, batches: Batches | None) -> "Known":
         """Describe a source without reading it from disk."""
-        return cls(batches, keys_at_hand(batches))
+        return cls(batches, keys_in_memory(batches))
 
 
-def keys_at_hand(batches: Batches | None) -> Keys | None:
+def keys_in_memory(batches: Batches | None) -> Keys | None:
     """Keys of a source that is in memory and read completely in every pass; None for any other.
 
     That is a list of batches, or a `DataLoader` over a `TensorDataset`, shuffled or not.
@@ -194,7 +194,7 @@ def trained_set(batches: Batches) -> FittedSet:
     Empty for other sources, and if these items cannot be read: finished training must not fail for this. Images that a
     loader augments at random differ in every pass, and are not recognised.
     """
-    keys, data = keys_at_hand(batches), _read_whole(batches)
+    keys, data = keys_in_memory(batches), _read_whole(batches)
     if keys is not None:
         return FittedSet(marks_of(keys), len(keys))
     if _places(data) is None:

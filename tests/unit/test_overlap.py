@@ -153,8 +153,8 @@ def test_a_key_is_of_values_and_their_places() -> None:
     numbered = {"pixel_values": many, "index": torch.arange(600)}  # an index does not make a sample different
     assert np.array_equal(overlap.sample_keys(many), overlap.sample_keys(numbered))
     assert np.array_equal(overlap.sample_keys(many)[500:], overlap.sample_keys(many[500:].clone()))
-    assert overlap.keys_at_hand(iter(())) is None
-    assert overlap.keys_at_hand([]) is None
+    assert overlap.keys_in_memory(iter(())) is None
+    assert overlap.keys_in_memory([]) is None
 
 
 # --- recognising the data something was fitted on ---------------------------------------------------------------------

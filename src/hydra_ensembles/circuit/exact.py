@@ -14,13 +14,13 @@ from ..model.ensemble import Ensemble
 from .cache import CachedTower, Work, forward_cost
 from .scores import NO_HEAD, CircuitData, Distance, IntArray, Objective, Result, SampleAnswers, Tally, parts
 
-Tell = Callable[[int], None]  # receives the number of this rank's candidates decided so far in a step
+OnProgress = Callable[[int], None]  # receives the number of this rank's candidates decided so far in a step
 
 
 class Search(ABC):
     """A method to find the next head to remove; `result` is that of the current model."""
 
-    tell: Tell = staticmethod(lambda decided: None)
+    on_progress: OnProgress = staticmethod(lambda decided: None)
 
     @abstractmethod
     def choose(self, candidates: Sequence[Head]) -> Result:
@@ -64,7 +64,7 @@ class Naive(Search):
         results: list[Result] = []
         for head in self.ranks.share(candidates):
             results.append(self.evaluate(head))
-            self.tell(len(results))
+            self.on_progress(len(results))
         return min(filter(None, self.ranks.gather(min(results, default=None))))
 
     def remove(self, head: Head) -> None:
@@ -102,7 +102,7 @@ def run_without(
 
 _CHUNKS = 16  # into which the samples of a candidate are divided
 _LARGEST_CHUNK = 128
-_TOGETHER = {"cuda": 16, "cpu": 4}  # minimum number of candidates advanced at once
+_MIN_AT_ONCE = {"cuda": 16, "cpu": 4}  # minimum number of candidates advanced at once
 _PAIRS = {"cuda": 1024, "cpu": 32}  # pairs of candidate and sample that are worth one pass
 
 
@@ -121,7 +121,7 @@ class Exact(Search):
         self._answers = Tally(tower.samples, objective, tower.candidates, dtype)
         self._chunk = min(-(-objective.samples // _CHUNKS), _LARGEST_CHUNK)
         kind = "cuda" if device.type == "cuda" else "cpu"
-        self._together = max(_TOGETHER[kind], _PAIRS[kind] // self._chunk)
+        self._together = max(_MIN_AT_ONCE[kind], _PAIRS[kind] // self._chunk)
         self.answer()
 
     @torch.no_grad()
@@ -149,7 +149,7 @@ class Exact(Search):
             waiting = [bounds[head] for head in heads if head not in done]
             everywhere = self.ranks.gather((min(complete, default=None), min(waiting, default=None)))
             best = min(filter(None, (known, *(result for result, _ in everywhere))), default=None)
-            self.tell(len(complete) + sum(best is not None and bound > best for bound in waiting))
+            self.on_progress(len(complete) + sum(best is not None and bound > best for bound in waiting))
             if best is not None and not any(bound is not None and bound < best for _, bound in everywhere):
                 return best
             self._advance(seen, bounds, self._next(sorted(waiting), None if best is None or best.over else best))

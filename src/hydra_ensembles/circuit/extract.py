@@ -22,7 +22,7 @@ from ..classes import in_order
 from ..errors import ConfigError, DataError
 from ..files import expanded, resumable
 from ..fingerprints import model_fingerprint
-from ..heads.masking import ONE_TOWER, checked_layers, may_go, most_to_go, off_and_left, towers_of, working_copy
+from ..heads.masking import ONE_TOWER, checked_layers, max_removable, removable, split_heads, towers_of, working_copy
 from ..heads.members import Score
 from ..heads.ranking import Head, HeadLike, HeadRanking, require_budget
 from ..model.dual_encoder import DualEncoder, Tower
@@ -34,8 +34,8 @@ from .exact import Exact, Naive
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
 from .journal import FORMAT, Journal, Step, resumed, stored_journal
 from .scores import CircuitData, Distance, Method, Objective, OODScore, Ties, read_samples
-from .screened import AFRESH, Screened
-from .timing import LONGEST, in_words, moving, say, seconds_of, speed_of
+from .screened import RESET_EVERY, Screened
+from .timing import LONGEST, bar_updater, in_words, say, seconds_of, speed_of
 
 
 @checked
@@ -143,8 +143,8 @@ def extract_circuit(
     """
     require_model(ensemble, "extract_circuit")
     scope = _checked_scope(ensemble, class_names, templates, towers, layers)
-    off, candidates = off_and_left(ensemble, scope.towers, scope.layers, removed)
-    require_budget(budget, most_to_go(ensemble, candidates))
+    off, candidates = split_heads(ensemble, scope.towers, scope.layers, removed)
+    require_budget(budget, max_removable(ensemble, candidates))
     with_text = "text" in {*scope.towers, *(head.tower for head in off)}  # text heads are off, or candidates
     _check_methods(ensemble, method, ood_score, with_text)
     if score != "acc" and ood_batches is None:
@@ -184,7 +184,7 @@ def extract_circuit(
         alone = nullcontext() if path is None else ranks.locked(path.parent, "circuit extraction", path.name)
         with alone, resumable(path):
             stored = stored_journal(path, ranks)
-            run.settle_method(stored)
+            run.resolve_method(stored)
             identity = identity_of(run, ensemble, scope, screen_size)
             ranks.require_same((identity.model, identity.settings, budget), "model or settings")
             ranks.require_same_data(identity.data, "data")
@@ -314,7 +314,7 @@ class Extraction:
         audits = min(self.audit_steps, self.budget) if self.method == "screened" else 0
         return {index * self.budget // audits for index in range(audits)}
 
-    def settle_method(self, journal: Journal | None) -> None:
+    def resolve_method(self, journal: Journal | None) -> None:
         """Resolve "auto": to the method in the journal, else by the estimated time."""
         if self.asked != "auto":
             return
@@ -334,7 +334,7 @@ class Extraction:
     def _speed(self) -> float:
         return speed_of(self.model, self.samples, self.batch_size)
 
-    def _say_time(self, left: Sequence[Head], progress: bool) -> None:
+    def _print_estimate(self, left: Sequence[Head], progress: bool) -> None:
         """Print the estimated time; if "auto" chose an approximate method, say so even without `progress`."""
         approximated = self.asked == "auto" and self.method == "screened"
         if not progress and not approximated:
@@ -353,7 +353,7 @@ class Extraction:
         if len(done) >= self.budget:
             return
         left = [head for head in self.candidates if head not in set(done)]
-        self._say_time(left, progress)
+        self._print_estimate(left, progress)
         search = self._start(done)
         if journal.start is None:
             start = search.result
@@ -370,8 +370,8 @@ class Extraction:
         )
         with bar:
             for index in range(len(done), self.budget):
-                search.tell = moving(bar, starts[index], starts[index + 1] - starts[index], self.ranks.size)
-                choice, excess = search.take(may_go(self.model, left), audited=index in self.audited)
+                search.on_progress = bar_updater(bar, starts[index], starts[index + 1] - starts[index], self.ranks.size)
+                choice, excess = search.take(removable(self.model, left), audited=index in self.audited)
                 if choice.over:
                     self._warn_of_end(journal)
                     return
@@ -384,7 +384,7 @@ class Extraction:
                 journal.add(Step(layer, head, choice.errors, choice.discordance, *spent, excess, tower), path)
                 reached = self.objective.achieved(choice.errors, choice.discordance)
                 bar.set_postfix(removed=f"{index + 1}/{self.budget}", score=f"{reached:.4f}", refresh=False)
-                search.tell(len(self.candidates))  # the step is complete
+                search.on_progress(len(self.candidates))  # the step is complete
 
     def _warn_of_end(self, journal: Journal) -> None:
         count = self.objective.id_count
@@ -404,7 +404,7 @@ class Extraction:
     def _start(self, done: Sequence[Head]) -> Naive | Exact | JointExact | Screened:
         """Create the search after the steps in `done`. "screened" repeats those since it last cleared its estimates."""
         repeats = self.method == "screened" and self.objective.score != "acc"
-        skipped = len(done) - (len(done) % AFRESH if repeats else 0)
+        skipped = len(done) - (len(done) % RESET_EVERY if repeats else 0)
         off = [*self.removed, *done[:skipped]]
         left = [head for head in self.candidates if head not in done[:skipped]]
         if self.method == "naive":
@@ -421,7 +421,7 @@ class Extraction:
             return exact
         search = Screened(exact, self.screen_size, skipped)
         for head in done[skipped:]:
-            search.choose(may_go(self.model, left))  # to restore its estimates
+            search.choose(removable(self.model, left))  # to restore its estimates
             search.remove(head)
             left.remove(head)
         return search

@@ -112,11 +112,11 @@ class JointExact(Search):
         judged: list[Result] = []
         for head in heads:
             judged.append(self._judge(head))
-            self.tell(len(judged))
+            self.on_progress(len(judged))
         results = self.images.ranks.gather(min(judged, default=None))
         use_classes(self._classifier, self._current)
         best = min(filter(None, results), default=None)
-        self.images.tell = lambda decided: self.tell(len(heads) + decided)
+        self.images.on_progress = lambda decided: self.on_progress(len(heads) + decided)
         return self.images.choose(of_tower(candidates, text=False), best)
 
     def remove(self, head: Head) -> None:

@@ -115,8 +115,8 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
                 raise DataError(f"{name} has no samples; check the loader")
             sizes[name] = len(origin) - before
             fingerprints.append(fingerprint.hexdigest())
-    foreign = {name: np.concatenate(arrays) for name, arrays in keys.items()}
-    require_unlike("id_batches", foreign.pop("id_batches"), foreign)
+    keys_by_name = {name: np.concatenate(arrays) for name, arrays in keys.items()}
+    require_unlike("id_batches", keys_by_name.pop("id_batches"), keys_by_name)
     truth = torch.cat(labels)
     id_count = sizes["id_batches"]
     if truth[:id_count].min() == truth[:id_count].max():
@@ -148,7 +148,7 @@ _LIKELIHOOD_STEP = 1e-6  # rounding of a summed log-likelihood
 _LARGEST_LOSS = 2.0**62  # in units of `_LIKELIHOOD_STEP`
 
 
-def quantum(dtype: torch.dtype) -> float:
+def grid_step(dtype: torch.dtype) -> float:
     """Grid step of log-odds computed in `dtype`: 2^-30 for float64, 2^-12 for float32, 2^-5 for half precision."""
     return {torch.float64: 2.0**-30, torch.float32: 2.0**-12}.get(dtype, 2.0**-5)
 
@@ -157,7 +157,7 @@ def judge(logits: Tensor, labels: Tensor, step: float) -> tuple[Tensor, Tensor, 
     """Evaluate logits `[B, C]` (C at least 2) against labels `[B]`.
 
     Returns three tensors `[B]`: whether the answer is wrong, the confidence in grid steps (int64), and whether all
-    logits are finite. `step` is the `quantum` of the dtype in which the logits were computed.
+    logits are finite. `step` is the `grid_step` of the dtype in which the logits were computed.
     """
     precise = logits.double()
     largest = precise.amax(-1, keepdim=True)
@@ -325,7 +325,7 @@ class Tally:
         self.samples = samples
         self.objective = objective
         self.heads = list(heads)
-        self.step = quantum(dtype)
+        self.step = grid_step(dtype)
         shape = (len(heads), objective.samples)
         device = samples.labels.device
         self.wrong = torch.empty(shape, dtype=torch.bool, device=device)

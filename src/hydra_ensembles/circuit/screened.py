@@ -15,11 +15,11 @@ from torch import Tensor
 from ..heads.ranking import Head
 from .cache import CachedTower
 from .exact import Exact, Search
-from .scores import IntArray, Result, SampleAnswers, judge, log_odds_of, parts, quantum, require_finite, to_device
+from .scores import IntArray, Result, SampleAnswers, grid_step, judge, log_odds_of, parts, require_finite, to_device
 
-AFRESH = 8  # steps after which all shifts are reset; a resumed run repeats fewer than this
+RESET_EVERY = 8  # steps after which all shifts are reset; a resumed run repeats fewer than this
 _PREDICT_EVERY = 2  # steps between corrections of the shifts by a gradient pass
-_HARD = 0.5  # share of samples, hardest first, on which candidates are measured or predicted again
+_HARD_SHARE = 0.5  # share of samples, hardest first, on which candidates are measured or predicted again
 _ROUNDS = 3  # maximum number of rounds in which the candidates of a step are measured
 
 
@@ -38,7 +38,7 @@ class Screened(Search):
     """Measures only promising candidates; for `acc` it is the exact method with TF32 products.
 
     `exact` must not cache activations of candidates. At most `size` candidates are measured in a step, twice as many
-    after a reset; `step` is the number of greedy steps taken so far, a multiple of `AFRESH` except for `acc`.
+    after a reset; `step` is the number of greedy steps taken so far, a multiple of `RESET_EVERY` except for `acc`.
     """
 
     def __init__(self, exact: Exact, size: int, step: int) -> None:
@@ -58,17 +58,17 @@ class Screened(Search):
 
     def choose(self, candidates: Sequence[Head]) -> Result:
         """The best of the promising candidates; its integers are estimates."""
-        afresh, predict = self.step % AFRESH == 0, self.step % _PREDICT_EVERY == 0
+        reset, predict = self.step % RESET_EVERY == 0, self.step % _PREDICT_EVERY == 0
         self.step += 1
         with torch.no_grad(), fast_products(self.exact.tower.model.ensemble.device):
             if self.exact.objective.score == "acc":  # single errors decide: estimates are too coarse, bounds are cheap
-                self.exact.tell = self.tell
+                self.exact.on_progress = self.on_progress
                 return self.exact.choose(candidates)
-            self.shifts.start_step(afresh)
+            self.shifts.start_step(reset)
             if predict:
-                self.shifts.predict(candidates, self._hardest(1.0 if afresh else _HARD))
-            size = min(len(candidates), 2 * self.size if afresh else self.size)
-            return self._first_measured(candidates, most=size, least=size if afresh else 1)
+                self.shifts.predict(candidates, self._hardest(1.0 if reset else _HARD_SHARE))
+            size = min(len(candidates), 2 * self.size if reset else self.size)
+            return self._measure_best(candidates, most=size, least=size if reset else 1)
 
     def take(self, candidates: Sequence[Head], audited: bool) -> tuple[Result, int | None]:
         """As in `Search`; the result is measured after the removal, not the estimate the head was chosen by."""
@@ -83,9 +83,9 @@ class Screened(Search):
         self.remove(choice.head)
         return self.result._replace(head=choice.head), excess
 
-    def _first_measured(self, candidates: Sequence[Head], most: int, least: int) -> Result:
+    def _measure_best(self, candidates: Sequence[Head], most: int, least: int) -> Result:
         """Measure `least` to `most` candidates, best estimate first, until a measured one leads; return the best."""
-        half, whole = self._hardest(_HARD), self._hardest(1.0)
+        half, whole = self._hardest(_HARD_SHARE), self._hardest(1.0)
         together = self.size if least == most else math.ceil(self.size / _ROUNDS)
         measured: set[Head] = set()  # on the harder half of the samples
         finished: set[Head] = set()  # on all samples
@@ -96,7 +96,7 @@ class Screened(Search):
                 chosen = promising[: min(together, most - len(measured))]
                 self._measure(chosen, half)
                 measured.update(chosen)
-                self.tell(len(measured) // self.exact.ranks.size)
+                self.on_progress(len(measured) // self.exact.ranks.size)
                 continue
             best = next(estimate for estimate in ordered if estimate.head in measured)
             if best.head in finished:
@@ -133,7 +133,7 @@ class Shifts:
 
     def __init__(self, exact: Exact) -> None:
         self.exact, self.tower, self.objective = exact, exact.tower, exact.objective
-        self.step = quantum(exact.tower.model.ensemble.dtype)
+        self.step = grid_step(exact.tower.model.ensemble.dtype)
         self.device = exact.current.wrong.device
         shape = len(self.tower.candidates), self.objective.samples
         # of the confidence, in grid steps (integers), and of the margin: current values, and last gradient estimates
@@ -141,12 +141,12 @@ class Shifts:
         self.finite = torch.ones(shape, dtype=torch.bool, device=self.device)
         self._own_margin = torch.zeros(shape[1], dtype=torch.float64, device=self.device)
 
-    def start_step(self, afresh: bool) -> None:
-        """Read the margins of the current model; with `afresh`, reset all measurements and predictions."""
+    def start_step(self, reset: bool) -> None:
+        """Read the margins of the current model; with `reset`, reset all measurements and predictions."""
         for numbers, (logits, _) in self.tower.answers():
             columns = to_device(numbers, self.device)
             self._own_margin[columns] = margins(logits, self.tower.samples.labels[columns])
-        if afresh:
+        if reset:
             self.known.zero_()
             self.predicted.zero_()
             self.finite.fill_(True)

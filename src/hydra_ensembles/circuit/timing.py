@@ -69,7 +69,7 @@ def say(text: str) -> None:
     tqdm.write(text, file=sys.stderr)
 
 
-def moving(bar: Any, start: int, most: int, ranks: int) -> Callable[[int], None]:
+def bar_updater(bar: Any, start: int, most: int, ranks: int) -> Callable[[int], None]:
     """Return a callback that advances the bar within a step from `start` by at most `most` candidates, never back.
 
     It receives the number of this rank's candidates that are decided, including those dropped early.

@@ -31,7 +31,7 @@ from .use import next_commands, preprocessing_of
 
 # roles of the data sets
 LABELLED = ("id", "train", "validation", "judge_id")
-FOREIGN = ("ood", "judge_ood")
+OOD_ROLES = ("ood", "judge_ood")
 SYNTHETIC = "synthetic"
 SUMMARY = "summary.json"
 VARIETY = 2  # times as many batches as a ranking reads, so that members are ranked on different ones
@@ -52,9 +52,9 @@ class BuildSources(DataSettings, ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         source.output_folder(self.output)
-        foreign = [("ood", data) for _, data in ood_sources(self.ood)]
+        ood_data = [("ood", data) for _, data in ood_sources(self.ood)]
         for name in ("id", "train", "validation"):
-            source.require_different_sources((name, getattr(self, name)), *foreign)
+            source.require_different_sources((name, getattr(self, name)), *ood_data)
 
 
 def ood_sources(specs: tuple[str, ...]) -> list[tuple[str | None, str]]:
@@ -142,8 +142,8 @@ class SearchSources(DataSettings, ModelSettings):
                 f"judge_ood is {SYNTHETIC}; give ood={SYNTHETIC} instead, half of which is then used to judge"
             )
         labelled = [(name, getattr(self, name)) for name in ("id", "train", "judge_id")]
-        foreign = [("ood", data) for _, data in (*ood_sources(self.ood), *ood_sources(self.judge_ood))]
-        source.require_different_sources(*labelled, *foreign)
+        ood_data = [("ood", data) for _, data in (*ood_sources(self.ood), *ood_sources(self.judge_ood))]
+        source.require_different_sources(*labelled, *ood_data)
 
 
 @command
@@ -252,14 +252,14 @@ def model_and_sets(
 
     The batch size is None if none was given and the recipe has its own: a written 64 would limit the recipe.
 
-    `sources` has a field for each role in `LABELLED` and `FOREIGN` that the command takes. `folder` is the output of
+    `sources` has a field for each role in `LABELLED` and `OOD_ROLES` that the command takes. `folder` is the output of
     the command called `name`: it must not belong to another command, or lie inside the data.
     """
     require_own_folder(folder, f"a {name}")
     specs = {role: getattr(sources, role, None) for role in LABELLED}
-    foreign = {role: ood_sources(getattr(sources, role, ())) for role in FOREIGN}
+    ood_data = {role: ood_sources(getattr(sources, role, ())) for role in OOD_ROLES}
     if not (folder / IDENTITY).exists():  # check before anything is written
-        every = [(role, data) for role, listed in foreign.items() for _, data in listed]
+        every = [(role, data) for role, listed in ood_data.items() for _, data in listed]
         source.output_folder(sources.output, *specs.items(), *every)
     model = source.load_classifier(sources)
     recipe = hydra.recipe
@@ -276,7 +276,7 @@ def model_and_sets(
     workers = sources.workers
     train = sets.pop("train", None)
     by_role: dict[str, Any] = {role: batches(data, transform, size, num_workers=workers) for role, data in sets.items()}
-    for role, listed in foreign.items() if hydra.extracts_circuits else ():
+    for role, listed in ood_data.items() if hydra.extracts_circuits else ():
         loaded = {}
         for key, spec in listed:
             data = source.fit_to_model(source.load_data(spec, sources, False), model, sources, labelled=False)

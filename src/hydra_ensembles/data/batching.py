@@ -100,7 +100,7 @@ class BatchLoader:
             _Pass(self.dataset, self.preprocess, (seed, self.epoch)),  # type: ignore[arg-type]
             batch_size=None,
             sampler=positions,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=self.num_workers,
             # Without it, DataLoader draws the workers' base seed from the global generator.
             generator=torch.Generator().manual_seed(hash_key(seed, self.epoch)),
@@ -138,7 +138,7 @@ class _Pass:
         return {**inputs, "labels": targets} if isinstance(inputs, Mapping) else (inputs, targets)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 

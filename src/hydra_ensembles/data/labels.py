@@ -34,15 +34,15 @@ def numbered(
     label. In CSV and TSV (`as_written`), labels are whole numbers if all are written so (`7`, `7.0`), else names, such
     as `07` and `true`. If labels are `required`, a row without one raises.
     """
-    values = as_meant(values, where) if as_written else values
+    values = parse_labels(values, where) if as_written else values
     names = tuple(class_names) if class_names is not None else declared
     strings = {value for value in values if isinstance(value, str) and value}
     if strings and names is None:
         names = tuple(sorted(strings))
         if required:
-            warn_of_doubtful(names, where)
+            warn_of_similar_names(names, where)
     if class_names is not None:
-        require_one_reading(values, tuple(class_names), where)
+        require_unambiguous(values, tuple(class_names), where)
     by_name = {class_name: number for number, class_name in enumerate(names or ())}
     labels = [as_number(value, by_name, f"row {row} of {where}") for row, value in enumerate(values)]
     numbers = np.maximum(np.array(labels, dtype=np.int64), UNLABELLED)
@@ -55,7 +55,7 @@ def numbered(
     return numbers, names
 
 
-def as_meant(written: Sequence[str], where: str) -> list[Any]:
+def parse_labels(written: Sequence[str], where: str) -> list[Any]:
     """Labels of a text table: as numbers (None if missing) if all are plain numbers, else as written.
 
     Raises for columns of numbers with exponents, or of dates: as names, every distinct value would become a class.
@@ -72,7 +72,7 @@ def as_meant(written: Sequence[str], where: str) -> list[Any]:
     return list(written)
 
 
-def warn_of_doubtful(names: Sequence[str], where: str) -> None:
+def warn_of_similar_names(names: Sequence[str], where: str) -> None:
     """Warn if two class names differ only in spelling, or if one is spelled like a missing label."""
     seen: dict[str, str] = {}
     for name in names:
@@ -85,7 +85,7 @@ def warn_of_doubtful(names: Sequence[str], where: str) -> None:
         warn(f"{where} has a class {missing!r}; if that is a missing label, leave the cell empty, or remove the folder")
 
 
-def require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: str) -> None:
+def require_unambiguous(values: Sequence[Any], names: tuple[str, ...], where: str) -> None:
     """Raise if whole-number labels could be read both as class names and as class numbers, with different results."""
     numbers = {value for value in values if isinstance(value, int) and not isinstance(value, bool)}
     called = {int(name): number for number, name in enumerate(names) if name.isdecimal()}

@@ -25,7 +25,7 @@ _BLUR = 1 / 8  # standard deviation of the blur, relative to the shorter side
 _NOISE = 2.0  # standard deviation of the noise, relative to that of each channel
 _REPLACED = 0.5  # share of the words of a text
 
-Spoil = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # image [C, H, W], another image, generator
+Distortion = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # image [C, H, W], another image, generator
 Draws = Iterator[tuple[int, torch.Generator]]  # for each sample its index and its own generator
 
 
@@ -61,21 +61,21 @@ def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None
     """
     with first_epoch(id_batches, derive_seed(seed, "synthetic")):
         batches = [inputs for inputs, _ in iterate(id_batches, "id_batches", labelled=False)]
-    tensors = [_main(inputs, index) for index, inputs in enumerate(batches)]
+    tensors = [_main_input(inputs, index) for index, inputs in enumerate(batches)]
     images = {key.dim() == 4 for _, key in tensors}
     if len(images) > 1:
         raise DataError("id_batches has images [B, C, H, W] in some batches and token ids [B, T] in others; give one")
     draws = ((number, torch.Generator().manual_seed(derive_seed(seed, number))) for number in itertools.count())
     if images == {True}:
-        spoilt = list(_spoilt_images([key for _, key in tensors], draws))
+        distorted = list(_distort_images([key for _, key in tensors], draws))
     else:
         masks = [_mask(inputs, ids) for inputs, (_, ids) in zip(batches, tensors, strict=True)]
-        spoilt = _spoilt_texts([ids for _, ids in tensors], masks, draws, model)
-    parts = zip(batches, tensors, spoilt, strict=True)
+        distorted = _distort_texts([ids for _, ids in tensors], masks, draws, model)
+    parts = zip(batches, tensors, distorted, strict=True)
     return [(new if isinstance(inputs, Tensor) else {**inputs, name: new},) for inputs, (name, _), new in parts]
 
 
-def _main(inputs: Inputs, index: int) -> tuple[str, Tensor]:
+def _main_input(inputs: Inputs, index: int) -> tuple[str, Tensor]:
     """The images or token ids of a batch, with their key in it."""
     tensors: Mapping[str, Tensor] = {"inputs": inputs} if isinstance(inputs, Tensor) else inputs
     for name in ("inputs", "pixel_values", "input_ids"):
@@ -91,27 +91,27 @@ def _main(inputs: Inputs, index: int) -> tuple[str, Tensor]:
 # --- images ----------------------------------------------------------------------------------------------------------
 
 
-def _spoilt_images(batches: Iterable[Tensor], draws: Draws) -> Iterator[Tensor]:
+def _distort_images(batches: Iterable[Tensor], draws: Draws) -> Iterator[Tensor]:
     """Yield batches `[B, C, H, W]` with every image distorted."""
     previous = torch.empty(0)
     for batch in batches:
-        spoilt = batch.cpu().clone()
-        for image in spoilt:  # [C, H, W]
+        distorted = batch.cpu().clone()
+        for image in distorted:  # [C, H, W]
             number, draw = next(draws)
             precise = image.to(torch.float64 if image.dtype == torch.float64 else torch.float32, copy=True)
             before = previous if previous.shape == precise.shape else precise.flip(-1)
-            changed = IMAGE_WAYS[number % len(IMAGE_WAYS)](precise, before, draw)
+            changed = IMAGE_DISTORTIONS[number % len(IMAGE_DISTORTIONS)](precise, before, draw)
             if not image.is_floating_point():
                 limits = torch.iinfo(image.dtype)
                 changed = changed.round().clamp(limits.min, limits.max)
             image.copy_(changed)
             previous = precise
-        yield spoilt.to(batch.device)
+        yield distorted.to(batch.device)
 
 
 def shuffle_patches(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
     """Shuffle the patches of a four by four grid."""
-    patches = _cut(image)
+    patches = _to_patches(image)
     return _joined(image, patches[torch.randperm(len(patches), generator=draw)])
 
 
@@ -140,13 +140,13 @@ def add_noise(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
 
 def paste(image: Tensor, other: Tensor, draw: torch.Generator) -> Tensor:
     """Replace half of the patches by those of another image."""
-    patches, foreign = _cut(image), _cut(other)
+    patches, foreign = _to_patches(image), _to_patches(other)
     chosen = torch.randperm(len(patches), generator=draw)[: (len(patches) + 1) // 2]
     patches[chosen] = foreign[chosen]
     return _joined(image, patches)
 
 
-IMAGE_WAYS: tuple[Spoil, ...] = (shuffle_patches, scramble_phases, blur, add_noise, paste)
+IMAGE_DISTORTIONS: tuple[Distortion, ...] = (shuffle_patches, scramble_phases, blur, add_noise, paste)
 """How images are distorted, in turn."""
 
 
@@ -157,7 +157,7 @@ def _grid(image: Tensor) -> tuple[int, int, int, int]:
     return rows, columns, height // rows, width // columns
 
 
-def _cut(image: Tensor) -> Tensor:
+def _to_patches(image: Tensor) -> Tensor:
     """Cut into patches `[rows · columns, C, h, w]` of equal size; leftover rows and columns of pixels are dropped."""
     rows, columns, height, width = _grid(image)
     inner = image[:, : rows * height, : columns * width]
@@ -176,7 +176,7 @@ def _joined(image: Tensor, patches: Tensor) -> Tensor:
 
 # --- texts -----------------------------------------------------------------------------------------------------------
 
-TEXT_WAYS = ("shuffled", "replaced", "foreign")
+TEXT_DISTORTIONS = ("shuffled", "replaced", "foreign")
 """How texts are distorted, in turn."""
 
 
@@ -186,10 +186,10 @@ def _mask(inputs: Inputs, ids: Tensor) -> Tensor:
     return torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool().cpu()
 
 
-def _spoilt_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, model: Ensemble | None) -> list[Tensor]:
+def _distort_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, model: Ensemble | None) -> list[Tensor]:
     """Return batches `[B, T]` with every text distorted."""
-    spoilt = [batch.cpu().clone() for batch in batches]
-    samples = [pair for both in zip(spoilt, masks, strict=True) for pair in zip(*both, strict=True)]
+    distorted = [batch.cpu().clone() for batch in batches]
+    samples = [pair for both in zip(distorted, masks, strict=True) for pair in zip(*both, strict=True)]
     texts, padding = [ids[is_token] for ids, is_token in samples], [ids[~is_token] for ids, is_token in samples]
     special = _special(texts, model) | {int(token) for token in torch.cat(padding).unique()}
     size = 1 + max((int(text.max()) for text in texts if len(text)), default=0)
@@ -206,7 +206,7 @@ def _spoilt_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, mode
     foreign = unseen.nonzero()[:, 0] if unseen.any() else anything
     fixed = torch.tensor(sorted(special), dtype=torch.long)
     for (ids, is_token), (number, draw) in zip(samples, draws, strict=False):
-        way = TEXT_WAYS[number % len(TEXT_WAYS)]
+        way = TEXT_DISTORTIONS[number % len(TEXT_DISTORTIONS)]
         positions = (is_token & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of the words
         order = positions[torch.randperm(len(positions), generator=draw)]
         if way == "shuffled" and not torch.equal(ids[positions], ids[order]):
@@ -215,7 +215,7 @@ def _spoilt_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, mode
             words = foreign if way == "foreign" else anything
             count = len(order) if way == "foreign" else math.ceil(_REPLACED * len(order))
             ids[order[:count]] = words[torch.randint(len(words), (count,), generator=draw)].to(ids.dtype)
-    return [new.to(batch.device) for new, batch in zip(spoilt, batches, strict=True)]
+    return [new.to(batch.device) for new, batch in zip(distorted, batches, strict=True)]
 
 
 def _special(texts: list[Tensor], model: Ensemble | None) -> set[int]:

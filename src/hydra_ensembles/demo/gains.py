@@ -223,7 +223,7 @@ def _measured(
         }
 
     declined = refused(familiar, test)
-    foreign = {name: refused(sets[name], halves(sets[name].size)[0]) for names in groups.values() for name in names}
+    ood_caught = {name: refused(sets[name], halves(sets[name].size)[0]) for names in groups.values() for name in names}
     numbers = {
         "accuracy": 1.0 - mean(wrong),
         "nll": -mean(at_labels(p.log_probs, labels[test])),
@@ -232,7 +232,7 @@ def _measured(
     for reason in REASONS:
         numbers[f"accepted.{reason}"] = 1.0 - mean(declined[reason])
         numbers[f"mistakes.{reason}"] = mean(declined[reason][wrong])  # NaN without a mistake
-        caught = {group: np.mean([mean(foreign[name][reason]) for name in names]) for group, names in groups.items()}
+        caught = {group: np.mean([mean(ood_caught[name][reason]) for name in names]) for group, names in groups.items()}
         numbers |= {f"{group}.{reason}": float(part) for group, part in caught.items()}
         # Familiar images answered right or declined if wrong; OOD images declined: every group has equal weight.
         numbers[f"handled.{reason}"] = float(np.mean([mean(declined[reason] == wrong), *caught.values()]))

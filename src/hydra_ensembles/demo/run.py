@@ -38,7 +38,7 @@ from .gains import BRANCHES, DEEP, FAMILIAR, SINGLE, Answers, AnswersBySet, Gain
 METHODS = (SINGLE, BRANCHES, DEEP)
 FORMAT = "hydra_ensembles demo 2"
 TRAIN_BATCH = 64
-FOREIGN = {"near": NEAR, "far": FAR}
+OOD_GROUPS = {"near": NEAR, "far": FAR}
 SEEN = ("calibration", "test", *NEAR, *FAR)  # the sets behind the numbers
 
 ImageBatch = tuple[Tensor, Tensor]
@@ -167,7 +167,7 @@ def run_demo(
         base_cost = backbone.describe().multiply_adds
         prices = {name: model.describe().multiply_adds / base_cost for name, model in models.items()}
         reported = {name: [_reported(sets) for sets in parts] for name, parts in answers.items()}
-        result = gains(reported, labels, FOREIGN, prices, share=settings.share, draws=settings.draws)
+        result = gains(reported, labels, OOD_GROUPS, prices, share=settings.share, draws=settings.draws)
         evaluations = _evaluations(models, data, answers[DEEP][0], progress)
         announce("Measuring the time of a batch")
         inputs = torch.cat([inputs for inputs, _ in data["test"]])[: settings.latency_batch]
@@ -239,7 +239,7 @@ def answers_of(model: Ensemble, data: Mapping[str, Sequence[ImageBatch]]) -> dic
 def _reported(sets: AnswersBySet) -> dict[str, Answers]:
     """The labelled sets joined into one, which every draw splits into halves, and the OOD sets."""
     familiar = Answers.joined([sets["calibration"], sets["test"]])
-    return {FAMILIAR: familiar, **{name: sets[name] for names in FOREIGN.values() for name in names}}
+    return {FAMILIAR: familiar, **{name: sets[name] for names in OOD_GROUPS.values() for name in names}}
 
 
 def _limited(sets: AnswersBySet, limit: int | None) -> dict[str, Answers]:
@@ -260,7 +260,7 @@ def _evaluations(
     """Evaluations of every method for the report; that of the Deep Ensemble is computed from its models' answers."""
 
     def groups(sets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {group: {name: sets[name] for name in names} for group, names in FOREIGN.items()}
+        return {group: {name: sets[name] for name in names} for group, names in OOD_GROUPS.items()}
 
     evaluations: dict[str, Evaluation] = {}
     for name, model in models.items():

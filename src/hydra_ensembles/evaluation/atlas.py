@@ -240,11 +240,11 @@ def atlas(
     calibration = metadata.calibration or Calibration()
     measure = Measure(name, id_name, score, (), "torch-uncertainty", calibration, 0, False, metadata.familiarity)
     groups = read_groups(ood, id_data).items()
-    foreign = {key: data for group, sets in groups if group != "apart" for key, data in sets.items()}
-    if id_name in foreign:
+    ood_sets = {key: data for group, sets in groups if group != "apart" for key, data in sets.items()}
+    if id_name in ood_sets:
         raise DataError(f"the in-distribution set and an OOD set are both called {id_name!r}; give id_name another")
     title = f"the in-distribution set {id_name!r}"
-    sets = {id_name: in_order({title: id_data}, metadata.labels, ensemble.num_classes)[title], **foreign}
+    sets = {id_name: in_order({title: id_data}, metadata.labels, ensemble.num_classes)[title], **ood_sets}
     sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
     shown_as = metadata.preprocessing or preprocess
     seen = {key: SetAnswers(key, inputs, key == id_name, shown_as) for key in sets}
@@ -253,7 +253,7 @@ def atlas(
     keys = {key: np.concatenate(answers.keys) for key, answers in seen.items()}
     for empty in (key for key, of_set in keys.items() if not len(of_set)):
         raise DataError(f"set {empty!r} has batches, but no samples; give some")
-    require_unlike(title, keys[id_name], {f"OOD set {key!r}": keys[key] for key in foreign})
+    require_unlike(title, keys[id_name], {f"OOD set {key!r}": keys[key] for key in ood_sets})
     warn_if_fitted(title, keys[id_name], fitted_sets(metadata, calibration, metadata.familiarity))
     model = describe_model(ensemble, ensemble.num_members, ensemble.num_classes, metadata.calibration)
     found = assembled(sweep, list(seen.values()), inputs)
@@ -444,13 +444,13 @@ def assembled(
 ) -> tuple[Quality, tuple[HeadEffect, ...], tuple[AtlasInput, ...]]:
     """Quality of the whole ensemble, the effect of each head, and the inputs to show."""
     inside, *outside = seen
-    swept, foreign = Swept.joined(inside.swept), {one.name: Swept.joined(one.swept) for one in outside}
+    swept, ood_sets = Swept.joined(inside.swept), {one.name: Swept.joined(one.swept) for one in outside}
     right = swept.label == torch.cat(inside.labels)  # [1 + K, n]
     whole, *without = (
         Quality(
             accuracy=mean(right[row]),
             log_likelihood=mean(swept.likelihood[row]),
-            auroc={name: auroc(swept.score[row], theirs.score[row]) for name, theirs in foreign.items()},
+            auroc={name: auroc(swept.score[row], theirs.score[row]) for name, theirs in ood_sets.items()},
         )
         for row in range(len(right))
     )

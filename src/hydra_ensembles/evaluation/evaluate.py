@@ -148,7 +148,7 @@ def evaluate(
     if known == 0:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
     groups = read_groups(ood, id_data)
-    foreign = {key: data for sets in groups.values() for key, data in sets.items()}
+    ood_sets = {key: data for sets in groups.values() for key, data in sets.items()}
     title = f"the in-distribution set {id_name!r}"
     shifted = {f"set {key!r}": data for key, data in (shift or {}).items()}
     id_data, *shifted_data = in_order({title: id_data, **shifted}, metadata.labels, known).values()
@@ -163,11 +163,11 @@ def evaluate(
         like = id_pass.answers.logits  # [M, B, C]
         if known is None:
             in_order({title: id_data}, metadata.labels, like.shape[2])  # a function's number of classes is known now
-        ood_passes = {key: run(data, key, False, like) for key, data in foreign.items()}
+        ood_passes = {key: run(data, key, False, like) for key, data in ood_sets.items()}
         shift_passes = {key: run(data, key, True, like) for key, data in zip(shift or {}, shifted_data, strict=True)}
     passes = {id_name: id_pass, **{f"ood.{key}": set_pass for key, set_pass in ood_passes.items()}}
     passes |= {f"shift.{key}": set_pass for key, set_pass in shift_passes.items()}
-    reused = _held_against(title, id_pass, ood_passes, shift_passes, fitted_sets(metadata, applied, fitted))
+    reused = _check_overlap(title, id_pass, ood_passes, shift_passes, fitted_sets(metadata, applied, fitted))
     members, _, classes = like.shape
     logits = MemberLogits(
         id_pass.answers,
@@ -181,28 +181,28 @@ def evaluate(
         gallery=[item for each in (id_pass, *ood_passes.values()) for item in each.gallery],
         unfamiliarity={key: set_pass.unfamiliarity for key, set_pass in passes.items()},
     )
-    warn_of_broken_promises(title, evaluation, applied, fitted)
+    warn_of_missed_shares(title, evaluation, applied, fitted)
     labels = {key: set_pass.answers.labels for key, set_pass in passes.items()}
     traces = trace_sets(labels, {key: set_pass.keys for key, set_pass in passes.items()})
     return replace(evaluation, reused=reused, traces=traces)
 
 
-def _held_against(
+def _check_overlap(
     title: str, id_pass: Pass, ood: Mapping[str, Pass], shift: Mapping[str, Pass], known_sets: Mapping[str, FittedSet]
 ) -> float | None:
     """Warn about samples in sets where they do not belong; returns the share of the ID set that fitted the model."""
-    inside, foreign = id_pass.keys, {f"OOD set {key!r}": set_pass.keys for key, set_pass in ood.items()}
+    inside, ood_keys = id_pass.keys, {f"OOD set {key!r}": set_pass.keys for key, set_pass in ood.items()}
     shifted = {f"set {key!r}": set_pass.keys for key, set_pass in shift.items()}
-    for name, keys in {title: inside, **foreign, **shifted}.items():
+    for name, keys in {title: inside, **ood_keys, **shifted}.items():
         warn_of_copies(name, len(keys), len(np.unique(keys)), "numbers and intervals count copies as separate samples")
-    require_unlike(title, inside, foreign)
+    require_unlike(title, inside, ood_keys)
     for name, keys in shifted.items():
         warn_if_fitted(name, keys, known_sets)
         warn_if_shared(title, Known(None, inside), name, Known(None, keys), "these are not shifted at all")
     return warn_if_fitted(title, inside, known_sets)
 
 
-def warn_of_broken_promises(
+def warn_of_missed_shares(
     title: str, evaluation: Evaluation, calibration: Calibration, familiarity: Familiarity | None
 ) -> None:
     """Warn if a threshold accepts significantly fewer samples of the in-distribution set than it promises."""
@@ -271,8 +271,8 @@ def evaluate_logits(
         {key: labelled(raw, targets, key, id_members) for key, (raw, targets) in (shift or {}).items()},
     )
     for sets in logits.ood.values():
-        for key, foreign in sets.items():
-            warn_of_one_sample(f"OOD set {key!r}", foreign.shape[1])
+        for key, ood_logits in sets.items():
+            warn_of_one_sample(f"OOD set {key!r}", ood_logits.shape[1])
     known_sets = {"fitted the calibration": calibration.fitted_logits}
     reused = warn_if_fitted(f"the in-distribution set {id_name!r}", sample_keys(id_members.transpose(0, 1)), known_sets)
     for key, shifted in logits.shift.items():

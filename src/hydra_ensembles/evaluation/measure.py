@@ -97,8 +97,8 @@ class Measure:
         scores = tuple(dict.fromkeys((self.score, *self.scores, *self._fitted)))
         id_scores = {score: prediction.score(score) for score in scores}
         for group, sets in logits.ood.items():
-            for key, foreign in sets.items():
-                answers[key] = answer = self.predict(foreign, unfamiliarity.get(f"ood.{key}"))
+            for key, ood_logits in sets.items():
+                answers[key] = answer = self.predict(ood_logits, unfamiliarity.get(f"ood.{key}"))
                 passed = {"abstained": answer.accept, **answer.passed()}
                 ood[key] = OodSet(
                     group=cast(OodGroup, group),
@@ -204,7 +204,7 @@ class Measure:
         def histogram(scores: Tensor) -> tuple[int, ...]:
             return tuple(np.histogram(scores.double().numpy().clip(edges[0], edges[-1]), edges)[0].tolist())
 
-        foreign = [_agreement(answers[name]) for name in averaged]
+        ood_agreement = [_agreement(answers[name]) for name in averaged]
         return Figures(
             reliability=Reliability(tuple(bins.count.tolist()), stated, right),
             risk_coverage=_thin(risk.coverage, risk.risk),
@@ -213,7 +213,7 @@ class Measure:
             ood_scores={name: histogram(scores) for name, scores in ood_scores.items()},
             roc={name: _thin(fpr, tpr) for name, (fpr, tpr, _) in rocs.items()},
             agreement_id=tuple(map(_rounded, _agreement(prediction))),
-            agreement_ood=tuple(map(_rounded, torch.stack(foreign).mean(dim=0))) if foreign else None,
+            agreement_ood=tuple(map(_rounded, torch.stack(ood_agreement).mean(dim=0))) if ood_agreement else None,
         )
 
 

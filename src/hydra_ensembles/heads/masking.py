@@ -76,7 +76,7 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
         with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, on=True):
             begun = True
             for attention, row in places:
-                off = _OFF.setdefault(attention, {})
+                off = _MASKED.setdefault(attention, {})
                 off.setdefault(row, (attention.out[row].clone(), set()))[1].add(mask)
                 attention.out[row].zero_()
         yield ensemble
@@ -84,16 +84,16 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
         if begun:
             with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, on=False):
                 for attention, row in places:
-                    values, masks = _OFF.get(attention, {}).get(row, (None, {mask}))  # None: interrupted before saving
+                    values, masks = _MASKED.get(attention, {}).get(row, (None, {mask}))  # None: interrupted before save
                     masks.discard(mask)
                     if values is not None and not masks:  # this was the last mask on the row
                         attention.out[row].copy_(values)
-                        del _OFF[attention][row]
+                        del _MASKED[attention][row]
 
 
 _ONE_AT_A_TIME = threading.Lock()
-Off = dict[int, tuple[Tensor, set[object]]]  # row of the output projection: its original values, and its active masks
-_OFF: "WeakKeyDictionary[Attention, Off]" = WeakKeyDictionary()
+MaskedRows = dict[int, tuple[Tensor, set[object]]]  # by row of the output projection: original values, active masks
+_MASKED: "WeakKeyDictionary[Attention, MaskedRows]" = WeakKeyDictionary()
 
 
 def towers_of(model: Ensemble | DualEncoder) -> dict[str, Ensemble]:
@@ -111,7 +111,7 @@ def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
     return towers[head.tower]
 
 
-def off_and_left(
+def split_heads(
     model: Ensemble | DualEncoder, towers: Iterable[str], layers: Iterable[int] | None, removed: Iterable[HeadLike] = ()
 ) -> tuple[tuple[Head, ...], list[Head]]:
     """Return the `removed` heads, checked to exist, and the heads left in `layers` (None: all) of `towers`."""
@@ -132,13 +132,13 @@ def pooling_of(model: Ensemble | DualEncoder, heads: Iterable[Head]) -> list[Hea
     return [head for head in heads if head.layer == tower.num_layers and head.tower != "text"]
 
 
-def may_go(model: Ensemble | DualEncoder, left: Sequence[Head]) -> list[Head]:
+def removable(model: Ensemble | DualEncoder, left: Sequence[Head]) -> list[Head]:
     """Return those remaining heads that may be removed next."""
     pooling = pooling_of(model, left)
     return [head for head in left if pooling != [head]]
 
 
-def most_to_go(model: Ensemble | DualEncoder, left: Sequence[Head]) -> int:
+def max_removable(model: Ensemble | DualEncoder, left: Sequence[Head]) -> int:
     """Count how many of the remaining heads may be removed in total."""
     return len(left) - bool(pooling_of(model, left))
 

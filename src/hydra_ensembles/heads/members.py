@@ -14,7 +14,7 @@ from ..arguments import Seed, Whole, checked
 from ..errors import ConfigError, HeadError, SameMembersError
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from .masking import off_and_left, pooling_of, towers_of
+from .masking import pooling_of, split_heads, towers_of
 from .ranking import Head, HeadRanking
 
 Members = tuple[tuple[Head, ...], ...]
@@ -115,7 +115,7 @@ def random_members(
     """
     if model.num_members != 1:
         raise ConfigError(f"random_members takes one model, got {model.num_members} members; give model.member(i)")
-    _, heads = off_and_left(model, towers_of(model), layers)
+    _, heads = split_heads(model, towers_of(model), layers)
     return tuple(_draw_distinct(heads, prune, members, seed, "layers", never_all=pooling_of(model, heads)))
 
 

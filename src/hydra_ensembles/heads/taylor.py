@@ -28,9 +28,9 @@ from .masking import (
     checked_layers,
     head_rows,
     masked,
-    may_go,
-    most_to_go,
-    off_and_left,
+    max_removable,
+    removable,
+    split_heads,
     working_copy,
 )
 from .ranking import Head, HeadLike, HeadRanking, require_budget
@@ -98,7 +98,7 @@ def taylor(
     require_single(ensemble, "taylor")
     blocks = range(ensemble.num_layers) if scope == "layer" else None  # "layer" leaves attention pooling out
     chosen_layers = checked_layers(ensemble.config, blocks if layers is None else layers)
-    off, candidates = off_and_left(ensemble, [ONE_TOWER], chosen_layers, removed)
+    off, candidates = split_heads(ensemble, [ONE_TOWER], chosen_layers, removed)
     steps = _steps(ensemble, candidates, chosen_layers, budget, scope)
     order: list[tuple[float, Head]] = []
     with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), borrowed(batches), ExitStack() as masks:
@@ -117,7 +117,7 @@ def taylor(
             if len(steps) > 1:
                 masks.enter_context(masked(model, [head for _, head in lowest]))
     if scope == "global":  # attention pooling keeps its most important head
-        order = [pair for i, pair in enumerate(order) if pair[1] in may_go(ensemble, [head for _, head in order[i:]])]
+        order = [one for i, one in enumerate(order) if one[1] in removable(ensemble, [head for _, head in order[i:]])]
     return HeadRanking(
         heads=tuple(head for _, head in order),
         scores=tuple(score for score, _ in order),
@@ -193,7 +193,7 @@ def _steps(
     model: Ensemble, candidates: list[Head], layers: Sequence[int], budget: int, scope: Scope
 ) -> list[tuple[list[Head], int]]:
     """Return one entry per gradient pass: the heads it scores, and how many of them it ranks."""
-    require_budget(budget, most_to_go(model, candidates))
+    require_budget(budget, max_removable(model, candidates))
     if scope == "global":
         return [(candidates, len(candidates))]
     if budget % len(layers):
@@ -203,7 +203,7 @@ def _steps(
     steps = []
     for layer in layers:
         heads = [head for head in candidates if head.layer == layer]
-        if (most := most_to_go(model, heads)) < per_layer:
+        if (most := max_removable(model, heads)) < per_layer:
             raise HeadError(
                 f"budget {budget} takes {per_layer} heads per layer, but layer {layer} can lose only {most}"
             )

@@ -267,7 +267,9 @@ class _Search:
 
     def plan(self) -> SearchResult:
         """Measure the price of every candidate, before any of them is built."""
-        makers: dict[str, Callable[[], Ensemble]] = {name: partial(_stand_in, *how) for name, how in self.built.items()}
+        makers: dict[str, Callable[[], Ensemble]] = {
+            name: partial(_untrained, *how) for name, how in self.built.items()
+        }
         rows = [SearchRow(YOURS, 1.0, "planned")]
         cost = self.settings.cost
         for name, make in {**makers, **self._of_models()}.items():
@@ -301,9 +303,9 @@ class _Search:
             for row in planned.rows[1:]:
                 if rows[row.name].state == "planned":
                     rows[row.name] = self._judge(row, bar)
-        return self._weighed(replace(planned, rows=tuple(rows.values())).decided(self.settings.tolerance))
+        return self._with_significance(replace(planned, rows=tuple(rows.values())).decided(self.settings.tolerance))
 
-    def _weighed(self, decided: SearchResult) -> SearchResult:
+    def _with_significance(self, decided: SearchResult) -> SearchResult:
         """Add to the reason whether the NLL of the choice is significantly lower than the model's; warn if it is not.
 
         Significant: the whole interval of the paired bootstrap over the judging samples lies below zero. Its level is
@@ -375,10 +377,10 @@ class _Search:
         """Results of an ensemble on held-out data."""
         further: Any = () if self.settings.familiarity is None else (self.settings.familiarity,)
         id_name, *ood_names = self.judges
-        foreign = {key: self.judges[key] for key in ood_names}
+        ood_sets = {key: self.judges[key] for key in ood_names}
 
         def judge() -> Evaluation:
-            return evaluate(make(), self.judges[id_name], foreign, scores=further, name=name, progress=False)
+            return evaluate(make(), self.judges[id_name], ood_sets, scores=further, name=name, progress=False)
 
         evaluation = self.run.product(f"{name}.json", judge, Evaluation.load, lambda file, result: result.save(file))
         numbers = evaluation.numbers()
@@ -438,7 +440,7 @@ class _Search:
         }
 
 
-def _stand_in(config: HydraConfig, start: StartingModel) -> Ensemble:
+def _untrained(config: HydraConfig, start: StartingModel) -> Ensemble:
     """An untrained ensemble with the config of a candidate: it loses as many heads, but not necessarily the same."""
     count, lost = config.pruned_members, config.lost
     heads: tuple[Any, ...] = ()

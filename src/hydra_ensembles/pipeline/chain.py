@@ -40,7 +40,7 @@ from .material import BuildData, ReadBatch, StartingModel, read_data, starting_m
 from .settings import HydraConfig
 
 FORMAT = "hydra_ensembles build 1"
-SPARE = 2  # extra heads that a circuit ranks if it repeats another member
+EXTRA_HEADS = 2  # extra heads that a circuit ranks if it repeats another member
 
 
 @checked
@@ -119,8 +119,8 @@ def build(
     config = config.settled(start)
     if pretrained is not None:
         start = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
-    foreign = () if ood is None or isinstance(ood, str) else named_sources(ood, "ood").values()
-    if config.extracts_circuits and any(source is batches for source in foreign for batches in (train, id, validation)):
+    sources = () if ood is None or isinstance(ood, str) else named_sources(ood, "ood").values()
+    if config.extracts_circuits and any(source is batches for source in sources for batches in (train, id, validation)):
         raise DataError("ood= is the same data as train=, id= or validation=; give data unlike the training data")
     train, ood = train if config.reads_train else None, ood if config.extracts_circuits else None
     data = read_data(config.seed, start.base, train, id, ood, validation)
@@ -185,7 +185,7 @@ def _familiar(
     return fitted  # `calibrate` checks that a score chosen by name was fitted on other samples
 
 
-def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadBatch], seed: int) -> Ensemble:
+def compare_with_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadBatch], seed: int) -> Ensemble:
     """Warn and add to the history if accuracy or NLL of the ensemble is significantly worse than the base's.
 
     Significant: zero lies outside the 95 % interval of the difference, by a paired bootstrap over the samples.
@@ -310,7 +310,7 @@ class Chain:
             base = self.start.base
             if result.metadata.calibration is not None and base.metadata.calibration is None:
                 base = calibrated(base, replace(self.config, familiarity=None), self.data)  # the alternative a user has
-            return held_against_base(result, base, validation, self.config.seed)
+            return compare_with_base(result, base, validation, self.config.seed)
 
         return self.run.ensemble(RESULT, judged)
 
@@ -385,7 +385,7 @@ class Chain:
         try:
             return circuit_members(rankings, lost, count, self.pool, self.config.seed)
         except SameMembersError:
-            more = min(lost + SPARE, self.start.heads(self.layers))
+            more = min(lost + EXTRA_HEADS, self.start.heads(self.layers))
             if more == lost:
                 raise
             rankings |= {score: self._circuit(score, more, "-further") for score in CIRCUIT_ORDER[1:count]}

@@ -29,13 +29,13 @@ from ..convert.processors import with_preprocessing
 from ..data.synthetic import synthetic_ood
 from ..errors import ConfigError, DataError
 from ..fingerprints import data_fingerprint, source_fingerprint
-from ..heads.masking import existing_heads, most_to_go, towers_of
+from ..heads.masking import existing_heads, max_removable, towers_of
 from ..heads.ranking import Head
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.states import place_of
 from ..model.zero_shot import Templates, checked_names, checked_templates, zero_shot
-from ..overlap import Known, keys_at_hand, require_unlike, sample_keys, warn_if_shared
+from ..overlap import Known, keys_in_memory, require_unlike, sample_keys, warn_if_shared
 from ..prune import prune
 
 ReadBatch = tuple[Inputs, Tensor | None]
@@ -63,7 +63,7 @@ class StartingModel:
         """Number of heads in these layers that a member may lose."""
         towers = towers_of(self.ranked).items()
         heads = [head for name, tower in towers for head in existing_heads(tower.config, layers, tower=name)]
-        return most_to_go(self.ranked, heads)
+        return max_removable(self.ranked, heads)
 
     def pruned(self, heads: Sequence[Head]) -> Ensemble:
         """A member without these heads."""
@@ -190,31 +190,31 @@ def read_data(
     train, id, validation = in_order({"train": train, "id": id, "validation": validation}, labels, classes).values()
     checked = None if validation is None else read_all(validation, "validation", seed, classes)
     ranking = None if id is None else read_all(id, "id", seed, classes)
-    unlike: list[ReadBatch] | dict[str, list[ReadBatch]] | None = None
+    ood_sets: list[ReadBatch] | dict[str, list[ReadBatch]] | None = None
     if isinstance(ood, Mapping):
         pairs = zip(ood, named_sources(ood, "ood").items(), strict=True)
-        unlike = {str(key): read_all(batches, name, seed) for key, (name, batches) in pairs}
+        ood_sets = {str(key): read_all(batches, name, seed) for key, (name, batches) in pairs}
     elif ood is not None and not isinstance(ood, str):
-        unlike = read_all(ood, "ood", seed)
+        ood_sets = read_all(ood, "ood", seed)
     known = {"train": Known.of(train)}
-    known |= {"id": Known(id, keys_at_hand(ranking)), "validation": Known(validation, keys_at_hand(checked))}
+    known |= {"id": Known(id, keys_in_memory(ranking)), "validation": Known(validation, keys_in_memory(checked))}
     for name in ("id", "validation"):
         warn_if_shared("train", known["train"], name, known[name], TRAINED_ON)
     warn_if_shared(
         "id", known["id"], "validation", known["validation"], "the samples that rank the heads also calibrate them"
     )
     id_keys = {name: some.keys for name, some in known.items() if some.keys is not None}
-    if unlike is not None and id_keys:
-        sources = named_sources(unlike, "ood")
-        foreign = {name: np.concatenate([sample_keys(inputs) for inputs, _ in data]) for name, data in sources.items()}
-        require_unlike(" and ".join(id_keys), np.concatenate(list(id_keys.values())), foreign)
+    if ood_sets is not None and id_keys:
+        sources = named_sources(ood_sets, "ood")
+        ood_keys = {name: np.concatenate([sample_keys(inputs) for inputs, _ in data]) for name, data in sources.items()}
+        require_unlike(" and ".join(id_keys), np.concatenate(list(id_keys.values())), ood_keys)
     if ranking is not None and checked is None:
         ranking, checked = halves(ranking, seed)
     if isinstance(ood, str):
         if ranking is None:
             raise DataError(f"ood={ood!r} is made from the data of id=, which is missing; give it")
-        unlike = made_foreign(ranking, seed, model)
-    return BuildData(train, ranking, checked, unlike, seed)
+        ood_sets = make_synthetic_ood(ranking, seed, model)
+    return BuildData(train, ranking, checked, ood_sets, seed)
 
 
 def read_for_search(
@@ -232,14 +232,14 @@ def read_for_search(
     labels, classes = base.metadata.labels, base.num_classes
     train, id, judge_id = in_order({"train": train, "id": id, "judge_id": judge_id}, labels, classes).values()
     held_out = read_all(id, "id", seed, classes)
-    circuits = {} if isinstance(ood, str) else _foreign(ood, "ood", seed)
+    circuits = {} if isinstance(ood, str) else _read_ood(ood, "ood", seed)
     judged = None if judge_id is None else read_all(judge_id, "judge_id", seed, classes)
-    foreign = {} if judge_ood is None else _foreign(judge_ood, "judge_ood", seed)
+    judge_sets = {} if judge_ood is None else _read_ood(judge_ood, "judge_ood", seed)
     known = {"train": Known.of(train)}
-    known |= {"id": Known(id, keys_at_hand(held_out)), "judge_id": Known(judge_id, keys_at_hand(judged))}
+    known |= {"id": Known(id, keys_in_memory(held_out)), "judge_id": Known(judge_id, keys_in_memory(judged))}
     id_keys = [part.keys for part in known.values() if part.keys is not None]
     why = "the samples that make the candidates also judge them"
-    outside = {**circuits, **foreign}
+    outside = {**circuits, **judge_sets}
     apart = {name: np.concatenate([sample_keys(inputs) for inputs, _ in batches]) for name, batches in outside.items()}
     require_unlike("the in-distribution data", np.concatenate(id_keys), apart)
     warn_if_shared("train", known["train"], "id", known["id"], TRAINED_ON)
@@ -256,21 +256,21 @@ def read_for_search(
         held_out, judged = halves(held_out, seed)
     ranking, validation = halves(held_out, seed + 1)
     if isinstance(ood, str):
-        circuits = {"ood": made_foreign(ranking, seed, base)}
-        foreign = foreign or {ood: made_foreign(judged, seed, base)}
-    elif not foreign:
+        circuits = {"ood": make_synthetic_ood(ranking, seed, base)}
+        judge_sets = judge_sets or {ood: make_synthetic_ood(judged, seed, base)}
+    elif not judge_sets:
         cut = {name: halves(batches, seed) for name, batches in circuits.items()}
-        circuits, foreign = ({name: pair[half] for name, pair in cut.items()} for half in (0, 1))
+        circuits, judge_sets = ({name: pair[half] for name, pair in cut.items()} for half in (0, 1))
     several = dict(zip(map(str, ood), circuits.values(), strict=True)) if isinstance(ood, Mapping) else circuits["ood"]
-    return BuildData(train, ranking, validation, several, seed), {"ID": judged, **foreign}
+    return BuildData(train, ranking, validation, several, seed), {"ID": judged, **judge_sets}
 
 
-def _foreign(sources: Any, name: str, seed: int) -> dict[str, list[ReadBatch]]:
+def _read_ood(sources: Any, name: str, seed: int) -> dict[str, list[ReadBatch]]:
     """Read OOD sets, by name."""
     return {key: read_all(batches, key, seed) for key, batches in named_sources(sources, name).items()}
 
 
-def made_foreign(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
+def make_synthetic_ood(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
     """Synthetic OOD data, one sample per ID sample."""
     return [(inputs, None) for (inputs,) in synthetic_ood(batches, seed=seed, model=model)]
 

@@ -26,7 +26,7 @@ TRUNK = 5 / 6  # our defaults: trunk as a share of the layers; pruned heads, of 
 PRUNED, PRUNED_ABOVE = 0.08, 0.25
 LARGEST_SEED = 2**62  # accepted by every random generator of a build, with room for one seed per member
 Number = Annotated[int, Range(0, LARGEST_SEED)]
-Some = Annotated[int, Range(1, LARGEST_SEED)]
+PositiveInt = Annotated[int, Range(1, LARGEST_SEED)]
 
 
 def usual_trunk(layers: int) -> int:
@@ -85,7 +85,7 @@ class HydraConfig(Checked):
     """
 
     prune: Number | None = None
-    members: Some = 3
+    members: PositiveInt = 3
     strategy: Strategy = "circuit"
     whole: bool = False
     training: TrainingMode | None = None
@@ -94,7 +94,7 @@ class HydraConfig(Checked):
     max_accuracy_loss: Share | None = field(default=None, metadata=ADDED_LATER)
     pool: int | None = None
     taylor_scope: Scope = "layer"
-    calibration_batches: Some = 8
+    calibration_batches: PositiveInt = 8
     recipe: Recipe | None = None
     shared_layers: Number | None = None
     average_trunk: bool = field(default=False, metadata=ADDED_LATER)

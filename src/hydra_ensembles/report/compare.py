@@ -13,7 +13,7 @@ from ..arguments import checked
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import UNNAMED, Evaluation, read_saved
 from ..files import expanded, write_sealed
-from ..fingerprints import unlike
+from ..fingerprints import compare_traces
 from ..model.cost import Cost
 from ..overlap import about
 from ..schema import from_plain, to_plain
@@ -177,7 +177,7 @@ def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: 
     unknown: dict[str, None] = {}  # ordered set of names
     for name, run in others:
         same = [key for key, count in run.samples.items() if first.samples.get(key) == count]
-        differing = unlike(run.traces, first.traces, same)
+        differing = compare_traces(run.traces, first.traces, same)
         if differing.labels:
             other = f"the labels of {_listed(differing.labels)} differ between {name} and {first_name}"
             notes.append(_mismatch(other, allow_mismatch))

@@ -154,7 +154,7 @@ class Scorer:
         missing = [name for name in self.keep if name not in beside]
         if missing:
             raise DataError(f"the batch has no columns {missing} to keep; it has {sorted(beside)}")
-        kept = {name: _as_it_is(beside[column]) for name, column in self.kept.items()}
+        kept = {name: _as_array(beside[column]) for name, column in self.kept.items()}
         names = READ[self.ensemble.kind]
         raw = self.columns.needed(self.ensemble.kind)
         if names[0] in batch:
@@ -277,7 +277,7 @@ def _tensor(values: Any) -> Tensor:
     return rows if isinstance(rows, Tensor) else torch.from_numpy(np.ascontiguousarray(rows))
 
 
-def _as_it_is(values: Any) -> np.ndarray[Any, Any]:
+def _as_array(values: Any) -> np.ndarray[Any, Any]:
     """A column as an array; objects if not numbers: NumPy strips trailing zeros of bytes and rejects ragged lists."""
     with suppress(ValueError):
         if isinstance(values, np.ndarray) or np.asarray(values).dtype.kind in "biuf":

@@ -11,7 +11,7 @@ from hydra_ensembles.circuit import scores
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.heads.ranking import Head
 
-STEP = scores.quantum(torch.float64)
+STEP = scores.grid_step(torch.float64)
 
 
 def test_confidence_orders_like_the_maximum_softmax_probability() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from circuit_models import SCORES, Problem, random_problem, searches
 from hydra_ensembles.circuit.exact import Exact
-from hydra_ensembles.circuit.scores import Score, quantum
+from hydra_ensembles.circuit.scores import Score, grid_step
 from hydra_ensembles.circuit.screened import Shifts, fast_products, gradient_shifts
 from hydra_ensembles.heads.ranking import Head
 from trained_vit import id_pictures, ood_pictures, trained_vit
@@ -42,9 +42,9 @@ def measured_and_predicted(exact: Exact, heads: list[Head]) -> tuple[Shifts, Shi
     """Shifts of all heads on all samples: measured, and predicted by a gradient."""
     measured, predicted = Shifts(exact), Shifts(exact)
     rows, numbers = np.arange(len(exact.tower.candidates)), np.arange(exact.objective.samples)
-    measured.start_step(afresh=True)
+    measured.start_step(reset=True)
     exact.tower.run(np.repeat(rows, len(numbers)), np.tile(numbers, len(rows)), measured.record)
-    predicted.start_step(afresh=True)
+    predicted.start_step(reset=True)
     predicted.predict(heads, numbers)
     return measured, predicted
 
@@ -70,7 +70,7 @@ def test_predictions_are_first_order() -> None:
     _, exact, heads = searches(problem, "avg")
     real, found = (shifts.known for shifts in measured_and_predicted(exact, heads))
     numbers, inside = np.arange(exact.objective.samples), exact.objective.id_count
-    assert torch.allclose(found[0] * quantum(torch.float64), real[0] * quantum(torch.float64), atol=1e-5)
+    assert torch.allclose(found[0] * grid_step(torch.float64), real[0] * grid_step(torch.float64), atol=1e-5)
     margins = gradient_shifts(exact.tower, heads, numbers[:inside], exact.tower.samples.labels[:inside])
     assert torch.allclose(margins, real[1, :, :inside], atol=1e-5)
     wrong = exact.current.wrong[0, :inside]
@@ -86,7 +86,7 @@ def test_a_new_prediction_keeps_what_was_measured_beyond_the_last_one() -> None:
     shifts.correct(rows, numbers, 2 * before)
     assert shifts.known[:, rows][:, :, numbers].tolist() == [[[2.0, 2.0], [2.0, 2.0]], [[2.25, 2.0], [2.0, 2.0]]]
     assert shifts.known.count_nonzero() == 8
-    shifts.start_step(afresh=True)
+    shifts.start_step(reset=True)
     assert not shifts.known.any()
 
 

@@ -5,7 +5,7 @@ from tqdm import tqdm
 
 from circuit_models import random_problem, searches
 from hydra_ensembles.circuit import extract, timing
-from hydra_ensembles.circuit.timing import in_words, moving, seconds_of
+from hydra_ensembles.circuit.timing import bar_updater, in_words, seconds_of
 
 
 def test_more_work_takes_longer() -> None:
@@ -24,7 +24,7 @@ def test_more_work_takes_longer() -> None:
 
 def test_the_bar_counts_candidates_and_never_goes_back() -> None:
     with tqdm(total=15, initial=6) as bar:  # six candidates were decided in the previous step
-        tell, positions = moving(bar, start=6, most=5, ranks=2), []
+        tell, positions = bar_updater(bar, start=6, most=5, ranks=2), []
         for decided in (1, 2, 1, 9):
             tell(decided)
             positions.append(bar.n)
@@ -36,7 +36,9 @@ def test_a_run_says_how_long_it_takes_and_moves_by_candidates(
     method: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    monkeypatch.setattr(extract, "moving", lambda *step: lambda decided: told.append(decided) or moving(*step)(decided))
+    monkeypatch.setattr(
+        extract, "bar_updater", lambda *step: lambda decided: told.append(decided) or bar_updater(*step)(decided)
+    )
     monkeypatch.setattr(
         timing, "interleaved_times", lambda passes, *_: {name: [1e-3] for name in passes}
     )  # fixed times

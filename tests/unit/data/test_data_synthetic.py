@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.data.synthetic import IMAGE_WAYS, TEXT_WAYS, blur
+from hydra_ensembles.data.synthetic import IMAGE_DISTORTIONS, TEXT_DISTORTIONS, blur
 from hydra_ensembles.errors import DataError
 from random_ensembles import random_ensemble
 
@@ -41,7 +41,7 @@ def test_images_keep_their_shape_and_lose_their_sense(dtype: torch.dtype) -> Non
 def test_each_way_does_what_it_says() -> None:
     image, other = pictures(2, (16, 16), torch.float64)
     shuffled, turned, blurred, noisy, pasted = (
-        spoil(image, other, torch.Generator().manual_seed(3)) for spoil in IMAGE_WAYS
+        spoil(image, other, torch.Generator().manual_seed(3)) for spoil in IMAGE_DISTORTIONS
     )
     assert torch.equal(shuffled.flatten().sort().values, image.flatten().sort().values)
     assert torch.allclose(torch.fft.rfft2(turned).abs(), torch.fft.rfft2(image).abs(), atol=1e-9)
@@ -78,7 +78,7 @@ def test_texts_keep_special_tokens_and_padding() -> None:
     seen = set(ids[~special].tolist())
     for row in range(12):
         before, after = (one[row][~special[row]] for one in (ids, new))
-        way = TEXT_WAYS[row % 3]
+        way = TEXT_DISTORTIONS[row % 3]
         assert not torch.equal(before, after)
         if way == "shuffled":
             assert before.sort().values.tolist() == after.sort().values.tolist()

@@ -249,7 +249,7 @@ def test_a_result_significantly_below_its_model_is_warned_of(tmp_path: Path) -> 
     assert "significantly" in json.loads((tmp_path / "summary.json").read_text())["history"][-1]
     assert spoilt.metadata.calibration is not None
     assert same(spoilt, he.build(base, spoiling, output=tmp_path, **held))
-    with patch.object(chain, "held_against_base", wraps=chain.held_against_base) as asked:
+    with patch.object(chain, "compare_with_base", wraps=chain.compare_with_base) as asked:
         fine = he.build(base, config(prune=1, strategy="random"), **held)
     assert asked.call_args.args[1].metadata.calibration is not None  # the base is calibrated too
     assert not any("accuracy" in line for line in fine.metadata.history)
@@ -260,9 +260,9 @@ def test_a_result_whose_likelihood_alone_is_below_its_model_is_warned_of() -> No
     base = image_model()
     held_out, shy = right(base, 60), base.with_metadata(calibration=Calibration((5.0,)))
     with pytest.warns(he.HydraWarning, match=r"^held-out NLL .* is significantly above the model's .* 60 samples"):
-        told = chain.held_against_base(shy, base, held_out, seed=0)
+        told = chain.compare_with_base(shy, base, held_out, seed=0)
     assert len(told.metadata.history) == len(base.metadata.history) + 1
-    assert chain.held_against_base(base, shy, held_out, seed=0) is base
+    assert chain.compare_with_base(base, shy, held_out, seed=0) is base
 
 
 def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll() -> None:

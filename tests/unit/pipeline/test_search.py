@@ -119,12 +119,12 @@ def test_the_reason_says_whether_chance_could_choose_so(
     decided = he.SearchResult(rows, 1.5, "latency", (), {}, choice="other", why="it is so")
     work: Any = SimpleNamespace(judges={"ID": []}, settings=SimpleNamespace(seed=0), _final=lambda name: name)
     with warnings.catch_warnings(record=True, action="always") as caught:
-        weighed = searching._Search._weighed(work, decided)
+        weighed = searching._Search._with_significance(work, decided)
     assert weighed.why.startswith(f"it is so; its NLL is {verdict} lower (")
     assert "for 2 candidates" in weighed.why
     assert [verdict in str(warning.message) for warning in caught] == [True] * (verdict == "not significantly")
     kept = replace(decided, choice=YOURS)
-    assert searching._Search._weighed(work, kept) is kept
+    assert searching._Search._with_significance(work, kept) is kept
 
 
 @pytest.mark.parametrize("first", [1 / STEPS, 1.0])
