@@ -60,7 +60,7 @@ def test_of_two_builds_at_once_one_is_told_and_the_settings_are_those_of_the_oth
 
     monkeypatch.setattr("hydra_ensembles.cli.build.write_settings", meanwhile)
     succeed(*build, "--members", 2)
-    assert "another build works" in refusals[0]
+    assert "another build is using" in refusals[0]
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["members"] == 2
     assert he.Ensemble.from_pretrained(tmp_path / "run" / "ensemble").num_members == 2
 

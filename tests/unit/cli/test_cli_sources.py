@@ -209,7 +209,7 @@ def classifier(labels=()):
 
 
 def test_classes_that_do_not_fit_and_folders_called_by_numbers_that_are_places():
-    for names, says in ((("red",), "at least two classes"), (("green", "red"), "the model 11 without names")):
+    for names, says in ((("red",), "at least two classes"), (("green", "red"), "the model has 11 without names")):
         with pytest.raises(DataError, match=says):
             fit_to_model(pictures(names, range(len(names))), classifier(), DataSettings())
     data, places = pictures(("10", "2")), DataSettings(by_position=True)
