@@ -16,7 +16,7 @@ from .arguments import PositiveShare, checked
 from .batches import Batches, warn_if_cut
 from .classes import some
 from .errors import DataError, TooFewSamplesError
-from .familiarity import OF_BOTH, Answered, Fitting, answers, beside, require_fresh
+from .familiarity import OF_BOTH, Answered, Fitting, answers, append_earlier, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import BY_CLASS, FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
@@ -32,15 +32,15 @@ COLDEST, HOTTEST = 0.05, 20.0  # range of temperatures searched
 _PRIOR = 0.5  # prior standard deviation of the log-temperature; its mean is 0
 _GRID = 24
 _PRECISION, _AT_BOUND = 1e-6, 1e-3  # of log-temperatures: accuracy of the optimum, distance that is "at a bound"
-_WORTHWHILE = 1e-6  # a smaller gain is rounding error, and the temperature stays 1
-_LIKELIER = 4.0  # twice the log-likelihood ratio above which an improvement is hardly chance
+_MIN_GAIN = 1e-6  # a smaller gain is rounding error, and the temperature stays 1
+_MIN_RATIO = 4.0  # twice the log-likelihood ratio above which an improvement is hardly chance
 _CHANCE = 0.001  # warn of a class declined so often that chance explains it with less than this probability
 _STEPS = 50  # maximum number of Newton steps; fewer than ten are usual
 _ROWS = 8192  # samples converted to float64 at a time
 _AT_ONCE = 2**17  # logits per chunk of log-softmax: fits into the cache of a core
-_NOTHING = -800.0  # log-probability that underflows to 0 in float64
-_AT_COLDEST = "the answers are right far more often than their probabilities say; check that they are unscaled logits"
-_UNFIT = "the labels do not match the answers; check that data and model number the classes in the same way"
+_LOG_ZERO = -800.0  # log-probability that underflows to 0 in float64
+_TOO_UNSURE = "the answers are right far more often than their probabilities say; check that they are unscaled logits"
+_WRONG_LABELS = "the labels do not match the answers; check that data and model number the classes in the same way"
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _familiar_part(
         else:
             reused = 0.0
             familiarity, held_out = _fitted_on_a_half(ensemble, samples, keys, name, share)
-            familiarity = beside(familiarity, earlier)
+            familiarity = append_earlier(familiarity, earlier)
         familiarity, both = _with_threshold(familiarity, held_out, fit.calibration, share, ensemble.metadata.labels)
     except TooFewSamplesError as problem:
         if choice != "auto" or earlier is not None:
@@ -211,8 +211,8 @@ def _fitted_on_a_half(
     labels = samples.labels.numpy()
     drawn = draws.random(len(labels)) < 0.5
     classes, first = np.unique(labels, return_index=True)
-    lent = ~np.isin(classes, labels[drawn]) & (score in BY_CLASS)  # by chance a rare class may be only in one half
-    drawn[first[lent]] = True
+    borrowed = ~np.isin(classes, labels[drawn]) & (score in BY_CLASS)  # by chance a rare class may be only in one half
+    drawn[first[borrowed]] = True
     _, first_copy, copies = np.unique(keys, return_index=True, return_inverse=True)
     fits = torch.from_numpy(drawn[first_copy[copies]])
     held_out = samples.pick(~fits)
@@ -225,7 +225,7 @@ def _fitted_on_a_half(
         fitting.add(samples.pick(rows))
     fitting.mark(keys[fits.numpy()])
     familiarity = fitting.finish()
-    held_out = fitting.standing_in(held_out, int(lent.sum()))
+    held_out = fitting.replace_borrowed(held_out, int(borrowed.sum()))
     return Familiarity(replace(familiarity.settings, halved=True), familiarity.state), held_out
 
 
@@ -361,27 +361,27 @@ def _fit_temperature(
         means = [log_mean_probs(rows.double()) for rows in member_logits.split(_ROWS, dim=1)]
         member_logits = torch.cat(means)[None]  # log of the mean probabilities, treated as one member: [1, n, C]
     members, samples = member_logits.shape[:2]
-    logs, lowest = _lowest(member_logits, labels)
-    if nll_before - lowest <= _WORTHWHILE:
+    logs, lowest = _minimise(member_logits, labels)
+    if nll_before - lowest <= _MIN_GAIN:
         logs = torch.zeros_like(logs)
     temperatures = logs.exp().tolist()
     fitted = _nll(_label_log_probs(member_logits, labels, logs)[0])
     nll_after = min(fitted, nll_before)  # equal at temperature 1, up to rounding
     at_bound = False
     for member, found in enumerate(temperatures):
-        for bound, cause in ((COLDEST, _AT_COLDEST), (HOTTEST, _UNFIT)):
+        for bound, cause in ((COLDEST, _TOO_UNSURE), (HOTTEST, _WRONG_LABELS)):
             if abs(math.log(found / bound)) < _AT_BOUND:
                 which = f"the temperature {found:.4g}{f' of member {member}' if members > 1 else ''}"
                 warn(f"{which} stopped at the bound {bound:g}: {cause}")
                 at_bound = True
     guess = math.log(member_logits.shape[2])
-    if not at_bound and nll_before > guess and 2 * samples * (guess - nll_after) < _LIKELIER:
+    if not at_bound and nll_before > guess and 2 * samples * (guess - nll_after) < _MIN_RATIO:
         likelihood = f"NLL {nll_after:.3f} over {samples} samples, against {guess:.3f} for equally likely classes"
-        warn(f"at no temperature are the answers likelier than a guess ({likelihood}): {_UNFIT}")
+        warn(f"at no temperature are the answers likelier than a guess ({likelihood}): {_WRONG_LABELS}")
     return tuple(temperatures), nll_after
 
 
-def _lowest(member_logits: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+def _minimise(member_logits: Tensor, labels: Tensor) -> tuple[Tensor, float]:
     """Log-temperatures `[M]` that minimise NLL plus prior, and their cost.
 
     Start from the best point of a grid, first with one temperature for all members and then one member at a time, and
@@ -446,7 +446,7 @@ def _label_log_probs(member_logits: Tensor, labels: Tensor, logs: Tensor, deriva
         log_probs = (rows.double() / degrees).log_softmax(-1)  # [M, some, C]
         found = [log_probs.gather(2, targets.expand(len(rows), -1)[..., None])[..., 0]]  # [M, some]
         if derivatives:
-            log_probs = log_probs.clamp(min=_NOTHING)
+            log_probs = log_probs.clamp(min=_LOG_ZERO)
             weighed = log_probs.exp() * log_probs
             mean, square = weighed.sum(-1), (weighed * log_probs).sum(-1)
             found += [mean - found[0], found[0] - mean - (square - mean.square())]

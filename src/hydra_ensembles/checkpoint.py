@@ -57,7 +57,7 @@ from .schema import from_plain, short, to_plain
 T = TypeVar("T")
 
 SAVING, SAVED = ".saving-", ".saved-"  # folder of a save while it is written, and once it is complete
-LOOKS = 10  # attempts to read a folder that is saved to continuously
+READ_ATTEMPTS = 10  # attempts to read a folder that is saved to continuously
 # bytes
 MAX_CONFIG = 4 << 20
 MAX_TOKENIZER = 64 << 20
@@ -87,7 +87,7 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
     with files.locked(folder, "save", wait=True):
         earlier = (folder / CONFIG).exists()
         with files.writing(folder, f"the earlier model in {folder} is untouched" if earlier else "nothing was saved"):
-            _settle(folder)
+            _clean_up(folder)
             staging = folder / f"{SAVING}{secrets.token_hex(4)}"
             staging.mkdir()
             try:
@@ -99,19 +99,19 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
                 os.replace(saved / CONFIG, folder / CONFIG)  # commit: from here on readers get the new model
             except BaseException:
                 with suppress(OSError):
-                    _settle(folder)
+                    _clean_up(folder)
                 raise
         with files.writing(folder, "the new model is saved there completely; only cleaning up failed"):
-            _settle(folder)
+            _clean_up(folder)
 
 
-def settle_checkpoint(folder: Path) -> None:
+def clean_up_checkpoint(folder: Path) -> None:
     """Finish or remove what a killed save left in a folder; the next save does this anyway."""
     with files.locked(folder, "save", wait=True), files.writing(folder, "no model was changed"):
-        _settle(folder)
+        _clean_up(folder)
 
 
-def _settle(folder: Path) -> None:
+def _clean_up(folder: Path) -> None:
     """Finish a save that was killed after its commit, and remove the remains of others; needs the lock."""
     if (folder / CONFIG).exists():
         with _reading(folder / CONFIG), _open(folder / CONFIG, folder) as file:  # never overwrite another library's
@@ -318,17 +318,17 @@ def load_checkpoint(
     If the model is saved again meanwhile, reading restarts: all files must match one `config.json`.
     """
     folder = locate(source, revision, token)
-    for _ in range(LOOKS):
+    for _ in range(READ_ATTEMPTS):
         with _reading(folder / CONFIG):
             opened = _open(folder / CONFIG, folder)
         with opened:  # while it is open, its inode cannot be reused
             try:
                 return restore(_read_record(folder, kinds, opened))
             except CheckpointError:
-                if _is_still(opened, folder / CONFIG):
+                if _is_same_file(opened, folder / CONFIG):
                     raise
     raise CheckpointError(
-        f"{folder} was saved to again during each of {LOOKS} attempts to read it; wait until that ends"
+        f"{folder} was saved to again during each of {READ_ATTEMPTS} attempts to read it; wait until that ends"
     )
 
 
@@ -362,7 +362,7 @@ def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> 
     return stored
 
 
-def _is_still(file: BufferedReader, path: Path) -> bool:
+def _is_same_file(file: BufferedReader, path: Path) -> bool:
     """Whether `path` still refers to the opened file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())

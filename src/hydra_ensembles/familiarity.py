@@ -28,9 +28,9 @@ from .model.kinds import require_ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
 from .overlap import Keys, marked, marks_of, reused_of, sample_keys, warn_of_copies
 
-FEW_A_CLASS = 20  # samples per class below which the covariance is shrunk more
+FEW_PER_CLASS = 20  # samples per class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # added to each eigenvalue, as a share of their mean
-HELD_OUT_MOST = 4096  # maximum number of samples held out for p-values
+MAX_HELD_OUT = 4096  # maximum number of samples held out for p-values
 OF_BOTH = ("validation/sure_share", "validation/familiar_share")  # metrics of each of the two thresholds alone
 OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # metrics of all thresholds together
 _NULL = 1e-10  # eigenvalues below this share of the largest are directions without variance
@@ -113,7 +113,7 @@ def fit_familiarity(
     names = (score,) if isinstance(score, str) else tuple(score)
     draws = np.random.default_rng(seed)
     fitting = Fitting(ensemble, names, draws, shrinkage, neighbours, principal, stored)
-    waiting = Reservoir(HELD_OUT_MOST, draws)
+    waiting = Reservoir(MAX_HELD_OUT, draws)
     known_by = list[Keys]()
     for inputs, samples in answers(ensemble, id_batches, "id_batches", fitting.labelled):
         drawn = torch.from_numpy(draws.random(len(samples.labels)) < held_out)
@@ -122,8 +122,8 @@ def fit_familiarity(
         fitting.mark(known_by[-1][~drawn.numpy()])
         fitting.add(waiting.offer(samples.pick(drawn)))
     held = waiting.samples()
-    lent = fitting.missing()  # classes whose only samples were held out
-    for label in lent:
+    borrowed = fitting.missing()  # classes whose only samples were held out
+    for label in borrowed:
         first = (held.labels == label).nonzero()[:1, 0]
         fitting.add(held.pick(first))
         held = held.pick(torch.isin(torch.arange(len(held.labels)), first, invert=True))
@@ -132,11 +132,11 @@ def fit_familiarity(
     why = "held-out samples that were also fitted look more familiar than new data, whose p-values are then too low"
     warn_of_copies("id_batches", len(keys), len(np.unique(keys)), why)
     if len(held.labels):
-        held = fitting.standing_in(held, len(lent))
+        held = fitting.replace_borrowed(held, len(borrowed))
         scores = familiarity.scores(held.features, held.logits)[0].mean(dim=0)
         familiarity = Familiarity(replace(familiarity.settings, reference=Reference.of(scores)), familiarity.state)
     line = f"familiarity ({', '.join(names)}) fitted on {familiarity.settings.samples} samples"
-    metadata = _refitted(before, beside(familiarity, before.familiarity), line)
+    metadata = _refitted(before, append_earlier(familiarity, before.familiarity), line)
     return Ensemble.from_state(weights.config, weights.state_dict(), metadata)
 
 
@@ -160,7 +160,7 @@ def _refitted(metadata: Metadata, familiarity: Familiarity, line: str) -> Metada
     return replace(metadata, familiarity=familiarity, metrics=metrics, history=(*metadata.history, line))
 
 
-def beside(familiarity: Familiarity, earlier: Familiarity | None) -> Familiarity:
+def append_earlier(familiarity: Familiarity, earlier: Familiarity | None) -> Familiarity:
     """New feature scores, followed by earlier scores that are learned in another way (`vilu`, `neglabel`)."""
     return familiarity if earlier is None else _joined(familiarity, earlier, FAMILIARITY_NAMES)
 
@@ -333,16 +333,16 @@ class Fitting:
             return []
         return (self.counts == 0).nonzero()[:, 0].tolist()
 
-    def standing_in(self, held_out: Answered, lent: int) -> Answered:
+    def replace_borrowed(self, held_out: Answered, borrowed: int) -> Answered:
         """Held-out samples, with samples of the rarest classes repeated, one for each sample that was lent to the fit.
 
         Otherwise rare classes would be rarer here than among new samples, and fewer of those accepted than promised.
         """
-        if not lent:
+        if not borrowed:
             return held_out
         fitted_by = self.counts[held_out.labels]
         rarest = (fitted_by == fitted_by.min()).nonzero()[:, 0]
-        again = rarest[torch.arange(lent) % len(rarest)]
+        again = rarest[torch.arange(borrowed) % len(rarest)]
         return held_out.pick(torch.cat([torch.arange(len(fitted_by)), again]))
 
     def finish(self) -> Familiarity:
@@ -386,18 +386,18 @@ class Fitting:
         if self.samples < 2 * classes:
             raise TooFewSamplesError(
                 f"{self.samples} samples of {classes} classes are too few for a covariance; give at least two per "
-                f"class, better {FEW_A_CLASS}, {other}"
+                f"class, better {FEW_PER_CLASS}, {other}"
             )
         if self.shrinkage == 0.0 and self.samples - classes < self.width:
             raise TooFewSamplesError(
                 f"{self.samples} samples of {classes} classes do not determine all {self.width} directions of the "
                 f"features; give {self.width + classes} or more, or leave out shrinkage=0"
             )
-        few = self.samples < FEW_A_CLASS * classes
+        few = self.samples < FEW_PER_CLASS * classes
         if few and self.shrinkage is None:
             warn(
                 f"few samples per class: {self.samples / classes:.3g} on average, {int(self.counts.min())} in the "
-                f"rarest; below {FEW_A_CLASS} the covariance is shrunk by {SHRINKAGE_OF_FEW}, and distances are rough"
+                f"rarest; below {FEW_PER_CLASS} the covariance is shrunk by {SHRINKAGE_OF_FEW}, and distances are rough"
             )
         return self.shrinkage if self.shrinkage is not None else (SHRINKAGE, SHRINKAGE_OF_FEW)[few]
 

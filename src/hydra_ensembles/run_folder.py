@@ -16,7 +16,7 @@ from torch import Tensor
 from . import files
 from ._distributed import launched_rank
 from ._utils import require_same_run
-from .checkpoint import settle_checkpoint
+from .checkpoint import clean_up_checkpoint
 from .classes import some
 from .errors import CheckpointError
 from .heads.ranking import HeadRanking
@@ -98,7 +98,7 @@ class RunFolder:
                 self._finished()
                 leftovers = (*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*"))
                 for folder in {path.parent for path in leftovers} - {self.path}:  # the root is no model, and is locked
-                    settle_checkpoint(folder)
+                    clean_up_checkpoint(folder)
                 files.remove_leftovers(self.path)
             else:  # the folder may be anyone's so far: keep its hidden files
                 self._write_identity({})

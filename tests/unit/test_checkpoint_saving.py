@@ -243,9 +243,9 @@ def test_a_folder_that_is_saved_to_all_the_time(tmp_path: Path, monkeypatch: pyt
         raise CheckpointError("mixed")
 
     monkeypatch.setattr(checkpoint, "_read_record", overtake)
-    with pytest.raises(CheckpointError, match=f"{checkpoint.LOOKS} attempts"):
+    with pytest.raises(CheckpointError, match=f"{checkpoint.READ_ATTEMPTS} attempts"):
         Ensemble.from_pretrained(tmp_path)
-    assert next(looks) == checkpoint.LOOKS
+    assert next(looks) == checkpoint.READ_ATTEMPTS
 
 
 WITHOUT_LIBRARIES = """

@@ -340,7 +340,7 @@ def test_a_seed_keeps_the_samples_it_always_kept_however_they_are_batched(sizes:
 def test_what_overflows_is_fitted_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over one sample cost almost as much as sums over a batch."""
     added, add = [], familiarity.Sums.add
-    monkeypatch.setattr(familiarity, "HELD_OUT_MOST", 5)
+    monkeypatch.setattr(familiarity, "MAX_HELD_OUT", 5)
     monkeypatch.setattr(familiarity.Sums, "add", lambda sums, *given: (added.append(len(given[1])), add(sums, *given)))
     data = labelled(CONFIG, 90)
     fitted = fit_familiarity(model(CONFIG), data, held_out=0.5)

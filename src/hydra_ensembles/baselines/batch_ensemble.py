@@ -18,7 +18,7 @@ from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, parted
+from .start import joined, warn_equal
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def batch_ensemble(
     drawn = "random signs" if settings.start == "signs" else f"N(1, {settings.deviation:g})"
     line = f"BatchEnsemble, scales of {settings.scales} from {drawn} above a trunk of {trunk}"
     parts = f"scales, {', '.join(recipe.train_groups)}"
-    return parted(train_parametrised(lambda copy: Scaled(copy, settings, recipe, seed), start, job, line, parts))
+    return warn_equal(train_parametrised(lambda copy: Scaled(copy, settings, recipe, seed), start, job, line, parts))
 
 
 class Scaled(Parametrised):

@@ -37,7 +37,7 @@ from ..model.zero_shot import (
     zero_shot,
 )
 from ..training.text import features_of, read_pairs
-from .start import View, joined, taken_apart, with_bias, with_one
+from .start import View, append_one, joined, split_bias, with_bias
 
 _ROWS = 1024  # samples per block of the similarity matrix
 _PROMPTS = 256
@@ -82,7 +82,7 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
     device = dual.device if dual.device.type == "cuda" else torch.device("cpu")  # other devices lack float64
     with torch.no_grad():
         biased = [projection.bias is not None for projection in projections]
-        features = [with_one(part, bias) for part, bias in zip((images, texts), biased, strict=True)]
+        features = [append_one(part, bias) for part, bias in zip((images, texts), biased, strict=True)]
         means = [with_bias(projection) for projection in projections]
         embedded = [part @ mean.T for part, mean in zip(features, means, strict=True)]
         sides = []
@@ -282,9 +282,9 @@ class VLMPosterior:
         """
         base = zero_shot(self.dual, class_names, templates, keep_text)
         image, text = _projections(self.dual)
-        of_image = taken_apart(self.image.draw(members, derive_seed(seed, "image")), image)
+        of_image = split_bias(self.image.draw(members, derive_seed(seed, "image")), image)
         maps = self.text.draw(members, derive_seed(seed, "text"))  # [S, e, d (+ 1)]
-        of_text = taken_apart(maps, text)
+        of_text = split_bias(maps, text)
         names = checked_names(class_names)
         sentences = checked_templates(templates)
         text_features = self._texts(prompts_of(names, sentences))  # [C·templates, d]
@@ -322,7 +322,7 @@ class VLMPosterior:
         with dropping(False):
             parts = [prompts[start : start + _PROMPTS] for start in range(0, len(prompts), _PROMPTS)]
             features = torch.cat([embed(self.dual.text, None, list(batch), normalize=False)[0] for batch in parts])
-        return with_one(features.double().cpu(), _projections(self.dual)[1].bias is not None)
+        return append_one(features.double().cpu(), _projections(self.dual)[1].bias is not None)
 
 
 class ProbitClassifier(View):
@@ -362,7 +362,7 @@ class ProbitClassifier(View):
             features = embed(self.model, None, inputs, normalize=False)[0].double()
         self.terms = {name: tensor.to(features.device) for name, tensor in self.terms.items()}  # kept there
         terms = self.terms
-        augmented = with_one(features, self.biased)
+        augmented = append_one(features, self.biased)
         # h [B, e], [B]
         embedded = augmented @ terms["projection"].T
         spread = (augmented @ terms["inputs"] * augmented).sum(-1)

@@ -10,7 +10,7 @@ from ..model.kinds import require_single
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import in_dtypes_of, in_full, joined, parted, trained_apart
+from .start import in_dtypes_of, joined, shared_parts, to_float32, warn_equal
 
 
 @trains
@@ -52,9 +52,9 @@ def deep_ensemble(
     """
     require_single(model, "deep_ensemble")
     trained: list[Ensemble] = []
-    first = in_full(model) if snapshots else model
+    first = to_float32(model) if snapshots else model
     for index in range(members):
         goes_on = snapshots and index > 0
         start, member_recipe = (trained[-1], replace(recipe, reinit_classifier=None)) if goes_on else (first, recipe)
         trained.append(finetune(start, train, member_recipe, validation, index=index, **run))
-    return parted(joined([in_dtypes_of(model, member) for member in trained], *trained_apart(model, recipe)))
+    return warn_equal(joined([in_dtypes_of(model, member) for member in trained], *shared_parts(model, recipe)))

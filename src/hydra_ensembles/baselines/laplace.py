@@ -15,7 +15,7 @@ from ..model.config import Sharing
 from ..model.dropping import dropping
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
-from .start import joined, taken_apart, with_bias, with_one
+from .start import append_one, joined, split_bias, with_bias
 
 Structure = Literal["kron", "diag", "full"]
 MOST_FULL = 20_000  # maximum number of parameters for a full covariance: 3.2 GB in float64
@@ -94,7 +94,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     sharing = Sharing(stem=True, attention=True, mlp=True, norms=True)
     many = joined([model] * settings.members, sharing)
     state = many.state_dict()
-    drawn = {f"readout.classifier.{name}": tensor for name, tensor in taken_apart(classifiers, classifier).items()}
+    drawn = {f"readout.classifier.{name}": tensor for name, tensor in split_bias(classifiers, classifier).items()}
     state |= {name: tensor.to(state[name]) for name, tensor in drawn.items()}
     line = (
         f"{settings.members} classifiers of a last-layer Laplace approximation ({settings.structure}, prior precision "
@@ -119,7 +119,7 @@ class Curvature:
     def add(self, features: Tensor, logits: Tensor) -> None:
         """Add samples: inputs of the classifier `[B, d]`, and logits `[B, C]`."""
         self.samples += len(features)
-        features = with_one(features, self.inputs.shape[0] > features.shape[1])
+        features = append_one(features, self.inputs.shape[0] > features.shape[1])
         probs = logits.softmax(-1)
         if self.structure == "diag":
             self.sums += (probs * (1 - probs)).T @ features.square()

@@ -18,7 +18,7 @@ from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, parted
+from .start import joined, warn_equal
 
 INPUTS = ("query", "key", "value")
 
@@ -109,8 +109,8 @@ def lora_ensemble(
         return train_parametrised(lambda copy: LowRank(copy, settings, recipe, seed), start, job, line, parts)
 
     if together:
-        return parted(trained(0))
-    return parted(joined([trained(index) for index in range(settings.members)], sharing, trunk))
+        return warn_equal(trained(0))
+    return warn_equal(joined([trained(index) for index in range(settings.members)], sharing, trunk))
 
 
 class LowRank(Parametrised):

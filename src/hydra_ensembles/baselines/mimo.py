@@ -19,7 +19,7 @@ from ..schema import to_plain
 from ..training.finetune import EnsembleLearner, LabelledBatch, train_classifier, trained_metadata
 from ..training.loop import Job, Runtime, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import fresh, joined, parted, require_trained
+from .start import fresh, joined, require_trained, warn_equal
 
 PATCH = "stem.patch"
 
@@ -75,7 +75,7 @@ def mimo(
     result = train_classifier(partial(MimoLearner, model, start, settings, recipe), start, job)
     how = f"rho {settings.rho:g}, batch repeat {settings.batch_repeat}"
     line = f"MIMO of {settings.members} from {settings.start}, {how}: {result.described(recipe)}"
-    return parted(summed(start, result.state_like(start), model, trained_metadata(start, job.train, result, line)))
+    return warn_equal(summed(start, result.state_like(start), model, trained_metadata(start, job.train, result, line)))
 
 
 def wide(model: Ensemble, settings: MIMO, seed: int) -> Ensemble:
@@ -125,7 +125,7 @@ class MimoLearner(EnsembleLearner):
         """Repeat the images for every member."""
         return self._images(inputs).repeat(1, self.settings.members, 1, 1)
 
-    def lesson(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
+    def training_batch(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
         """Repeat every image `batch_repeat` times and shuffle separately for each member, except a share `rho`."""
         images = self._images(inputs)
         count = len(labels)

@@ -105,7 +105,7 @@ def neg_label(
     side = text_side_of(ensemble)
     vocabulary = words if isinstance(words, EmbeddedWords) else embed_words(ensemble, words, templates)
     if vocabulary is words:
-        _require_own(vocabulary, side, templates, ensemble.device)
+        _require_same_side(vocabulary, side, templates, ensemble.device)
     classes = {name.casefold().strip() for name in ensemble.metadata.labels}
     others = [position for position, word in enumerate(vocabulary.words) if word.casefold() not in classes]
     count = int(len(others) * settings.share) // settings.groups * settings.groups
@@ -117,7 +117,7 @@ def neg_label(
     embedded = vocabulary.embeddings.to(ensemble.device)[:, others]  # [G, N, e]
     readout = ensemble.state_dict()
     rows = readout["readout.class_embeddings.weight"].float()  # [G, C, e], multiplied by the logit scale
-    chosen = least_alike(embedded, F.normalize(rows, dim=-1), settings.percentile, count)
+    chosen = least_similar(embedded, F.normalize(rows, dim=-1), settings.percentile, count)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(settings.seed, "neglabel")))
     chosen = chosen[order.to(chosen.device)]
     members = ensemble.num_members
@@ -129,7 +129,7 @@ def neg_label(
     return scored(ensemble, "neglabel", state, count, line, words=(settings.groups, count // settings.groups))
 
 
-def _require_own(words: EmbeddedWords, side: TextSide, templates: Templates | None, device: torch.device) -> None:
+def _require_same_side(words: EmbeddedWords, side: TextSide, templates: Templates | None, device: torch.device) -> None:
     """Raise for words embedded by another text side or in other sentences; embeds one word again to check."""
     if templates is not None and checked_templates(templates) != words.templates:
         raise ConfigError(f"the words are embedded in {words.templates}; leave templates out, or embed them again")
@@ -139,7 +139,7 @@ def _require_own(words: EmbeddedWords, side: TextSide, templates: Templates | No
         raise ConfigError("the words were embedded by another text tower; embed them with embed_words(ensemble, words)")
 
 
-def least_alike(words: Tensor, classes: Tensor, percentile: float, count: int) -> Tensor:
+def least_similar(words: Tensor, classes: Tensor, percentile: float, count: int) -> Tensor:
     """Indices of the `count` words `[G, N, e]` least similar to the classes `[G', C, e]`, least similar first."""
     alike = [torch.quantile(part @ classes.mT, percentile, dim=-1) for part in words.split(1000, dim=1)]  # [G, n] each
     return torch.cat(alike, dim=1).mean(dim=0).argsort(stable=True)[:count]

@@ -34,7 +34,7 @@ def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ens
     return Ensemble.from_state(config, join_states(config, states), metadata)
 
 
-def parted(ensemble: Ensemble) -> Ensemble:
+def warn_equal(ensemble: Ensemble) -> Ensemble:
     """Return the result of a method; warns if two members are equal after training."""
     if equal := find_equal_members([ensemble]):
         warn(
@@ -69,14 +69,14 @@ class View(OurModel):
         raise ConfigError(f"{type(self).__name__} is a view and is not saved; {self.saved}")
 
 
-def trained_apart(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:
+def shared_parts(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:
     """What separately trained members share under a recipe, and the number of layers in their common trunk."""
     above = recipe.last_blocks is not None  # then the stem is frozen, too
     shared = {group: group not in recipe.train_groups or (above and group == "stem") for group in GROUPS}
     return Sharing(**shared), 0 if recipe.last_blocks is None else model.num_layers - recipe.last_blocks
 
 
-def in_full(model: Ensemble) -> Ensemble:
+def to_float32(model: Ensemble) -> Ensemble:
     """The model with half precision cast to float32, for consecutive training runs.
 
     Rounding between runs would lose every update below the spacing of the dtype. `in_dtypes_of` rounds at the end.
@@ -85,7 +85,7 @@ def in_full(model: Ensemble) -> Ensemble:
 
 
 def in_dtypes_of(model: Ensemble, trained: Ensemble) -> Ensemble:
-    """An ensemble trained from `in_full(model)`, rounded once to the dtypes of the model."""
+    """An ensemble trained from `to_float32(model)`, rounded once to the dtypes of the model."""
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     rounded = {name: tensor.to(dtypes[name]) for name, tensor in trained.state_dict().items()}
     return Ensemble.from_state(trained.config, rounded, trained.metadata)
@@ -145,7 +145,7 @@ def scored(
 # --- a linear map with its bias --------------------------------------------------------------------------------------
 
 
-def with_one(features: Tensor, biased: bool) -> Tensor:
+def append_one(features: Tensor, biased: bool) -> Tensor:
     """Append a one to the inputs `[B, d]` of a biased linear map, so that the bias is one more weight."""
     return torch.cat([features, torch.ones_like(features[:, :1])], dim=1) if biased else features
 
@@ -156,6 +156,6 @@ def with_bias(linear: GroupedLinear) -> Tensor:
     return weight if linear.bias is None else torch.cat([weight, linear.bias[0].detach().to(weight)[:, None]], dim=1)
 
 
-def taken_apart(maps: Tensor, linear: GroupedLinear) -> dict[str, Tensor]:
+def split_bias(maps: Tensor, linear: GroupedLinear) -> dict[str, Tensor]:
     """Split maps `[S, e, d (+ 1)]` into weight `[S, e, d]` and, if there is one, bias `[S, e]`."""
     return {"weight": maps} if linear.bias is None else {"weight": maps[..., :-1], "bias": maps[..., -1]}

@@ -17,7 +17,7 @@ from ..model.kinds import require_single
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import in_dtypes_of, in_full, joined, parted, trained_apart
+from .start import in_dtypes_of, joined, shared_parts, to_float32, warn_equal
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def swag(
         run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
     """
     require_single(model, "swag")
-    sharing, trunk = trained_apart(model, recipe)
-    point = in_full(model)
+    sharing, trunk = shared_parts(model, recipe)
+    point = to_float32(model)
     visited = Visited(settings.rank)
     for index in range(settings.points):
         point_recipe = recipe if index == 0 else replace(recipe, reinit_classifier=None)
@@ -76,7 +76,7 @@ def swag(
         Ensemble.from_state(point.config, visited.draw(settings.scale, generator), point.metadata.after(line))
         for _ in range(settings.members)
     ]
-    return parted(joined([in_dtypes_of(model, member) for member in members], sharing, trunk).to(point.device))
+    return warn_equal(joined([in_dtypes_of(model, member) for member in members], sharing, trunk).to(point.device))
 
 
 class Visited:

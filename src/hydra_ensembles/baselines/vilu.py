@@ -161,7 +161,7 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
         total = torch.zeros((), device=self.runtime.device)
         for batch in group:
             odds, right = self.odds(batch)
-            weight = mistakes_weigh(right)
+            weight = mistake_weights(right)
             loss = F.binary_cross_entropy_with_logits(odds, right.float(), weight, reduction="none").mean(1).sum()
             share = loss * (odds.shape[1] / samples)
             self.scaler.scale(share).backward()
@@ -180,7 +180,7 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
         return correct / count, loss / count
 
 
-def mistakes_weigh(right: Tensor) -> Tensor:
+def mistake_weights(right: Tensor) -> Tensor:
     """Weights `[M, B]`: one where a member is right, `log(1 + a / (1 - a))` where it is wrong, with its accuracy a."""
     accuracy = right.float().mean(dim=1, keepdim=True)
     weight = (accuracy / (1 - accuracy).clamp(min=1e-12)).log1p()

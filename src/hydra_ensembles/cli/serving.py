@@ -15,7 +15,7 @@ from ..errors import DataError, StorageError
 from ..files import expanded
 from ..schema import to_plain
 from ..serve.app import make_app
-from ..serve.connection import KEPT_OPEN, bounded_connection
+from ..serve.connection import KEEP_ALIVE, bounded_connection
 from ..serve.export import Format
 from ..serve.export import export as write_export
 from ..serve.scoring import SHARD, UNREADABLE, Scorer, score_archive
@@ -100,7 +100,7 @@ def run_server(uvicorn: Any, app: Any, listener: socket.socket, settings: ServeS
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=int(settings.timeout) + 5,
-        timeout_keep_alive=KEPT_OPEN,
+        timeout_keep_alive=KEEP_ALIVE,
         backlog=BACKLOG,
     )
 

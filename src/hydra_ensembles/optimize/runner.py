@@ -28,7 +28,7 @@ MEASURED_SHAPES = 32  # beyond this number of input shapes, a new one uses the p
 USUAL_SHAPES = 16  # input shapes for which compiled code and graphs are kept
 REPEATS = 5  # timed runs of each plan
 
-_MADE_ANEW = ("choices", "_lock", "_stream", "_pool", "_plain", "_compiled")
+_PROCESS_STATE = ("choices", "_lock", "_stream", "_pool", "_plain", "_compiled")
 
 Run = Callable[..., tuple[Tensor, ...]]  # member logits, and feature scores if fitted
 RunArguments = tuple[Tensor | None, ...]  # the first is never None
@@ -104,11 +104,11 @@ class OptimizedEnsemble:
         self._modules: dict[Plan, Ensemble] = {plan: with_plan(base, plan) for plan in chosen or _sensible_plans(base)}
         self._model = next(iter(self._modules.values()))  # reads inputs and makes predictions
         self._home = next(self._model.parameters())
-        self._begin()
+        self._reset_state()
         if example_inputs is not None:
             self(example_inputs)
 
-    def _begin(self) -> None:
+    def _reset_state(self) -> None:
         """Set up the state of this process: nothing is measured, compiled or recorded yet."""
         self.choices: dict[Key, Choice] = {}
         self._lock = threading.Lock()
@@ -121,11 +121,11 @@ class OptimizedEnsemble:
 
     def __getstate__(self) -> dict[str, Any]:
         """Weights and settings; a copy, or a pickle in another process, measures, compiles and records again."""
-        return {name: value for name, value in vars(self).items() if name not in _MADE_ANEW}
+        return {name: value for name, value in vars(self).items() if name not in _PROCESS_STATE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._reset_state()
 
     @torch.inference_mode()
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
@@ -138,7 +138,7 @@ class OptimizedEnsemble:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
         arguments = self._arguments(*inputs, **named)
         with self._lock:
-            self._take_turns()
+            self._wait_for_stream()
             choice = self._choice(arguments)
             run = self._compiled[choice.plan] if choice.compiled else self._plain[choice.plan]
             exclusive = choice.compiled or self._graphed  # compiler settings and graph buffers allow one at a time
@@ -160,7 +160,7 @@ class OptimizedEnsemble:
         """The choice for inputs of this shape, measured if needed."""
         arguments = self._arguments(inputs)
         with self._lock:
-            self._take_turns()
+            self._wait_for_stream()
             return self._choice(arguments)
 
     def module(self, plan: Plan) -> Ensemble:
@@ -232,7 +232,7 @@ class OptimizedEnsemble:
         self._compiled[choice.plan](*arguments)
         return replace(choice, compiled=True)
 
-    def _take_turns(self) -> None:
+    def _wait_for_stream(self) -> None:
         """Make a stream wait for the previous one: their graphs read from the same buffers."""
         if self._graphed:
             stream = torch.cuda.current_stream(self.device)

@@ -11,8 +11,8 @@ from typing import Any
 
 from .._utils import require
 
-KEPT_OPEN = 75  # seconds an idle connection stays open; longer than in proxies, which would lose requests otherwise
-TURN = KEPT_OPEN + 15.0  # seconds a client has to send the headers of a request, or to continue reading a response
+KEEP_ALIVE = 75  # seconds an idle connection stays open; longer than in proxies, which would lose requests otherwise
+CLIENT_TIMEOUT = KEEP_ALIVE + 15.0  # seconds to send the headers of a request, or to continue reading a response
 HEAD_BYTES = 1 << 18  # bytes that may arrive before the headers end, not counting the chunk they end in
 PIPELINED = 100  # requests that may wait for the response to an earlier one on the same connection
 
@@ -78,7 +78,7 @@ def bounded_connection() -> Any:
             if not (self.flow.write_paused or self.cycle is None or self.cycle.response_complete):
                 self.stop_waiting()
             elif self.deadline is None:
-                self.deadline = self.loop.call_later(TURN, self.transport.abort)
+                self.deadline = self.loop.call_later(CLIENT_TIMEOUT, self.transport.abort)
 
         def stop_waiting(self) -> None:
             """Stop the timer."""

@@ -114,7 +114,7 @@ def export(
                 largest = max(_compare(run(batch), arrays, model, allowed, format) for batch, arrays in pairs)
             compared = {"batches": [len(next(iter(batch.values()))) for batch in batches], "largest": largest}
             sums = {"sha256": checksum(file), "data": {data.name: checksum(data) for data in _data_of(file)}}
-            _write_beside(file, model, {**about, **sums, "compared": compared})
+            _write_companions(file, model, {**about, **sums, "compared": compared})
     return path
 
 
@@ -236,7 +236,7 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
         elif name in p_values:  # a p-value moves one step per held-out score within the score's tolerance
             reference: Any = held_out(ensemble)[p_values[name]][0]
             scores = torch.from_numpy(expected[p_values[name]].astype(np.float64))
-            reach = _slack(p_values[name], allowed) * (1 + scores.abs())
+            reach = _score_tolerance(p_values[name], allowed) * (1 + scores.abs())
             limit = limit + (reference.p_values(scores - reach) - reference.p_values(scores + reach)).numpy()
         elif name in ("label", "accept", "reason", "disagreement", "confidence"):
             limit = np.where(decided, limit, np.inf)
@@ -258,12 +258,12 @@ def _decided(expected: Arrays, ensemble: Ensemble, allowed: float) -> np.ndarray
         decided &= ((first - second) > 2 * allowed * (1 + np.abs(first))).all(axis=1)
     for score, (_, threshold) in held_out(ensemble).items():
         if threshold is not None:
-            reach = _slack(score, allowed) * (1 + np.abs(expected[score]))
+            reach = _score_tolerance(score, allowed) * (1 + np.abs(expected[score]))
             decided &= np.abs(expected[score] - threshold) > reach
     return decided
 
 
-def _slack(score: str, allowed: float) -> float:
+def _score_tolerance(score: str, allowed: float) -> float:
     """Relative tolerance of a score that is compared with a threshold; larger for feature distances."""
     return allowed if score == "score" else allowed * DISTANCES
 
@@ -396,7 +396,7 @@ def _about(ensemble: Ensemble, format: Format, inputs: Sequence[Field], outputs:
     }
 
 
-def _write_beside(file: Path, ensemble: Ensemble, about: Mapping[str, Any]) -> None:
+def _write_companions(file: Path, ensemble: Ensemble, about: Mapping[str, Any]) -> None:
     preprocessing = ensemble.metadata.preprocessing
     if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
         file.with_name(f"{file.name}{TOKENIZER}").write_text(preprocessing.tokenizer, encoding="utf-8")

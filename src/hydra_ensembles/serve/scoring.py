@@ -32,7 +32,7 @@ from ..run_folder import RESULT, RunFolder
 from ..schema import to_plain
 from .archives import Archive, Item
 from .outputs import REASON_WORDS, Arrays, Field, columns, output_fields
-from .service import FORMATS, SHORTEST, SLIMMEST
+from .service import FORMATS, MAX_ASPECT, SHORTEST
 
 SHARD, UNREADABLE, SUMMARY = "rows/part-{:05d}.parquet", "unreadable/part-{:05d}.jsonl", "summary"
 ABOUT = "about"  # file that documents the shards
@@ -299,8 +299,8 @@ def _image(item: Any) -> Any:
         image = to_rgb(item)
     else:
         raise DataError(f"it is a {type(item).__name__}; an image is bytes, a path, a PIL image or an array of uint8")
-    if max(image.size) > SLIMMEST * min(image.size):
-        raise DataError(f"it has {image.width} x {image.height} pixels; no side may be {SLIMMEST} times the other")
+    if max(image.size) > MAX_ASPECT * min(image.size):
+        raise DataError(f"it has {image.width} x {image.height} pixels; no side may be {MAX_ASPECT} times the other")
     return image
 
 
@@ -378,7 +378,7 @@ def score_archive(
                 folder.product(SHARD.format(number), make, lambda _: (b"", b""), write)  # raises if it was modified
                 if finished:
                     names = [item.name for item in part]
-                    _require_among(path / SHARD.format(number), names)
+                    _require_same_items(path / SHARD.format(number), names)
                     if progress:
                         bar.initial += len(names)  # finished rows do not count for the rate
                     bar.update(len(names))
@@ -386,7 +386,7 @@ def score_archive(
         return Scored(**folder.json(SUMMARY, lambda: _summary(path, number, archive.ignored)))
 
 
-def _require_among(shard: Path, names: Sequence[str]) -> None:
+def _require_same_items(shard: Path, names: Sequence[str]) -> None:
     """Raise if the archive no longer yields the items of a finished shard: rows would be lost or duplicated."""
     rows = require("pyarrow.parquet", extra="data").read_table(shard, columns=[INPUT])[INPUT].to_pylist()
     moved = set(rows).difference(names)
@@ -435,7 +435,7 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, tick: Callab
             kept = {name: np.array([item.kept.get(name) for item in good], dtype=object) for name in scorer.keep}
             yield batch, scorer.prepare(_columns(scorer, good), kept) if good else None
 
-    for batch, prepared in _ahead(ready()):
+    for batch, prepared in _prefetch(ready()):
         errors = np.array([item.error for item in batch], dtype=object)
         if prepared is not None:
             answers = scorer.answer(prepared)
@@ -462,7 +462,7 @@ def _columns(scorer: Scorer, items: Sequence[Item]) -> dict[str, Any]:
     return {scorer.columns.text: [text for text, _ in texts], scorer.columns.text_pair: [pair for _, pair in texts]}
 
 
-def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
+def _prefetch(batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the same batches, each prepared in a thread while the previous one is processed."""
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, batches, None)

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from fastapi import Request
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # not EPS and its like: decoding them starts programs
-SLIMMEST = 100  # maximum ratio of the sides: preprocessing scales the shorter one up to the input size
-PASSES = 100  # maximum number of scans in a progressive JPEG: each costs few bytes but a full pass; about ten is normal
-SCAN = b"\xff\xda\0"  # start of a scan, rare in other data
-BRIGHTEST = 1e4  # larger than any preprocessed pixel
+MAX_ASPECT = 100  # maximum ratio of the sides: preprocessing scales the shorter one up to the input size
+MAX_SCANS = 100  # in a progressive JPEG: each costs few bytes but a full pass; about ten is normal
+SCAN_MARKER = b"\xff\xda\0"  # start of a scan, rare in other data
+MAX_PIXEL = 1e4  # larger than any preprocessed pixel
 SHOWN = 5  # number of most probable classes in a JSON answer
-SEVERAL = {"image": "images", "text": "texts"}  # a form may repeat a name
+PLURALS = {"image": "images", "text": "texts"}  # a form may repeat a name
 SHORTEST = 16  # minimum number of tokens that texts are padded to
 NEAREST = "nearest"  # extra key of an answer, if requested: the nearest class, or -1
 
@@ -240,7 +240,7 @@ class Service:
             try:
                 with pillow.open(io.BytesIO(content), formats=FORMATS) as image:
                     width, height = image.size
-                    passes = content.count(SCAN) if image.format in ("JPEG", "MPO") else 1
+                    passes = content.count(SCAN_MARKER) if image.format in ("JPEG", "MPO") else 1
             except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
                 raise RequestError(f"image {index} is too large; {advice}", 413) from error
             except Exception as error:  # a broken header can raise anything in Pillow
@@ -249,11 +249,11 @@ class Service:
                     f"image {index} ({len(content)} bytes) is not one of {formats}, or is broken", 415
                 ) from error
             pixels_left -= width * height
-            if pixels_left < 0 or max(width, height) > SLIMMEST * min(width, height):
-                advice = f"{advice}, and no side may be {SLIMMEST} times the other"
+            if pixels_left < 0 or max(width, height) > MAX_ASPECT * min(width, height):
+                advice = f"{advice}, and no side may be {MAX_ASPECT} times the other"
                 raise RequestError(f"image {index} has {width} x {height} pixels; {advice}", 413)
-            if passes > PASSES:
-                raise RequestError(f"image {index} is a JPEG of over {PASSES} passes; store it in fewer", 413)
+            if passes > MAX_SCANS:
+                raise RequestError(f"image {index} is a JPEG of over {MAX_SCANS} passes; store it in fewer", 413)
 
     def image_size(self) -> tuple[int, int] | None:
         """Height and width of the images that plans are warm for; None for text models."""
@@ -381,7 +381,7 @@ class _Worker:
     def _no_number(self, rows: list[Sample]) -> HydraError:
         """The error for logits that are not finite: the client's if pixels are absurdly large, else the server's."""
         mains = [next(iter(row.inputs.values())) for row in rows]  # pixels or tokens
-        if mains[0].is_floating_point() and max(float(main.abs().max()) for main in mains) > BRIGHTEST:
+        if mains[0].is_floating_point() and max(float(main.abs().max()) for main in mains) > MAX_PIXEL:
             return DataError("the model gives NaN or infinity for this input, whose values are too large for an image")
         kind = str(self.plan.dtype).removeprefix("torch.")
         return RequestError(f"the model gives NaN or infinity for this input; it is served in {kind}", 500)
@@ -465,7 +465,7 @@ def read_form(
     fields: dict[str, list[Any]] = {}
     for name, value in form:
         if isinstance(value, str):
-            fields.setdefault(SEVERAL.get(name, name), []).append(_decoded(value.encode("latin-1")))
+            fields.setdefault(PLURALS.get(name, name), []).append(_decoded(value.encode("latin-1")))
         else:
             fields.setdefault("images", []).append(value)
     return read_named(fields)

@@ -22,7 +22,7 @@ from .service import Answer, Service
 LOGGER = logging.getLogger(__name__)
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
-ANYWHERE = (-1000.0, -300.0, -100.0, -30.0, -10.0, -3.0, -1.0, 0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+BUCKETS = (-1000.0, -300.0, -100.0, -30.0, -10.0, -3.0, -1.0, 0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 BINS = 20  # for a score with held-out scores
 MOST_LABELS = 1000  # maximum number of classes for one counter each
 UNCALIBRATED = "no verdict"  # the model has no threshold
@@ -107,7 +107,7 @@ def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:
         elif field.name in ("entropy", "aleatoric", "epistemic"):
             edges = {most * share for share in (*SHARES, 1.0)}
         else:
-            edges = {*ANYWHERE, *(SHARES if field.name == "score" else ())}
+            edges = {*BUCKETS, *(SHARES if field.name == "score" else ())}
         if threshold is not None and math.isfinite(threshold):
             edges.add(threshold)  # samples above it were not accepted
         bins.append((field.name, field.meaning, [*sorted(edges), math.inf]))

@@ -117,7 +117,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
         """Inputs as the model expects them."""
         return self.model.prepare(inputs)
 
-    def lesson(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
+    def training_batch(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
         """Training inputs of the model, and the target classes of its members, `[M, B]`."""
         return self.prepared(inputs), labels.repeat(self.model.num_members, 1)
 
@@ -135,7 +135,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
             last = index + 1 == len(group)
             sync = nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
             with sync, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # sync in the last only
-                prepared, targets = self.lesson(inputs, labels)
+                prepared, targets = self.training_batch(inputs, labels)
                 prepared = changed(prepared, lambda x: x.clone() if x.is_inference() else x)  # autograd rejects them
                 with self.autocast():
                     logits = wrapped(prepared)  # [M, B, C]

@@ -290,7 +290,7 @@ def train_best(
         given = {name: value for name, value in job.identity.items() if name not in data}
         ranks.require_same((given, to_plain(job.recipe), job.index, job.checkpoint_every), "model or recipe")
         ranks.require_same_data((data, length_of(shared.train)), "training or validation data")
-        folder = None if job.folder is None or _only_read(job.folder, job.recipe.rates) else job.folder
+        folder = None if job.folder is None or _is_read_only(job.folder, job.recipe.rates) else job.folder
         with nullcontext() if folder is None else ranks.locked(folder, "training"), resumable(folder):
             if folder is not None and ranks.rank == 0:
                 remove_leftovers(folder)
@@ -332,7 +332,7 @@ def _compiling() -> Iterator[None]:
         yield
 
 
-def _only_read(folder: Path, rates: Iterable[float]) -> bool:
+def _is_read_only(folder: Path, rates: Iterable[float]) -> bool:
     """Whether a training is finished and its folder is read-only: then nothing needs to be written."""
     if not folder.exists() or os.access(folder, os.W_OK):
         return False

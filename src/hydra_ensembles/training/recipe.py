@@ -211,14 +211,14 @@ class Recipe(Checked):
                 "but this model has no classifier; leave them at None and 1.0"
             )
         trained = [name for name, _ in model.named_parameters() if self.trains(name, model.num_layers)]
-        self._warn_of_freedom(model, trained)
+        self._warn_of_frozen(model, trained)
         if model.num_classes and not trained:
             raise ConfigError(
                 f"the last {self.last_blocks} blocks contain nothing of Recipe.train_groups {list(self.train_groups)}; "
                 "add groups, or train more blocks (share fewer layers)"
             )
 
-    def _warn_of_freedom(self, model: Ensemble, trained: Sequence[str]) -> None:
+    def _warn_of_frozen(self, model: Ensemble, trained: Sequence[str]) -> None:
         """Warn of parameters that train here but would not elsewhere: frozen ones, and tied layers (ALBERT)."""
         free = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         frozen = [name for name in trained if not free[name]]

@@ -119,12 +119,12 @@ def read_state(folder: Path, fingerprint: Mapping[str, Any]) -> RunState | None:
     with usable(folder):
         state = from_plain(RunState, read_sealed(path), path.name, complete=True)
         state.check()
-    theirs, ours = (_at_its_rate(one) for one in (state.fingerprint, json.loads(json.dumps(to_plain(fingerprint)))))
+    theirs, ours = (_without_rates(one) for one in (state.fingerprint, json.loads(json.dumps(to_plain(fingerprint)))))
     require_same_run(theirs, ours, folder, "the training")
     return state
 
 
-def _at_its_rate(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+def _without_rates(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     """The fingerprint without the rates of the recipe: the run's own is stored separately, as `rate`."""
     others = {} if "rate" not in fingerprint else dict.fromkeys(("grid", "learning_rate"))
     recipe = fingerprint.get("recipe")

@@ -46,7 +46,7 @@ def test_every_member_sees_every_image_and_a_share_sees_the_same(rho, same):
     settings = replace(SMALL, rho=rho)
     learner = MimoLearner(base, wide(base, settings, 0), settings, QUICK, CPU)
     images = torch.arange(6.0, dtype=torch.float64)[:, None, None, None].expand(6, 3, 4, 6)
-    shown, targets = learner.lesson(images, torch.arange(6) % 4)
+    shown, targets = learner.training_batch(images, torch.arange(6) % 4)
     assert shown.shape == (12, 9, 4, 6)
     seen = shown[:, ::3, 0, 0].T  # [M, B·repeat], the image that each member sees
     assert all(one.sort().values.tolist() == sorted(list(range(6)) * 2) for one in seen.long())

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import hydra_ensembles as he
-from hydra_ensembles.baselines.neg_label import NegLabel, embed_words, least_alike, neg_label
+from hydra_ensembles.baselines.neg_label import NegLabel, embed_words, least_similar, neg_label
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.dual_encoder import DualEncoder, Projections
 from unit.training.training_cases import NAMES, pair_samples, tiny_dual
@@ -51,8 +51,8 @@ def test_the_score_is_the_published_one(bias):
 def test_the_words_least_like_the_classes_are_taken():
     classes = F.normalize(torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]]), dim=-1)
     words = F.normalize(torch.tensor([[[1.0, 0.1, 0.0], [0.0, 0.1, 1.0], [0.3, 0.3, 1.0], [-1.0, -1.0, 0.0]]]), dim=-1)
-    assert least_alike(words, classes, 1.0, 3).tolist() == [3, 1, 2]
-    assert least_alike(words, classes, 0.0, 1).tolist() == [3]
+    assert least_similar(words, classes, 1.0, 3).tolist() == [3, 1, 2]
+    assert least_similar(words, classes, 0.0, 1).tolist() == [3]
 
 
 def test_class_names_repetitions_and_blanks_are_no_words():

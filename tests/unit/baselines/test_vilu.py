@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.neg_label import NegLabel, neg_label
-from hydra_ensembles.baselines.vilu import ViLU, ViLULearner, mistakes_weigh, vilu
+from hydra_ensembles.baselines.vilu import ViLU, ViLULearner, mistake_weights, vilu
 from hydra_ensembles.metrics.distance import log_odds
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
@@ -84,7 +84,7 @@ def test_maps_of_image_and_classes_train_from_the_identity_on():
 
 def test_the_loss_is_the_published_one():
     right = torch.tensor([[True, True, True, False], [True, False, False, False], [True, True, True, True]])
-    weight = mistakes_weigh(right)
+    weight = mistake_weights(right)
     assert weight[0].tolist() == pytest.approx([1, 1, 1, torch.tensor(1 + 3.0).log().item()])
     assert weight[1].tolist() == pytest.approx([1, *[torch.tensor(1 + 1 / 3).log().item()] * 3])
     assert weight[2].tolist() == [1, 1, 1, 1]

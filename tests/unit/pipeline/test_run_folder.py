@@ -80,7 +80,7 @@ def test_what_a_kill_leaves_is_no_obstacle_and_removed_once_the_folder_is_ours(
     run.json("kept", lambda: 1)
     assert {path.name for path in tmp_path.rglob("*")} == {"config.yaml", "run.json", "kept.json", "model"}
     settled: list[Path] = []
-    monkeypatch.setattr(run_folder, "settle_checkpoint", settled.append)
+    monkeypatch.setattr(run_folder, "clean_up_checkpoint", settled.append)
     (tmp_path / ".saving-x").mkdir()  # not a saved model: a run does not wait for its own lock
     (tmp_path / "model" / ".saved-y").mkdir(parents=True)
     run.json("more", lambda: 1)

@@ -60,7 +60,7 @@ def test_a_head_without_an_end_is_cut(start: bytes, more: bytes, port: int) -> N
 
 @pytest.mark.parametrize("sent", [b"", START, LIVE, LIVE + LIVE, LIVE + b"\r\n"])
 def test_whoever_sends_no_further_request_is_let_go(sent: bytes, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "TURN", 0.2)
+    monkeypatch.setattr(connection, "CLIENT_TIMEOUT", 0.2)
     with socket.create_connection(("127.0.0.1", port), LIMIT) as place:
         place.sendall(sent)
         assert said(place).count(b" 200 ") == sent.count(LIVE)
@@ -73,7 +73,7 @@ def test_requests_without_number_are_cut(port: int) -> None:
 
 
 def test_whoever_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "TURN", 0.0)
+    monkeypatch.setattr(connection, "CLIENT_TIMEOUT", 0.0)
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.Event().wait()  # never answers

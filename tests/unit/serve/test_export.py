@@ -193,7 +193,7 @@ def test_examples_are_compared_too_and_files_of_an_earlier_export_do_not_stay_be
     assert not (tmp_path / "other.pt2.tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("point", ["_traced", "_compare", "_write_beside", "flush"])
+@pytest.mark.parametrize("point", ["_traced", "_compare", "_write_companions", "flush"])
 def test_an_interruption_leaves_what_was_there(point: str, monkeypatch, tmp_path: Path) -> None:
     one = served("image")
     pretend(monkeypatch, one)
