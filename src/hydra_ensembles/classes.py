@@ -38,17 +38,17 @@ def why_not_exclusive(model: object) -> str | None:
     )
 
 
-def spelled(name: str) -> str:
+def normalised(name: str) -> str:
     """A name normalised for case, surrounding spaces, and the encoding of accents (macOS decomposes them)."""
     return unicodedata.normalize("NFKC", name).strip().casefold()
 
 
 def _reading(names: Sequence[str], labels: Sequence[str]) -> Callable[[str], str | int]:
-    """How to compare names: as numbers if all are, else normalised by `spelled`, unless that makes two names equal."""
+    """How to compare names: as numbers if all are, else by `normalised`, unless that makes two names equal."""
     if are_numbers((*names, *labels)):
         return int
-    loses = any(len(set(map(spelled, some))) < len(set(some)) for some in (names, labels))
-    return str if loses else spelled
+    loses = any(len(set(map(normalised, some))) < len(set(some)) for some in (names, labels))
+    return str if loses else normalised
 
 
 def class_numbers(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
@@ -147,7 +147,7 @@ def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
     """Warn if none of the classes in the training data has the name of one of the model's, which keeps its names."""
     for names in _class_names(batches):
         learned = [name for name in names if not name.isdecimal()]
-        if labels and learned and set(map(spelled, learned)).isdisjoint(map(spelled, labels)):
+        if labels and learned and set(map(normalised, learned)).isdisjoint(map(normalised, labels)):
             warn(
                 f"train has the classes {', '.join(learned[:4])}, but the model has {', '.join(labels[:4])}: it will "
                 "learn the former under the names of the latter. If they are not the same, rename the model's: "

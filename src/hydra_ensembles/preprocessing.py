@@ -81,10 +81,10 @@ class ImagePreprocessing(Checked):
                 )
             if not image.width or not image.height:
                 raise DataError(f"image {index} is {image.width}x{image.height}, so it has no pixels; leave it out")
-        if any(map(_is_turned, batch)):
+        if any(map(_is_rotated, batch)):
             warn(
-                f"{_some(batch, 'image')} is stored sideways or mirrored (EXIF) and is used as stored, like the images "
-                "of data sets: PIL.ImageOps.exif_transpose turns it upright"
+                f"{_subject(batch, 'image')} is stored sideways or mirrored (EXIF) and is used as stored, like the "
+                "images of data sets: PIL.ImageOps.exif_transpose turns it upright"
             )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
         mean, std = (pixels.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
@@ -145,7 +145,7 @@ class TextPreprocessing(Checked):
         batch = _items(texts, str)
         encoded, remarks = self.encode(batch)
         for remark in dict.fromkeys(remarks.values()):
-            warn(f"{_some(batch, 'text')} {remark}")
+            warn(f"{_subject(batch, 'text')} {remark}")
         return encoded
 
     def encode(self, batch: "Sequence[str | tuple[str, str]]") -> tuple[dict[str, Tensor], dict[int, str]]:
@@ -216,7 +216,7 @@ def is_raw(inputs: Any) -> bool:
     return isinstance(item, str) or type(item).__module__.startswith("PIL.")
 
 
-def _some(batch: Sequence[Any], kind: str) -> str:
+def _subject(batch: Sequence[Any], kind: str) -> str:
     """Subject of a warning; the same for every batch of a data set, so that the warning is shown once."""
     return f"the {kind}" if len(batch) == 1 else f"at least one {kind}"
 
@@ -301,7 +301,7 @@ def _plain(image: "Image") -> "Image":
     return image
 
 
-def _is_turned(image: "Image") -> bool:
+def _is_rotated(image: "Image") -> bool:
     """Whether the EXIF orientation says that the image is not stored upright."""
     if not image.info.get("exif"):
         return False

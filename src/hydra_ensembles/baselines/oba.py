@@ -29,7 +29,7 @@ from ..schema import to_plain
 from ..training.finetune import Parametrised, train_parametrised
 from ..training.loop import Job, TrainOptions, training_runtime, trains
 from ..training.recipe import Recipe, trainable_state
-from ..training.saved import Position, RunState, read_state, read_tensors, require_layout, usable, write_state
+from ..training.saved import Position, RunState, explain_errors, read_state, read_tensors, require_layout, write_state
 
 _SMALL = 1e-6  # added to the divisor of importances
 
@@ -190,7 +190,7 @@ def pruned_masks(
         masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
         saved = None if folder is None else read_state(folder, state.fingerprint)
         if saved is not None and folder is not None:
-            with usable(folder):
+            with explain_errors(folder):
                 state, tensors = read_tensors(folder, saved, masks)
                 saved_masks = tensors["result" if saved.finished else "current"]
                 require_layout(saved_masks, masks)

@@ -183,8 +183,8 @@ def called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> 
         if not isinstance(answer, Tensor):
             raise TypeError(f"answer= returns a {type(answer).__name__}, but logits [B, C] are expected")
         return answer
-    arguments, (main, *beside) = _arguments(model), inputs.items()
-    keywords = {name: tensor for name, tensor in beside if name in arguments}
+    arguments, (main, *extra) = _arguments(model), inputs.items()
+    keywords = {name: tensor for name, tensor in extra if name in arguments}
     padding = next((name for name in PADDING if name in arguments), None)
     if padding is not None and "attention_mask" in inputs:
         keywords[padding] = inputs["attention_mask"] == 0

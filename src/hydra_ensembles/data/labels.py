@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._utils import warn
-from ..classes import spelled
+from ..classes import normalised
 from ..errors import DataError
 from .dataset import UNLABELLED, LabelArray
 
@@ -76,7 +76,7 @@ def warn_of_similar_names(names: Sequence[str], where: str) -> None:
     """Warn if two class names differ only in spelling, or if one is spelled like a missing label."""
     seen: dict[str, str] = {}
     for name in names:
-        first = seen.setdefault(spelled(name), name)
+        first = seen.setdefault(normalised(name), name)
         if first != name:
             warn(f"{where} has the classes {first!a} and {name!a}, which count as two; if one is meant, rename one")
             break

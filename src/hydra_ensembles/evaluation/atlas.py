@@ -37,7 +37,7 @@ from ..schema import from_plain, to_plain
 from .evaluate import Data, batched, fitted_sets, read_groups, set_name
 from .evaluation import ModelInfo, Provenance, of_format, read_saved
 from .measure import Measure
-from .running import Kept, describe_model, provenance_of, shown
+from .running import AnswerStore, describe_model, provenance_of, shown
 
 FORMAT, VERSION = "hydra_ensembles.atlas", 1
 MOST_INPUTS = 16  # maximum shown per head, ID and OOD each: more make a page too large for browsers
@@ -415,7 +415,7 @@ def sweep_all(
     ensemble, measure = sweep.ensemble, sweep.measure
     heads = [str(head) for head in sweep.heads]
     settings = {"heads": heads, "score": measure.score, "calibration": to_plain(measure.calibration)}
-    announced, keeping = not progress, Kept(output, ensemble, settings, "an atlas")
+    announced, keeping = not progress, AnswerStore(output, ensemble, settings, "an atlas")
     with keeping as kept, tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
         for key, answers_of in seen.items():
             name, labelled = f"set {key!r}", answers_of.labelled

@@ -39,7 +39,7 @@ from ..prediction import AnyScore, ScoreName
 from .evaluation import UNNAMED, Evaluation, ModelInfo, OodGroup, Provenance
 from .logits import LabelledLogits, MemberLogits
 from .measure import Measure
-from .running import Kept, Pass, Runner, describe_model, member_logits, provenance_of, running
+from .running import AnswerStore, Pass, Runner, describe_model, member_logits, provenance_of, running
 
 Data = Batches | Dataset[Any]
 _CHANCE = 0.001  # significance level at which a warning says that too few samples are accepted
@@ -153,7 +153,7 @@ def evaluate(
     shifted = {f"set {key!r}": data for key, data in (shift or {}).items()}
     id_data, *shifted_data = in_order({title: id_data, **shifted}, metadata.labels, known).values()
     model_ready = running(ensemble, None if device is None else require_device(device))
-    with Kept(output, ensemble, {}, "an evaluation") as kept, model_ready as (home, dtype):
+    with AnswerStore(output, ensemble, {}, "an evaluation") as kept, model_ready as (home, dtype):
         runner = Runner(ensemble, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept)
 
         def run(data: Data, key: str, labelled: bool, like: Tensor | None = None) -> Pass:

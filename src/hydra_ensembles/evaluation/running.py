@@ -1,6 +1,6 @@
 """Run a model over a set: member logits, labels, and the inputs it was most and least sure about.
 
-Answers to batches can survive an interruption (`Kept`): they are written periodically, and read when the same
+Answers to batches can survive an interruption (`AnswerStore`): they are written periodically, and read when the same
 evaluation is run again.
 """
 
@@ -44,7 +44,7 @@ from .measure import Measure
 
 THUMBNAIL = 96  # longest side of an embedded image, in pixels
 TEXT_LENGTH = 280  # maximum number of characters of an embedded text
-EVERY = 30.0  # seconds between writes; an interruption writes the rest
+WRITE_EVERY = 30.0  # seconds between writes; an interruption writes the rest
 PART = "answers-{}"
 
 
@@ -61,7 +61,7 @@ class Pass(NamedTuple):
     unfamiliarity: Tensor | None = None
 
 
-class Kept:
+class AnswerStore:
     """Answers of one ensemble, stored in a run folder by the content of the batches; use it as a context manager.
 
     Raises for a folder of another model or of other `settings` (what else the answers depend on). With no folder,
@@ -94,7 +94,7 @@ class Kept:
             identity["autocast"] = str(torch.get_autocast_dtype(model.device.type))
         self._run = RunFolder(folder, identity, what=what)
 
-    def __enter__(self) -> "Kept":
+    def __enter__(self) -> "AnswerStore":
         self._open.enter_context(self._run.working())
         while self._run.has(f"{PART.format(self._parts)}.safetensors"):
             for path, tensor in self._part({}).items():
@@ -130,7 +130,7 @@ class Kept:
         """Store the answers to a batch."""
         if self._run.path is not None:
             self._new[key] = dict(answers)
-            if monotonic() - self._written >= EVERY:
+            if monotonic() - self._written >= WRITE_EVERY:
                 self._write()
 
     def _write(self) -> None:
@@ -156,7 +156,7 @@ class Runner:
     keep: int  # how many inputs of each set to keep for the gallery, at either end
     preprocessing: object  # of the inputs; undone in the gallery if it is one of ours
     progress: bool
-    kept: Kept  # answers from before an interruption
+    kept: AnswerStore  # answers from before an interruption
 
     def run(self, batches: Batches, name: str, labelled: bool, like: Tensor | None = None) -> Pass:
         """Run the model over one set; several processes share its batches.

@@ -38,7 +38,7 @@ def collect_inputs(
     Raises:
         DataError: The main input is missing, something was given twice, or something would be ignored.
     """
-    main, *beside = READ[kind]
+    main, *extra = READ[kind]
     if isinstance(inputs, Tensor) and not named and attention_mask is None and token_type_ids is None:
         return inputs, None, None
     if isinstance(attention_mask, bool):
@@ -46,7 +46,7 @@ def collect_inputs(
         raise DataError(f"attention_mask, the second argument, is {attention_mask}; {advice}")
     arguments = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, **named}
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    unknown = [name for name in named if name not in (main, *beside, *IGNORED_INPUTS)]
+    unknown = [name for name in named if name not in (main, *extra, *IGNORED_INPUTS)]
     if unknown:
         raise DataError(_not_read(unknown[0], kind))
     mapping = inputs if isinstance(inputs, Mapping) else {} if inputs is None else {main: inputs}
@@ -58,9 +58,9 @@ def collect_inputs(
         received = sorted(map(str, {**mapping, **arguments}))
         raise DataError(f"expected a tensor or a mapping with {main!r}, got {received or 'nothing'}")
     for name, tensor in tensors.items():
-        if name not in (main, *beside) and not _is_ignored(name, tensor):
+        if name not in (main, *extra) and not _is_ignored(name, tensor):
             raise DataError(_not_read(name, kind))
-    mask, segments = (tensors.get(name) if name in beside else None for name in ("attention_mask", "token_type_ids"))
+    mask, segments = (tensors.get(name) if name in extra else None for name in ("attention_mask", "token_type_ids"))
     return tensors[main], mask, segments
 
 
@@ -73,8 +73,8 @@ def model_call(model: Callable[..., Any], inputs: Given) -> Callable[[], Any]:
         return partial(model, inputs)
     names = inspect.signature(unwrapped(model).forward).parameters
     taken = {name: tensor for name, tensor in inputs.items() if name in names}
-    beside = ((name, tensor) for name, tensor in inputs.items() if name not in (*names, "token_type_ids"))
-    plain = all(_is_ignored(name, tensor) for name, tensor in beside)
+    extra = ((name, tensor) for name, tensor in inputs.items() if name not in (*names, "token_type_ids"))
+    plain = all(_is_ignored(name, tensor) for name, tensor in extra)
     return partial(model, **taken) if taken and plain else partial(model, inputs)
 
 

@@ -400,5 +400,5 @@ def _write_companions(file: Path, ensemble: Ensemble, about: Mapping[str, Any]) 
     preprocessing = ensemble.metadata.preprocessing
     if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
         file.with_name(f"{file.name}{TOKENIZER}").write_text(preprocessing.tokenizer, encoding="utf-8")
-    beside = file.with_name(f"{file.name}{ABOUT}")
-    beside.write_bytes(json_bytes(about, beside.name))
+    about_file = file.with_name(f"{file.name}{ABOUT}")
+    about_file.write_bytes(json_bytes(about, about_file.name))

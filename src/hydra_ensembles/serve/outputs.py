@@ -44,11 +44,11 @@ class Field:
 def input_fields(ensemble: Ensemble) -> tuple[Field, ...]:
     """Preprocessed inputs of the ensemble; the main input first."""
     stem, preprocessing = ensemble.config.stem, ensemble.metadata.preprocessing
-    main, *beside = READ[ensemble.kind]
+    main, *extra = READ[ensemble.kind]
     if isinstance(stem, PatchStemConfig):
         dtype = str(ensemble.dtype).removeprefix("torch.")
         return (Field(main, (stem.channels, *stem.image_size), dtype, "Images, resized, cropped and normalised."),)
-    mask, segments = beside
+    mask, segments = extra
     is_read = {main: True, mask: getattr(preprocessing, mask, True)}
     is_read[segments] = stem.segments > 0 and getattr(preprocessing, "segments", True)
     meanings = ("Token ids.", "1 at tokens and 0 at padding.", "The segment of each token.")

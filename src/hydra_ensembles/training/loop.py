@@ -35,11 +35,11 @@ from .saved import (
     Position,
     RunState,
     Validation,
+    explain_errors,
     read_state,
     read_tensors,
     remove_unused,
     require_layout,
-    usable,
     write_state,
 )
 
@@ -365,7 +365,7 @@ class Training(Generic[BatchT]):
         """Train until the budget is spent or patience runs out; return the best (without validation, last) weights."""
         saved = None if self.folder is None else read_state(self.folder, self.state.fingerprint)
         if saved is not None and self.folder is not None:
-            with usable(self.folder):
+            with explain_errors(self.folder):
                 self.state, tensors = read_tensors(self.folder, saved, self.learner.trained)
                 for part in tensors.keys() & {"result", "best"}:
                     require_layout(tensors[part], self.learner.trained)

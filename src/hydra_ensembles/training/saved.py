@@ -98,7 +98,7 @@ def require_layout(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 @contextmanager
-def usable(folder: Path) -> Iterator[None]:
+def explain_errors(folder: Path) -> Iterator[None]:
     """Turn errors of a checkpoint into a `CheckpointError` that says what to delete."""
     try:
         yield
@@ -116,7 +116,7 @@ def read_state(folder: Path, fingerprint: Mapping[str, Any]) -> RunState | None:
     path = folder / INDEX
     if not path.exists():
         return None
-    with usable(folder):
+    with explain_errors(folder):
         state = from_plain(RunState, read_sealed(path), path.name, complete=True)
         state.check()
     theirs, ours = (_without_rates(one) for one in (state.fingerprint, json.loads(json.dumps(to_plain(fingerprint)))))

@@ -17,7 +17,7 @@ from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation import running as running_module
 from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
-from hydra_ensembles.evaluation.running import Kept, Runner, running
+from hydra_ensembles.evaluation.running import AnswerStore, Runner, running
 from hydra_ensembles.familiarity import fit_familiarity
 from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.model.config import Sharing
@@ -94,12 +94,12 @@ def test_answers_are_written_as_time_goes_by(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(running_module, "monotonic", lambda: now[0])
     model, (inputs, _) = tiny_ensemble(), image_batches()[0]
-    with Kept(tmp_path, model, {}, "a test") as keeping:
+    with AnswerStore(tmp_path, model, {}, "a test") as keeping:
         for at, seen in ((10.0, 0), (31.0, 1), (40.0, 1)):
             now[0] = at
             keeping.put(f"batch {at}", {"logits": inputs})
             assert len(list(tmp_path.glob("answers-*"))) == seen
-    with Kept(tmp_path, model, {}, "a test") as again:
+    with AnswerStore(tmp_path, model, {}, "a test") as again:
         assert all(again.get(f"batch {at}") is not None for at in (10.0, 31.0, 40.0))
         keys = [again.key(one, sample_keys(one)) for one in (inputs, inputs + 1)]
         text = {"input_ids": torch.ones(2, 3, dtype=torch.long), "token_type_ids": torch.zeros(2, 3, dtype=torch.long)}
