@@ -51,7 +51,7 @@ class OBA(Checked):
     def check(self, model: Ensemble) -> None:
         """Raise if more would be removed than can be removed."""
         total = sum(parameter.numel() for parameter in model.parameters())
-        stay = total - sum(parameter.numel() for parameter in removable(model).values())
+        stay = total - sum(parameter.numel() for parameter in removable_weights(model).values())
         if self.keep * total <= stay:
             raise ConfigError(
                 f"OBA.keep is {self.keep}, but norms, embeddings and classifier, which are not pruned, are "
@@ -122,7 +122,7 @@ class Masked(Parametrised):
         return {name: self.ensemble.get_parameter(name) * mask for name, mask in self.masks.items()}
 
 
-def removable(model: Ensemble) -> dict[str, Tensor]:
+def removable_weights(model: Ensemble) -> dict[str, Tensor]:
     """Weights and biases of linear maps and the patch kernel, by name; without norms, tokens and the classifier."""
     weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -186,7 +186,7 @@ def pruned_masks(
             state = RunState({**about, "train": data, "model": model_fingerprint(model)})
             alone.enter_context(ranks.locked(folder, "pruning"))
         copy = Ensemble.from_state(model.config, trainable_state(model, runtime.device))
-        weights = removable(copy)
+        weights = removable_weights(copy)
         masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
         saved = None if folder is None else read_state(folder, state.fingerprint)
         if saved is not None and folder is not None:

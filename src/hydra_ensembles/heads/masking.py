@@ -107,7 +107,7 @@ def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
     if head.tower not in towers:
         examples = " or ".join(f"Head({head.layer}, {head.head}, {name!r})" for name in towers)
         kind = "a dual encoder" if isinstance(model, DualEncoder) else "an ensemble"
-        raise HeadError(f"head {head} is in tower {head.tower!r}, but {kind} has {list(towers)}, such as {examples}")
+        raise HeadError(f"head {head} is in tower {head.tower!r}; {kind} has {list(towers)}, such as {examples}")
     return towers[head.tower]
 
 

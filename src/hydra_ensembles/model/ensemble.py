@@ -319,9 +319,8 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
             if self._metadata.preprocessing is None:
                 advice = "give tensors, or convert the model with processor="
                 raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; {advice}")
-            two = self.kind == "text" and isinstance(inputs, tuple) and len(inputs) == 2
-            pair = two and all(isinstance(part, str) for part in inputs)
-            if pair:
+            pair = self.kind == "text" and isinstance(inputs, tuple)
+            if pair and len(inputs) == 2:
                 warn(
                     "two texts in a tuple are read as one pair, with one answer; write a pair as [(first, second)], "
                     "and two separate texts as a list: a DataLoader gives batches of texts as tuples"

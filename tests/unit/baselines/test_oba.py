@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hydra_ensembles as he
-from hydra_ensembles.baselines.oba import OBA, curvature, importances, kept, oba, removable
+from hydra_ensembles.baselines.oba import OBA, curvature, importances, kept, oba, removable_weights
 from hydra_ensembles.errors import ConfigError, DataError
 from processes import count_calls, launch
 from random_ensembles import ALL_SHAPES
@@ -32,14 +32,14 @@ class Named(list):
 
 
 def zeros(model):
-    return {name: one == 0 for name, one in removable(model).items()}
+    return {name: one == 0 for name, one in removable_weights(model).items()}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "image-qknorm-gated", "image-mean-layerscale"])
 def test_the_hessian_product_is_that_of_finite_differences(kind):
     model = single(kind)
     data = some(model, (4, 3))
-    names = list(removable(model))
+    names = list(removable_weights(model))
     found = curvature(model, data, names)
 
     def gradient(step):
@@ -130,7 +130,7 @@ def test_the_share_left_is_exact_and_zeros_survive_training(kind, tmp_path):
 
 
 def test_norms_tokens_embeddings_and_classifier_are_never_removed():
-    names = {name for kind in ALL_SHAPES for name in removable(single(kind))}
+    names = {name for kind in ALL_SHAPES for name in removable_weights(single(kind))}
     assert not [
         name for name in names if "norm" in name or "classifier" in name or "position" in name or "words" in name
     ]

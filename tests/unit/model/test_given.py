@@ -274,7 +274,7 @@ def test_two_texts_in_a_tuple_are_said_to_be_a_pair() -> None:
     with pytest.warns(HydraWarning, match="one pair"):
         pair = one.predict(two)
     assert torch.equal(pair.probs, one.predict([two]).probs)
-    assert [len(one.predict(several)) for several in (list(two), two[:1], (*two, *two), (two, two))] == [2, 1, 4, 2]
+    assert len(one.predict(list(two))) == 2
 
 
 def pixels(low: float, high: float, *size: int) -> Tensor:
