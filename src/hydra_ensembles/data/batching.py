@@ -108,7 +108,7 @@ class BatchLoader:
         return iter(loader)
 
 
-BatchLoader.__init__ = checked(BatchLoader.__init__)  # type: ignore[method-assign]
+BatchLoader.__init__ = checked(BatchLoader.__init__)  # type: ignore[method-assign]  # the dataclass generates it
 batches = BatchLoader
 """Make batches of a data set; see `BatchLoader`."""
 
