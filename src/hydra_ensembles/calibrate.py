@@ -14,9 +14,9 @@ from torch import Tensor
 from ._utils import warn, without_autocast
 from .arguments import PositiveShare, checked
 from .batches import Batches, warn_if_cut
-from .classes import some
+from .classes import a_few
 from .errors import DataError, TooFewSamplesError
-from .familiarity import OF_BOTH, Answered, Fitting, answers, append_earlier, require_fresh
+from .familiarity import PER_THRESHOLD, Answered, Fitting, answers, append_earlier, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import BY_CLASS, FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
@@ -25,6 +25,7 @@ from .metrics.probabilities import log_mean_exp, log_mean_probs
 from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble
 from .model.metadata import ACCEPTS_ALL, Calibration, Familiarity
+from .model.watch import valid_metadata
 from .overlap import Keys, about, marks_of, reused_of, sample_keys, warn_of_copies
 from .prediction import ScoreName, require_members_for, scale_logits
 
@@ -116,7 +117,7 @@ def calibrate(
     """
     weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "calibrate", classifies=True)  # if compiled
     require_members_for(score, ensemble.num_members)
-    metadata = weights.kept_metadata("calibrated")
+    metadata = valid_metadata(weights, "calibrated")
     parts, known_by = list[Answered](), list[Keys]()
     for inputs, answered in answers(ensemble, validation, "validation", labelled=True):
         parts.append(answered if familiarity is not None else answered._replace(features=answered.features[..., :0]))
@@ -145,7 +146,7 @@ def calibrate(
         "validation/aurc": fit.aurc,
     }
     familiar, both, words = _familiar_part(ensemble, metadata.familiarity, samples, keys, fit, familiarity, share)
-    other_metrics = {name: value for name, value in metadata.metrics.items() if name not in OF_BOTH}
+    other_metrics = {name: value for name, value in metadata.metrics.items() if name not in PER_THRESHOLD}
     metadata = replace(
         metadata,
         calibration=replace(fit.calibration, marks=marks_of(keys), logit_marks=()),
@@ -262,8 +263,8 @@ def warn_of_declined_classes(accept: Tensor, labels: Tensor, names: Sequence[str
                 told.append(f"{names[number] if names else f'class {number}'} ({count - taken[number]} of {count})")
     if told:
         warn(
-            f"most samples of {some(told)} are declined, but only {1 - share:.2%} of all samples: thresholds promise a "
-            "share of all inputs, not of each class. Give more samples of such a class, or accept a larger share"
+            f"most samples of {a_few(told)} are declined, but only {1 - share:.2%} of all samples: thresholds promise "
+            "a share of all inputs, not of each class. Give more samples of such a class, or accept a larger share"
         )
 
 

@@ -63,7 +63,7 @@ def class_numbers(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]
     return shared if labels else {place: place for place in range(len(names))}
 
 
-def in_order(sets: Mapping[str, Batches | None], labels: Sequence[str], classes: int | None) -> dict[str, Any]:
+def renumbered(sets: Mapping[str, Batches | None], labels: Sequence[str], classes: int | None) -> dict[str, Any]:
     """Labelled sets that are used together, with classes numbered as in the model; `classes` is their number, if known.
 
     If the model has no names, or different ones, the names of the first set that has some apply to all sets; `train`
@@ -97,7 +97,7 @@ def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owne
     if moved is None and (may_be_others or not unknown):
         if labels and not numbers and name != "train":  # for `train`, `warn_of_other_classes` warns
             warn(
-                f"no class of {name} ({some(names)}) has the same name as one of {owner} ({some(labels)}): they are "
+                f"no class of {name} ({a_few(names)}) has the same name as one of {owner} ({a_few(labels)}): they are "
                 "assumed to be the same, in this order; if they are not, rename them: dataset.with_classes(names) for "
                 "ours, target_transform= for torchvision"
             )
@@ -111,13 +111,13 @@ def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owne
         )
     if hasattr(source, "with_classes"):
         return source.with_classes(labels)
-    what = f"{name} has {some(unknown)}, which {owner} does not have"
+    what = f"{name} has {a_few(unknown)}, which {owner} does not have"
     if moved is not None:
         place = f"class {numbers[moved]}: one would be mistaken for the other"
         what = f"class {moved} of {name} is {names[moved]!r}, which {owner} has as {place}"
     raise DataError(
-        f"{what}; number them in the order {some(labels)}: dataset.with_classes(names) for ours, target_transform= for "
-        f"torchvision; {_UNNAMED}"
+        f"{what}; number them in the order {a_few(labels)}: dataset.with_classes(names) for ours, target_transform= "
+        f"for torchvision; {_UNNAMED}"
     )
 
 
@@ -127,7 +127,7 @@ def require_as_many(
     """Refuse class names if a model without names has another number of classes; `otherwise` is further advice."""
     if classes is not None and not labels and not are_numbers(names) and len(names) != classes:
         raise DataError(
-            f"{name} has {len(names)} classes ({some(names)}), but the model has {classes} without names; name them "
+            f"{name} has {len(names)} classes ({a_few(names)}), but the model has {classes} without names; name them "
             f"all (model.with_metadata(labels=...), or dataset.with_classes(names)); {otherwise}"
         )
 
@@ -137,7 +137,7 @@ def are_numbers(names: Sequence[str]) -> bool:
     return all(name.isdecimal() for name in names)
 
 
-def some(names: Sequence[str]) -> str:
+def a_few(names: Sequence[str]) -> str:
     """The first few names, for a message."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ._utils import warn, without_autocast
 from .arguments import NotNegative, Rate, Seed, Whole, checked
 from .batches import Batches, Inputs, iterate, require_labels
-from .classes import in_order, some
+from .classes import a_few, renumbered
 from .errors import ConfigError, DataError, TooFewSamplesError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
@@ -26,12 +26,13 @@ from .model.dropping import dropping
 from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
+from .model.watch import valid_metadata
 from .overlap import Keys, marked, marks_of, reused_of, sample_keys, warn_of_copies
 
 FEW_PER_CLASS = 20  # samples per class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # added to each eigenvalue, as a share of their mean
 MAX_HELD_OUT = 4096  # maximum number of samples held out for p-values
-OF_BOTH = ("validation/sure_share", "validation/familiar_share")  # metrics of each of the two thresholds alone
+PER_THRESHOLD = ("validation/sure_share", "validation/familiar_share")  # metrics of each of the two thresholds alone
 OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # metrics of all thresholds together
 _NULL = 1e-10  # eigenvalues below this share of the largest are directions without variance
 
@@ -109,7 +110,7 @@ def fit_familiarity(
         True
     """
     weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity", classifies=True)
-    before = weights.kept_metadata("fitted")
+    before = valid_metadata(weights, "fitted")
     names = (score,) if isinstance(score, str) else tuple(score)
     draws = np.random.default_rng(seed)
     fitting = Fitting(ensemble, names, draws, shrinkage, neighbours, principal, stored)
@@ -145,7 +146,7 @@ def with_score(ensemble: Ensemble, familiarity: Familiarity, line: str) -> Ensem
 
     Earlier scores are kept, except one of the same name, which is replaced.
     """
-    before = ensemble.kept_metadata("fitted")
+    before = valid_metadata(ensemble, "fitted")
     earlier = before.familiarity
     metadata = _refitted(before, familiarity if earlier is None else _joined(familiarity, earlier, ()), line)
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
@@ -155,7 +156,7 @@ def _refitted(metadata: Metadata, familiarity: Familiarity, line: str) -> Metada
     """Metadata with the new familiarity, and without the shares accepted by the threshold of an earlier score."""
     earlier, metrics = metadata.familiarity, metadata.metrics
     if earlier is not None and earlier.settings.threshold is not None:
-        metrics = {name: value for name, value in metrics.items() if name not in (*OF_BOTH, *OF_ACCEPTED)}
+        metrics = {name: value for name, value in metrics.items() if name not in (*PER_THRESHOLD, *OF_ACCEPTED)}
         warn("the threshold of familiarity is dropped, so no input is called unfamiliar: calibrate again")
     return replace(metadata, familiarity=familiarity, metrics=metrics, history=(*metadata.history, line))
 
@@ -184,7 +185,7 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
     With several processes, each reads all batches.
     """
     if labelled:
-        batches = in_order({name: batches}, ensemble.metadata.labels, ensemble.num_classes)[name]
+        batches = renumbered({name: batches}, ensemble.metadata.labels, ensemble.num_classes)[name]
     with dropping(False), torch.no_grad():
         for index, (inputs, targets) in enumerate(iterate(batches, name, labelled)):
             features, logits = ensemble.features_and_logits(ensemble.prepare(inputs))
@@ -380,7 +381,7 @@ class Fitting:
         if missing:
             names = self.ensemble.metadata.labels or tuple(map(str, range(classes)))
             problem = (
-                f"classes {some([names[one] for one in missing])} have no samples, so their inputs never look familiar"
+                f"classes {a_few([names[one] for one in missing])} have no samples, so their inputs never look familiar"
             )
             raise TooFewSamplesError(f"{problem}; give some of every class, {other}")
         if self.samples < 2 * classes:

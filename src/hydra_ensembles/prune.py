@@ -13,6 +13,7 @@ from .model.dual_encoder import DualEncoder
 from .model.ensemble import Ensemble
 from .model.kinds import require_model
 from .model.states import head_axis
+from .model.watch import valid_metadata
 
 
 @checked
@@ -74,7 +75,7 @@ def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head
             rows = [row for row, head in enumerate(ensemble.config.heads[0][layer]) if head in kept[layer]]
             tensor = tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
         state[name] = tensor
-    metadata = ensemble.kept_metadata("pruned")
+    metadata = valid_metadata(ensemble, "pruned")
     if gone:
         metadata = metadata.after(f"pruned {len(gone)} heads: {' '.join(str(head) for head in gone)}")
     config = replace(ensemble.config, heads=(tuple(tuple(layer) for layer in kept),))

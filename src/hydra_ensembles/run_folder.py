@@ -17,7 +17,7 @@ from . import files
 from ._distributed import launched_rank
 from ._utils import require_same_run
 from .checkpoint import clean_up_checkpoint
-from .classes import some
+from .classes import a_few
 from .errors import CheckpointError
 from .heads.ranking import HeadRanking
 from .model.ensemble import Ensemble
@@ -43,7 +43,7 @@ def require_own_folder(path: Path, what: str = "a build") -> None:
     foreign = [name for name in names if name not in (IDENTITY, SETTINGS) and not name.startswith(".")]
     if foreign and not (path / IDENTITY).exists():  # checked after listing: another process may just have written it
         raise CheckpointError(
-            f"{path} has {some(foreign)}, but no {IDENTITY} to say what they belong to; {what} needs a folder of its "
+            f"{path} has {a_few(foreign)}, but no {IDENTITY} to say what they belong to; {what} needs a folder of its "
             "own: give a new or empty one as output"
         )
 

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import hydra_ensembles as he
 from checkpoint_models import ensemble, single
-from hydra_ensembles.classes import class_names_in, class_numbers, in_order, warn_of_other_classes
+from hydra_ensembles.classes import class_names_in, class_numbers, renumbered, warn_of_other_classes
 from hydra_ensembles.data import BatchLoader, ImageDataset, batches
 from hydra_ensembles.errors import DataError
 from random_ensembles import noisy, small
@@ -30,16 +30,16 @@ NAMES = ("neg", "neu", "pos")
 def test_names_of_classes_are_found_wherever_libraries_keep_them(data: Any) -> None:
     source: Any = SimpleNamespace(dataset=data)
     with pytest.raises(DataError, match=r"class 0 of data is 'dog', .* class 1"):
-        in_order({"data": source}, ("cat", "dog"), 2)
+        renumbered({"data": source}, ("cat", "dog"), 2)
     if hasattr(data, "datasets"):  # without known labels of the model, the parts are compared with each other
         for labels in ((), ("ant", "bee")):
             with pytest.raises(DataError, match=r"class 0 of data is 'dog', which data has as class 1"):
-                in_order({"data": source}, labels, 2)
+                renumbered({"data": source}, labels, 2)
     else:
-        assert in_order({"data": source}, (), 2) == {"data": source}
+        assert renumbered({"data": source}, (), 2) == {"data": source}
         told = r"no class of data \(dog, cat\) .* the model \(ant, bee\)"
         with pytest.warns(he.HydraWarning, match=told):
-            assert in_order({"data": source}, ("ant", "bee"), 2) == {"data": source}
+            assert renumbered({"data": source}, ("ant", "bee"), 2) == {"data": source}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_names_are_taken_from_data_where_they_are_clear(data: Any, found: Any) -
 )
 def test_classes_that_may_be_the_models_pass(classes: Any, transform: Any, labels: str) -> None:
     data = SimpleNamespace(dataset=SimpleNamespace(classes=classes, target_transform=transform))  # as torchvision's
-    assert in_order({"data": data}, tuple(labels.split()), 4) == {"data": data}  # type: ignore[dict-item]
+    assert renumbered({"data": data}, tuple(labels.split()), 4) == {"data": data}  # type: ignore[dict-item]
 
 
 def test_spelling_makes_no_other_class() -> None:
@@ -82,7 +82,7 @@ def test_spelling_makes_no_other_class() -> None:
     assert class_numbers(apart, capitals) == {0: 1, 1: 0}
     assert class_numbers(("us", "US"), ("US", "us")) == {0: 1, 1: 0}  # two different classes
     data = ImageDataset([0, 0], [0, 1], apart)
-    assert in_order({"data": data}, capitals, 2)["data"].labels.tolist() == [1, 0]
+    assert renumbered({"data": data}, capitals, 2)["data"].labels.tolist() == [1, 0]
     with warnings.catch_warnings(action="error"):
         warn_of_other_classes(data, capitals)
 
@@ -90,7 +90,7 @@ def test_spelling_makes_no_other_class() -> None:
 def test_sets_without_a_name_in_common_are_told_of_once() -> None:
     first, second = (ImageDataset([0, 0], [0, 1], names) for names in (("cat", "dog"), ("Hund", "Katze")))
     with pytest.warns(he.HydraWarning, match=r"no class of shifted \(Hund, Katze\) .* of id \(cat, dog\)"):
-        in_order({"id": first, "shifted": second}, (), 2)
+        renumbered({"id": first, "shifted": second}, (), 2)
     data: Any = TensorDataset(torch.randn(8, 3, 4, 4), torch.arange(8) % 3)
     data.classes = ["n01", "n02", "n03"]
     with pytest.warns(he.HydraWarning, match="no class of") as caught:
@@ -196,10 +196,10 @@ def test_numbers_that_are_not_their_places_are_refused_and_each_remedy_works() -
 
 def test_numbers_that_another_set_has_in_their_places_are_names() -> None:
     some, all_of_them = ImageDataset([0, 1], [0, 1], ("0", "2")), ImageDataset([0], [0], ("0", "1", "2"))  # type: ignore[list-item]
-    found = in_order({"train": all_of_them, "validation": some}, (), 3)
+    found = renumbered({"train": all_of_them, "validation": some}, (), 3)
     assert found["validation"].labels.tolist() == [0, 2]
     with pytest.raises(DataError, match="class 1 of validation is called 2"):
-        in_order({"train": ImageDataset([0], [0], ("0", "1")), "validation": some}, (), 3)  # type: ignore[list-item]
+        renumbered({"train": ImageDataset([0], [0], ("0", "1")), "validation": some}, (), 3)  # type: ignore[list-item]
 
 
 def test_classes_are_put_in_order_by_name(part: ImageDataset) -> None:

@@ -18,7 +18,7 @@ from .._distributed import Ranks, all_ranks, local_device
 from .._utils import require_device, warn, without_autocast
 from ..arguments import Count, Range, Seed, Share, Whole, checked
 from ..batches import Batches, Sources
-from ..classes import in_order
+from ..classes import renumbered
 from ..errors import ConfigError, DataError
 from ..files import expanded, resumable
 from ..fingerprints import model_fingerprint
@@ -160,7 +160,7 @@ def extract_circuit(
         dual = ensemble if isinstance(ensemble, DualEncoder) else None
         model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates, False)
         labels = model.metadata.labels
-        id_batches = in_order({"id_batches": id_batches}, labels, model.num_classes)["id_batches"]
+        id_batches = renumbered({"id_batches": id_batches}, labels, model.num_classes)["id_batches"]
         model = working_copy(model, dtype, device)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
         run = Extraction(

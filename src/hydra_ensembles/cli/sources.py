@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from .._utils import require, require_device, warn
 from ..arguments import END, Checked, Count, Range, Whole
-from ..classes import are_numbers, class_names_in, class_numbers, require_as_many, same_names, some
+from ..classes import a_few, are_numbers, class_names_in, class_numbers, require_as_many, same_names
 from ..convert.altered import MERGE
 from ..convert.convert import convert, require_supported
 from ..convert.processors import IMAGE_SETTINGS, TEXT_SETTINGS, with_preprocessing
@@ -404,7 +404,7 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
     unknown = [names[index] for index in present if index not in numbers]
     if unknown:
         raise DataError(
-            f"{data.name} has the classes {some(unknown)}, which the model does not have (it has {some(labels)})"
+            f"{data.name} has the classes {a_few(unknown)}, which the model does not have (it has {a_few(labels)})"
             f"{did_you_mean(unknown[0], labels)}; rename them, or give --by-position if their order is the model's"
         )
     numbers = {index: numbers[index] for index in present}

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from .._utils import warn
-from ..classes import some
+from ..classes import a_few
 from ..errors import ConversionError
 from ..model.config import TextStemConfig
 from .core import NamedTensors
@@ -125,6 +125,6 @@ def warn_of_dropout(both: ModelPair) -> None:
     unread = [name for name, module in dropping.items() if module not in known]
     if unread:
         warn(
-            f"{both.architecture.name}: in training the model has dropout in {some(unread)}, but the converted one "
+            f"{both.architecture.name}: in training the model has dropout in {a_few(unread)}, but the converted one "
             "does not: if you train it, set dropout= in the declaration or in the recipe"
         )

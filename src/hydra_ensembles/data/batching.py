@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from .._utils import require
 from ..arguments import Checked, Count, Positive, PositiveShare, Share, Whole, checked
-from ..classes import some
+from ..classes import a_few
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, Interpolation, require_channels, to_grey, to_rgb
 from ..training.recipe import RandAugment
@@ -85,7 +85,7 @@ class BatchLoader:
         """Return the same batches with classes numbered in the order of these names, see `Dataset.with_classes`."""
         if not isinstance(self.dataset, Dataset):
             got = f"a {type(self.dataset).__name__}"
-            raise DataError(f"classes of {got} cannot be reordered; let it number them as in {some(class_names)}")
+            raise DataError(f"classes of {got} cannot be reordered; let it number them as in {a_few(class_names)}")
         other = copy.copy(self)
         other.dataset = self.dataset.with_classes(class_names)
         return other

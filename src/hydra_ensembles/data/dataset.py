@@ -17,7 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from .._utils import require, warn
 from ..arguments import checked
-from ..classes import same_names, some
+from ..classes import a_few, same_names
 from ..errors import CheckpointError, DataError, StorageError
 from ..files import read_file
 from ..overlap import mixed
@@ -178,9 +178,9 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         numbers = {UNLABELLED: UNLABELLED, **same_names(self.class_names, class_names)}
         unknown = [label for label in np.unique(self.labels).tolist() if label not in numbers]
         if unknown:
-            lacking = some([self.class_names[label] if self.class_names else str(label) for label in unknown])
+            lacking = a_few([self.class_names[label] if self.class_names else str(label) for label in unknown])
             raise DataError(
-                f"{self.name} has the classes {lacking}, which are not among {some(class_names)}; rename them, or "
+                f"{self.name} has the classes {lacking}, which are not among {a_few(class_names)}; rename them, or "
                 "leave their items out (data.only_classes)"
             )
         return self.relabel(numbers, class_names)

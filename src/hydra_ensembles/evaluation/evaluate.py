@@ -14,7 +14,7 @@ from .._distributed import current_ranks
 from .._utils import require_device, unwrapped, warn
 from ..arguments import Count, Whole, checked
 from ..batches import Batches
-from ..classes import in_order, why_not_exclusive
+from ..classes import renumbered, why_not_exclusive
 from ..data.batching import Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
@@ -151,7 +151,7 @@ def evaluate(
     ood_sets = {key: data for sets in groups.values() for key, data in sets.items()}
     title = f"the in-distribution set {id_name!r}"
     shifted = {f"set {key!r}": data for key, data in (shift or {}).items()}
-    id_data, *shifted_data = in_order({title: id_data, **shifted}, metadata.labels, known).values()
+    id_data, *shifted_data = renumbered({title: id_data, **shifted}, metadata.labels, known).values()
     model_ready = running(ensemble, None if device is None else require_device(device))
     with AnswerStore(output, ensemble, {}, "an evaluation") as kept, model_ready as (home, dtype):
         runner = Runner(ensemble, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept)
@@ -162,7 +162,7 @@ def evaluate(
         id_pass = run(id_data, id_name, labelled=True)
         like = id_pass.answers.logits  # [M, B, C]
         if known is None:
-            in_order({title: id_data}, metadata.labels, like.shape[2])  # a function's number of classes is known now
+            renumbered({title: id_data}, metadata.labels, like.shape[2])  # a function's number of classes is known now
         ood_passes = {key: run(data, key, False, like) for key, data in ood_sets.items()}
         shift_passes = {key: run(data, key, True, like) for key, data in zip(shift or {}, shifted_data, strict=True)}
     passes = {id_name: id_pass, **{f"ood.{key}": set_pass for key, set_pass in ood_passes.items()}}

@@ -20,6 +20,7 @@ from .layers import GroupedLinear
 from .metadata import Metadata
 from .states import member_index
 from .stem_readout import Projections, projection_config, projection_from
+from .watch import valid_metadata
 
 Tower = Literal["image", "text"]
 
@@ -145,7 +146,7 @@ class DualEncoder(OurModel, Saved):
         return cls(*towers, projections, scale, scale if config.logit_bias else None)
 
     def _contents(self, name: str) -> Contents:
-        image, text = self.image.kept_metadata("saved"), self.text.kept_metadata("saved")
+        image, text = (valid_metadata(tower, "saved") for tower in (self.image, self.text))
         return dual_encoder_contents(name, self.config, image, text, self.state_dict())
 
     @classmethod

@@ -36,7 +36,7 @@ from .states import (
     warn_if_equal,
 )
 from .stem_readout import PatchStem, Readout, TextStem, projection_from
-from .watch import DROPPED, Watched
+from .watch import DROPPED, Watched, valid_metadata
 
 if TYPE_CHECKING:
     from ..optimize.runner import OptimizedEnsemble
@@ -218,13 +218,6 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
                     parameter.zero_()
                 else:
                     nn.init.trunc_normal_(parameter, std=0.02)
-
-    def lasting(self, deed: str) -> "Ensemble":
-        """This ensemble; if heads are masked, one with the same weights and only the metadata that remain valid."""
-        metadata = self.kept_metadata(deed)
-        if metadata is self._metadata:
-            return self
-        return build_with_state(lambda: Ensemble(self.config, metadata), self.state_dict())
 
     def whole_state(self) -> dict[str, Tensor]:
         """All weights by name; raises if they do not match the configuration."""
@@ -411,7 +404,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         """A copy of one member as a separate ensemble, without the calibration, which belongs to several members."""
         index = member_index(index, self.num_members)
         state = member_state(self.config, self.whole_state(), index)
-        metadata = member_metadata(self.kept_metadata("taken apart"), index, self.num_members)
+        metadata = member_metadata(valid_metadata(self, "taken apart"), index, self.num_members)
         return Ensemble.from_state(member_config(self.config, index), state, metadata)
 
     @classmethod
@@ -444,7 +437,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
 
     def _contents(self, name: str) -> Contents:
         state = self.whole_state()
-        return ensemble_contents(name, self.config, self.kept_metadata("saved"), state)
+        return ensemble_contents(name, self.config, valid_metadata(self, "saved"), state)
 
     @classmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":
@@ -482,6 +475,14 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         )
 
 
+def with_valid_metadata(ensemble: Ensemble, operation: str) -> Ensemble:
+    """The ensemble; if heads are masked, one with the same weights and only the metadata that remain valid."""
+    metadata = valid_metadata(ensemble, operation)
+    if metadata is ensemble.metadata:
+        return ensemble
+    return build_with_state(lambda: Ensemble(ensemble.config, metadata), ensemble.state_dict())
+
+
 def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], KeptHeads, Metadata]:
     """Split ensembles into single members: their states and heads, and the metadata they have in common.
 
@@ -490,7 +491,7 @@ def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], Kep
     """
     require_same_architecture([model.config for model in ensembles])
     members = [(model, index) for model in ensembles for index in range(model.num_members)]
-    whole = {id(model): (model.whole_state(), model.kept_metadata("joined")) for model in ensembles}
+    whole = {id(model): (model.whole_state(), valid_metadata(model, "joined")) for model in ensembles}
     states = [member_state(model.config, whole[id(model)][0], index) for model, index in members]
     require_same_dtype_and_device(states)
     known = [member_metadata(whole[id(model)][1], index, model.num_members) for model, index in members]

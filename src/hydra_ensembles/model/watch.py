@@ -59,20 +59,6 @@ class Watched(OurModel):
             self._forget(*EDITED)
         return self._metadata
 
-    def kept_metadata(self, deed: str) -> Metadata:
-        """The metadata for weights that are saved or copied as they are now; `deed` names the operation.
-
-        With heads masked, the weights are not those that were measured, and the copy keeps the mask.
-        """
-        if deed in _WITHOUT_HOOKS:
-            _warn_of_hooks(self, deed)
-        metadata = self.verified_metadata()
-        if not self._masks:
-            return metadata
-        if metadata.measured:
-            warn(f"this ensemble is {deed} with heads masked, but was measured with all of them: {DROPPED}")
-        return metadata.after(f"{deed} with heads masked")
-
     def take_as_measured(self) -> None:
         """Record the current weights as those that the metadata were measured with."""
         self._count()
@@ -132,7 +118,7 @@ class Watched(OurModel):
 
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy: it counts edits from scratch, and masked weights were not measured."""
-        metadata = self.kept_metadata("copied")
+        metadata = valid_metadata(self, "copied")
         digest = None if self._masks else self._digest
         return {**self.__dict__, "_metadata": metadata, "_parts": [], "_masks": 0, "_digest": digest}
 
@@ -142,14 +128,29 @@ class Watched(OurModel):
             self._count()
 
 
-def _warn_of_hooks(model: nn.Module, deed: str) -> None:
+def valid_metadata(model: Watched, operation: str) -> Metadata:
+    """The metadata for weights that are saved or copied as they are now; `operation` says how, as "saved".
+
+    With heads masked, the weights are not those that were measured, and the copy keeps the mask.
+    """
+    if operation in _WITHOUT_HOOKS:
+        _warn_of_hooks(model, operation)
+    metadata = model.verified_metadata()
+    if not model._masks:
+        return metadata
+    if metadata.measured:
+        warn(f"this ensemble is {operation} with heads masked, but was measured with all of them: {DROPPED}")
+    return metadata.after(f"{operation} with heads masked")
+
+
+def _warn_of_hooks(model: nn.Module, operation: str) -> None:
     """Warn if modules have forward hooks, which do not run in anything made from the weights."""
     for name, module in model.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not str(getattr(hook, "__module__", "")).startswith(_PLACING_HOOKS):
                 warn(
                     f"{name or 'the ensemble'} has the forward hook {getattr(hook, '__qualname__', hook)}, and what is "
-                    f"{deed} does not run it: if the hook changes what is computed, answers differ"
+                    f"{operation} does not run it: if the hook changes what is computed, answers differ"
                 )
                 return
 

@@ -21,7 +21,7 @@ from ..convert.convert import convert
 from ..errors import ConfigError, DivergedError, SameMembersError
 from ..evaluation.evaluate import evaluate
 from ..evaluation.evaluation import Evaluation
-from ..familiarity import OF_ACCEPTED, OF_BOTH
+from ..familiarity import OF_ACCEPTED, PER_THRESHOLD
 from ..files import remove
 from ..fingerprints import data_fingerprint, model_fingerprint
 from ..fuse import fuse, soup
@@ -315,7 +315,7 @@ class _Search:
             return decided
         others = sum(row.state in ("judged", "stopped early") for row in decided.rows) - 1  # judged on the same samples
         pair = Paired.of(self._final(decided.choice), self._final(YOURS), self.judges["ID"])
-        rise = pair.rise(resamples=RESAMPLES, level=1 - 0.05 / others, seed=self.settings.seed)
+        rise = pair.nll_rise(resamples=RESAMPLES, level=1 - 0.05 / others, seed=self.settings.seed)
         interval = f"{rise.value:+.4f}, paired bootstrap for {others} candidates {rise.low:+.4f} to {rise.high:+.4f}"
         lower = f"its NLL is {'significantly' if rise.high < 0 else 'not significantly'} lower ({interval})"
         if rise.high >= 0:
@@ -420,7 +420,7 @@ class _Search:
         if own.calibration is None:
             return ready
         line = f"familiarity ({familiarity}) fitted as of all candidates of a search; the calibration stays"
-        metrics = {name: value for name, value in own.metrics.items() if name not in (*OF_BOTH, *OF_ACCEPTED)}
+        metrics = {name: value for name, value in own.metrics.items() if name not in (*PER_THRESHOLD, *OF_ACCEPTED)}
         return ready.with_metadata(calibration=own.calibration, metrics=metrics, history=(*own.history, line))
 
     def _built(self, path: str, config: HydraConfig, start: StartingModel) -> Ensemble:

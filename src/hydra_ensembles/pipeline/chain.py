@@ -191,7 +191,7 @@ def compare_with_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadB
     Significant: zero lies outside the 95 % interval of the difference, by a paired bootstrap over the samples.
     """
     pair = Paired.of(ensemble, base, validation)
-    gain, rise = bootstrap_mean(pair.right - pair.right_before, seed=seed), pair.rise(seed=seed)
+    gain, rise = bootstrap_mean(pair.right - pair.right_before, seed=seed), pair.nll_rise(seed=seed)
     lines = []
     if gain.high < 0:
         lines.append(
@@ -237,7 +237,7 @@ class Paired(NamedTuple):
         right, right_before, nll, nll_before = (torch.cat(part) for part in zip(*parts, strict=True))
         return cls(right, right_before, nll, nll_before, mistake=cost / weight if weight else 0.0)
 
-    def rise(self, *, resamples: int = 1000, level: float = 0.95, seed: int) -> Interval:
+    def nll_rise(self, *, resamples: int = 1000, level: float = 0.95, seed: int) -> Interval:
         """How much higher the NLL is than before; the interval allows for one more mistake than was seen.
 
         Mistakes are rare and expensive. If a model is merely more confident, every correct sample has a lower NLL; with

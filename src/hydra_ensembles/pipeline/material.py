@@ -23,7 +23,7 @@ from ..batches import (
     require_rereadable,
     size_of,
 )
-from ..classes import in_order
+from ..classes import renumbered
 from ..convert.convert import convert
 from ..convert.processors import with_preprocessing
 from ..data.synthetic import synthetic_ood
@@ -187,7 +187,7 @@ def read_data(
     if train is not None:
         require_rereadable(train, "train")
     labels, classes = model.metadata.labels, model.num_classes
-    train, id, validation = in_order({"train": train, "id": id, "validation": validation}, labels, classes).values()
+    train, id, validation = renumbered({"train": train, "id": id, "validation": validation}, labels, classes).values()
     checked = None if validation is None else read_all(validation, "validation", seed, classes)
     ranking = None if id is None else read_all(id, "id", seed, classes)
     ood_sets: list[ReadBatch] | dict[str, list[ReadBatch]] | None = None
@@ -230,7 +230,7 @@ def read_for_search(
     if train is not None:
         require_rereadable(train, "train")
     labels, classes = base.metadata.labels, base.num_classes
-    train, id, judge_id = in_order({"train": train, "id": id, "judge_id": judge_id}, labels, classes).values()
+    train, id, judge_id = renumbered({"train": train, "id": id, "judge_id": judge_id}, labels, classes).values()
     held_out = read_all(id, "id", seed, classes)
     circuits = {} if isinstance(ood, str) else _read_ood(ood, "ood", seed)
     judged = None if judge_id is None else read_all(judge_id, "judge_id", seed, classes)

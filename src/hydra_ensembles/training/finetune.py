@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._utils import derive_seed, evaluation_mode, torch_seeded
 from ..arguments import Count, Whole
 from ..batches import Batches, Inputs, changed, labelled, read_batch, require_labels, size_of
-from ..classes import class_names_in, in_order, warn_of_other_classes
+from ..classes import class_names_in, renumbered, warn_of_other_classes
 from ..errors import DataError
 from ..metrics.probabilities import log_mean_probs
 from ..model.ensemble import Ensemble
@@ -245,7 +245,7 @@ def train_classifier(make_learner: Callable[[Runtime], Learner[LabelledBatch]], 
     """Check that recipe, model and data fit together, then run `train_best` on a classifier."""
     job.recipe.check(start, job.train, job.validation)
     sets = {"train": job.train, "validation": job.validation}
-    job = replace(job, **in_order(sets, start.metadata.labels, start.num_classes))
+    job = replace(job, **renumbered(sets, start.metadata.labels, start.num_classes))
     warn_of_other_classes(job.train, start.metadata.labels)
     if job.validation is not None:
         why = "it says little about new data"

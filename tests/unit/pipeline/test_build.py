@@ -271,7 +271,7 @@ def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll
     sure, surer = (base.with_metadata(calibration=Calibration((degrees,))) for degrees in (0.05, 0.02))
     pair = chain.Paired.of(surer, sure, right(base, 60))
     assert bool((pair.nll <= pair.nll_before).all())
-    seen, allowed = bootstrap_mean(pair.nll - pair.nll_before, seed=0), pair.rise(seed=0)
+    seen, allowed = bootstrap_mean(pair.nll - pair.nll_before, seed=0), pair.nll_rise(seed=0)
     assert seen.high < 0 < allowed.high
     assert (allowed.value, allowed.low) == (seen.value, seen.low)
 
