@@ -77,18 +77,21 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
             begun = True
             for attention, row in places:
                 off = _MASKED.setdefault(attention, {})
-                off.setdefault(row, (attention.out[row].clone(), set()))[1].add(mask)
+                _, masks = off.setdefault(row, (attention.out[row].clone(), set()))
+                masks.add(mask)
                 attention.out[row].zero_()
         yield ensemble
     finally:
         if begun:
             with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, on=False):
                 for attention, row in places:
-                    values, masks = _MASKED.get(attention, {}).get(row, (None, {mask}))  # None: interrupted before save
-                    masks.discard(mask)
-                    if values is not None and not masks:  # this was the last mask on the row
-                        attention.out[row].copy_(values)
-                        del _MASKED[attention][row]
+                    off = _MASKED.get(attention, {})
+                    if row in off:  # not if interrupted before
+                        values, masks = off[row]
+                        masks.discard(mask)
+                        if not masks:  # this was the last one on the row
+                            attention.out[row].copy_(values)
+                            del off[row]
 
 
 _ONE_AT_A_TIME = threading.Lock()

@@ -53,14 +53,14 @@ def circuit_members(
         heads = rankings[score].heads
         options = [rankings[score].first(prune), *((*heads[: prune - 1], last) for last in heads[prune:])]
         earlier = [set(member) for member in chosen]
-        repeated = [earlier.index(set(option)) if set(option) in earlier else None for option in options]
-        if None not in repeated:
+        new = [option for option in options if set(option) not in earlier]
+        if not new:
+            same = needed[earlier.index(set(options[0]))]
             raise SameMembersError(
-                f"the circuits for {needed[repeated[0] or 0]!r} and {score!r} remove the same {prune} heads, so two "
-                "members would be identical; use another `prune`, other data for the circuits, or members sampled from "
-                "one circuit"
+                f"the circuits for {same!r} and {score!r} remove the same {prune} heads, so two members would be "
+                "identical; use another `prune`, other data for the circuits, or members sampled from one circuit"
             )
-        chosen.append(options[repeated.index(None)])
+        chosen.append(new[0])
     if members > len(chosen):
         heads = rankings["avg"].first(len(rankings["avg"]) if pool is None else pool)
         chosen += _draw_distinct(heads, prune, members - len(chosen), seed, "pool", chosen)

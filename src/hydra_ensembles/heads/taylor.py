@@ -29,7 +29,7 @@ from .masking import (
     head_rows,
     masked,
     max_removable,
-    removable,
+    pooling_of,
     split_heads,
     working_copy,
 )
@@ -101,23 +101,24 @@ def taylor(
     off, candidates = split_heads(ensemble, [ONE_TOWER], chosen_layers, removed)
     steps = _steps(ensemble, candidates, chosen_layers, budget, scope)
     order: list[tuple[float, Head]] = []
-    with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), borrowed(batches), ExitStack() as masks:
+    with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), borrowed(batches), ExitStack() as stack:
         model = working_copy(ensemble, dtype, None if device is None else require_device(device))
         batches = renumbered({NAME: batches}, ensemble.metadata.labels, ensemble.num_classes)[NAME]
         data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
-        masks.enter_context(masked(model, off))
+        stack.enter_context(masked(model, off))
         per_step = len(samples) if isinstance(samples, list) else calibration_batches or length_of(batches)
         total = None if per_step is None else len(steps) * per_step
-        bar = masks.enter_context(tqdm(total=total, desc=f"taylor/{scope}", unit="batch", disable=not progress))
+        bar = stack.enter_context(tqdm(total=total, desc=f"taylor/{scope}", unit="batch", disable=not progress))
         for heads, count in steps:
             scores = head_importance(model, _counted(samples, bar), heads)
             lowest = sorted(zip(scores, heads, strict=True))[:count]  # ties go to the first head
             order += lowest
             if len(steps) > 1:
-                masks.enter_context(masked(model, [head for _, head in lowest]))
+                stack.enter_context(masked(model, [head for _, head in lowest]))
     if scope == "global":  # attention pooling keeps its most important head
-        order = [one for i, one in enumerate(order) if one[1] in removable(ensemble, [head for _, head in order[i:]])]
+        stays = pooling_of(ensemble, [head for _, head in order])[-1:]
+        order = [(importance, head) for importance, head in order if head not in stays]
     return HeadRanking(
         heads=tuple(head for _, head in order),
         scores=tuple(score for score, _ in order),

@@ -1,6 +1,6 @@
 """Output vectors of single heads, and how well they separate ID from OOD data."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..batches import Batches, iterate
+from ..batches import Batches, Inputs, iterate
 from ..errors import DataError
 from ..metrics.inputs import check_finite
 from ..model.dropping import dropping
@@ -37,29 +37,33 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
     """
     require_single(ensemble, "head_vectors", classifies=False)
     heads = existing_heads(ensemble.config, (ensemble.num_layers - 1,) if layers is None else layers)
-    has_class_token = ensemble.config.readout.pool in ("cls", "distilled", "cls_mean")
+    by_layer: dict[int, list[Head]] = {}
+    for head in heads:
+        by_layer.setdefault(head.layer, []).append(head)
     collected: dict[Head, list[Tensor]] = {head: [] for head in heads}
-    by_layer = {layer: [head for head in heads if head.layer == layer] for layer in {head.layer for head in heads}}
-
-    def keep(layer: int, vectors: Tensor) -> None:  # [B, H, d_k]
-        for head, vector in zip(by_layer[layer], vectors.float().cpu().unbind(1), strict=True):
-            collected[head].append(vector)
-
     with dropping(False), torch.no_grad():
         for index, (inputs, _) in enumerate(iterate(batches, "batches", labelled=False)):
-            x, context = ensemble.embed(*ensemble.unpack(ensemble.prepare(inputs)))  # [1, B, T, d]
-            for layer in range(min(max(by_layer, default=-1) + 1, ensemble.num_layers)):
-                block = cast(Block, ensemble.encoder.layers[layer])
-                if layer in by_layer:
-                    z = attention_of(ensemble, layer).mix(block.attention_input(x), context)  # [B, T, H, d_k]
-                    keep(layer, z[:, 0] if has_class_token else _mean_token(z, context.key_mask))
-                x = block(x, context)
-            if (pooling := ensemble.readout.map) is not None and ensemble.num_layers in by_layer:
-                tokens = ensemble.readout.before_pool(x)
-                keep(ensemble.num_layers, pooling.attention.mix(tokens, Context(), pooling.query(tokens))[:, 0])
-            for head in heads:
-                check_finite(collected[head][-1], f"vectors of head {head}, batch {index},", "batches")
+            for layer, vectors in _vectors_of(ensemble, inputs, by_layer):  # [B, H, d_k]
+                for head, vector in zip(by_layer[layer], vectors.float().cpu().unbind(1), strict=True):
+                    check_finite(vector, f"vectors of head {head}, batch {index},", "batches")
+                    collected[head].append(vector)
     return {head: torch.cat(parts) for head, parts in collected.items()}
+
+
+def _vectors_of(ensemble: Ensemble, inputs: Inputs, layers: Collection[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each layer with the vectors of its heads for one batch, `[B, H, d_k]`."""
+    has_class_token = ensemble.config.readout.pool in ("cls", "distilled", "cls_mean")
+    x, context = ensemble.embed(*ensemble.unpack(ensemble.prepare(inputs)))  # [1, B, T, d]
+    for layer in range(min(max(layers, default=-1) + 1, ensemble.num_layers)):
+        block = cast(Block, ensemble.encoder.layers[layer])
+        if layer in layers:
+            z = attention_of(ensemble, layer).mix(block.attention_input(x), context)  # [B, T, H, d_k]
+            yield layer, z[:, 0] if has_class_token else _mean_token(z, context.key_mask)
+        x = block(x, context)
+    pooling = ensemble.readout.map
+    if pooling is not None and ensemble.num_layers in layers:
+        tokens = ensemble.readout.before_pool(x)
+        yield ensemble.num_layers, pooling.attention.mix(tokens, Context(), pooling.query(tokens))[:, 0]
 
 
 def _mean_token(z: Tensor, key_mask: Tensor | None) -> Tensor:
