@@ -147,10 +147,11 @@ class Exact(Search):
             done = {head for head, count in seen.items() if count == self.objective.samples or bounds[head].over}
             complete = [bounds[head] for head in heads if head in done]
             waiting = [bounds[head] for head in heads if head not in done]
-            everywhere = self.ranks.gather((min(complete, default=None), min(waiting, default=None)))
-            best = min(filter(None, (known, *(result for result, _ in everywhere))), default=None)
+            of_ranks = self.ranks.gather((min(complete, default=None), min(waiting, default=None)))
+            best = min(filter(None, (known, *(result for result, _ in of_ranks))), default=None)
+            lowest_bound = min(filter(None, (bound for _, bound in of_ranks)), default=None)
             self.on_progress(len(complete) + sum(best is not None and bound > best for bound in waiting))
-            if best is not None and not any(bound is not None and bound < best for _, bound in everywhere):
+            if best is not None and (lowest_bound is None or best <= lowest_bound):
                 return best
             self._advance(seen, bounds, self._next(sorted(waiting), None if best is None or best.over else best))
 

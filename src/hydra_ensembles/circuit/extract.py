@@ -319,9 +319,13 @@ class Extraction:
         if self.asked != "auto":
             return
         stored = None if journal is None else journal.settings.get("method")
-        estimated = self.texts is None and self.distance is None
-        slow = estimated and self._seconds(self.candidates)["exact"] > LONGEST
-        self.method = cast(Method, stored) if stored in get_args(Method) else "screened" if slow else "exact"
+        may_screen = self.texts is None and self.distance is None
+        if stored in get_args(Method):
+            self.method = cast(Method, stored)
+        elif may_screen and self._seconds(self.candidates)["exact"] > LONGEST:
+            self.method = "screened"
+        else:
+            self.method = "exact"
 
     def _seconds(self, left: Sequence[Head]) -> dict[Method, float]:
         """Estimate how long the remaining steps take with each method; all ranks use the estimate of rank 0."""
@@ -361,7 +365,7 @@ class Extraction:
         if self.max_accuracy_loss is not None:  # as an exact decimal: 0.29 of 100 right answers is 29
             right = self.objective.id_count - journal.start["errors"]
             self.objective.most_errors = journal.start["errors"] + int(Fraction(str(self.max_accuracy_loss)) * right)
-        counted = (0, 0)
+        before = Work()  # of all ranks
         name = f"circuit/{self.method} {self.objective.score}"
         hidden = not progress or self.ranks.rank > 0
         starts = list(accumulate((len(self.candidates) - step for step in range(self.budget)), initial=0))
@@ -376,12 +380,11 @@ class Extraction:
                     self._warn_of_end(journal)
                     return
                 left.remove(choice.head)
-                work = self.ranks.gather((self.work["layer_evaluations"], self.work["multiply_adds"]))
-                blocks, products = (sum(column) for column in zip(*work, strict=True))  # so far, over all ranks
-                spent = (blocks - counted[0], products - counted[1])
-                counted = (blocks, products)
+                total = sum(self.ranks.gather(self.work), Work())
+                spent, before = total - before, total
                 layer, head, tower = choice.head
-                journal.add(Step(layer, head, choice.errors, choice.discordance, *spent, excess, tower), path)
+                work = spent["layer_evaluations"], spent["multiply_adds"]
+                journal.add(Step(layer, head, choice.errors, choice.discordance, *work, excess, tower), path)
                 reached = self.objective.achieved(choice.errors, choice.discordance)
                 bar.set_postfix(removed=f"{index + 1}/{self.budget}", score=f"{reached:.4f}", refresh=False)
                 search.on_progress(len(self.candidates))  # the step is complete

@@ -50,6 +50,13 @@ class SampleGroup:
         """Number of samples."""
         return len(self.numbers)
 
+    @classmethod
+    def join(cls, groups: Sequence["SampleGroup"]) -> "SampleGroup":
+        """Concatenate groups whose inputs have the same shape."""
+        columns = zip(*(group.inputs for group in groups), strict=True)
+        inputs = cast(Arguments, tuple(None if column[0] is None else torch.cat(column) for column in columns))
+        return cls(np.concatenate([group.numbers for group in groups]), inputs)
+
     def take(self, rows: slice) -> Arguments:
         """Return the inputs of some samples."""
         return cast(Arguments, tuple(None if tensor is None else tensor[rows] for tensor in self.inputs))
@@ -88,45 +95,42 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
     Generators of PyTorch and of the sources are seeded with `seed` and restored afterwards: a shuffling loader gives
     the same samples when a run is resumed, and on every rank.
     """
-    pieces: dict[tuple[object, ...], list[SampleGroup]] = {}  # by shape of inputs
+    batches_by_shape: dict[tuple[object, ...], list[SampleGroup]] = {}
     labels: list[Tensor] = []
     origin: list[tuple[int, int]] = []
-    keys: dict[str, list[Keys]] = {}  # per source
-    sizes: dict[str, int] = {}
-    fingerprints = []
+    keys: dict[str, Keys] = {}  # per source
+    fingerprints: dict[str, DataFingerprint] = {}
     sources = {"id_batches": id_batches} | ({} if ood_batches is None else named_sources(ood_batches, "ood_batches"))
     with torch_seeded(seed, model.device), borrowed(*sources.values()):
         for source, (name, batches) in enumerate(sources.items()):
             begin_epoch(batches, 0, seed)
-            fingerprint = DataFingerprint()
-            before = len(origin)
-            keys[name] = []
+            fingerprint = fingerprints[name] = DataFingerprint()
+            batch_keys: list[Keys] = []
             for index, (batch, targets) in enumerate(iterate(batches, name, labelled=source == 0)):
                 checked = None if source else require_labels(targets, model.num_classes, name, index)
                 fingerprint.update(batch, checked)
-                keys[name].append(sample_keys(batch))
+                batch_keys.append(sample_keys(batch))
                 inputs = model.unpack(model.prepare(batch))
                 numbers = np.arange(len(origin), len(origin) + len(inputs[0]))
                 shape = tuple(None if tensor is None else (tensor.dtype, *tensor.shape[1:]) for tensor in inputs)
-                pieces.setdefault(shape, []).append(SampleGroup(numbers, inputs))
+                batches_by_shape.setdefault(shape, []).append(SampleGroup(numbers, inputs))
                 labels.append(torch.full((len(numbers),), -1) if checked is None else checked.cpu())
                 origin += [(source, index)] * len(numbers)
-            if len(origin) == before:
+            if not fingerprint.samples:
                 raise DataError(f"{name} has no samples; check the loader")
-            sizes[name] = len(origin) - before
-            fingerprints.append(fingerprint.hexdigest())
-    keys_by_name = {name: np.concatenate(arrays) for name, arrays in keys.items()}
-    require_unlike("id_batches", keys_by_name.pop("id_batches"), keys_by_name)
+            keys[name] = np.concatenate(batch_keys)
+    require_unlike("id_batches", keys.pop("id_batches"), keys)
     truth = torch.cat(labels)
-    id_count = sizes["id_batches"]
-    if truth[:id_count].min() == truth[:id_count].max():
+    id_labels = truth[: fingerprints["id_batches"].samples]
+    if id_labels.min() == id_labels.max():
         raise DataError(f"all samples of id_batches have the label {int(truth[0])}; a circuit needs two classes")
-    groups = []
-    for same in pieces.values():
-        columns = zip(*(piece.inputs for piece in same), strict=True)
-        inputs = cast(Arguments, tuple(None if column[0] is None else torch.cat(column) for column in columns))
-        groups.append(SampleGroup(np.concatenate([piece.numbers for piece in same]), inputs))
-    return CircuitData(tuple(groups), truth.to(model.device), sizes, np.array(origin, np.int64), "+".join(fingerprints))
+    return CircuitData(
+        groups=tuple(map(SampleGroup.join, batches_by_shape.values())),
+        labels=truth.to(model.device),
+        sources={name: fingerprint.samples for name, fingerprint in fingerprints.items()},
+        origin=np.array(origin, np.int64),
+        fingerprint="+".join(fingerprint.hexdigest() for fingerprint in fingerprints.values()),
+    )
 
 
 def to_device(index: IntArray, device: torch.device) -> Tensor:
@@ -367,15 +371,15 @@ class Tally:
     def results(self, models: IntArray) -> list[Result]:
         """Compute the result of each model from the answers so far; raise if an answer is not finite."""
         rows = to_device(models, self.wrong.device)
-        columns = [self.objective.count(self.wrong[rows], self.confidence[rows]), self.finite[rows].all(-1)[:, None]]
+        finite = self.finite[rows].all(-1)
+        loss = torch.zeros_like(rows)
         if self.loss is not None:
-            summed = (self.loss[rows].sum(-1) / _LIKELIHOOD_STEP).round()
-            columns.append(summed.clamp(max=_LARGEST_LOSS).long()[:, None])
-        table = torch.cat(columns, 1).tolist()  # a single transfer from the device
-        counted = 1 + len(self.objective.ood_sizes)
+            loss = (self.loss[rows].sum(-1) / _LIKELIHOOD_STEP).round().clamp(max=_LARGEST_LOSS).long()
+        integers = self.objective.count(self.wrong[rows], self.confidence[rows])  # [K, 1 + sources]
+        table = torch.column_stack([finite, loss, integers]).tolist()  # a single transfer from the device
         results = []
-        for model, numbers in zip(models, table, strict=True):
-            if not numbers[counted]:
+        for model, (is_finite, summed, *counts) in zip(models, table, strict=True):
+            if not is_finite:
                 require_finite(self.finite[model], self.samples, self.heads[model])
-            results.append(self.objective.result(self.heads[model], numbers[:counted], sum(numbers[counted + 1 :])))
+            results.append(self.objective.result(self.heads[model], counts, summed))
         return results

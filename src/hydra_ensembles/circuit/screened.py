@@ -196,15 +196,12 @@ class Shifts:
         confidence = self.exact.current.confidence[0] + self.known[0, rows].long()
         margin = (self._own_margin + self.known[1, rows])[:, : self.objective.id_count]
         softness = 0.1 * margin.std(1).median().clamp(min=1e-6)  # width of the soft threshold
-        nearly = torch.sigmoid(-margin / softness).sum(1)  # soft count of errors
-        columns = self.objective.count(margin < 0, confidence), nearly, self.finite[rows].all(1)
-        keyed = []
-        for row, head, counts, soft, finite in zip(index, candidates, *map(Tensor.tolist, columns), strict=True):
+        soft_errors = dict(zip(candidates, torch.sigmoid(-margin / softness).sum(1).tolist(), strict=True))
+        for row, head, finite in zip(index, candidates, self.finite[rows].all(1).tolist(), strict=True):
             if not finite:
                 require_finite(self.finite[row], self.tower.samples, head)
-            result = self.objective.result(head, counts)
-            keyed.append((result.over, result.value, round(soft, 6), head, result))
-        return [result for *_, result in sorted(keyed)]
+        results = map(self.objective.result, candidates, self.objective.count(margin < 0, confidence).tolist())
+        return sorted(results, key=lambda one: (one.over, one.value, round(soft_errors[one.head], 6), one.head))
 
 
 def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: IntArray, targets: Tensor) -> Tensor:
