@@ -84,20 +84,23 @@ class EnsembleLearner(Learner[LabelledBatch]):
     ) -> None:
         copy = Ensemble.from_state(recipe.with_dropout(start.config), trainable_state(start, runtime.device))
         generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "classifier", index))
+        rates: dict[str, float] = {}
         for name, parameter in copy.named_parameters():
             parameter.requires_grad_(recipe.trains(name, start.num_layers))
             if name.startswith(CLASSIFIERS):
+                rates[name] = recipe.classifier_rate
                 if recipe.reinit_classifier is not None:
                     nn.init.zeros_(parameter)
                 if recipe.reinit_classifier == "random" and name.endswith("weight"):
                     values = _DEVIATION * torch.randn(parameter.shape, generator=generator)  # [M, C, d]
                     parameter.data.copy_(values)
-        self.model: Ensemble | Parametrised = copy if arrange is None else arrange(copy)
-        parametrised, prefix = (self.model, Parametrised.INNER) if isinstance(self.model, Parametrised) else (None, "")
-        classifiers = tuple(prefix + name for name in CLASSIFIERS)
-        names = (name for name, _ in self.model.named_parameters() if name.startswith(classifiers))
-        rates = dict.fromkeys(names, recipe.classifier_rate) | ({} if parametrised is None else parametrised.rates)
-        super().__init__(self.model, recipe, runtime, rates, () if parametrised is None else parametrised.spared)
+        self.model: Ensemble | Parametrised = copy
+        spared = frozenset[str]()
+        if arrange is not None:
+            self.model = arranged = arrange(copy)
+            rates = {Parametrised.INNER + name: rate for name, rate in rates.items()} | arranged.rates
+            spared = arranged.spared
+        super().__init__(self.model, recipe, runtime, rates, spared)
         self.parallel: nn.Module = self.model
         if runtime.ranks.size > 1:
             layers = zip(*start.config.heads, strict=True)

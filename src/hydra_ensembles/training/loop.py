@@ -160,12 +160,15 @@ class Learner(ABC, Generic[BatchT]):
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `tensors` returned; raise `CheckpointError` on other names, shapes or dtypes."""
         scalar = torch.zeros(())
-        layout: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self.trained.items()}
-        for key in tensors:
-            part, _, name = key.rpartition("/")[0].partition("/")
-            if part == "optimizer" and name in self.trained:  # its optimizer state must be complete
-                layout |= {f"{part}/{name}/{kind}": self.trained[name] for kind in _MOMENTS[self.recipe.optimizer]}
-                layout |= {f"{part}/{name}/step": scalar} if self.recipe.optimizer == "adamw" else {}
+        layout: dict[str, Tensor] = {}
+        states: dict[str, dict[str, Tensor]] = {}  # of the optimizer, by parameter
+        for name, parameter in self.trained.items():
+            prefix = f"optimizer/{name}/"
+            states[name] = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            layout[f"weights/{name}"] = parameter
+            if states[name]:  # then it must be complete
+                layout |= {prefix + kind: parameter for kind in _MOMENTS[self.recipe.optimizer]}
+                layout |= {f"{prefix}step": scalar} if self.recipe.optimizer == "adamw" else {}
         if self.scaler.is_enabled():
             layout |= {"scaler/scale": scalar.double(), "scaler/growth_tracker": scalar.long()}
         require_layout(tensors, layout)
@@ -176,11 +179,9 @@ class Learner(ABC, Generic[BatchT]):
         for name, parameter in self.trained.items():
             with torch.no_grad():
                 parameter.copy_(tensors[f"weights/{name}"])
-            prefix = f"optimizer/{name}/"
-            state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            if state:  # AdamW keeps its step count on the CPU
+            if states[name]:  # AdamW keeps its step count on the CPU
                 self.optimizer.state[parameter] = {
-                    key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
+                    key: value if key == "step" else value.to(parameter.device) for key, value in states[name].items()
                 }
         if self.scaler.is_enabled():
             scale, growth = tensors["scaler/scale"].item(), tensors["scaler/growth_tracker"].item()
@@ -278,17 +279,17 @@ def train_best(
     A rate that diverges is skipped with a warning; if all diverge, raise `DivergedError`.
     """
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
-        ranks, data = runtime.ranks, dict[str, Any]()
+        ranks = runtime.ranks
+        identity, data = dict(job.identity), dict[str, Any]()
         if job.folder is not None or ranks.size > 1:
             seed = derive_seed(job.recipe.seed, "fingerprint")
             held_out = None if job.validation is None else source_fingerprint(job.validation, "validation", seed)
             train = ranks.common(partial(source_fingerprint, job.train, "train", seed), job.train)
             data = {"train": train, "validation": held_out}
-            job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
-        shared = replace(job, train=ranks.share_batches(job.train))
+            identity["model"] = model_fingerprint(start)
+        shared = replace(job, train=ranks.share_batches(job.train), identity={**identity, **data})
         # ranks with different steps would deadlock, or end with different weights
-        given = {name: value for name, value in job.identity.items() if name not in data}
-        ranks.require_same((given, to_plain(job.recipe), job.index, job.checkpoint_every), "model or recipe")
+        ranks.require_same((identity, to_plain(job.recipe), job.index, job.checkpoint_every), "model or recipe")
         ranks.require_same_data((data, length_of(shared.train)), "training or validation data")
         folder = None if job.folder is None or _is_read_only(job.folder, job.recipe.rates) else job.folder
         with nullcontext() if folder is None else ranks.locked(folder, "training"), resumable(folder):

@@ -231,14 +231,15 @@ class Recipe(Checked):
         downs = [x.detach() for name, x in model.named_parameters() if name.endswith("mlp.down.weight")]
         real = [layer for layer, x in enumerate(downs) if not x.is_meta and bool(x.any())]
         moved = {place_of(name)[1] for name in trained}
-        pairs = [pair for pair in combinations(real, 2) if not moved.isdisjoint(pair)]
-        same = next(((one, other) for one, other in pairs if torch.equal(downs[one], downs[other])), None)
-        if same is not None:
-            warn(
-                f"layers {same[0]} and {same[1]} have the same weights, as in ALBERT, where they are one layer: here "
-                "each is a copy that trains on its own, so the trained model differs in kind and has more parameters. "
-                "Train it in its own library before converting it, or train only train_groups=('readout',)"
-            )
+        for one, other in combinations(real, 2):
+            if not moved.isdisjoint((one, other)) and torch.equal(downs[one], downs[other]):
+                warn(
+                    f"layers {one} and {other} have the same weights, as in ALBERT, where they are one layer: here "
+                    "each is a copy that trains on its own, so the trained model differs in kind and has more "
+                    "parameters. Train it in its own library before converting it, or train only "
+                    "train_groups=('readout',)"
+                )
+                return
 
     def _warn_if_unchanged(self, train: Batches) -> None:
         """Warn if the recipe is meant for randomly changed images but the loader uses the model's plain preprocessing.

@@ -204,17 +204,15 @@ class TextLearner(Learner[Pairs]):
         """The loss over all pairs, and the gradients of this rank's embeddings, per batch."""
         ranks = self.runtime.ranks
         sizes = [len(image) for image, _ in embeddings]
-        leaves, start = [], 0
-        for side in zip(*embeddings, strict=True):
-            parts = ranks.rows(torch.cat(side).detach())
-            start = sum(len(part) for part in parts[: ranks.rank])
-            leaves.append(torch.cat(parts).requires_grad_())  # [N, e]
+        of_ranks = [ranks.rows(torch.cat(side).detach()) for side in zip(*embeddings, strict=True)]
+        images, texts = (torch.cat(rows).requires_grad_() for rows in of_ranks)  # [N, e] each
         labels = None if labels is None else torch.cat(ranks.rows(labels))
-        loss = contrastive_loss(leaves[0], leaves[1], self.model.logit_scale, labels, self.recipe.label_smoothing)
+        loss = contrastive_loss(images, texts, self.model.logit_scale, labels, self.recipe.label_smoothing)
         self.scaler.scale(loss).backward()
-        rows = slice(start, start + sum(sizes))
-        images, texts = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
-        return loss.detach(), list(zip(images[rows].split(sizes), texts[rows].split(sizes), strict=True))
+        start = sum(len(rows) for rows in of_ranks[0][: ranks.rank])
+        own = slice(start, start + sum(sizes))
+        gradients = [torch.zeros_like(side) if side.grad is None else side.grad for side in (images, texts)]
+        return loss.detach(), list(zip(*(gradient[own].split(sizes) for gradient in gradients), strict=True))
 
     def _exchange(self) -> None:
         """Sum gradients over all ranks; every rank has the full gradient of the logit scale, so that is averaged."""
