@@ -143,9 +143,8 @@ class Scaled(Parametrised):
         """The per-member parameters: members concatenated along the first axis."""
         stored: dict[str, Tensor] = {}
         for key, weight in self.shared.items():
-            norm = key.removesuffix("bias") + "weight"  # the bias of a norm is scaled like its weight
-            scale = self.inputs[norm] if norm in self.inputs and key.endswith("bias") else self.inputs.get(key)
-            many = weight[None] if scale is None else weight[None] * scale  # [M or 1, …]
+            like = f"{key.removesuffix('bias')}weight" if key.endswith("bias") else key  # biases of norms like weights
+            many = weight[None] * self.inputs[like] if like in self.inputs else weight[None]  # [M or 1, …]
             many = many * self.outputs[key] if key in self.outputs else many
             stored[key.replace("/", ".")] = many.expand(self.num_members, *weight.shape).flatten(0, 1)
         return stored

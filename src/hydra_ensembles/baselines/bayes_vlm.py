@@ -7,10 +7,10 @@ loss in h, each divided by √n; τ is the number of pairs that the n given ones
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -401,19 +401,16 @@ def _projections(model: object) -> tuple[GroupedLinear, GroupedLinear]:
 
 def _inputs_of_projections(dual: DualEncoder, pairs: Batches) -> tuple[Tensor, Tensor]:
     """Inputs of the projections of images and texts, `[n, d]` each, in float64 on the CPU."""
-
-    def embedded() -> Iterator[tuple[Tensor, Tensor]]:
+    parts: dict[str, list[Tensor]] = {"images": [], "texts": []}
+    with torch.no_grad(), dropping(False):
         for index, raw in enumerate(pairs):
             images, texts, _ = read_pairs(raw, "pairs", index)
-            text = embed(dual.text, None, dual.text.prepare(texts), normalize=False)[0]
-            yield features_of(dual.image, images, f"batch {index} of pairs"), text
-
-    with torch.no_grad(), dropping(False):
-        parts = [(image.double().cpu(), text.double().cpu()) for image, text in embedded()]
-    features = tuple(torch.cat(side) for side in zip(*parts, strict=True)) if parts else ()
-    if not features or len(features[0]) < 2:
+            parts["texts"].append(embed(dual.text, None, dual.text.prepare(texts), normalize=False)[0].double().cpu())
+            parts["images"].append(features_of(dual.image, images, f"batch {index} of pairs").double().cpu())
+    if sum(map(len, parts["images"])) < 2:
         raise DataError("BayesVLM compares pairs with each other; give at least two")
-    for side, name in zip(features, ("images", "texts"), strict=True):
+    features = {name: torch.cat(batches) for name, batches in parts.items()}
+    for name, side in features.items():
         if not bool(side.isfinite().all()):
             raise DataError(f"the features of some {name} are not finite; look for bad values in the pairs")
-    return cast(tuple[Tensor, Tensor], features)
+    return features["images"], features["texts"]

@@ -177,24 +177,18 @@ def pruned_masks(
 
     All ranks get the masks of rank 0. If the loader gives each rank its own batches, those of all ranks count.
     """
-    with borrowed(train), training_runtime(device, model.device) as runtime, ExitStack() as alone:
-        state = RunState({})
+    with borrowed(train), training_runtime(device, model.device) as runtime, ExitStack() as lock:
         ranks = runtime.ranks
-        if folder is not None:
-            data = ranks.gather(source_fingerprint(train, "train", derive_seed(seed, "fingerprint")))[0]
-            about = {"method": "oba", "settings": to_plain(settings)}
-            state = RunState({**about, "train": data, "model": model_fingerprint(model)})
-            alone.enter_context(ranks.locked(folder, "pruning"))
         copy = Ensemble.from_state(model.config, trainable_state(model, runtime.device))
         weights = removable_weights(copy)
         masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
-        saved = None if folder is None else read_state(folder, state.fingerprint)
-        if saved is not None and folder is not None:
-            with explain_errors(folder):
-                state, tensors = read_tensors(folder, saved, masks)
-                saved_masks = tensors["result" if saved.finished else "current"]
-                require_layout(saved_masks, masks)
-            masks = {name: saved_masks[name].to(runtime.device) for name in masks}
+        state = RunState({})
+        if folder is not None:
+            data = ranks.gather(source_fingerprint(train, "train", derive_seed(seed, "fingerprint")))[0]
+            about = {"method": "oba", "settings": to_plain(settings)}
+            lock.enter_context(ranks.locked(folder, "pruning"))
+            state = RunState({**about, "train": data, "model": model_fingerprint(model)})
+            state, masks = _resumed(folder, state, masks)
         ranks.require_same(state.position.step, "steps of pruning in the folder of the run")
         total = sum(parameter.numel() for parameter in copy.parameters())
         fixed = total - sum(weight.numel() for weight in weights.values())
@@ -208,11 +202,22 @@ def pruned_masks(
             if is_sharded(train):
                 curved = {name: ranks.total(values) for name, values in curved.items()}
             scores = importances(curved, {name: weight.detach() for name, weight in weights.items()})
-            masks = kept(scores, masks, round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed)
-            masks = {name: ranks.rows(mask)[0] for name, mask in masks.items()}
+            count = round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed
+            masks = {name: ranks.rows(mask)[0] for name, mask in kept(scores, masks, count).items()}
             last = step + 1 == settings.steps
-            state = replace(state, position=Position(step + 1), finished=last)
+            state = replace(state, position=Position(step + 1), finished=last, files={}, checksums={})
             if folder is not None and ranks.rank == 0:
-                state = replace(state, files={}, checksums={})
                 state = write_state(folder, state, {"result" if last else "current": masks})
         return {name: mask.cpu() for name, mask in masks.items()}
+
+
+def _resumed(folder: Path, state: RunState, masks: dict[str, Tensor]) -> tuple[RunState, dict[str, Tensor]]:
+    """The state and masks that this run saved in the folder; those given if there are none."""
+    saved = read_state(folder, state.fingerprint)
+    if saved is None:
+        return state, masks
+    with explain_errors(folder):
+        state, tensors = read_tensors(folder, saved, masks)
+        saved_masks = tensors["result" if saved.finished else "current"]
+        require_layout(saved_masks, masks)
+    return state, {name: saved_masks[name].to(mask.device) for name, mask in masks.items()}
