@@ -303,14 +303,15 @@ class EnsembleConfig:
                 raise ConfigError(f"heads[{member}] lists {len(layers)} layers, the encoder has {blocks}")
             for layer, heads in enumerate(layers):
                 received = f"heads[{member}][{layer}] is {list(heads)}"
-                first = self.heads[0][layer : layer + 1]
                 if list(heads) != sorted(set(heads)) or any(not 0 <= head < counts[layer] for head in heads):
                     accepted = f"distinct heads below {counts[layer]} in ascending order"
                     raise ConfigError(f"{received}; it must list {accepted}")
-                if (layer < self.trunk or (self.sharing.attention and layer < blocks)) and (heads,) != first:
-                    raise ConfigError(f"{received} and member 0 keeps {list(first)}, but members share this attention")
-        filled = tuple(layers + tuple(tuple(range(count)) for count in counts[len(layers) :]) for layers in self.heads)
-        object.__setattr__(self, "heads", filled)
+                shared = layer < self.trunk or (self.sharing.attention and layer < blocks)
+                if shared and heads != self.heads[0][layer]:
+                    kept = list(self.heads[0][layer])
+                    raise ConfigError(f"{received} and member 0 keeps {kept}, but members share this attention")
+        everything = tuple(tuple(range(count)) for count in counts)
+        object.__setattr__(self, "heads", tuple(layers + everything[len(layers) :] for layers in self.heads))
         self._check_ends()
 
     def _check_ends(self) -> None:

@@ -20,10 +20,7 @@ FORMAT, FORMAT_VERSION = "hydra_ensembles", 2  # version 1 had no digest of conf
 ENSEMBLE, DUAL_ENCODER = "ensemble", "dual_encoder"  # kinds of model
 TEXT_SIDE = "text_side"  # key of the text side in the metadata, and prefix of its tensors
 FAMILIARITY = "familiarity"  # the same for feature statistics
-EXTRA_PREFIXES = (
-    TEXT_SIDE,
-    FAMILIARITY,
-)  # prefixes of tensors that do not belong to the model itself and have their own dtype
+EXTRA_PREFIXES = (TEXT_SIDE, FAMILIARITY)  # of tensors that do not belong to the model itself, with their own dtype
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ACCEPTED = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
 

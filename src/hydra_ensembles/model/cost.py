@@ -77,8 +77,8 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
     elif stem.project:
         total += branches * tokens * stem.embedding_width * encoder.width
     for layer in range(encoder.layers):
-        if branches == 1 and config.copies("norms", layer) > 1 and encoder.norm_first and (layer or encoder.first_norm):
-            branches = config.members
+        if encoder.norm_first and (layer or encoder.first_norm):  # a norm before the attention
+            branches = max(branches, config.copies("norms", layer))
         copies = max(branches, config.copies("attention", layer))
         heads = sum(len(config.heads[member][layer]) for member in range(copies))
         branches = max(copies, config.copies("norms", layer), config.copies("mlp", layer))

@@ -490,9 +490,11 @@ def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], Kep
         ConfigError: They differ in architecture, dtype, device or class names, so they cannot form one ensemble.
     """
     require_same_architecture([model.config for model in ensembles])
-    members = [(model, index) for model in ensembles for index in range(model.num_members)]
-    whole = {id(model): (model.whole_state(), valid_metadata(model, "joined")) for model in ensembles}
-    states = [member_state(model.config, whole[id(model)][0], index) for model, index in members]
+    states, known = list[dict[str, Tensor]](), list[Metadata]()
+    for model in ensembles:
+        state, metadata = model.whole_state(), valid_metadata(model, "joined")
+        for index in range(model.num_members):
+            states.append(member_state(model.config, state, index))
+            known.append(member_metadata(metadata, index, model.num_members))
     require_same_dtype_and_device(states)
-    known = [member_metadata(whole[id(model)][1], index, model.num_members) for model, index in members]
-    return states, tuple(model.config.heads[index] for model, index in members), common_metadata(known)
+    return states, tuple(heads for model in ensembles for heads in model.config.heads), common_metadata(known)

@@ -128,15 +128,16 @@ def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
     if not _visible(images) or not pixels.numel():
         return
     low, high = (float(bound) for bound in pixels.aminmax())
-    brightest, between = 0.0, False
+    up_to_255, up_to_1 = low >= 0 and high > 50, False
     if isinstance(preprocessing, ImagePreprocessing):
-        normalised = list(zip(preprocessing.mean, preprocessing.std, strict=True))
-        brightest = max((1 - mean) / std for mean, std in normalised)
-        before = [part * std + mean for part, (mean, std) in zip(pixels.unbind(1), normalised, strict=False)]
-        dark = max(mean / std for mean, std in normalised) > 0.5  # black would be well below 0
-        raw = (dark and high - low > (0.6 if len(pixels) == 8 else 0.9)) or _in_steps(pixels)
-        between = 0 <= low < 0.5 < high <= 1 and raw and not all(map(_in_steps, before))
-    if between or (low >= 0 and high > max(50, 2 * brightest)):
+        scales = list(zip(preprocessing.mean, preprocessing.std, strict=True))
+        black, white = min(-mean / std for mean, std in scales), max((1 - mean) / std for mean, std in scales)
+        up_to_255 = up_to_255 and high > 2 * white
+        most_of_range = black < -0.5 and high - low > (0.6 if len(pixels) == 8 else 0.9)
+        undone = [part * std + mean for part, (mean, std) in zip(pixels.unbind(1), scales, strict=False)]
+        raw = most_of_range or _in_steps(pixels)
+        up_to_1 = 0 <= low < 0.5 < high <= 1 and raw and not all(map(_in_steps, undone))
+    if up_to_255 or up_to_1:
         warn(
             f"images have values from {low:.3g} to {high:.3g}, like pixels that are not normalised, and the model uses "
             "them unchanged: give PIL images, or apply its preprocessing"

@@ -191,9 +191,11 @@ class Attention(nn.Module):
             batch, or share one copy while their inputs differ.
         """
         if x.shape[0] > 1 and not self.even:  # own inputs, different numbers of heads: one member after another
-            asking = [read[copy][None] if isinstance(read, Tensor) else read for copy in range(len(x))]
-            inputs = enumerate(zip(x, asking, strict=True))
-            return torch.cat([self._attend(tokens[None], context, ask, copy) for copy, (tokens, ask) in inputs], dim=2)
+            parts = []
+            for copy, tokens in enumerate(x):  # [B, T, d]
+                asking = read[copy][None] if isinstance(read, Tensor) else read
+                parts.append(self._attend(tokens[None], context, asking, copy))
+            return torch.cat(parts, dim=2)
         z = self._attend(x, context, read)
         return z if self.distinct is None else z.index_select(2, self.distinct)
 

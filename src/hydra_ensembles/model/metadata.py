@@ -139,31 +139,28 @@ class FamiliaritySettings(Checked):
 
     def shapes(self, members: int, classes: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors of all scores, by name (`score.name`)."""
-        square = (members, self.width, self.width)
-        shapes = dict[str, tuple[int, ...]]()
-        for score in self.scores:
-            tensors: dict[str, tuple[int, ...]] = {"mean": (members, self.width), "whiten": square}
-            tensors["classes"] = (members, classes, self.width)
-            if is_relative(score):
-                tensors["background"] = square
-            elif score == "knn":
-                tensors = {"bank": (members, self.stored, self.width)}
-            elif score == "vim":
-                residual = (members, self.width, self.width - self.principal)
-                tensors = {"origin": (members, self.width), "residual": residual, "weight": (members,)}
-            elif score in ("vilu", "neglabel"):
-                tensors = {"projection": (members, self.embedding, self.width), "shift": (members, self.embedding)}
+        of_scores = ((score, self._shapes_of(score, classes)) for score in self.scores)
+        return {f"{score}.{name}": (members, *shape) for score, shapes in of_scores for name, shape in shapes.items()}
+
+    def _shapes_of(self, score: FittedName, classes: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of one score, without the axis of members."""
+        width, embedding = self.width, self.embedding
+        if score == "knn":
+            return {"bank": (self.stored, width)}
+        if score == "vim":
+            return {"origin": (width,), "residual": (width, width - self.principal), "weight": ()}
+        if score in ("vilu", "neglabel"):
+            shapes: dict[str, tuple[int, ...]] = {"projection": (embedding, width), "shift": (embedding,)}
             if score == "neglabel":
-                tensors |= {"words": (members, *self.words, self.embedding), "offset": (members,)}
-            elif score == "vilu":
-                tensors["texts"] = (members, classes, self.embedding)
-                if self.projected:
-                    map_ = (members, self.embedding, self.embedding)
-                    tensors |= {"image_map": map_, "text_map": map_, "scale": (members,)}
-                for layer, (inputs, outputs) in enumerate(pairwise((3 * self.embedding, *self.hidden, 1))):
-                    tensors |= {f"weight{layer}": (members, outputs, inputs), f"bias{layer}": (members, outputs)}
-            shapes |= {f"{score}.{name}": shape for name, shape in tensors.items()}
-        return shapes
+                return shapes | {"words": (*self.words, embedding), "offset": ()}
+            shapes["texts"] = (classes, embedding)
+            if self.projected:
+                shapes |= {"image_map": (embedding, embedding), "text_map": (embedding, embedding), "scale": ()}
+            for layer, (inputs, outputs) in enumerate(pairwise((3 * embedding, *self.hidden, 1))):
+                shapes |= {f"weight{layer}": (outputs, inputs), f"bias{layer}": (outputs,)}
+            return shapes
+        by_class = {"mean": (width,), "whiten": (width, width), "classes": (classes, width)}
+        return by_class | ({"background": (width, width)} if is_relative(score) else {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,29 +307,33 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     Raises:
         ConfigError: Two members have different class names, or the same in another order, or different preprocessing.
     """
-    named = [(index, member.labels) for index, member in enumerate(members) if member.labels]
-    for index, labels in named[1:]:
-        start, expected = named[0]
-        if labels != expected:  # classes are averaged by position
-            names = f"{', '.join(expected[:8])} and {', '.join(labels[:8])}"
+    named = {index: member.labels for index, member in enumerate(members) if member.labels}
+    first, labels = next(iter(named.items()), (0, ()))
+    for index, names in named.items():
+        if names != labels:  # classes are averaged by position
+            both = f"{', '.join(labels[:8])} and {', '.join(names[:8])}"
             advice = "if only the names differ, give both the same with .with_metadata(labels=...)"
-            raise ConfigError(f"members {start} and {index} have different class names, {names}; {advice}")
-    prepared = [(index, member) for index, member in enumerate(members) if member.preprocessing is not None]
-    for index, member in prepared[1:]:
-        if member.preprocessing != prepared[0][1].preprocessing:  # all members get the same tensors
+            raise ConfigError(f"members {first} and {index} have different class names, {both}; {advice}")
+    prepared = {index: member.preprocessing for index, member in enumerate(members) if member.preprocessing is not None}
+    first, preprocessing = next(iter(prepared.items()), (0, None))
+    for index, other in prepared.items():
+        if other != preprocessing:  # all members get the same tensors
             advice = "retrain one of them, or give both the same with .with_metadata(preprocessing=...)"
-            raise ConfigError(f"members {prepared[0][0]} and {index} have different preprocessing; {advice}")
-    history = tuple(dict.fromkeys(line for member in members for line in member.history))
-    labels = named[0][1] if named else ()
+            raise ConfigError(f"members {first} and {index} have different preprocessing; {advice}")
     if len(named) not in (0, len(members)):
-        labels, bare = (), next(index for index, member in enumerate(members) if not member.labels)
+        labels, bare = (), next(index for index in range(len(members)) if index not in named)
         advice = "give it those of the others with .with_metadata(labels=...), if it numbers classes in the same way"
         warn(f"member {bare} has no class names, so all have none; {advice}")
-    preprocessing = prepared[0][1].preprocessing if prepared else None
-    side = join_text_sides([member.text_side for member in members])
     marks, samples = together([member.trained_set for member in members])
-    common = replace(members[0].unmeasured, labels=labels, preprocessing=preprocessing, history=history, text_side=side)
-    return replace(common, train_marks=marks, train_samples=samples)
+    return replace(
+        members[0].unmeasured,
+        labels=labels,
+        preprocessing=preprocessing,
+        history=tuple(dict.fromkeys(line for member in members for line in member.history)),
+        text_side=join_text_sides([member.text_side for member in members]),
+        train_marks=marks,
+        train_samples=samples,
+    )
 
 
 def invalid_names(names: Sequence[object]) -> tuple[int | None, list[str]]:

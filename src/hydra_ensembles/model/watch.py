@@ -107,10 +107,13 @@ class Watched(OurModel):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *arguments: Any) -> None:
         """Called by `load_state_dict`, also from an enclosing model: other weights drop the calibration."""
-        weights = ((old, state_dict.get(prefix + name)) for name, old in self.named_parameters() if not old.is_meta)
-        changed = (isinstance(new, Tensor) and not torch.equal(old, new.to(old)) for old, new in weights)
-        if self._counted is not None and self.verified_metadata().measured and any(changed):
-            self._forget("other weights loaded", "other weights are loaded into an ensemble that was measured before")
+        if self._counted is not None and self.verified_metadata().measured:
+            for name, old in self.named_parameters():
+                new = state_dict.get(prefix + name)
+                if isinstance(new, Tensor) and not old.is_meta and not torch.equal(old, new.to(old)):
+                    problem = "other weights are loaded into an ensemble that was measured before"
+                    self._forget("other weights loaded", problem)
+                    break
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _loaded(self, _: object) -> None:
