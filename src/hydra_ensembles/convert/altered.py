@@ -175,9 +175,9 @@ def _differences(module: nn.Module, like: nn.Module, path: str = "") -> Iterator
     for leaf, expected in like.named_children():
         inner = f"{path}.{leaf}" if path else leaf
         if leaf in parts:
-            part = parts[leaf]
-            if not (is_identity(part) and leaf in _REMOVED) and not (_is_drop_path(part) and _is_drop_path(expected)):
-                yield from _differences(part, expected, inner)
+            removed = is_identity(parts[leaf]) and leaf in _REMOVED
+            if not removed and not (_is_drop_path(parts[leaf]) and _is_drop_path(expected)):
+                yield from _differences(parts[leaf], expected, inner)
         elif leaf not in _REMOVED and not (leaf == "pooler_activation" and "pooler" not in parts):  # ALBERT's
             yield inner, " is", "missing", f"a {type(expected).__qualname__}"
     if isinstance(module, nn.Sequential | nn.ModuleList) and len(parts) > len(list(like.children())):

@@ -406,14 +406,11 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
                 require_finite_weights(value.detach(), name)
     processors = [] if processor is None else list(processor) if isinstance(processor, list | tuple) else [processor]
     origin = Metadata(source=f"{dual.name} ({qualified_name(model)})", history=(f"converted from {dual.name}",))
-    (image, image_projection), (text, text_projection) = (
-        _convert_tower(architecture, tower, origin, processors) for _, tower, architecture in towers
-    )
+    converted = [_convert_tower(architecture, tower, origin, processors) for _, tower, architecture in towers]
+    (image, image_projection), (text, text_projection) = converted
     encoder = DualEncoder(image, text, Projections(image_projection, text_projection), scale, bias).eval()
     if probe:
-        for (_, tower, architecture), ours, projection in zip(
-            towers, (image, text), (image_projection, text_projection), strict=True
-        ):
+        for (_, tower, architecture), (ours, projection) in zip(towers, converted, strict=True):
             require_same_answers(ModelPair(architecture, tower, ours, projection=projection))
     return encoder
 

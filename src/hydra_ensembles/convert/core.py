@@ -221,20 +221,22 @@ def translate(
     misfits: list[str] = []
     fresh = False
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    partly_trained = any(trains.values())
     frozen: list[str] = []
     for name, shape in shapes.items():
         source = _source_of(weights, name, foreign)
-        if source is None or not foreign.keys() >= set(source.names):
-            if may_be_fresh and name.startswith(_MAY_BE_FRESH):
-                fresh |= name.startswith("readout.classifier")
-                state[name] = next(iter(stored.values())).new_zeros(shape)
-                if not name.endswith("bias"):
-                    nn.init.trunc_normal_(state[name], std=0.02)
-                continue
-            missing |= dict.fromkeys([name] if source is None else set(source.names) - foreign.keys(), name)
+        absent = {name} if source is None else set(source.names) - foreign.keys()
+        if absent and may_be_fresh and name.startswith(_MAY_BE_FRESH):
+            fresh |= name.startswith("readout.classifier")
+            state[name] = next(iter(stored.values())).new_zeros(shape)
+            if not name.endswith("bias"):
+                nn.init.trunc_normal_(state[name], std=0.02)
+            continue
+        if absent or source is None:
+            missing |= dict.fromkeys(absent, name)
             continue
         used.update(source.names)
-        if any(trains.values()) and not any(trains.get(path, True) for path in source.names):
+        if partly_trained and not any(trains.get(path, True) for path in source.names):
             frozen.append(name)
         for path in source.names:
             require_finite_weights(foreign[path], path)

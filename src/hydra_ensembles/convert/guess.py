@@ -200,6 +200,11 @@ def _frame(model: nn.Module) -> _Frame | None:
     path, (block, *_) = blocks[0]
     if isinstance(block, nn.TransformerEncoderLayer):
         return _Frame({"block": f"{path}.{{i}}"}, path, block.linear1.in_features)
+    return _frame_of_parts(path, block)
+
+
+def _frame_of_parts(path: str, block: nn.Module) -> _Frame | None:
+    """The parts of blocks around an `nn.MultiheadAttention`; None unless there are two norms and two linear layers."""
     in_block = {name: part for name, part in block.named_modules() if name}
     attention = next(name for name, part in in_block.items() if isinstance(part, nn.MultiheadAttention))
     linears = [name for name, part in in_block.items() if type(part) is nn.Linear and not name.startswith(attention)]
@@ -246,8 +251,9 @@ def _outer_parts(model: nn.Module, frame: _Frame) -> Iterator[dict[Part, Place]]
         if len(positions) + len(tables) == 1 and len(norms) < 2:
             yield {**names, "position": (positions + tables)[0], **({"norm": norms[0]} if norms else {})}
         return
-    orders = list(permutations(tables, 2)) if len(tables) == 2 and not positions else []
-    orders = [(tables[0], positions[0])] if len(tables) == 1 and len(positions) == 1 else orders
+    if len(tables) + len(positions) != 2:
+        return
     norm_parts: tuple[Part, ...] = ("embedding_norm", "norm")
-    for (words, position), parts in product(orders, permutations(norm_parts, len(norms))):
-        yield {**names, "words": words, "position": position, **dict(zip(parts, norms, strict=True))}
+    for (words, position), parts in product(permutations([*tables, *positions]), permutations(norm_parts, len(norms))):
+        if words in tables:  # positions may also be a plain tensor
+            yield {**names, "words": words, "position": position, **dict(zip(parts, norms, strict=True))}

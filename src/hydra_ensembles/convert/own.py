@@ -52,10 +52,10 @@ def require_special_ids(both: ModelPair) -> None:
         suspects = texts[differ(texts)].flatten()
         if not len(suspects):
             return
-        short_texts = text[:_TEST_TOKENS].repeat(2, len(suspects), 1)  # each id in the middle and at the end, or first
-        short_texts[0, :, short_texts.shape[2] // 2] = short_texts[0, :, -1] = short_texts[1, :, 0] = suspects
-        differing = differ(short_texts.flatten(0, 1)).unflatten(0, (2, -1)).any(0)
-        odd = suspects[differing].tolist()
+        inside, first = text[:_TEST_TOKENS].repeat(2, len(suspects), 1)  # [B, T] each
+        inside[:, inside.shape[1] // 2] = inside[:, -1] = suspects
+        first[:, 0] = suspects
+        odd = suspects[differ(torch.cat([inside, first])).unflatten(0, (2, -1)).any(0)].tolist()
     which = f"the id {odd[0]}" if odd else f"some of the ids {suspects[:8].tolist()}"
     unmasked = "" if both.architecture.masks else "say masked=True in the declaration, and "
     raise OwnIdError(

@@ -2,11 +2,10 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,15 +78,15 @@ class ModelPair:
         Warnings of the model itself are suppressed: they are not about the conversion.
         """
         device = self.ensemble.device
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            compiled = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
-            stack.enter_context(torch.compiler.set_stance("force_eager") if compiled else nullcontext())
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-            stack.enter_context(torch_seeded(0, device))
-            stack.enter_context(evaluation_mode(self.model))
+        compiled = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
+        with (
+            warnings.catch_warnings(action="ignore"),
+            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            torch_seeded(0, device),
+            evaluation_mode(self.model),
+        ):
             yield
 
     def original(self, inputs: NamedTensors) -> Tensor:
@@ -218,18 +217,17 @@ def require_same_answers(both: ModelPair, *, locate: bool = True) -> None:
         with suppress(NoAnswerError):
             require_same_answers(both.in_float32(), locate=locate)
     by_tokens = both.zero_classifier and not both.own  # logits prove nothing
+    # Known classes treat all tokens alike, so few suffice; but rotary angles are computed for all tokens.
+    few_suffice = not both.own and ensemble.kind == "image" and ensemble.config.encoder.rotary is None and not by_tokens
     with both.answering():
         for inputs in both.batches():
             allowed = both.allowed(inputs)
-            first_blocks = model.get_submodule(block_name(architecture, model, 0)), ensemble.encoder.layers[0]
-            # Known classes treat all tokens alike, so few suffice; but rotary angles are computed for all tokens.
-            few_suffice = not both.own and ensemble.kind == "image" and ensemble.config.encoder.rotary is None
-            answers = partial(both.original, inputs), partial(both.converted, inputs)
-            if few_suffice and not by_tokens and _agree_on_few_tokens(first_blocks, answers, allowed):
+            if few_suffice and _agree_on_few_tokens(both, inputs, allowed):
                 continue
             apart = difference(both.converted(inputs), both.original(inputs))
-            where = _first_difference(both, inputs, allowed) if by_tokens or (locate and not apart <= allowed) else ""
-            if where or not apart <= allowed:
+            differ = not apart <= allowed  # also if it is NaN
+            where = _first_difference(both, inputs, allowed) if by_tokens or (locate and differ) else ""
+            if where or differ:
                 last = block_name(architecture, model, ensemble.num_layers - 1)
                 place = where or (f"after {last}, where tokens are pooled and classified" if locate else "somewhere")
                 raise _difference_error(both, inputs, apart, allowed, place)
@@ -304,16 +302,15 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return apart / scale if scale else apart
 
 
-def _agree_on_few_tokens(
-    first_blocks: tuple[nn.Module, nn.Module], answers: Sequence[Callable[[], Tensor]], allowed: float
-) -> bool:
+def _agree_on_few_tokens(both: ModelPair, inputs: NamedTensors, allowed: float) -> bool:
     """Whether both models embed an image alike, and their outputs agree if the blocks see only its first tokens.
 
     This runs every layer at a tenth of the cost. If it returns False (also if a model raises), all tokens are compared.
     """
-    with _few_tokens(first_blocks[0]) as theirs, _few_tokens(first_blocks[1]) as ours:
+    first_block = both.model.get_submodule(block_name(both.architecture, both.model, 0))
+    with _few_tokens(first_block) as theirs, _few_tokens(both.ensemble.encoder.layers[0]) as ours:
         try:
-            expected, actual = (answer() for answer in answers)
+            expected, actual = both.original(inputs), both.converted(inputs)
         except Exception:  # a model may raise anything, for example on the number of tokens
             return False
     if len(theirs) != 1 or len(ours) != 1:

@@ -102,6 +102,7 @@ def with_changes(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStem
             settings[name] = values[:1] * stem.channels if len(set(values)) == 1 else values
     if not settings:
         return metadata
+    origin = "the user"
     if metadata.preprocessing is None:
         missing = [name for name in names if name not in changes and name != "image_size"]
         if isinstance(stem, PatchStemConfig) and stem.channels not in (1, 3):
@@ -112,10 +113,9 @@ def with_changes(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStem
         changed: Any = ImagePreprocessing(**{"size": stem.image_size, **settings})  # type: ignore[union-attr]
     else:
         changed = replace(metadata.preprocessing, **settings)
-    origin = f"{metadata.preprocessing_from or 'unknown' if metadata.preprocessing else 'the user'}; said by the user: "
-    return replace(
-        metadata, preprocessing=read_processor(changed, stem), preprocessing_from=origin + ", ".join(sorted(changes))
-    )
+        origin = metadata.preprocessing_from or "unknown"
+    told = f"{origin}; said by the user: {', '.join(sorted(changes))}"
+    return replace(metadata, preprocessing=read_processor(changed, stem), preprocessing_from=told)
 
 
 def with_preprocessing(ensemble: Ensemble, changes: Mapping[str, Any]) -> Ensemble:
@@ -328,13 +328,12 @@ def _read_image_processor(processor: Any) -> ImagePreprocessing:
 
 def _read_composed(processor: Any) -> ImagePreprocessing:
     """Read a `Compose` of torchvision, as timm and open_clip create for evaluation."""
-    listed = [(getattr(step, "__name__", type(step).__name__), step) for step in getattr(processor, "transforms", ())]
-    steps: dict[str, Any] = dict(listed)
-    resize, crop, scale = (steps.pop(name, None) for name in ("Resize", "CenterCrop", "Normalize"))
-    said = [step for step in (resize, crop, scale) if step is not None]
+    transforms = getattr(processor, "transforms", ())
+    steps: dict[str, Any] = {getattr(step, "__name__", type(step).__name__): step for step in transforms}
+    plain = len(steps) == len(transforms) and steps.keys() <= {"Resize", "CenterCrop", "Normalize", *_CHANGING_NOTHING}
+    resize, crop, scale = (steps.get(name) for name in ("Resize", "CenterCrop", "Normalize"))
     sides = np.atleast_1d(getattr(resize, "size", ())).tolist()
     squash = len(sides) == 2
-    plain = len(listed) == len(steps) + len(said) and not steps.keys() - _CHANGING_NOTHING
     if not plain or resize is None or resize.max_size or resize.antialias is False or not (crop or squash):
         raise _unsupported(processor, "image")
     resized = (int(sides[0]), int(sides[-1]))

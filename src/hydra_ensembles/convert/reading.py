@@ -227,8 +227,10 @@ class _Reading:
                 if any(biases):
                     yield f"{_BLOCK}.attention.qkv_bias", self._biases(names, biases)
             elif part in ("patch", "out"):
-                canonical = "stem.patch" if part == "patch" else f"{_BLOCK}.attention.out"
-                yield canonical, Source((names[0],), self._patches) if part == "patch" else out_by_head(names[0])
+                canonical, source = "stem.patch", Source((names[0],), self._patches)
+                if part == "out":
+                    canonical, source = f"{_BLOCK}.attention.out", out_by_head(names[0])
+                yield canonical, source
                 bias = self._bias(str(place))
                 if bias is not None:
                     yield f"{canonical}_bias", as_stored(bias)
