@@ -152,9 +152,8 @@ def kronecker_factors(
         targets = F.normalize(other[rows], dim=-1)  # Y [C, e]
         totals = embedded.new_zeros(len(rows))  # [C]
         for batch in rows.split(_ROWS):
-            # u [B, e], |h| [B]
-            unit = F.normalize(embedded[batch], dim=-1)
-            length = embedded[batch].norm(dim=-1)
+            unit = F.normalize(embedded[batch], dim=-1)  # u, [B, e]
+            length = embedded[batch].norm(dim=-1)  # |h|, [B]
             cosines = unit @ targets.T  # [B, C]
             if sigmoid is None:
                 probs = (scale * cosines).softmax(-1)
@@ -335,15 +334,12 @@ class ProbitClassifier(View):
         self.model = copy.deepcopy(posterior.dual.image)
         self.metadata = Metadata(labels=tuple(names), preprocessing=self.model.metadata.preprocessing)
         self.biased = _projections(posterior.dual)[0].bias is not None
-        self.kind = "image"
-        self.num_members = 1
-        self.num_classes = len(names)
+        self.kind, self.num_members, self.num_classes = "image", 1, len(names)
         covariances = posterior.image.covariance, posterior.text.covariance
         if posterior.as_published:
             covariances = covariances[0].diagonal().diag(), covariances[1].diagonal().diag()
-        # g [C, e], aᵀ A⁻¹ a [C]
-        classes = texts @ posterior.text.mean.T
-        spread = posterior.text.spread(texts)
+        classes = texts @ posterior.text.mean.T  # g, [C, e]
+        spread = posterior.text.spread(texts)  # aᵀ A⁻¹ a, [C]
         self.terms = {
             "projection": posterior.image.mean,
             "inputs": torch.linalg.inv(posterior.image.inputs),
@@ -363,9 +359,8 @@ class ProbitClassifier(View):
         self.terms = {name: tensor.to(features.device) for name, tensor in self.terms.items()}  # kept there
         terms = self.terms
         augmented = append_one(features, self.biased)
-        # h [B, e], [B]
-        embedded = augmented @ terms["projection"].T
-        spread = (augmented @ terms["inputs"] * augmented).sum(-1)
+        embedded = augmented @ terms["projection"].T  # h, [B, e]
+        spread = (augmented @ terms["inputs"] * augmented).sum(-1)  # aᵀ A⁻¹ a, [B]
         of_image, of_text, classes = terms["of_image"], terms["of_text"], terms["classes"]
         lengths = embedded.square().sum(-1) + spread * of_image.trace()  # E|h|², [B]
         both = lengths[:, None] * terms["lengths"]

@@ -137,7 +137,8 @@ def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: 
     """`θ ∘ Hθ` of the named parameters, summed over batches; H is the Hessian of the mean cross-entropy in them."""
     weights = {name: model.get_parameter(name) for name in names}
     parameters = list(weights.values())
-    sums = [torch.zeros_like(weight) for weight in weights.values()]
+    values = [parameter.detach() for parameter in parameters]
+    sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     with dropping(False), sdpa_kernel(SDPBackend.MATH):  # faster kernels have no second derivative
         for index, (inputs, labels) in enumerate(batches):
             logits = model(model.prepare(inputs))[0]  # [B, C]
@@ -145,14 +146,13 @@ def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: 
             if not loss.isfinite():
                 raise DataError(f"batch {index} of train gives a loss of {loss.item()}; look for bad values in it")
             first = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
-            ahead = [parameter.detach() for parameter in parameters]
-            second = torch.autograd.grad(first, parameters, grad_outputs=ahead, materialize_grads=True)
-            for total, product, parameter in zip(sums, second, parameters, strict=True):
-                total += product * parameter.detach()
-    for name, total in zip(weights, sums, strict=True):
+            second = torch.autograd.grad(first, parameters, grad_outputs=values, materialize_grads=True)  # Hθ
+            for total, product, value in zip(sums.values(), second, values, strict=True):
+                total += product * value
+    for name, total in sums.items():
         if not total.isfinite().all():
             raise DataError(f"the curvature of the loss in {name} is not finite; look for very large weights or inputs")
-    return dict(zip(weights, sums, strict=True))
+    return sums
 
 
 def importances(curved: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -185,10 +185,9 @@ def pruned_masks(
         state = RunState({})
         if folder is not None:
             data = ranks.gather(source_fingerprint(train, "train", derive_seed(seed, "fingerprint")))[0]
-            about = {"method": "oba", "settings": to_plain(settings)}
+            about = {"method": "oba", "settings": to_plain(settings), "train": data, "model": model_fingerprint(model)}
             lock.enter_context(ranks.locked(folder, "pruning"))
-            state = RunState({**about, "train": data, "model": model_fingerprint(model)})
-            state, masks = _resumed(folder, state, masks)
+            state, masks = _resumed(folder, RunState(about), masks)
         ranks.require_same(state.position.step, "steps of pruning in the folder of the run")
         total = sum(parameter.numel() for parameter in copy.parameters())
         fixed = total - sum(weight.numel() for weight in weights.values())

@@ -91,7 +91,6 @@ def packed_ensemble(
     config = settings.narrow(model.config)
     line = f"Packed-Ensemble of {settings.members} members, alpha {settings.alpha:g}, fresh weights"
     start = fresh(config, derive_seed(recipe.seed, "packed"), model.metadata.after(line))
-    require_trained(
-        recipe, start, start.state_dict(), "Packed-Ensembles start from fresh weights, which must all train"
-    )
+    why = "Packed-Ensembles start from fresh weights, which must all train"
+    require_trained(recipe, start, start.state_dict(), why)
     return finetune(start.to(model.device, model.dtype), train, recipe, validation, **run)

@@ -103,8 +103,7 @@ def cache(
     ensemble: Ensemble, batches: Batches, name: str, statistics: Mapping[str, Tensor], size: int, shuffle: bool = False
 ) -> tuple[DataLoader[tuple[Tensor, ...]], Keys]:
     """Batches of the embeddings of all images and of which members are right; also keys of some of the images."""
-    embedded = list[Tensor]()
-    right = list[Tensor]()
+    embedded, right = list[Tensor](), list[Tensor]()
     keys = np.empty(0, dtype=np.int64)
     for inputs, samples in answers(ensemble, batches, name, labelled=True):
         x = torch.baddbmm(statistics["shift"][:, None], samples.features, statistics["projection"].mT)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -190,11 +190,7 @@ def extract_circuit(
             ranks.require_same_data(identity.data, "data")
             record = identity if path is None or stored is None else resumed(identity, stored, path, candidates)
             run.take_steps(record, path if ranks.rank == 0 else None, progress)
-    provenance = {"seed": seed, "device": device.type, "layers": scope.layers, "dtype": str(dtype), "asked": method}
-    provenance |= {"ties": ties} | ({} if distance is None else {"ood_score": ood_score})
-    if scope.names:
-        provenance |= {"towers": scope.towers, "classes": len(scope.names), "templates": scope.templates}
-    return run.ranking(record, provenance)
+    return run.ranking(record, scope, seed)
 
 
 class CircuitScope(NamedTuple):
@@ -390,16 +386,14 @@ class Extraction:
                 search.on_progress(len(self.candidates))  # the step is complete
 
     def _warn_of_end(self, journal: Journal) -> None:
-        count = self.objective.id_count
-        most = self.objective.most_errors
-        steps, start = len(journal.steps), journal.start
+        count, most, start = self.objective.id_count, self.objective.most_errors, journal.start
         assert start is not None
         assert most is not None
-        errors = journal.steps[-1].errors if steps else start["errors"]
+        errors = journal.steps[-1].errors if journal.steps else start["errors"]
         if self.ranks.rank == 0:
             warn(
-                f"the circuit for {self.objective.score!r} ends after {steps} of {self.budget} heads: removing any "
-                f"other head would lower the accuracy, {1 - errors / count:.4f} (at first "
+                f"the circuit for {self.objective.score!r} ends after {len(journal.steps)} of {self.budget} heads: "
+                f"removing any other head would lower the accuracy, {1 - errors / count:.4f} (at first "
                 f"{1 - start['errors'] / count:.4f}), below {1 - most / count:.4f} "
                 f"(max_accuracy_loss={self.max_accuracy_loss})"
             )
@@ -439,17 +433,21 @@ class Extraction:
         carry = self.method == "exact"
         return CachedTower(working, samples, left, of_rank, self.batch_size, int(share * room), carry)
 
-    def ranking(self, journal: Journal, provenance: Mapping[str, Any]) -> HeadRanking:
-        """Build the ranking from the steps; `provenance` has further entries for its provenance."""
-        objective = self.objective
-        start = journal.start
-        steps = journal.steps[: self.budget]
+    def ranking(self, journal: Journal, scope: CircuitScope, seed: int) -> HeadRanking:
+        """Build the ranking from the steps, with its provenance."""
+        objective, start, steps = self.objective, journal.start, journal.steps[: self.budget]
         assert start is not None
         whole_pass = forward_cost(self.model, self.samples)
         if self.texts is not None:
             whole_pass += forward_cost(self.texts.tower, self.texts.prompts)
         excesses = {index: step.excess for index, step in enumerate(steps) if step.excess is not None}
-        settings: dict[str, Any] = {"screen_size": self.screen_size} if self.method == "screened" else {}
+        settings: dict[str, Any] = {}
+        if self.distance is not None:
+            settings["ood_score"] = self.distance.name
+        if scope.names:
+            settings |= {"towers": scope.towers, "classes": len(scope.names), "templates": scope.templates}
+        if self.method == "screened":
+            settings["screen_size"] = self.screen_size
         if self.max_accuracy_loss is not None:
             settings |= {"max_accuracy_loss": self.max_accuracy_loss, "complete": len(steps) == self.budget}
         return HeadRanking(
@@ -460,7 +458,12 @@ class Extraction:
             provenance={
                 "model": journal.model,
                 "data": journal.data,
-                **provenance,
+                "seed": seed,
+                "device": self.model.device.type,
+                "layers": scope.layers,
+                "dtype": str(self.model.dtype),
+                "asked": self.asked,
+                "ties": objective.ties,
                 **settings,
                 "id_samples": objective.id_count,
                 "ood_samples": sum(objective.ood_sizes),

@@ -52,8 +52,7 @@ def read_texts(
     prompts = CircuitData((group,), labels, {"prompts": len(group)}, np.zeros((len(group), 2), np.int64), "")
     projection = compose(tower.readout.classifier, dual.projections.text)
     if projection is not None:
-        width = projection.weight.shape[1]
-        biased = projection.bias is not None
+        width, biased = projection.weight.shape[1], projection.bias is not None
         readout = replace(tower.config.readout, num_classes=width, bias=biased)
         prefix = "readout.classifier."
         state = {name: tensor for name, tensor in tower.state_dict().items() if not name.startswith(prefix)}

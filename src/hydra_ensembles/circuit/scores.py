@@ -326,9 +326,7 @@ class Tally:
     """
 
     def __init__(self, samples: CircuitData, objective: Objective, heads: Sequence[Head], dtype: torch.dtype) -> None:
-        self.samples = samples
-        self.objective = objective
-        self.heads = list(heads)
+        self.samples, self.objective, self.heads = samples, objective, list(heads)
         self.step = grid_step(dtype)
         shape = (len(heads), objective.samples)
         device = samples.labels.device

@@ -42,9 +42,7 @@ class Screened(Search):
     """
 
     def __init__(self, exact: Exact, size: int, step: int) -> None:
-        self.exact = exact
-        self.size = size
-        self.step = step
+        self.exact, self.size, self.step = exact, size, step
         self.shifts = Shifts(exact)
 
     @property
@@ -167,10 +165,9 @@ class Shifts:
         positions = to_device(repeated, self.device)
         targets = torch.cat([torch.full_like(labels, -1), labels[positions]])
         shifts = gradient_shifts(self.tower, candidates, np.concatenate([numbers, numbers[repeated]]), targets)
-        # [K, S]
-        confidence = shifts[:, : len(numbers)]
-        margin = shifts[:, : len(numbers)].clone()
-        margin[:, positions] = shifts[:, len(numbers) :]
+        confidence, of_labels = shifts.split([len(numbers), len(repeated)], dim=1)  # [K, S], [K, repeated]
+        margin = confidence.clone()
+        margin[:, positions] = of_labels
         self.correct(self.tower.index(candidates), numbers, torch.stack([(confidence / self.step).round(), margin]))
 
     def correct(self, rows: IntArray, numbers: IntArray, values: Tensor) -> None:

@@ -50,8 +50,6 @@ def concatenated(*names: str) -> Source:
 
 
 Order = Callable[[int], list[int]]  # head width -> the order in which the rows of a head are read
-
-
 POOLING = "readout.map.attention."
 
 

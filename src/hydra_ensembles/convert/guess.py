@@ -190,9 +190,7 @@ def _frame(model: nn.Module) -> _Frame | None:
     encoders = [name for name, module in modules.items() if isinstance(module, nn.TransformerEncoder)]
     if len(encoders) == 1:
         layers: Any = modules[encoders[0]].layers
-        if not len(layers):
-            return None
-        return _Frame({"encoder": encoders[0]}, encoders[0], layers[0].linear1.in_features)
+        return _Frame({"encoder": encoders[0]}, encoders[0], layers[0].linear1.in_features) if len(layers) else None
     stacks = [(name, list(part)) for name, part in modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
     blocks = [(name, parts) for name, parts in stacks if parts and all(map(_has_attention, parts))]
     if encoders or len(blocks) != 1:
@@ -211,19 +209,18 @@ def _frame_of_parts(path: str, block: nn.Module) -> _Frame | None:
     norms = [name for name, module in in_block.items() if isinstance(module, _NORMS)]
     if len(linears) != 2 or len(norms) != 2:
         return None
-    parts = dict(zip(("attention", "norm1", "norm2", "up", "down"), (attention, *norms, *linears), strict=True))
     classes = {type(module).__name__ for module in in_block.values()}
     activations = [name for name, names in ACTIVATIONS.items() if not classes.isdisjoint(names)]
     settings = product((True, False), activations[:1] or ("gelu", "relu"))
-    names: Any = {part: f"{path}.{{i}}.{leaf}" for part, leaf in parts.items()}
+    leaves = zip(("attention", "norm1", "norm2", "up", "down"), (attention, *norms, *linears), strict=True)
+    names: Any = {part: f"{path}.{{i}}.{leaf}" for part, leaf in leaves}
     width: Any = in_block[linears[0]].in_features
     return _Frame(names, path, width, tuple({"norm_first": first, "activation": name} for first, name in settings))
 
 
 def _has_attention(block: nn.Module) -> bool:
-    if isinstance(block, nn.TransformerEncoderLayer):
-        return True
-    return sum(isinstance(part, nn.MultiheadAttention) for part in block.modules()) == 1
+    attentions = sum(isinstance(part, nn.MultiheadAttention) for part in block.modules())
+    return isinstance(block, nn.TransformerEncoderLayer) or attentions == 1
 
 
 def _outer_parts(model: nn.Module, frame: _Frame) -> Iterator[dict[Part, Place]]:

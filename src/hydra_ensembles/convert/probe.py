@@ -64,9 +64,7 @@ class ModelPair:
         """
         parts = {"model": self.model, "ensemble": self.ensemble, "projection": self.projection}
         try:
-            copies: dict[str, Any] = {
-                name: None if part is None else deepcopy(part).float() for name, part in parts.items()
-            }
+            copies: dict[str, Any] = {name: deepcopy(part).float() for name, part in parts.items() if part is not None}
         except Exception as error:  # a user's model may raise anything
             raise NoAnswerError(f"{self.architecture.name}: {error}") from error
         return replace(self, **copies)
@@ -152,12 +150,14 @@ class ModelPair:
         stem = self.ensemble.config.stem
         samples = self.samples()
         if isinstance(stem, PatchStemConfig):
-            yield {name: tensor[:1] for name, tensor in samples.items()}
-        if isinstance(stem, TextStemConfig) or self.own:
-            yield samples
-        if isinstance(stem, PatchStemConfig) and self.own:
-            yield from ({name: tensor[:1].sigmoid() * top for name, tensor in samples.items()} for top in (1.0, 255.0))
-        if isinstance(stem, TextStemConfig) and self.own:
+            images = samples["pixel_values"]
+            yield {"pixel_values": images[:1]}
+            if self.own:
+                yield samples
+                yield from ({"pixel_values": images[:1].sigmoid() * top} for top in (1.0, 255.0))
+            return
+        yield samples
+        if self.own:
             pad = (*self.paddings(), 0)[0]
             ids = _random_ids(stem, 1, stem.max_tokens)
             ids = ids.masked_fill(ids == pad, (pad + 1) % stem.vocabulary).to(self.ensemble.device)
@@ -361,9 +361,7 @@ def _first_difference(both: ModelPair, inputs: NamedTensors, allowed: float) -> 
         if their.shape != mine.shape and their.dim() == mine.dim():
             their = their.transpose(0, 1)  # [T, B, d] -> [B, T, d]
         if mask is not None and their.shape == mine.shape:
-            # ignore padding
-            mine = mine[mask.bool()]
-            their = their[mask.bool()]
+            mine, their = mine[mask.bool()], their[mask.bool()]  # without padding
         if difference(mine, their) > allowed:
             shared = f" as layer {index - 1}" if len(set(names)) < len(names) else ""
             return f"in {names[index - 1]}{shared}" if index else f"before {names[0]}, where the input is embedded"
@@ -387,15 +385,16 @@ def _their_tokens(both: ModelPair, blocks: Sequence[nn.Module], inputs: NamedTen
     tokens: list[Tensor] = []
     blocks = list(dict.fromkeys(blocks))  # a block shared by several layers is hooked once
 
-    def before(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        x = next((argument for argument in (*arguments, *keywords.values()) if isinstance(argument, Tensor)), None)
-        if not tokens and x is not None:
-            tokens.append(x.to_padded_tensor(0.0) if x.is_nested else x)
-
-    def after(_: Any, arguments: Any, output: Any) -> None:
-        x = output[0] if isinstance(output, tuple) else output
+    def keep(x: Any) -> None:
         if isinstance(x, Tensor):
             tokens.append(x.to_padded_tensor(0.0) if x.is_nested else x)
+
+    def before(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if not tokens:
+            keep(next((value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor)), None))
+
+    def after(_: Any, arguments: Any, output: Any) -> None:
+        keep(output[0] if isinstance(output, tuple) else output)
 
     with ExitStack() as hooks:
         hooks.enter_context(blocks[0].register_forward_pre_hook(before, with_kwargs=True))

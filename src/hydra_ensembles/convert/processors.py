@@ -166,9 +166,8 @@ def _run_processor(processor: Any, *inputs: Any, **settings: Any) -> dict[str, T
     try:
         if hasattr(processor, "transforms"):  # of torchvision
             return {"pixel_values": processor(*inputs)[None]}
-        return {
-            name: torch.as_tensor(value) for name, value in processor(*inputs, **settings, return_tensors="pt").items()
-        }
+        prepared = processor(*inputs, **settings, return_tensors="pt")
+        return {name: torch.as_tensor(value) for name, value in prepared.items()}
     except Exception as error:  # a user's processor may raise anything
         raise ConversionError(
             f"a {qualified_name(processor)} cannot prepare a small example ({type(error).__name__}: {error}); repair it"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any, get_args
 
 from ..model.config import EncoderConfig, EnsembleConfig, NormKind, PatchStemConfig, ReadoutConfig, RotaryConfig
@@ -217,21 +218,18 @@ def _eva_attention(model: Any) -> Weights:
             return [*pairs, *(half + i for i in pairs)]
         return [*(2 * i for i in pairs), *(2 * i + 1 for i in pairs)]
 
-    def normed(leaf: str, part: str) -> Source:
-        return Source((f"attn.{part}_norm.{leaf}",), lambda tensors, shape: tensors[0][order(shape[-1])])
-
     prefix = "encoder.layers.{i}.attention."
     head_order = None if rope is None else order
     split = model.blocks[0].attn.qkv is None
-    names = tuple(f"attn.{part}_proj.*" for part in "qkv") if split else ("attn.qkv.*",)
-    entries = {**attention("attn.proj", *names, order=head_order)}
+    weights = tuple(f"attn.{part}_proj.*" for part in "qkv") if split else ("attn.qkv.*",)
+    entries = {**attention("attn.proj", *weights, order=head_order)}
     if not _biases(model.blocks[0].attn)[1]:
-        names = ("attn.q_proj.bias", "attn.v_proj.bias") if split else ("attn.q_bias", "attn.v_bias")
-        entries[f"{prefix}qkv_bias"] = qkv_by_head(*names, order=head_order)
+        biases = ("attn.q_proj.bias", "attn.v_proj.bias") if split else ("attn.q_bias", "attn.v_bias")
+        entries[f"{prefix}qkv_bias"] = qkv_by_head(*biases, order=head_order)
     if rope is not None:
-        for leaf in ("weight", "bias"):
-            entries[f"{prefix}query_norm.{leaf}"] = normed(leaf, "q")
-            entries[f"{prefix}key_norm.{leaf}"] = normed(leaf, "k")
+        for norm, leaf in product(("query_norm", "key_norm"), ("weight", "bias")):
+            names = (f"attn.{norm[0]}_norm.{leaf}",)
+            entries[f"{prefix}{norm}.{leaf}"] = Source(names, lambda tensors, shape: tensors[0][order(shape[-1])])
     return below("blocks.{i}.", entries)
 
 

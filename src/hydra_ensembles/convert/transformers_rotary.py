@@ -1,5 +1,6 @@
 """transformers with rotary positions: DINOv3 for images; ModernBERT, Nomic BERT, GTE and Jina embeddings for text."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -189,14 +190,12 @@ def _modernbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         hidden = cast(HiddenActivation, config.classifier_activation)
         if hidden not in ("tanh", "relu", "gelu"):
             raise refuse(f"its classifier has the activation {hidden!r}")
-        readout = ReadoutConfig(
+        readout = replace(
+            readout,
             pool=config.classifier_pooling,
-            num_classes=classes,
-            norm_eps=eps,
             hidden=hidden,
             hidden_bias=bool(config.classifier_bias),
             hidden_norm=True,
-            bias=bias,
             hidden_dropout=float(config.classifier_dropout),
         )
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())

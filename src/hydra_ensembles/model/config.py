@@ -383,13 +383,11 @@ class EnsembleConfig:
         """Architecture fields in which two ensembles differ, as readable lines; heads and dropout are ignored."""
         if self.kind != other.kind:
             return [f"kind: {self.kind} and {other.kind}"]
-        mine, theirs = self.undropped, other.undropped
-        return [
-            f"{part}.{name}: {value} and {other_value}"
-            for part in ("stem", "encoder", "readout")
-            for name, value in vars(getattr(mine, part)).items()
-            if value != (other_value := vars(getattr(theirs, part))[name])
-        ]
+        lines, both = [], (self.undropped, other.undropped)
+        for part in ("stem", "encoder", "readout"):
+            mine, theirs = (vars(getattr(config, part)) for config in both)
+            lines += [f"{part}.{name}: {mine[name]} and {theirs[name]}" for name in mine if mine[name] != theirs[name]]
+        return lines
 
 
 @dataclass(frozen=True)

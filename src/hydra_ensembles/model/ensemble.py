@@ -48,17 +48,13 @@ def build_with_state(build: Callable[[], Model], state: Mapping[str, Tensor]) ->
     """Build a model whose parameters are the given tensors (not copies), in evaluation mode."""
     with shapes_only():
         model = build()
-    modules = list(model.named_modules())
-    outlines = {
-        f"{path}.{name}" if path else name: (module._parameters, name, parameter.shape)
-        for path, module in modules
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    }
-    require_shapes({name: shape for name, (_, _, shape) in outlines.items()}, state)
-    for name, (parameters, own_name, _) in outlines.items():  # like load_state_dict, in a fifth of the time
-        parameters[own_name] = nn.Parameter(state[name])
-    for _, module in modules:
+    modules = dict(model.named_modules())
+    shapes = {name: outline.shape for name, outline in model.named_parameters(remove_duplicate=False)}
+    require_shapes(shapes, state)
+    for name in shapes:  # like load_state_dict, in a fraction of the time
+        path, _, leaf = name.rpartition(".")
+        modules[path]._parameters[leaf] = nn.Parameter(state[name])
+    for module in modules.values():
         module.training = False
         if isinstance(module, Watched):
             module.take_as_measured()

@@ -324,16 +324,11 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
         labels, bare = (), next(index for index in range(len(members)) if index not in named)
         advice = "give it those of the others with .with_metadata(labels=...), if it numbers classes in the same way"
         warn(f"member {bare} has no class names, so all have none; {advice}")
+    history = tuple(dict.fromkeys(line for member in members for line in member.history))
+    side = join_text_sides([member.text_side for member in members])
     marks, samples = together([member.trained_set for member in members])
-    return replace(
-        members[0].unmeasured,
-        labels=labels,
-        preprocessing=preprocessing,
-        history=tuple(dict.fromkeys(line for member in members for line in member.history)),
-        text_side=join_text_sides([member.text_side for member in members]),
-        train_marks=marks,
-        train_samples=samples,
-    )
+    common = replace(members[0].unmeasured, labels=labels, preprocessing=preprocessing, history=history, text_side=side)
+    return replace(common, train_marks=marks, train_samples=samples)
 
 
 def invalid_names(names: Sequence[object]) -> tuple[int | None, list[str]]:

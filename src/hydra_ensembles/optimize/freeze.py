@@ -173,10 +173,9 @@ def _compute_common_heads_once(ensemble: Ensemble) -> None:
     rows = attention.qkv.flatten(1)
     if attention.qkv_bias is not None:
         rows = torch.cat([rows, attention.qkv_bias.flatten(1)], dim=1)
-    alike = [  # a row with NaN only equals itself
-        next(earlier for earlier, row in enumerate(rows) if earlier == index or torch.equal(row, head))
-        for index, head in enumerate(rows)
-    ]
+    alike: list[int] = []  # for each head the first equal one; one with NaN equals only itself
+    for index, head in enumerate(rows):
+        alike.append(next((first for first in range(index) if torch.equal(rows[first], head)), index))
     firsts = sorted(set(alike))
     if len(firsts) < len(rows):
         attention.qkv = fixed(attention.qkv[firsts])

@@ -143,10 +143,8 @@ class EnsembleLearner(Learner[LabelledBatch]):
                 with self.autocast():
                     logits = wrapped(prepared)  # [M, B, C]
                 logits = logits if logits.dtype == torch.float64 else logits.float()
-                # [M·B, C], [M·B]
-                flat = logits.flatten(0, 1)
-                labelled = targets.to(device).flatten()
-                loss = F.cross_entropy(flat, labelled, label_smoothing=self.recipe.label_smoothing) * len(logits)
+                flat, classes = logits.flatten(0, 1), targets.to(device).flatten()  # [M·B, C], [M·B]
+                loss = F.cross_entropy(flat, classes, label_smoothing=self.recipe.label_smoothing) * len(logits)
                 share = loss * (len(labels) / samples)
                 self.scaler.scale(share).backward()
                 total += share.detach()

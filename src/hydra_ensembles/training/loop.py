@@ -48,7 +48,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 EARLY, USUAL = 20.0, 60.0  # seconds until the first checkpoint, and at least between further ones
 SHARE = 0.02  # maximum share of the time spent on writing checkpoints
-_MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}  # optimizer state per parameter
+_STATE = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq", "step")}  # of the optimizer, per parameter
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -167,15 +167,14 @@ class Learner(ABC, Generic[BatchT]):
             states[name] = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             layout[f"weights/{name}"] = parameter
             if states[name]:  # then it must be complete
-                layout |= {prefix + kind: parameter for kind in _MOMENTS[self.recipe.optimizer]}
-                layout |= {f"{prefix}step": scalar} if self.recipe.optimizer == "adamw" else {}
+                kinds = _STATE[self.recipe.optimizer]
+                layout |= {prefix + kind: scalar if kind == "step" else parameter for kind in kinds}
         if self.scaler.is_enabled():
             layout |= {"scaler/scale": scalar.double(), "scaler/growth_tracker": scalar.long()}
         require_layout(tensors, layout)
-        steps = {key: value.item() for key, value in tensors.items() if key.endswith("/step")}
-        for key, step in steps.items():
-            if not (step >= 0 and float(step).is_integer()):
-                raise CheckpointError(f"the tensor {key!r} is {step:g}; steps are counted from 0")
+        for key, step in tensors.items():
+            if key.endswith("/step") and not (step >= 0 and float(step).is_integer()):
+                raise CheckpointError(f"the tensor {key!r} is {step.item():g}; steps are counted from 0")
         for name, parameter in self.trained.items():
             with torch.no_grad():
                 parameter.copy_(tensors[f"weights/{name}"])
@@ -356,9 +355,8 @@ class Training(Generic[BatchT]):
         self.order = self.seed if order_seed is None else derive_seed(order_seed, "order")
         self.total, self.warmup = job.recipe.plan(length_of(job.train))
         self.best_weights: dict[str, Tensor] = {}
-        # time of the last checkpoint, and seconds until the next
-        self.saved = monotonic()
-        self.pause = EARLY
+        self.saved = monotonic()  # time of the last checkpoint
+        self.pause = EARLY  # seconds until the next
         settings = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index, "processes": runtime.ranks.size}
         self.state = RunState({**job.identity, **settings})
 
