@@ -284,6 +284,7 @@ class CachedTower:
             if x is not None:
                 pieces.append(self.model.block(level - 1, x, context.first(active)))
             joined = int(np.searchsorted(joins, level, side="right"))
+            # of the pairs that join, those before `resumed` are cached at this level, the others branch off
             resumed = active + int(np.count_nonzero(~branches[active:joined]))
             if resumed > active:
                 pieces.append(carried.load(level, candidates[active:resumed], rows[active:resumed]))

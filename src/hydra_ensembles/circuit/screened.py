@@ -134,7 +134,7 @@ class Shifts:
         self.step = grid_step(exact.tower.model.ensemble.dtype)
         self.device = exact.current.wrong.device
         shape = len(self.tower.candidates), self.objective.samples
-        # of the confidence, in grid steps (integers), and of the margin: current values, and last gradient estimates
+        # [2, K, n] each, of the confidence (in grid steps, integers) and of the margin: now, and as last predicted
         self.known, self.predicted = torch.zeros(2, 2, *shape, dtype=torch.float64, device=self.device)
         self.finite = torch.ones(shape, dtype=torch.bool, device=self.device)
         self._own_margin = torch.zeros(shape[1], dtype=torch.float64, device=self.device)

@@ -186,9 +186,8 @@ def _converted(
     both = ModelPair(architecture, model, Ensemble.from_state(config, state, metadata), fresh)
     for name in frozen:
         both.ensemble.get_parameter(name).requires_grad_(False)
-    if not fresh and _looks_untrained(
-        both.ensemble, getattr(getattr(model, "config", None), "initializer_range", _SPREAD)
-    ):
+    spread = getattr(getattr(model, "config", None), "initializer_range", _SPREAD)
+    if not fresh and _looks_untrained(both.ensemble, spread):
         warn(
             f"{architecture.name}: the classifier looks untrained (no bias, weights as freshly initialised) on top of "
             "trained layers: its answers mean nothing before it is trained, by he.finetune or elsewhere"

@@ -183,16 +183,15 @@ class ModelPair:
         tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0))
         known = (stem.positions_after, *(self.paddings() if self.own else ()))
         pad = next((one for one in known if one is not None), 0)
-        end = config.readout.eot_token
-        last = stem.vocabulary - 1 if end is None else end
+        eot = stem.vocabulary - 1 if config.readout.eot_token is None else config.readout.eot_token
         ids = _random_ids(stem, _TEXTS, tokens)
-        ordinary = next((word for word in range(stem.vocabulary) if word not in (pad, last)), pad)
-        ids = ids.masked_fill((ids == pad) | (ids == last), ordinary)
+        ordinary = next((word for word in range(stem.vocabulary) if word not in (pad, eot)), pad)
+        ids = ids.masked_fill((ids == pad) | (ids == eot), ordinary)
         positions = torch.arange(tokens, device="cpu")[None]  # [1, T]
-        ends = torch.tensor([tokens - 1, tokens // 2], device="cpu")[:, None]  # [B, 1]
+        ends = torch.tensor([tokens - 1, tokens // 2], device="cpu")[:, None]  # [B, 1], the last token
         ids = ids.masked_fill(positions > ends, pad)
         if clip:
-            return {"input_ids": ids.masked_fill(positions == ends, last)}
+            return {"input_ids": ids.masked_fill(positions == ends, eot)}
         inputs = {"input_ids": ids, "attention_mask": (positions <= ends).long()}
         if stem.segments > 1:
             inputs["token_type_ids"] = ((positions > ends // 2) & (positions <= ends)).long()
@@ -357,17 +356,17 @@ def _first_difference(both: ModelPair, inputs: NamedTensors, allowed: float) -> 
         return f"somewhere: {names[0] or 'a block'} is not called as a module, so it cannot be observed"
     mask = inputs.get("attention_mask")
     ours = _our_tokens(ensemble, inputs)
-    for index, (mine, their) in enumerate(zip(ours, theirs, strict=False)):
+    as_layer = " as layer {}" if len(set(names)) < len(names) else ""  # of a block that several layers share
+    places = [f"before {names[0]}, where the input is embedded"]
+    places += [f"in {name}{as_layer.format(layer)}" for layer, name in enumerate(names)]
+    for place, mine, their in zip(places, ours, theirs, strict=False):
         if their.shape != mine.shape and their.dim() == mine.dim():
             their = their.transpose(0, 1)  # [T, B, d] -> [B, T, d]
         if mask is not None and their.shape == mine.shape:
             mine, their = mine[mask.bool()], their[mask.bool()]  # without padding
         if difference(mine, their) > allowed:
-            shared = f" as layer {index - 1}" if len(set(names)) < len(names) else ""
-            return f"in {names[index - 1]}{shared}" if index else f"before {names[0]}, where the input is embedded"
-    if len(theirs) < len(ours):
-        return f"in {names[len(theirs) - 1]}" if theirs else f"before {names[0]}"
-    return ""
+            return place
+    return places[len(theirs)] if len(theirs) < len(ours) else ""
 
 
 def _our_tokens(ensemble: Ensemble, inputs: NamedTensors) -> list[Tensor]:

@@ -72,10 +72,11 @@ def _config(model: Any, num_labels: int | None, distilled: bool = False) -> Ense
     if model.global_pool not in pools:
         raise refuse(f"global_pool is {model.global_pool!r}")
     takes_prefix = bool(getattr(model, "pool_include_prefix", model.attn_pool is not None))  # Eva has no such setting
-    heads = (model.head, model.head_dist) if distilled else (model.head,)
-    (classes, bias), *_ = [read_classifier(head, num_labels) for head in heads]
-    if distilled and not classes:
-        raise refuse("it has two classifiers without classes")
+    classes, bias = read_classifier(model.head, num_labels)
+    if distilled:
+        read_classifier(model.head_dist, num_labels)  # raises if it is not linear
+        if not classes:
+            raise refuse("it has two classifiers without classes")
     norms = [norm for norm in (model.norm, model.fc_norm) if not is_identity(norm)]
     if len(norms) > 1:
         raise refuse(f"it has a {qualified_name(norms[0])} before pooling and a {qualified_name(norms[1])} after it")

@@ -33,6 +33,7 @@ _PROCESS_STATE = ("choices", "_lock", "_stream", "_pool", "_plain", "_compiled")
 Run = Callable[..., tuple[Tensor, ...]]  # member logits, and feature scores if fitted
 RunArguments = tuple[Tensor | None, ...]  # the first is never None
 Key = tuple[tuple[tuple[int, ...], torch.dtype | None], ...]  # per argument; () and None if it is None
+Recording = tuple[torch.cuda.CUDAGraph, RunArguments, tuple[Tensor, ...]]  # a graph, where it reads, where it writes
 
 
 class OptimizedEnsemble:
@@ -334,7 +335,7 @@ class GraphCache:
 
     def __init__(self, function: Run, device: torch.device, pool: Any, limit: int) -> None:
         self._function, self._device, self._pool, self._limit = function, device, pool, limit
-        self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, RunArguments, tuple[Tensor, ...]]] = OrderedDict()
+        self._graphs: OrderedDict[Key, Recording] = OrderedDict()
 
     def __call__(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
         """Replay the graph for these shapes, recording it first if there is none."""
@@ -356,7 +357,7 @@ class GraphCache:
         """Drop the graph of a shape, if there is one, and free its memory."""
         self._graphs.pop(key, None)
 
-    def _record(self, arguments: RunArguments) -> tuple[torch.cuda.CUDAGraph, RunArguments, tuple[Tensor, ...]]:
+    def _record(self, arguments: RunArguments) -> Recording:
         buffers = tuple(None if tensor is None else tensor.clone() for tensor in arguments)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
