@@ -426,7 +426,7 @@ class CandidateActivations:
             slots = self._slot[region]
             self._free = np.concatenate([self._free, slots[slots >= 0]])
             self._slot[region] = -1
-        held = self._slot[:, : above + 1] >= 0  # [K, levels, rows]
+        held = self._slot[:, : above + 1] >= 0  # [K, levels, rows]; in reverse, argmax finds the highest level
         self.deepest = np.where(held.any(1), above - held[:, ::-1].argmax(1), 0)
 
 

@@ -364,13 +364,15 @@ class Extraction:
         before = Work()  # of all ranks
         name = f"circuit/{self.method} {self.objective.score}"
         hidden = not progress or self.ranks.rank > 0
-        starts = list(accumulate((len(self.candidates) - step for step in range(self.budget)), initial=0))
+        decided = list(
+            accumulate((len(self.candidates) - step for step in range(self.budget)), initial=0)
+        )  # before each
         bar = tqdm(
-            total=starts[-1], initial=starts[len(done)], desc=name, unit="head", disable=hidden, dynamic_ncols=True
+            total=decided[-1], initial=decided[len(done)], desc=name, unit="head", disable=hidden, dynamic_ncols=True
         )
         with bar:
             for index in range(len(done), self.budget):
-                search.on_progress = bar_updater(bar, starts[index], starts[index + 1] - starts[index], self.ranks.size)
+                search.on_progress = bar_updater(bar, decided[index], len(self.candidates) - index, self.ranks.size)
                 choice, excess = search.take(removable(self.model, left), audited=index in self.audited)
                 if choice.over:
                     self._warn_of_end(journal)

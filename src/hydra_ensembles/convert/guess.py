@@ -80,8 +80,8 @@ def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | 
     except (NoAnswerError, OwnIdError):
         raise
     except ConversionError as error:
-        other_size = isinstance(error, OtherSizeError)
-        for change in ({"resample": way} for way in get_args(Resample)) if other_size else _changes(declaration, model):
+        other_size, ways = isinstance(error, OtherSizeError), ({"resample": way} for way in get_args(Resample))
+        for change in ways if other_size else _changes(declaration, model):
             if all(getattr(declaration, name) == value for name, value in change.items()):
                 continue  # already tried
             if trial.agrees(replace(declaration, **change)):

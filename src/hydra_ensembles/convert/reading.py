@@ -237,9 +237,8 @@ class _Reading:
 
     def _with_bias(self, part: Part, path: str, weight: str) -> Iterator[tuple[str, Source]]:
         """Yield weight and bias of a linear layer or a norm; a bias that the model does not have is zero."""
-        gate, bias = self.names.get("gate"), self._bias(path)
-        gated = part == "up" and isinstance(gate, str)
-        gates = (self._weight(str(gate)), self._bias(str(gate))) if gated else (None, None)
+        bias, gate = self._bias(path), self.names.get("gate") if part == "up" else None
+        gates = (self._weight(gate), self._bias(gate)) if isinstance(gate, str) else (None, None)
 
         def stored(name: str, gate_name: str | None) -> Source:
             if part in ("query_norm", "key_norm"):

@@ -183,10 +183,9 @@ def _modernbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         local=local,
         window=int(config.local_attention) // 2 if any(local) else None,
     )
-    head = getattr(model, "head", None)
     classes, bias = read_classes(model, getattr(model, "classifier", None), num_labels)
     readout = ReadoutConfig(num_classes=classes, norm_eps=eps, bias=bias)
-    if head is not None:
+    if getattr(model, "head", None) is not None:
         hidden = cast(HiddenActivation, config.classifier_activation)
         if hidden not in ("tanh", "relu", "gelu"):
             raise refuse(f"its classifier has the activation {hidden!r}")

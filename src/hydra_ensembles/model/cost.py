@@ -56,10 +56,9 @@ class Description:
 
 def describe(config: EnsembleConfig, parameters: int) -> Description:
     """Describe an ensemble with this configuration and `parameters` stored parameters."""
-    tokens = config.stem.max_tokens
-    counts, pooling = config.head_counts, config.pooling
-    costs = parameters, multiply_adds(config, tokens), tokens
-    return Description(*costs, config.heads, counts[0], 0 if pooling is None else pooling.heads)
+    tokens, pooling = config.stem.max_tokens, config.pooling
+    work, pooling_heads = multiply_adds(config, tokens), 0 if pooling is None else pooling.heads
+    return Description(parameters, work, tokens, config.heads, config.encoder.heads, pooling_heads)
 
 
 def multiply_adds(config: EnsembleConfig, tokens: int) -> int:

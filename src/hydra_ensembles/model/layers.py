@@ -443,8 +443,9 @@ class GroupedNorm(nn.Module):
     def of_heads(self, x: Tensor, sizes: tuple[int, ...], copy: int | None = None) -> Tensor:
         """Normalise each head of `[R, T, H, d_k]` with its copy's weights: all with those of `copy`, or by `sizes`."""
         copies = self.weight.shape[0]
-        if copies == 1 or copy is not None:
-            return self.of_copy(0 if copies == 1 or copy is None else copy, x)
+        copy = 0 if copies == 1 else copy
+        if copy is not None:
+            return self.of_copy(copy, x)
         if x.shape[2] == sum(sizes):  # all copies concatenated
             return torch.cat([self.of_copy(index, heads) for index, heads in enumerate(x.split(sizes, dim=2))], dim=2)
         return self(x.unflatten(0, (copies, -1))).flatten(0, 1)  # copies on the batch axis

@@ -73,7 +73,8 @@ def join_states(config: EnsembleConfig, states: Sequence[Mapping[str, Tensor]]) 
 def common_layers(heads: KeptHeads, differing: Sequence[str], layers: int) -> int:
     """Number of first blocks in which members do not differ, neither in heads nor in these parameters."""
     apart = [layer for layer, kept in enumerate(zip(*heads, strict=True)) if len(set(kept)) > 1]
-    apart += [layer for name in differing if (layer := place_of(name)[1]) is not None]
+    places = (place_of(name)[1] for name in differing)
+    apart += [layer for layer in places if layer is not None]
     return min([*apart, layers])
 
 
@@ -104,7 +105,8 @@ def differing_names(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
 
 def equal_pair(members: Sequence[tuple[object, Mapping[str, Tensor]]]) -> tuple[int, int] | None:
     """Indices of two bitwise equal members, each given by configuration and state; None if there are none."""
-    for (i, (config, state)), (j, (other_config, other)) in combinations(enumerate(members), 2):
+    for i, j in combinations(range(len(members)), 2):
+        (config, state), (other_config, other) = members[i], members[j]
         if config != other_config or any(state[n].device != other[n].device or state[n].is_meta for n in state):
             continue
         if all(torch.equal(state[name], other[name]) for name in reversed(list(state))):  # classifiers differ first

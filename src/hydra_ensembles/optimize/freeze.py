@@ -112,8 +112,7 @@ def attention_inputs(ensemble: Ensemble) -> list[int]:
         members = max(members, _copies(block))
     readout = ensemble.readout
     if readout.map is not None:
-        normed = readout.norm is not None and readout.config.norm == "tokens"
-        norms = len(readout.norm.weight) if readout.norm is not None and normed else 1
+        norms = len(readout.norm.weight) if readout.norm is not None and readout.config.norm == "tokens" else 1
         counts.append(max(members, norms, len(readout.map.query_token)))
     return counts
 
