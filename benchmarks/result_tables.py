@@ -2,7 +2,7 @@
 
 import re
 
-from hydra_ensembles.convert.convert import supported
+from hydra_ensembles.convert.convert import ARCHITECTURES, DUAL_ARCHITECTURES
 from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
@@ -114,10 +114,18 @@ def conversion_line() -> str:
 
 def takes_table() -> str:
     """The README's table: models that convert without a declaration, with the versions that the tests use."""
+    named = [(one.name, f" ({one.models})" if one.models else "") for one in ARCHITECTURES]
+    named += [(one.name, " dual encoder") for one in DUAL_ARCHITECTURES]
+    models: dict[str, dict[str, None]] = {}  # by library, by the names that users know
+    for full_name, remark in named:
+        library, _, name = full_name.partition(" ")
+        models.setdefault(library, {})[re.sub(r"( with)? (classifier|encoder)$", "", name) + remark] = None
+    models["sentence-transformers"] = {"the text encoders of transformers, pooled by mean, first or last token": None}
+    models["torch"] = {"plain classifiers around `nn.TransformerEncoder` or `nn.MultiheadAttention`": None}
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     rows = [
-        [library, pinned[{"open_clip": "open_clip_torch"}.get(library, library)], ", ".join(models)]
-        for library, models in supported().items()
+        [library, pinned[{"open_clip": "open_clip_torch"}.get(library, library)], ", ".join(names)]
+        for library, names in models.items()
     ]
     return markdown(["library", "tested with", "models"], rows, align="lll")
 

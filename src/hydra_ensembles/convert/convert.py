@@ -1,7 +1,6 @@
 """Conversion of a library's live model to the canonical ensemble or dual encoder."""
 
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -273,23 +272,6 @@ def _explain_missing_parts(architecture: Architecture) -> Iterator[None]:
                 f"a tested release of {library}, pip install -U 'hydra-ensembles[{extra}]'",
             )
         ) from error
-
-
-def supported() -> dict[str, list[str]]:
-    """Return library → architectures that need no declaration, by the names that users know."""
-    by_library: dict[str, list[str]] = {}
-    for architecture in _ALL:
-        library, _, name = architecture.name.partition(" ")
-        name = re.sub(r"( with)? (classifier|encoder)$", "", name)
-        if isinstance(architecture, DualArchitecture):
-            name += " dual encoder"
-        elif architecture.models:
-            name += f" ({architecture.models})"
-        if name not in by_library.setdefault(library, []):
-            by_library[library].append(name)
-    by_library["sentence-transformers"] = ["the text encoders of transformers, pooled by mean, first or last token"]
-    by_library["torch"] = ["plain classifiers around `nn.TransformerEncoder` or `nn.MultiheadAttention`"]
-    return by_library
 
 
 def require_supported(kind: type, *names: str) -> None:
