@@ -37,7 +37,7 @@ from ..schema import from_plain, to_plain
 from .evaluate import Data, batched, fitted_sets, read_groups, set_name
 from .evaluation import ModelInfo, Provenance, of_format, read_saved
 from .measure import Measure
-from .running import AnswerStore, describe_model, provenance_of, shown
+from .running import AnswerStore, describe_model, provenance_of, readable_input
 
 FORMAT, VERSION = "hydra_ensembles.atlas", 1
 MOST_INPUTS = 16  # maximum shown per head, ID and OOD each: more make a page too large for browsers
@@ -396,7 +396,7 @@ class SetAnswers:
         self.inputs = {position: item for position, item in self.inputs.items() if position in positions}
         for position in positions - self.inputs.keys():
             row = position - first
-            kind, content = shown(changed(inputs, itemgetter(row)), self.preprocessing)
+            kind, content = readable_input(changed(inputs, itemgetter(row)), self.preprocessing)
             answer = int(answers.label[0, row]), float(answers.confidence[0, row])
             label = None if labels is None else int(labels[row])
             self.inputs[position] = AtlasInput(self.name, position, kind, content, *answer, label)

@@ -35,7 +35,6 @@ from ..model.given import model_call, require_values
 from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys
-from ..prediction import Prediction
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..run_folder import IDENTITY, RunFolder
 from .evaluation import GalleryItem, ModelInfo, Provenance, Shelf
@@ -49,16 +48,13 @@ PART = "answers-{}"
 
 
 class Pass(NamedTuple):
-    """Results of a pass over one set: logits and labels (if requested), keys, gallery, dtype of the answers.
+    """Results of a pass over one set, or over one batch of it."""
 
-    `unfamiliarity` has the feature scores `[S, M, B]` if the ensemble has any.
-    """
-
-    answers: LabelledLogits
+    answers: LabelledLogits  # labels are empty if none were requested
     keys: Keys  # of the samples
     gallery: list[GalleryItem]
-    dtype: torch.dtype
-    unfamiliarity: Tensor | None = None
+    dtype: torch.dtype  # of the model's answers
+    unfamiliarity: Tensor | None = None  # feature scores [S, M, B] if the ensemble has any
 
 
 class AnswerStore:
@@ -165,9 +161,9 @@ class Runner:
         of members or classes that differ from `like`. A set already split between the processes also raises.
         """
         ranks = current_ranks()
-        pieces: list[tuple[int, Tensor, Tensor, Keys, torch.dtype, Tensor | None]] = []
+        pieces: list[tuple[int, Pass]] = []  # number of each batch that is this process's turn, and its results
         gallery: list[GalleryItem] = []
-        first, beginning, error = 0, b"", None
+        seen, beginning, error = 0, b"", None
         try:
             pairs = iterate(batches, f"set {name!r}", labelled)
             quiet = not self.progress or ranks.rank > 0
@@ -175,40 +171,41 @@ class Runner:
             for index, (inputs, targets) in enumerate(bar):
                 beginning = beginning or sample_keys(inputs).tobytes()
                 if index % ranks.size == ranks.rank:
-                    batch_keys = sample_keys(inputs)
-                    logits, dtype, scores = self._kept_answer(inputs, batch_keys, name, index)
-                    labels = torch.empty(0, dtype=torch.long)
-                    if labelled:
-                        labels = require_labels(targets, logits.shape[2], f"set {name!r}", index).cpu()
-                    pieces.append((index, logits, labels, batch_keys, dtype, scores))
+                    piece = self._run_batch(inputs, targets, name, index, labelled)
+                    pieces.append((index, piece))
                     if self.keep:
-                        prediction = self.measure.predict(logits, scores)
-                        gallery = self._shelved(gallery, name, first, inputs, prediction, labels if labelled else None)
-                first += size_of(inputs)
+                        gallery = self._with_batch(gallery, name, seen, inputs, piece, labelled)
+                seen += size_of(inputs)
         except Exception as problem:
-            error = problem
-        pieces = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=itemgetter(0))
-        warn_if_cut(batches, f"set {name!r}", first)
-        ranks.require_same_data((beginning, first), f"samples in set {name!r}")
-        gallery = sorted_onto_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
-        _, answers, targets_of, keys, dtypes, all_scores = zip(*pieces, strict=True)
-        for answer in answers:
-            require_like(answer, answers[0] if like is None else like, name)
-        labelled_logits = LabelledLogits(torch.cat(answers, dim=1), torch.cat(targets_of))
-        warn_of_probabilities(labelled_logits.logits, name)
-        scores = None if all_scores[0] is None else torch.cat(all_scores, dim=2)  # [S, M, B]
-        return Pass(labelled_logits, np.concatenate(keys), gallery, dtypes[0], scores)
+            error = problem  # `gather` raises it in all processes
+        in_order = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=itemgetter(0))
+        warn_if_cut(batches, f"set {name!r}", seen)
+        ranks.require_same_data((beginning, seen), f"samples in set {name!r}")
+        gallery = top_of_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
+        parts = [piece for _, piece in in_order]
+        for part in parts:
+            require_like(part.answers.logits, parts[0].answers.logits if like is None else like, name)
+        logits = torch.cat([part.answers.logits for part in parts], dim=1)  # [M, B, C]
+        labels = torch.cat([part.answers.labels for part in parts])
+        warn_of_probabilities(logits, name)
+        keys = np.concatenate([part.keys for part in parts])
+        scores = [part.unfamiliarity for part in parts if part.unfamiliarity is not None]
+        unfamiliarity = torch.cat(scores, dim=2) if scores else None  # [S, M, B]
+        return Pass(LabelledLogits(logits, labels), keys, gallery, parts[0].dtype, unfamiliarity)
 
-    def _kept_answer(
-        self, inputs: Inputs, keys: Keys, name: str, index: int
-    ) -> tuple[Tensor, torch.dtype, Tensor | None]:
-        """The answer to a batch, stored before an interruption or computed now."""
-        key = self.kept.key(inputs, keys)
-        stored = self.kept.get(key)
+    def _run_batch(self, inputs: Inputs, targets: Tensor | None, name: str, index: int, labelled: bool) -> Pass:
+        """Results of one batch, without a gallery; the answer was stored before an interruption or is computed now."""
+        keys = sample_keys(inputs)
+        digest = self.kept.key(inputs, keys)
+        stored = self.kept.get(digest)
         if stored is None:
             stored = self._answer(inputs, name, index)
-            self.kept.put(key, stored)
-        return stored["logits"], stored["dtype"].dtype, stored.get("scores")
+            self.kept.put(digest, stored)
+        logits = stored["logits"]
+        labels = torch.empty(0, dtype=torch.long)
+        if labelled:
+            labels = require_labels(targets, logits.shape[2], f"set {name!r}", index).cpu()
+        return Pass(LabelledLogits(logits, labels), keys, [], stored["dtype"].dtype, stored.get("scores"))
 
     def _answer(self, inputs: Inputs, name: str, index: int) -> dict[str, Tensor]:
         """Member logits `[M, B, C]` of one batch, an empty tensor in the model's dtype, feature scores `[S, M, B]`."""
@@ -231,34 +228,30 @@ class Runner:
             )
         return {"logits": logits, "dtype": torch.empty(0, dtype=answer.dtype), **scores}
 
-    def _shelved(
-        self,
-        items: list[GalleryItem],
-        name: str,
-        first: int,
-        inputs: Inputs,
-        prediction: Prediction,
-        labels: Tensor | None,
+    def _with_batch(
+        self, gallery: list[GalleryItem], name: str, first: int, inputs: Inputs, piece: Pass, labelled: bool
     ) -> list[GalleryItem]:
         """The gallery of a set after one more batch, whose first sample has position `first` in the set."""
+        logits, labels = piece.answers
+        prediction = self.measure.predict(logits, piece.unfamiliarity)
         scores = prediction.score(self.measure.score)
         predicted = prediction.label
         order = scores.sort(stable=True).indices
         shelves: dict[Shelf, Tensor] = {"sure": order, "unsure": scores.sort(stable=True, descending=True).indices}
-        if labels is not None:
+        if labelled:
             shelves["wrong"] = order[predicted[order] != labels[order]]
         new = []
         for shelf, rows in shelves.items():
             for row in rows[: self.keep].tolist():
                 score, sure = float(scores[row]), float(prediction.confidence[row])
-                label = None if labels is None else int(labels[row])
+                label = int(labels[row]) if labelled else None
                 new.append(GalleryItem(name, shelf, first + row, "text", "", score, sure, int(predicted[row]), label))
-        shelved = sorted_onto_shelves([*items, *new], self.keep)
-        for position, item in enumerate(shelved):
-            if item.index >= first:
-                kind, content = shown(changed(inputs, itemgetter(item.index - first)), self.preprocessing)
-                shelved[position] = replace(item, kind=kind, content=content)
-        return shelved
+        kept = top_of_shelves([*gallery, *new], self.keep)
+        for position, item in enumerate(kept):
+            if item.index >= first:  # new, and it stays: only now is its content needed
+                kind, content = readable_input(changed(inputs, itemgetter(item.index - first)), self.preprocessing)
+                kept[position] = replace(item, kind=kind, content=content)
+        return kept
 
 
 def member_logits(answer: Any, name: str, of: str = "", like: Tensor | None = None) -> Tensor:
@@ -315,14 +308,14 @@ def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.
         yield device, dtype
 
 
-def sorted_onto_shelves(items: Iterable[GalleryItem], keep: int) -> list[GalleryItem]:
+def top_of_shelves(items: Iterable[GalleryItem], keep: int) -> list[GalleryItem]:
     """The first `keep` items of each shelf; ties go to the earlier input."""
     ordered = sorted(items, key=lambda item: (-item.score if item.shelf == "unsure" else item.score, item.index))
     shelves = ([item for item in ordered if item.shelf == shelf] for shelf in get_args(Shelf))
     return [item for shelf in shelves for item in shelf[:keep]]
 
 
-def shown(row: Inputs, preprocessing: object) -> tuple[Literal["image", "text"], str]:
+def readable_input(row: Inputs, preprocessing: object) -> tuple[Literal["image", "text"], str]:
     """One input in readable form: an image as a `data:` URI, or text."""
     tensor = row if isinstance(row, Tensor) else row.get("pixel_values", row.get("input_ids"))
     if tensor is None:
