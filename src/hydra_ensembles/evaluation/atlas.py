@@ -387,10 +387,10 @@ class SetAnswers:
         self.swept.append(answers)
         self.keys.append(keys)
         self.labels += [] if labels is None else [labels.cpu()]
-        parts = (part[1:].tolist() for part in (answers.moved, answers.label, answers.confidence))
-        for head, changes in enumerate(zip(*parts, strict=True)):
-            rows = enumerate(zip(*changes, strict=True), first)
-            new = [Changed(position, *change) for position, change in rows if change[0] > 0]
+        without = zip(answers.moved.tolist(), answers.label.tolist(), answers.confidence.tolist(), strict=True)
+        next(without)  # the row with all heads
+        for head, (moved, label, confidence) in enumerate(without):  # lists [B]
+            new = [Changed(first + b, moved[b], label[b], confidence[b]) for b in range(len(moved)) if moved[b] > 0]
             self.changes[head] = sorted([*self.changes[head], *new], key=lambda one: -one.moved)[: self.most]
         positions = {change.input for changes in self.changes.values() for change in changes}
         self.inputs = {position: item for position, item in self.inputs.items() if position in positions}
@@ -443,31 +443,30 @@ def assembled(
     sweep: Sweep, seen: Sequence[SetAnswers], most: int
 ) -> tuple[Quality, tuple[HeadEffect, ...], tuple[AtlasInput, ...]]:
     """Quality of the whole ensemble, the effect of each head, and the inputs to show."""
-    inside, *outside = seen
-    swept, ood_sets = Swept.joined(inside.swept), {one.name: Swept.joined(one.swept) for one in outside}
-    right = swept.label == torch.cat(inside.labels)  # [1 + K, n]
-    whole, *without = (
-        Quality(
-            accuracy=mean(right[row]),
-            log_likelihood=mean(swept.likelihood[row]),
-            auroc={name: auroc(swept.score[row], theirs.score[row]) for name, theirs in ood_sets.items()},
-        )
-        for row in range(len(right))
-    )
+    id_set, *ood_sets = seen
+    answers = Swept.joined(id_set.swept)
+    ood_scores = {one.name: Swept.joined(one.swept).score for one in ood_sets}  # [1 + K, m] each
+    right = answers.label == torch.cat(id_set.labels)  # [1 + K, n]
+    qualities = []  # of the whole ensemble, then without each head
+    for row in range(len(right)):
+        aurocs = {name: auroc(answers.score[row], scores[row]) for name, scores in ood_scores.items()}
+        qualities.append(Quality(mean(right[row]), mean(answers.likelihood[row]), aurocs))
     config, effects = sweep.ensemble.config, []
     places: dict[AtlasInput, int] = {}  # indices of the inputs to show
-    for index, (head, quality, now_right) in enumerate(zip(sweep.heads, without, right[1:], strict=True)):
+    for index, head in enumerate(sweep.heads):
         keepers = tuple(m for m, layers in enumerate(config.heads) if head.head in layers[head.layer])
         shared = config.members > 1 and config.attention_copies(head.layer) == 1
-        lost, gained = int((right[0] & ~now_right).sum()), int((~right[0] & now_right).sum())
+        before, after = right[0], right[1 + index]  # [n]
+        lost, gained = int((before & ~after).sum()), int((~before & after).sum())
         changes = []
-        for kind in ([inside], outside):
-            found = [(one.inputs[change.input], change) for one in kind for change in one.changes[index]]
+        for sets in ([id_set], ood_sets):
+            found = [(one.inputs[change.input], change) for one in sets for change in one.changes[index]]
             for shown_input, change in sorted(found, key=lambda pair: -pair[1].moved)[:most]:
                 place = places.setdefault(shown_input, len(places))
                 changes.append(replace(change, input=place))
+        quality = qualities[1 + index]
         effects.append(HeadEffect(head.layer, head.head, keepers, shared, quality, lost, gained, tuple(changes)))
-    return whole, tuple(effects), tuple(places)
+    return qualities[0], tuple(effects), tuple(places)
 
 
 def inputs_of(sets: Collection[Data], batch: int) -> int | None:
