@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -178,17 +179,19 @@ class Scorer:
             blank = {"bool": False, "int64": -1}.get(field.dtype, np.nan)
             answers[field.name] = np.full((len(errors), *field.shape), blank, field.dtype)
         for inputs, rows in prepared.parts:
-            if rows:
-                with collect_warnings() as remarks:
-                    outputs = columns(self.ensemble.predict(inputs, check_finite=False))
-                for row in rows if remarks and self.ensemble.kind == "text" else ():  # notes on images: see `_images`
+            if not rows:
+                continue
+            with collect_warnings() as remarks:
+                outputs = columns(self.ensemble.predict(inputs, check_finite=False))
+            if remarks and self.ensemble.kind == "text":  # notes on images: see `_images`
+                for row in rows:
                     notes[row] = "; ".join([notes[row], *remarks] if notes[row] else remarks)
-                finite = np.isfinite(outputs["member_logits"]).all(axis=(1, 2))  # [B]
-                answered = np.asarray(rows)[finite]
-                for field in fields:
-                    answers[field.name][answered] = outputs[field.name][finite]
-                for row in np.asarray(rows)[~finite].tolist():
-                    errors[row] = "the model's answer is not finite; look for overflow, or run it in float32"
+            finite = np.isfinite(outputs["member_logits"]).all(axis=(1, 2))  # [B]
+            answered = np.asarray(rows)[finite]
+            for field in fields:
+                answers[field.name][answered] = outputs[field.name][finite]
+            for row in np.asarray(rows)[~finite].tolist():
+                errors[row] = "the model's answer is not finite; look for overflow, or run it in float32"
         labels = self.ensemble.metadata.labels
         if labels:
             answers[CLASS] = np.array(["" if i < 0 else labels[i] for i in answers["label"].tolist()], dtype=str)
@@ -223,14 +226,12 @@ class Scorer:
         preprocess: Any = self.ensemble.metadata.preprocessing
         texts: list[Any] = list(batch[self.columns.text])
         if self.columns.text_pair in batch:
-            pairs = batch[self.columns.text_pair]
+            pairs = zip(texts, batch[self.columns.text_pair], strict=True)
             paired = self.columns.text_pair in self.columns.needed("text")  # if so, a missing second text is an error
-            texts = [
-                (text, pair) if paired or isinstance(pair, str) else text
-                for text, pair in zip(texts, pairs, strict=True)
-            ]
+            texts = [(text, pair) if paired or isinstance(pair, str) else text for text, pair in pairs]
         errors, notes = [""] * len(texts), [""] * len(texts)
         padded = preprocess.attention_mask or preprocess.pad_to_max
+        whole = preprocess.pad_to_max or not padded  # texts that are encoded together have one length
 
         def encode(rows: list[int]) -> dict[str, Tensor]:
             encoded, remarks = preprocess.encode([texts[row] for row in rows])
@@ -238,19 +239,18 @@ class Scorer:
                 notes[rows[index]] = f"the text {remark}"
             return cast(dict[str, Tensor], encoded)
 
+        every = list(range(len(texts)))
         if padded:
-            with suppress(DataError):  # one text is invalid: find it below
-                every = list(range(len(texts)))
-                return _by_length(encode(every), every, preprocess.pad_to_max), errors, notes
-        lengths: dict[int, list[int]] = {}  # rows per part
-        for row in range(len(texts)):
+            with suppress(DataError):  # some text is invalid: find it below
+                return _by_length(encode(every), every, whole), errors, notes
+        groups: dict[int, list[int]] = {}  # rows to encode together, by number of tokens
+        for row in every:
             try:
-                length = encode([row])["input_ids"].shape[1]
-                lengths.setdefault(0 if padded else length, []).append(row)
+                tokens = encode([row])["input_ids"].shape[1]
+                groups.setdefault(0 if padded else tokens, []).append(row)  # padding makes them all alike
             except DataError as error:
                 errors[row] = str(error)
-        whole = preprocess.pad_to_max or not padded
-        return [part for rows in lengths.values() for part in _by_length(encode(rows), rows, whole)], errors, notes
+        return [part for rows in groups.values() for part in _by_length(encode(rows), rows, whole)], errors, notes
 
 
 def _by_length(encoded: dict[str, Tensor], rows: list[int], whole: bool) -> list[tuple[Any, list[int]]]:
@@ -259,12 +259,13 @@ def _by_length(encoded: dict[str, Tensor], rows: list[int], whole: bool) -> list
         return [(encoded, rows)]
     lengths = encoded["attention_mask"].sum(dim=1)  # [B]
     powers = (lengths.clamp(min=SHORTEST) - 1).double().log2().floor()  # up to 16 tokens, 32, 64, …
-    groups = [(powers == power).nonzero()[:, 0] for power in powers.unique()]
-    tokens = [max(int(lengths[group].max()), 1) for group in groups]
-    return [
-        ({name: ids[group, :most] for name, ids in encoded.items()}, [rows[index] for index in group.tolist()])
-        for group, most in zip(groups, tokens, strict=True)
-    ]
+    parts = []
+    for power in powers.unique():
+        group = (powers == power).nonzero()[:, 0]  # [some]
+        longest = max(int(lengths[group].max()), 1)
+        inputs = {name: ids[group, :longest] for name, ids in encoded.items()}
+        parts.append((inputs, [rows[index] for index in group.tolist()]))
+    return parts
 
 
 def _pillow() -> Any:
@@ -309,16 +310,13 @@ def _image(item: Any) -> Any:
 
 @dataclass(frozen=True)
 class Scored:
-    """Result of an archive: rows with an answer, unreadable items, files of other kinds, shards.
-
-    `noted` are the rows whose `note` is not empty.
-    """
+    """Result of an archive: rows with an answer, unreadable items, files of other kinds, shards."""
 
     rows: int
     unreadable: int
     ignored: int
     shards: int
-    noted: int = 0
+    noted: int = 0  # rows whose `note` is not empty
 
 
 @checked
@@ -355,35 +353,37 @@ def score_archive(
     folder = RunFolder(path, identity, what="scores")
     with folder.working():
         items = iter(archive)
-        number = 0
-        _require_same_answers(folder, about := _about(scorer))
+        shards = 0
+        about = _about(scorer)
+        _require_same_answers(folder, about)
         if not folder.has(f"{SUMMARY}.json"):
             folder.write(ABOUT, about)
         with tqdm(total=archive.count(), unit=" items", disable=not progress) as bar:
             while (item := next(items, None)) is not None:
                 part = chain((item,), islice(items, shard_rows - 1))
-                finished = folder.has(SHARD.format(number))
-
-                def make(part: Iterable[Item] = part) -> tuple[Any, bytes]:
-                    return _scored(scorer, part, batch_size, bar.update)
-
-                def write(file: Path, shard: tuple[Any, bytes], number: int = number) -> None:
-                    beside = path / UNREADABLE.format(number)  # written first: once the shard exists, both do
-                    if shard[1]:
-                        write_atomically(beside, shard[1])
-                    else:
-                        beside.unlink(missing_ok=True)
-                    write_atomically(file, shard[0])
-
-                folder.product(SHARD.format(number), make, lambda _: (b"", b""), write)  # raises if it was modified
+                name = SHARD.format(shards)
+                finished = folder.has(name)
+                make = partial(_scored, scorer, part, batch_size, bar.update)
+                write = partial(_write_shard, path / UNREADABLE.format(shards))
+                folder.product(name, make, lambda _: (b"", b""), write)  # raises if it was modified
                 if finished:
                     names = [item.name for item in part]
-                    _require_same_items(path / SHARD.format(number), names)
+                    _require_same_items(path / name, names)
                     if progress:
                         bar.initial += len(names)  # finished rows do not count for the rate
                     bar.update(len(names))
-                number += 1
-        return Scored(**folder.json(SUMMARY, lambda: _summary(path, number, archive.ignored)))
+                shards += 1
+        return Scored(**folder.json(SUMMARY, partial(_summary, path, shards, archive.ignored)))
+
+
+def _write_shard(unreadable: Path, file: Path, shard: tuple[bytes, bytes]) -> None:
+    """Write what `_scored` returns; the Parquet file comes last: once it exists, the shard is complete."""
+    rows, lines = shard
+    if lines:
+        write_atomically(unreadable, lines)
+    else:
+        unreadable.unlink(missing_ok=True)
+    write_atomically(file, rows)
 
 
 def _require_same_items(shard: Path, names: Sequence[str]) -> None:
@@ -439,8 +439,9 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, tick: Callab
         errors = np.array([item.error for item in batch], dtype=object)
         if prepared is not None:
             answers = scorer.answer(prepared)
-            readable = errors == ""
-            failures = errors[readable] = answers.pop(ERROR)
+            readable = errors == ""  # the rows that `answers` has
+            failures = answers.pop(ERROR)
+            errors[readable] = failures
             names = np.array([item.name for item in batch], dtype=object)[readable]
             parts.append({name: array[failures == ""] for name, array in {INPUT: names, **answers}.items()})
         pairs = zip(batch, errors.tolist(), strict=True)
@@ -477,10 +478,8 @@ def _parquet(parts: Sequence[Arrays]) -> bytes:
     arrays = {}
     for name in parts[0]:
         array = np.concatenate([part[name] for part in parts])
-        if array.dtype.kind in "OU":
-            arrays[name] = arrow.array(array.tolist(), arrow.string())
-            continue
-        values = arrow.array(array.reshape(-1))
+        text = array.dtype.kind in "OU"
+        values = arrow.array(array.tolist(), arrow.string()) if text else arrow.array(array.reshape(-1))
         for size in reversed(array.shape[1:]):
             values = arrow.FixedSizeListArray.from_arrays(values, size)
         arrays[name] = values
