@@ -389,45 +389,53 @@ def _minimise(member_logits: Tensor, labels: Tensor) -> tuple[Tensor, float]:
     refine it with Newton's method. The grid is needed because the NLL of a mean over members may have several minima.
     """
     members, samples = member_logits.shape[:2]
-    every, weight = list(range(members)), 1 / (_PRIOR**2 * samples)
+    prior = 1 / (_PRIOR**2 * samples)  # its weight against the NLL, which is a mean over the samples
     low, high = math.log(COLDEST), math.log(HOTTEST)
-    grid = torch.linspace(low, high, _GRID, dtype=torch.float64, device="cpu")
-    table = torch.cat([_label_log_probs(member_logits, labels, point.expand(members)) for point in grid])  # [G, M, n]
 
     def cost(label_log_probs: Tensor, logs: Tensor) -> float:
-        return _nll(label_log_probs) + weight / 2 * float(logs.square().sum())
+        return _nll(label_log_probs) + prior / 2 * float(logs.square().sum())
 
+    grid = torch.linspace(low, high, _GRID, dtype=torch.float64, device="cpu")  # [G]
+    table = torch.cat([_label_log_probs(member_logits, labels, point.expand(members)) for point in grid])  # [G, M, n]
     lowest, best = min((cost(table[index], grid[index].expand(members)), index) for index in range(_GRID))
-    place = [best] * members
-    better = members > 1
-    while better:
-        better = False
-        for member, index in product(every, range(_GRID)):
-            other = [*place[:member], index, *place[member + 1 :]]
-            if (value := cost(table[other, every], grid[other])) < lowest:
-                place, lowest, better = other, value, True
-    logs = grid[place]
+    places = [best] * members  # in the grid
+    improves = members > 1
+    while improves:
+        improves = False
+        for member, index in product(range(members), range(_GRID)):
+            others = [*places[:member], index, *places[member + 1 :]]
+            value = cost(table[others, range(members)], grid[others])
+            if value < lowest:
+                places, lowest, improves = others, value, True
+    logs = grid[places]
     for _ in range(_STEPS):
-        parts, slopes, bends = _label_log_probs(member_logits, labels, logs, derivatives=True)  # [M, n] each
-        shares = parts.softmax(dim=0)
-        pulls = shares * slopes
-        slope = weight * logs - pulls.mean(dim=1).cpu()  # [M], of the cost
-        bend = (pulls @ pulls.T / samples).cpu()  # [M, M]
-        bend.diagonal().add_(weight - (shares * (bends + slopes.square())).mean(dim=1).cpu())
-        inside = ((logs > low) | (slope < 0)) & ((logs < high) | (slope > 0)) & bend.isfinite().all()
-        values, directions = torch.linalg.eigh(bend[inside][:, inside])
+        gradient, hessian = _derivatives(member_logits, labels, logs, prior)
+        inside = ((logs > low) | (gradient < 0)) & ((logs < high) | (gradient > 0))  # [M], not stopped by a bound
+        free = inside & hessian.isfinite().all()
         step = torch.zeros_like(logs)
-        step[inside] = -directions @ ((directions.T @ slope[inside]) / values.abs().clamp(min=1e-12))
+        curvatures, directions = torch.linalg.eigh(hessian[free][:, free])
+        step[free] = -directions @ ((directions.T @ gradient[free]) / curvatures.abs().clamp(min=1e-12))
         step = step.clamp(grid[0] - grid[1], grid[1] - grid[0])
-        while float(step.abs().max()) > _PRECISION:
+        value = math.inf
+        while not value < lowest:  # halve the step until the cost falls
+            if not float(step.abs().max()) > _PRECISION:
+                return logs, lowest
             new = (logs + step).clamp(low, high)
-            if (value := cost(_label_log_probs(member_logits, labels, new)[0], new)) < lowest:
-                break
+            value = cost(_label_log_probs(member_logits, labels, new)[0], new)
             step = step / 2
-        else:
-            break
         logs, lowest = new, value
     return logs, lowest
+
+
+def _derivatives(member_logits: Tensor, labels: Tensor, logs: Tensor, prior: float) -> tuple[Tensor, Tensor]:
+    """Gradient `[M]` and Hessian `[M, M]` of NLL plus prior with respect to the log-temperatures `[M]`."""
+    log_probs, first, second = _label_log_probs(member_logits, labels, logs, derivatives=True)  # [M, n] each
+    shares = log_probs.softmax(dim=0)  # of each member in the probability of the label
+    pulls = shares * first
+    gradient = prior * logs - pulls.mean(dim=1).cpu()
+    hessian = (pulls @ pulls.T / len(labels)).cpu()
+    hessian.diagonal().add_(prior - (shares * (second + first.square())).mean(dim=1).cpu())
+    return gradient, hessian
 
 
 def _nll(label_log_probs: Tensor) -> float:
