@@ -1,5 +1,6 @@
 """Every number and every curve of an evaluation, from member logits that have been checked."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -98,20 +99,27 @@ class Measure:
         id_scores = {score: prediction.score(score) for score in scores}
         for group, sets in logits.ood.items():
             for key, ood_logits in sets.items():
-                answers[key] = answer = self.predict(ood_logits, unfamiliarity.get(f"ood.{key}"))
-                passed = {"abstained": answer.accept, **answer.passed()}
+                answer = self.predict(ood_logits, unfamiliarity.get(f"ood.{key}"))
+                answers[key] = answer
+                accepted = {"abstained": answer.accept, **answer.passed()}
+                declined = {share: None if rows is None else mean(~rows) for share, rows in accepted.items()}
                 ood[key] = OodSet(
                     group=cast(OodGroup, group),
                     samples=len(answer),
                     detection={score: self._detection(id_scores[score], answer.score(score)) for score in scores},
                     mutual_information=mean(answer.epistemic),
                     disagreement=mean(answer.disagreement),
-                    **{share: None if accepted is None else mean(~accepted) for share, accepted in passed.items()},
+                    **declined,
                 )
         if prediction.accept is not None:
             warn_of_declined_classes(prediction.accept, labels, () if model is None else model.class_names)
-        averaged = {name: [key for key in ood if ood[key].group in groups] for name, groups in MEANS.items()}
-        averaged = {name: keys for name, keys in averaged.items() if keys}
+        averaged: dict[str, list[str]] = {}  # the sets behind each mean
+        means: dict[str, dict[str, Detection]] = {}
+        for name, groups in MEANS.items():
+            keys = [key for key in ood if ood[key].group in groups]
+            if keys:
+                averaged[name] = keys
+                means[name] = {score: _mean([ood[key].detection[score] for key in keys]) for score in scores}
         return Evaluation(
             name=self.name,
             id_name=self.id_name,
@@ -119,10 +127,7 @@ class Measure:
             convention=self.convention,
             id=self._classification(prediction, labels, self.id_name),
             ood=ood,
-            means={
-                name: {score: _mean([ood[key].detection[score] for key in keys]) for score in scores}
-                for name, keys in averaged.items()
-            },
+            means=means,
             shift={
                 key: self._classification(self.predict(shifted, unfamiliarity.get(f"shift.{key}")), targets, key)
                 for key, (shifted, targets) in logits.shift.items()
@@ -190,10 +195,6 @@ class Measure:
         ood_scores = {name: answer.score(self.score) for name, answer in answers.items()}
         bins = reliability_bins(prediction.confidence, correct)
         risk = risk_curve(id_scores, ~correct)
-        stated, right = (  # NaN in an empty bin
-            tuple(value if value == value else None for value in _rounded(values))
-            for values in (bins.confidence, bins.accuracy)
-        )
         rocs = {name: roc_curve(id_scores, scores) for name, scores in ood_scores.items()}
         everything = torch.cat([id_scores, *ood_scores.values()]).double().numpy()
         low, high = np.quantile(everything, (0.001, 0.999))  # scores outside count in the end bins
@@ -206,7 +207,7 @@ class Measure:
 
         ood_agreement = [_agreement(answers[name]) for name in averaged]
         return Figures(
-            reliability=Reliability(tuple(bins.count.tolist()), stated, right),
+            reliability=Reliability(tuple(bins.count.tolist()), _by_bin(bins.confidence), _by_bin(bins.accuracy)),
             risk_coverage=_thin(risk.coverage, risk.risk),
             score_edges=tuple(edges.tolist()),  # not rounded: edges of nearly equal scores would coincide
             id_scores=histogram(id_scores),
@@ -268,6 +269,11 @@ def _thin(x: Tensor, y: Tensor) -> Curve:
         chosen = torch.searchsorted(length, positions).unique()
         x, y = x[chosen], y[chosen]
     return Curve(_rounded(x), _rounded(y))
+
+
+def _by_bin(values: Tensor) -> tuple[float | None, ...]:
+    """Rounded values; None for an empty bin, which has NaN."""
+    return tuple(None if math.isnan(value) else value for value in _rounded(values))
 
 
 def _rounded(values: Tensor | np.ndarray) -> tuple[float, ...]:
