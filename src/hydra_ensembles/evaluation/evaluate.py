@@ -123,48 +123,32 @@ def evaluate(
     """
     if not callable(ensemble):
         raise ConfigError(f"evaluate takes an Ensemble, or a function of inputs, got a {type(ensemble).__name__}")
-    inner = unwrapped(ensemble) if isinstance(ensemble, nn.Module) else ensemble
-    if (why := why_not_exclusive(inner)) is not None:
-        raise ConfigError(f"this {type(inner).__name__} cannot be evaluated: {why}")
-    if isinstance(inner, Ensemble) and (
-        inner.verified_metadata().familiarity is not None or not hasattr(ensemble, "metadata")
-    ):
-        ensemble = inner  # the wrapper forwards only logits, neither calibration nor features
-    own = ensemble if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
-    stored = getattr(ensemble, "metadata", None)
-    metadata = stored if isinstance(stored, Metadata) else Metadata()
-    calibration = calibration or metadata.calibration
-    held = inner.modules() if isinstance(inner, nn.Module) and not isinstance(inner, Ensemble) else ()
-    if calibration is None and any(isinstance(part, Ensemble) and part.metadata.measured for part in held):
-        warn(
-            f"this {type(inner).__name__} holds an ensemble that is calibrated or measured, but returns only logits, "
-            "which are evaluated as they are. Give the ensemble itself, or calibration="
-        )
+    model, metadata, calibration = _read_model(ensemble, calibration)
+    num_classes = model.num_classes if isinstance(model, Ensemble | OptimizedEnsemble) else None  # of others unknown
     preprocess = preprocess or metadata.preprocessing
     id_name = id_name or set_name(id_data)
-    applied, fitted = calibration or Calibration(), None if own is None else metadata.familiarity
+    applied, fitted = calibration or Calibration(), None if num_classes is None else metadata.familiarity
     measure = Measure(name or UNNAMED, id_name, score, scores, convention, applied, bootstrap, keep_logits, fitted)
-    known = None if own is None else own.num_classes
-    if known == 0:
+    if num_classes == 0:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
     groups = read_groups(ood, id_data)
     ood_sets = {key: data for sets in groups.values() for key, data in sets.items()}
     title = f"the in-distribution set {id_name!r}"
-    shifted = {f"set {key!r}": data for key, data in (shift or {}).items()}
-    id_data, *shifted_data = renumbered({title: id_data, **shifted}, metadata.labels, known).values()
-    model_ready = running(ensemble, None if device is None else require_device(device))
-    with AnswerStore(output, ensemble, {}, "an evaluation") as kept, model_ready as (home, dtype):
-        runner = Runner(ensemble, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept)
+    labelled = {title: id_data, **{f"set {key!r}": data for key, data in (shift or {}).items()}}
+    id_data, *shift_data = renumbered(labelled, metadata.labels, num_classes).values()
+    model_ready = running(model, None if device is None else require_device(device))
+    with AnswerStore(output, model, {}, "an evaluation") as kept, model_ready as (home, dtype):
+        runner = Runner(model, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept)
 
         def run(data: Data, key: str, labelled: bool, like: Tensor | None = None) -> Pass:
             return runner.run(batched(data, key, preprocess, batch_size, num_workers), key, labelled, like)
 
         id_pass = run(id_data, id_name, labelled=True)
         like = id_pass.answers.logits  # [M, B, C]
-        if known is None:
+        if num_classes is None:
             renumbered({title: id_data}, metadata.labels, like.shape[2])  # a function's number of classes is known now
         ood_passes = {key: run(data, key, False, like) for key, data in ood_sets.items()}
-        shift_passes = {key: run(data, key, True, like) for key, data in zip(shift or {}, shifted_data, strict=True)}
+        shift_passes = {key: run(data, key, True, like) for key, data in zip(shift or {}, shift_data, strict=True)}
     passes = {id_name: id_pass, **{f"ood.{key}": set_pass for key, set_pass in ood_passes.items()}}
     passes |= {f"shift.{key}": set_pass for key, set_pass in shift_passes.items()}
     reused = _check_overlap(title, id_pass, ood_passes, shift_passes, fitted_sets(metadata, applied, fitted))
@@ -176,7 +160,7 @@ def evaluate(
     )
     evaluation = measure.evaluation(
         logits,
-        model=describe_model(ensemble, members, classes, calibration),
+        model=describe_model(model, members, classes, calibration),
         provenance=provenance_of(home, id_pass.dtype, current_ranks().size),
         gallery=[item for each in (id_pass, *ood_passes.values()) for item in each.gallery],
         unfamiliarity={key: set_pass.unfamiliarity for key, set_pass in passes.items()},
@@ -185,6 +169,26 @@ def evaluate(
     labels = {key: set_pass.answers.labels for key, set_pass in passes.items()}
     traces = trace_sets(labels, {key: set_pass.keys for key, set_pass in passes.items()})
     return replace(evaluation, reused=reused, traces=traces)
+
+
+def _read_model(model: Any, calibration: Calibration | None) -> tuple[Any, Metadata, Calibration | None]:
+    """What to run for a model, its metadata, and the calibration to apply: the given one, or its own if it has one."""
+    inner = unwrapped(model) if isinstance(model, nn.Module) else model
+    if (why := why_not_exclusive(inner)) is not None:
+        raise ConfigError(f"this {type(inner).__name__} cannot be evaluated: {why}")
+    if isinstance(inner, Ensemble):
+        fitted = inner.verified_metadata().familiarity is not None
+        model = inner if fitted or not hasattr(model, "metadata") else model  # a wrapper forwards only logits
+    stored = getattr(model, "metadata", None)
+    metadata = stored if isinstance(stored, Metadata) else Metadata()
+    calibration = calibration or metadata.calibration
+    parts = inner.modules() if isinstance(inner, nn.Module) and not isinstance(inner, Ensemble) else ()
+    if calibration is None and any(isinstance(part, Ensemble) and part.metadata.measured for part in parts):
+        warn(
+            f"this {type(inner).__name__} holds an ensemble that is calibrated or measured, but returns only logits, "
+            "which are evaluated as they are. Give the ensemble itself, or calibration="
+        )
+    return model, metadata, calibration
 
 
 def _check_overlap(
@@ -296,11 +300,13 @@ def read_groups(ood: Mapping[str, Any] | None, id_data: object = None) -> dict[O
     elif not all(isinstance(value, Mapping) for value in ood.values()) or not set(ood) <= set(get_args(OodGroup)):
         accepted = list(get_args(OodGroup))
         raise DataError(f"ood has the keys {list(ood)}; give groups of sets, among {accepted}, or {{name: data}}")
-    sets = [(name, data) for group in ood.values() for name, data in group.items()]
-    twice = sorted(name for name, count in Counter(name for name, _ in sets).items() if count > 1)
+    named = [(name, data) for group in ood.values() for name, data in group.items()]
+    counts = Counter(name for name, _ in named)
+    twice = sorted(name for name in counts if counts[name] > 1)
     if twice:
         raise DataError(f"OOD sets {twice} occur in more than one group; give each set one name in one group")
-    if same := [name for name, data in sets if data is id_data]:  # keys may miss it: each pass may differ
+    same = [name for name, data in named if data is id_data]  # keys may miss it: each pass may differ
+    if same:
         raise DataError(f"OOD set {same[0]!r} is the in-distribution set; OOD detection needs different data")
     return {cast(OodGroup, group): dict(sets) for group, sets in ood.items() if sets}
 
