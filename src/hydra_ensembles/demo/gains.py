@@ -172,25 +172,25 @@ def gains(
         share: The share of familiar images that thresholds promise to accept.
         draws: Number of draws.
     """
-    values = {  # by method and number, [backbones, draws]
-        name: _columns([[_measured(sets, labels, groups, share, seed) for seed in range(draws)] for sets in models])
-        for name, models in methods.items()
-    }
+    values: dict[str, dict[str, Values]] = {}  # by method and number, [backbones, draws]
+    measured: dict[str, DemoMethod] = {}
+    for name, models in methods.items():
+        runs = [[_measured(sets, labels, groups, share, seed) for seed in range(draws)] for sets in models]
+        values[name] = _columns(runs)
+        spreads = {key: Spread.of(numbers) for key, numbers in values[name].items()}
+        measured[name] = DemoMethod(len(models), prices[name], spreads)
     best: dict[str, tuple[str, ...]] = {}
     for column in COLUMNS[:-1]:
         by_method = {name: numbers[column.key] for name, numbers in values.items() if column.key in numbers}
         sign = 1.0 if column.better == "higher" else -1.0
-        beaten = {
-            name for name, numbers in by_method.items() for other in by_method.values()
-            if np.nanquantile(sign * (other - numbers), 0.025) > 0  # a single backbone broadcasts against all
-        }  # fmt: skip
+        unbeaten = []
+        for name, numbers in by_method.items():  # a single backbone broadcasts against all
+            leads = [np.nanquantile(sign * (other - numbers), 0.025) for other in by_method.values()]
+            if not any(lead > 0 for lead in leads):
+                unbeaten.append(name)
         if by_method:
-            best[column.key] = tuple(name for name in by_method if name not in beaten)
+            best[column.key] = tuple(unbeaten)
     sizes = {name: answers.size for name, answers in next(iter(methods.values()))[0].items()}
-    measured = {
-        name: DemoMethod(len(methods[name]), prices[name], {key: Spread.of(x) for key, x in values[name].items()})
-        for name in methods
-    }
     return Gains(share, draws, sizes, measured, best)
 
 
@@ -204,14 +204,16 @@ def _measured(
         order = torch.from_numpy(draw.permutation(count))
         return order[: count // 2], order[count // 2 :]
 
-    familiar, (held_out, test) = sets[FAMILIAR], halves(len(labels))
+    familiar = sets[FAMILIAR]
+    held_out, test = halves(len(labels))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HydraWarning)  # few images cannot promise a share
         calibration = fit_calibration(familiar.logits[:, held_out], labels[held_out]).calibration
     p = calibration.prediction(familiar.logits[:, test])
     wrong = p.label != labels[test]
+    alone = [conformal_threshold(score[held_out], share) for score in familiar.scores]
     half = (1.0 + share) / 2  # for two thresholds, so that at least `share` pass both
-    alone, both = ([conformal_threshold(score[held_out], part) for score in familiar.scores] for part in (share, half))
+    both = [conformal_threshold(score[held_out], half) for score in familiar.scores]
 
     def refused(answers: Answers, rows: Tensor) -> dict[str, Tensor]:
         """Which images are declined, for each of `REASONS`, `[rows]` of bool."""

@@ -156,19 +156,20 @@ def run_demo(
         )
         models = build_models(backbone, data, train, settings, folder / "work", progress)
         announce("Evaluating on EuroSAT, unknown land use (near) and clothes (far)")
-        live = {name: answers_of(model, data) for name, model in models.items()}
-        stored = {name: [_limited(sets, settings.limit) for sets in parts] for name, parts in load_answers().items()}
-        answers = {name: [live[name], *stored[name]] for name in live}
-        deep = [live[SINGLE], *stored[SINGLE]]
-        answers[DEEP] = [{name: Answers.stacked([sets[name] for sets in deep]) for name in live[SINGLE]}]
+        stored = load_answers()
+        answers: dict[str, list[AnswersBySet]] = {}  # of every model of a method; the first one runs here
+        for name, model in models.items():
+            answers[name] = [answers_of(model, data), *(_limited(sets, settings.limit) for sets in stored[name])]
+        deep = {name: Answers.stacked([sets[name] for sets in answers[SINGLE]]) for name in SEEN}
+        answers[DEEP] = [deep]
         promised = settings.build.accepted_share
-        models[DEEP] = _deep_ensemble(backbone, answers[DEEP][0]["calibration"], data["calibration"], promised)
+        models[DEEP] = _deep_ensemble(backbone, deep["calibration"], data["calibration"], promised)
         labels = torch.cat([labels for name in ("calibration", "test") for _, labels in data[name]])
         base_cost = backbone.describe().multiply_adds
         prices = {name: model.describe().multiply_adds / base_cost for name, model in models.items()}
         reported = {name: [_reported(sets) for sets in parts] for name, parts in answers.items()}
         result = gains(reported, labels, OOD_GROUPS, prices, share=settings.share, draws=settings.draws)
-        evaluations = _evaluations(models, data, answers[DEEP][0], progress)
+        evaluations = _evaluations(models, data, deep, progress)
         announce("Measuring the time of a batch")
         inputs = torch.cat([inputs for inputs, _ in data["test"]])[: settings.latency_batch]
         costs = measure_costs(models, inputs, repeats=settings.latency_repeats, warmup=1)
