@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -35,7 +36,7 @@ from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.states import place_of
 from ..model.zero_shot import Templates, checked_names, checked_templates, zero_shot
-from ..overlap import Known, keys_in_memory, require_unlike, sample_keys, warn_if_shared
+from ..overlap import Keys, Known, keys_in_memory, require_unlike, sample_keys, warn_if_shared
 from ..prune import prune
 
 ReadBatch = tuple[Inputs, Tensor | None]
@@ -190,31 +191,23 @@ def read_data(
     train, id, validation = renumbered({"train": train, "id": id, "validation": validation}, labels, classes).values()
     checked = None if validation is None else read_all(validation, "validation", seed, classes)
     ranking = None if id is None else read_all(id, "id", seed, classes)
-    ood_sets: list[ReadBatch] | dict[str, list[ReadBatch]] | None = None
-    if isinstance(ood, Mapping):
-        pairs = zip(ood, named_sources(ood, "ood").items(), strict=True)
-        ood_sets = {str(key): read_all(batches, name, seed) for key, (name, batches) in pairs}
-    elif ood is not None and not isinstance(ood, str):
-        ood_sets = read_all(ood, "ood", seed)
+    ood_sets = {} if ood is None or isinstance(ood, str) else _read_ood(ood, "ood", seed)
     known = {"train": Known.of(train)}
     known |= {"id": Known(id, keys_in_memory(ranking)), "validation": Known(validation, keys_in_memory(checked))}
     for name in ("id", "validation"):
         warn_if_shared("train", known["train"], name, known[name], TRAINED_ON)
-    warn_if_shared(
-        "id", known["id"], "validation", known["validation"], "the samples that rank the heads also calibrate them"
-    )
+    why = "the samples that rank the heads also calibrate them"
+    warn_if_shared("id", known["id"], "validation", known["validation"], why)
     id_keys = {name: some.keys for name, some in known.items() if some.keys is not None}
-    if ood_sets is not None and id_keys:
-        sources = named_sources(ood_sets, "ood")
-        ood_keys = {name: np.concatenate([sample_keys(inputs) for inputs, _ in data]) for name, data in sources.items()}
-        require_unlike(" and ".join(id_keys), np.concatenate(list(id_keys.values())), ood_keys)
+    if ood_sets and id_keys:
+        require_unlike(" and ".join(id_keys), np.concatenate(list(id_keys.values())), _keys_of(ood_sets))
     if ranking is not None and checked is None:
         ranking, checked = halves(ranking, seed)
     if isinstance(ood, str):
         if ranking is None:
             raise DataError(f"ood={ood!r} is made from the data of id=, which is missing; give it")
-        ood_sets = make_synthetic_ood(ranking, seed, model)
-    return BuildData(train, ranking, checked, ood_sets, seed)
+        ood_sets = {"ood": make_synthetic_ood(ranking, seed, model)}
+    return BuildData(train, ranking, checked, _by_given_names(ood, ood_sets), seed)
 
 
 def read_for_search(
@@ -240,8 +233,7 @@ def read_for_search(
     id_keys = [part.keys for part in known.values() if part.keys is not None]
     why = "the samples that make the candidates also judge them"
     outside = {**circuits, **judge_sets}
-    apart = {name: np.concatenate([sample_keys(inputs) for inputs, _ in batches]) for name, batches in outside.items()}
-    require_unlike("the in-distribution data", np.concatenate(id_keys), apart)
+    require_unlike("the in-distribution data", np.concatenate(id_keys), _keys_of(outside))
     warn_if_shared("train", known["train"], "id", known["id"], TRAINED_ON)
     for name in ("train", "id"):
         warn_if_shared(name, known[name], "judge_id", known["judge_id"], why)
@@ -260,14 +252,24 @@ def read_for_search(
         judge_sets = judge_sets or {ood: make_synthetic_ood(judged, seed, base)}
     elif not judge_sets:
         cut = {name: halves(batches, seed) for name, batches in circuits.items()}
-        circuits, judge_sets = ({name: pair[half] for name, pair in cut.items()} for half in (0, 1))
-    several = dict(zip(map(str, ood), circuits.values(), strict=True)) if isinstance(ood, Mapping) else circuits["ood"]
-    return BuildData(train, ranking, validation, several, seed), {"ID": judged, **judge_sets}
+        circuits = {name: first for name, (first, _) in cut.items()}
+        judge_sets = {name: second for name, (_, second) in cut.items()}
+    data = BuildData(train, ranking, validation, _by_given_names(ood, circuits), seed)
+    return data, {"ID": judged, **judge_sets}
 
 
 def _read_ood(sources: Any, name: str, seed: int) -> dict[str, list[ReadBatch]]:
-    """Read OOD sets, by name."""
+    """Read OOD sets, by their names in messages."""
     return {key: read_all(batches, key, seed) for key, batches in named_sources(sources, name).items()}
+
+
+def _by_given_names(ood: Any, sets: Mapping[str, list[ReadBatch]]) -> Any:
+    """OOD sets by the names that the caller gave; without names the one set, and None if there is none."""
+    return dict(zip(map(str, ood), sets.values(), strict=True)) if isinstance(ood, Mapping) else sets.get("ood")
+
+
+def _keys_of(sets: Mapping[str, list[ReadBatch]]) -> dict[str, Keys]:
+    return {name: np.concatenate([sample_keys(inputs) for inputs, _ in batches]) for name, batches in sets.items()}
 
 
 def make_synthetic_ood(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
@@ -305,13 +307,12 @@ def halves(batches: list[ReadBatch], seed: int) -> tuple[list[ReadBatch], list[R
     chosen = torch.zeros(total, dtype=torch.bool)
     chosen[torch.from_numpy(order[: (total + 1) // 2])] = True
     halved: tuple[list[ReadBatch], list[ReadBatch]] = [], []
-    masks = chosen.split([size_of(inputs) for inputs, _ in batches])
-    for mask in masks:
+    for mask in chosen.split([size_of(inputs) for inputs, _ in batches]):
         inputs, labels = batches.pop(0)
         for half, keep in zip(halved, (mask, ~mask), strict=True):
             if keep.any():
-                part = changed(inputs, lambda tensor, keep=keep: tensor[keep.to(tensor.device)])  # type: ignore[misc]
-                half.append((part, None if labels is None else labels[keep.to(labels.device)]))
+                part = changed(inputs, itemgetter(keep))  # the mask may be on another device
+                half.append((part, None if labels is None else labels[keep]))
     return halved
 
 
