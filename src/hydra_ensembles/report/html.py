@@ -196,7 +196,7 @@ def _tiles(
     Both have sampling error. How correlated these are is unknown here, so they are treated as independent, which is
     conservative.
     """
-    ours, theirs = ({} if len(methods[name]) > 1 else methods[name][0].intervals for name in (focus, baseline))
+    intervals = {name: {} if len(runs) > 1 else runs[0].intervals for name, runs in methods.items()}
     rows = {row.name: row.cells for row in comparison.rows}
     entries = {entry[0].key: entry for entry in zip(comparison.columns, rows[focus], rows[baseline], strict=True)}
     for kind in ("auroc", "abstained"):
@@ -206,15 +206,15 @@ def _tiles(
         column, cell, other = entries[key]
         if cell.value is None:
             continue
-        interval = ours.get(key)
+        interval, theirs = intervals[focus].get(key), intervals[baseline].get(key)
         if interval is not None and interval.low == interval.high:
             interval = None  # all samples have the same value, for example all correct: uninformative
         outcome, change = "", ""
         if other.value is not None and baseline != focus and column.ranked:
             amount = (cell.value - other.value) * column.scale
             change = f"{amount:+.{column.digits}f}".replace("-", "−") + f" vs {baseline}"
-            room = (_room(one, up) for one, up in ((interval, amount < 0), (theirs.get(key), amount > 0)))
-            beyond_chance = interval is not None and abs(cell.value - other.value) > math.hypot(*room)
+            chance = math.hypot(_room(interval, up=amount < 0), _room(theirs, up=amount > 0))  # towards each other
+            beyond_chance = interval is not None and abs(cell.value - other.value) > chance
             shown_alike = column.write(cell.value) == column.write(other.value)
             if column.better != "neither" and beyond_chance and not shown_alike:
                 outcome = "better" if (amount > 0) == (column.better == "higher") else "worse"
@@ -272,10 +272,10 @@ def _head_map(run: Evaluation) -> dict[str, Any] | None:
     if heads is None or per_layer is None:
         return None
     counts = [per_layer] * (len(heads[0]) - bool(pooling)) + ([pooling] if pooling else [])
-    cells = [
-        [[member for member, layers in enumerate(heads) if head in layers[layer]] for head in range(count)]
-        for layer, count in enumerate(counts)
-    ]
+    cells = []
+    for layer, count in enumerate(counts):
+        kept_by = [[member for member, layers in enumerate(heads) if head in layers[layer]] for head in range(count)]
+        cells.append(kept_by)
     return {
         "cells": cells,
         "kept": [(figures.colour(member), sum(map(len, layers))) for member, layers in enumerate(heads)],
