@@ -120,9 +120,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.cache
     def hints() -> dict[str, Any]:
-        annotations = get_type_hints(function, include_extras=True)
-        shared = [get_args(hint)[0] for hint in annotations.values() if get_origin(hint) is Unpack]
-        return annotations | {k: v for kind in shared for k, v in get_type_hints(kind, include_extras=True).items()}
+        found = get_type_hints(function, include_extras=True)
+        for hint in [hint for hint in found.values() if get_origin(hint) is Unpack]:  # **options: Unpack[Options]
+            found |= get_type_hints(get_args(hint)[0], include_extras=True)
+        return found
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -132,17 +133,16 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             unknown = [] if open_ended else [name for name in kwargs if name not in signature.parameters]
             advice = _advice(unknown[0], kwargs[unknown[0]], hints()) if unknown else ""
             raise TypeError(f"{title}() {error}{advice}") from None
+        expected = hints()
         for name, value in (bound.arguments | kwargs).items():
-            if name not in hints() and any(get_origin(hint) is Unpack for hint in hints().values()):
-                advice = _advice(name, value, hints())
-                raise TypeError(f"{title}() got an unexpected keyword argument {name!r}{advice}")
-            if name in hints() and not _fits(hints()[name], value):
-                choices = _choices(hints()[name])
-                data = any(
-                    (get_origin(kind) or kind) in (Iterable, Mapping, Tensor) and not _listed(kind) for kind in choices
-                )
+            if name in expected and not _fits(expected[name], value):
+                choices = _choices(expected[name])
                 accepted = " or ".join(dict.fromkeys(_in_words(kind, value) for kind in choices))
-                raise (DataError if data else ConfigError)(f"{name} of {title} must be {accepted}, got {_shown(value)}")
+                problem = DataError if any(map(_is_data, choices)) else ConfigError
+                raise problem(f"{name} of {title} must be {accepted}, got {_shown(value)}")
+            if name not in expected and any(get_origin(hint) is Unpack for hint in expected.values()):
+                advice = _advice(name, value, expected)
+                raise TypeError(f"{title}() got an unexpected keyword argument {name!r}{advice}")
             if isinstance(value, np.integer | np.floating) and name in bound.arguments:
                 bound.arguments[name] = value.item()
         return function(*bound.args, **bound.kwargs)
@@ -155,6 +155,10 @@ class Checked:
 
     def __post_init__(self) -> None:
         require_types(self)
+
+
+def _is_data(hint: Any) -> bool:
+    return (get_origin(hint) or hint) in (Iterable, Mapping, Tensor) and not _listed(hint)
 
 
 def _advice(name: str, value: Any, hints: Mapping[str, Any]) -> str:
@@ -249,7 +253,8 @@ def _fits(hint: Any, value: Any) -> bool:
         scalar = getattr(value, "ndim", 1) == 0
         if not listed or unordered or scalar or isinstance(value, str | bytes):
             return False
-        return not isinstance(value, Collection) or not simple or all(_fits(item, element) for element in value)
+        in_memory = isinstance(value, Collection)
+        return all(_fits(item, element) for element in value) if simple and in_memory else True
     if kind is Mapping:
         return isinstance(value, Mapping) and all(_fits(get_args(hint)[1], element) for element in value.values())
     if kind is tuple:
