@@ -16,6 +16,7 @@ extends the interval to 0 if chance explains the value; it is still too narrow i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -95,10 +96,9 @@ def bootstrap_mean(
     extended to that of the samples plus one of this value, which a resample contains up to three or four times.
     """
     if unseen is not None:
-        plain, more = (
-            bootstrap_mean(some, resamples=resamples, level=level, seed=seed)
-            for some in (values, torch.cat([values, values.new_tensor([unseen])]))
-        )
+        plain = bootstrap_mean(values, resamples=resamples, level=level, seed=seed)
+        extended = torch.cat([values, values.new_tensor([unseen])])
+        more = bootstrap_mean(extended, resamples=resamples, level=level, seed=seed)
         return replace(plain, low=min(plain.low, more.low), high=max(plain.high, more.high))
     values = values.detach().cpu()
     generator = np.random.default_rng(seed)
@@ -143,9 +143,10 @@ def bootstrap_ood(
     """
     value, replicates = ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed)
     if minus is not None:
-        lengths, theirs = ([len(scores) for scores in (a, *_as_list(b))] for a, b in ((id_scores, ood_scores), minus))
-        if lengths != theirs:
-            raise DataError(f"the methods have {lengths} and {theirs} scores; paired differences need the same samples")
+        ours = [len(scores) for scores in (id_scores, *_as_list(ood_scores))]
+        theirs = [len(scores) for scores in (minus[0], *_as_list(minus[1]))]
+        if ours != theirs:
+            raise DataError(f"the methods have {ours} and {theirs} scores; paired differences need the same samples")
         other_value, other_replicates = ood_replicates(metric, *minus, convention, resamples, seed)
         value, replicates = value - other_value, replicates - other_replicates
     return _interval(value, replicates, level)
@@ -173,13 +174,9 @@ def ood_replicates(
     # The ID stream comes first and each OOD set has its own: adding sets does not change the other draws.
     id_stream, *ood_streams = np.random.SeedSequence(seed).spawn(1 + len(ood_sets))
     for scores, stream in zip(ood_sets, ood_streams, strict=True):
-        ranks = joint_ranks(id_scores, check_scores(scores, "OOD scores"))
-        id_ranks, ood_ranks, distinct = (tensor.cpu() for tensor in ranks)
-
-        def measured(*drawn: Tensor, thresholds: int = len(distinct)) -> Tensor:
-            fp, tp = (cumulative_counts(ranks, thresholds) for ranks in drawn)  # [R, n], [R, m] -> [R, K] each
-            return of_counts(metric, fp, tp, convention)
-
+        id_ranks, ood_ranks, distinct = joint_ranks(id_scores, check_scores(scores, "OOD scores"))
+        id_ranks, ood_ranks = id_ranks.cpu(), ood_ranks.cpu()
+        measured = partial(_of_ranks, metric, convention, len(distinct))
         values.append(measured(id_ranks.unsqueeze(0), ood_ranks.unsqueeze(0)))
         at_once = max(1, _DRAWS_AT_ONCE // (len(id_ranks) + len(ood_ranks)))
         id_rng, ood_rng = np.random.default_rng(id_stream), np.random.default_rng(stream)
@@ -187,6 +184,12 @@ def ood_replicates(
         pieces = [measured(_drawn(id_ranks, rows, id_rng), _drawn(ood_ranks, rows, ood_rng)) for rows in sizes]
         replicates.append(torch.cat(pieces))
     return torch.cat(values).mean().item(), torch.stack(replicates).mean(dim=0).numpy()
+
+
+def _of_ranks(metric: OodMetric, convention: Convention, distinct: int, id_ranks: Tensor, ood_ranks: Tensor) -> Tensor:
+    """The metric of each row of ranks: `[R, n]` and `[R, m]` to `[R]`."""
+    fp, tp = cumulative_counts(id_ranks, distinct), cumulative_counts(ood_ranks, distinct)  # [R, K] each
+    return of_counts(metric, fp, tp, convention)
 
 
 def _drawn(ranks: Tensor, rows: int, generator: np.random.Generator) -> Tensor:
