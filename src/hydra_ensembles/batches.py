@@ -252,9 +252,10 @@ def borrowed(*sources: Batches | None) -> Iterator[None]:
         for generator, state in states:
             generator.set_state(state)
         for part, name, value in saved:
+            setter = getattr(part, f"set_{name}", None)
             if name == "generator" and isinstance(value, torch.Generator | None) and part.generator is not value:
                 part.generator = value
-            elif callable(setter := getattr(part, f"set_{name}", None)) and getattr(part, name) != value:
+            elif callable(setter) and getattr(part, name) != value:
                 setter(value)
 
 
@@ -300,7 +301,7 @@ def parts_of(batches: Batches | None) -> list[Any]:
     return parts
 
 
-def all_parts(batches: Batches) -> list[Any]:
+def all_parts(batches: Batches | None) -> list[Any]:
     """`parts_of` a source, including those of the data sets inside a `ConcatDataset`."""
     parts: list[Any] = []
     for part in parts_of(batches):

@@ -72,18 +72,19 @@ def renumbered(sets: Mapping[str, Batches | None], labels: Sequence[str], classe
     name. Other sources in a different order are refused, because their loaders cannot be changed safely.
     """
     ordered = dict[str, Any](sets)
-    known = {"the model": tuple(labels)}
+    known = {"the model": tuple(labels)}  # class names by their owner
     train = sets.get("train")
     if not labels and train is not None:
         known["train"] = class_names_in(train, classes)
     for name, source in sets.items():
-        for names in () if source is None else _class_names(source):
-            owner = next((owner for owner in known if same_names(names, known[owner])), None)
-            if owner is None:
+        for names in _class_names(source):
+            alike = [owner for owner in known if same_names(names, known[owner])]
+            if not alike:
                 require_as_many(names, labels, classes, name, _UNNAMED)
-            other = owner or next((other for other in known if known[other]), "the model")
-            ordered[name] = _numbered(ordered[name], names, known[other], other, name)
-            if owner is None and (len(names) == classes or not are_numbers(names)):
+            named = [owner for owner in known if known[owner]]
+            owner = (alike or named or ["the model"])[0]  # whose numbers apply
+            ordered[name] = _numbered(ordered[name], names, known[owner], owner, name)
+            if not alike and (len(names) == classes or not are_numbers(names)):
                 known[name] = names
     return ordered
 
@@ -164,7 +165,7 @@ def class_names_in(batches: Batches, classes: int | None) -> tuple[str, ...]:
     return names if len(set(names)) == len(names) == classes and names != places else ()
 
 
-def _class_names(batches: Batches) -> Iterator[tuple[str, ...]]:
+def _class_names(batches: Batches | None) -> Iterator[tuple[str, ...]]:
     """Class names, in the order of their numbers, of every data set inside a source that has some."""
     for part in all_parts(batches):
         features = getattr(part, "features", None)  # of the `datasets` library
