@@ -236,20 +236,21 @@ class Reservoir:
         if free == count:
             return samples.pick(torch.arange(0))
         kept = self.samples()
-        slots = self.draws.integers(np.arange(before + free, before + count) + 1)  # uniform over all so far
-        sample_in: dict[int, int] = {}  # by slot, the new sample now in it
-        leaving: list[int] = []  # indices into the new samples, followed by the old contents of the slots
-        for place, slot in enumerate(slots.tolist(), free):
+        drawn = self.draws.integers(np.arange(before + free, before + count) + 1)  # uniform over all so far
+        sample_in: dict[int, int] = {}  # by slot that changes hands, the new sample now in it
+        leaving: list[int] = []  # new samples by index; the old content of the k-th slot in `sample_in` is `count + k`
+        for sample, slot in enumerate(drawn.tolist(), free):
             if slot < self.most:
                 leaving.append(sample_in.get(slot, count + len(sample_in)))
-                sample_in[slot] = place
+                sample_in[slot] = sample
             else:
-                leaving.append(place)
-        slot_of, place_of = (torch.tensor([*numbers], dtype=torch.long) for numbers in (sample_in, sample_in.values()))
-        returned = Answered.join([samples, kept.pick(slot_of)]).pick(torch.tensor(leaving))
-        kept.features[:, slot_of] = samples.features[:, place_of]
-        kept.logits[:, slot_of] = samples.logits[:, place_of]
-        kept.labels[slot_of] = samples.labels[place_of]
+                leaving.append(sample)
+        slots = torch.tensor(list(sample_in), dtype=torch.long)
+        new = torch.tensor(list(sample_in.values()), dtype=torch.long)
+        returned = Answered.join([samples, kept.pick(slots)]).pick(torch.tensor(leaving))
+        kept.features[:, slots] = samples.features[:, new]
+        kept.logits[:, slots] = samples.logits[:, new]
+        kept.labels[slots] = samples.labels[new]
         return returned
 
     def samples(self) -> Answered:
