@@ -270,9 +270,10 @@ def _fuse_dual_encoders(members: Sequence[DualEncoder], how: FusionByGroup, trun
 
     text = tower([encoder.text for encoder in encoders], alone=False)
     image = tower([encoder.image for encoder in encoders], alone=text.num_members == 1)
-    of_image, of_text = ([getattr(encoder.projections, kind) for encoder in encoders] for kind in ("image", "text"))
+    image_map = projection([encoder.projections.image for encoder in encoders])
+    text_map = projection([encoder.projections.text for encoder in encoders])
     scales = _stored_weights([(encoder.logit_scale, encoder.logit_bias) for encoder in encoders], how)
-    return DualEncoder(image, text, Projections(projection(of_image), projection(of_text)), *scales).eval()
+    return DualEncoder(image, text, Projections(image_map, text_map), *scales).eval()
 
 
 def _stored_weights(

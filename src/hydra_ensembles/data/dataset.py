@@ -8,6 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 
@@ -387,13 +388,12 @@ def split(
     shares = [fractions, 1.0 - fractions] if isinstance(fractions, int | float) else list(fractions)
     if not shares or min(shares) < 0 or math.fsum(shares) > 1.0 + 1e-9:
         raise DataError(f"fractions must not be negative or add up to more than 1, got {fractions}")
-    bounds = [0.0, *np.cumsum(shares).tolist()]
     groups = _groups(dataset, seed, stratified)
-    cuts = [[cut_position(bound, len(group)) for bound in bounds] for group in groups]
-    return tuple(
-        _joined(dataset, [group[cut[part] : cut[part + 1]] for group, cut in zip(groups, cuts, strict=True)])
-        for part in range(len(shares))
-    )
+    parts = []
+    for start, stop in pairwise([0.0, *np.cumsum(shares).tolist()]):
+        drawn = [group[cut_position(start, len(group)) : cut_position(stop, len(group))] for group in groups]
+        parts.append(_joined(dataset, drawn))
+    return tuple(parts)
 
 
 def cut_position(fraction: float, count: int) -> int:

@@ -189,8 +189,10 @@ def _mask(inputs: Inputs, ids: Tensor) -> Tensor:
 def _distort_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, model: Ensemble | None) -> list[Tensor]:
     """Return batches `[B, T]` with every text distorted."""
     distorted = [batch.cpu().clone() for batch in batches]
-    samples = [pair for both in zip(distorted, masks, strict=True) for pair in zip(*both, strict=True)]
-    texts, padding = [ids[is_token] for ids, is_token in samples], [ids[~is_token] for ids, is_token in samples]
+    rows, row_masks = itertools.chain.from_iterable(distorted), itertools.chain.from_iterable(masks)
+    samples = list(zip(rows, row_masks, strict=True))  # [T] and [T] each; changed in place below
+    texts = [ids[is_token] for ids, is_token in samples]
+    padding = [ids[~is_token] for ids, is_token in samples]
     special = _special(texts, model) | {int(token) for token in torch.cat(padding).unique()}
     size = 1 + max((int(text.max()) for text in texts if len(text)), default=0)
     if model is not None and isinstance(model.config.stem, TextStemConfig):
@@ -220,8 +222,10 @@ def _distort_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, mod
 
 def _special(texts: list[Tensor], model: Ensemble | None) -> set[int]:
     """Special token ids: those the tokenizer declares, and a token that starts, or ends, every text."""
-    ends = [{int(text[end]) for text in texts if len(text)} for end in (0, -1)] if len(texts) > 1 else []
-    special = {token for tokens in ends if len(tokens) == 1 for token in tokens}
+    special = set[int]()
+    for end in (0, -1):
+        tokens = {int(text[end]) for text in texts if len(text)}
+        special |= tokens if len(tokens) == 1 and len(texts) > 1 else set()
     preprocessing = None if model is None else model.metadata.preprocessing
     if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
         added = json.loads(preprocessing.tokenizer).get("added_tokens") or ()
