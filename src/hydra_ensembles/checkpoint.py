@@ -262,12 +262,13 @@ class Stored:
             stored = {name: (tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices.items()}
             shapes = require_fit(stored, expected)
             if self.record.complete:
-                require_one_dtype({name: dtype for name, (_, dtype) in stored.items()})
+                require_one_dtype({name: kind for name, (_, kind) in stored.items()})
             # last, because it reads the whole file
             self._verify(WEIGHTS, hashlib.file_digest(opened, "sha256").hexdigest())
             wide: dict[str, torch.dtype] = {}  # per part, a dtype for all its tensors, which differ only in format 1
             for name, (_, kind) in stored.items():
-                wide[part_of(name)] = torch.promote_types(wide.get(part_of(name), DTYPES[kind]), DTYPES[kind])
+                part = part_of(name)
+                wide[part] = torch.promote_types(wide.get(part, DTYPES[kind]), DTYPES[kind])
             dtypes = {part: torch.float32 if part == FAMILIARITY else dtype or widest for part, widest in wide.items()}
             tensors = {name: file.get_tensor(name).to(device=target, dtype=dtypes[part_of(name)]) for name in names}
             return upgrade_tensors(tensors, shapes)

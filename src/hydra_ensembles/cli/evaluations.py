@@ -133,11 +133,10 @@ class EvaluateSettings(MeasuredSettings):
             plain["weights"] = str(expanded(self.weights).resolve())
         if self.id is not None:
             plain["id"] = source.full_name_of_data(self.id)
-        for role in ("ood", "shift"):
-            plain[role] = [
-                spec if role == "shift" and name is None else entry.removesuffix(spec) + source.full_name_of_data(spec)
-                for entry, (_, name, spec) in zip(getattr(self, role), grouped_specs(getattr(self, role)), strict=True)
-            ]  # an unnamed shifted set keeps the text that was typed as its name
+        for role, entries in (("ood", self.ood), ("shift", self.shift)):
+            for index, (_, name, spec) in enumerate(grouped_specs(entries)):
+                if role == "ood" or name is not None:  # else what was typed is the name of the set
+                    plain[role][index] = entries[index].removesuffix(spec) + source.full_name_of_data(spec)
         specs = [plain["id"] or "", *plain["ood"], *plain["shift"]]
         below_root = self.suite is not None or any(source.SUITE in spec or source.TORCHVISION in spec for spec in specs)
         if self.root is not None or below_root:
