@@ -151,7 +151,7 @@ def search(
         "candidates": {name: to_plain(config) for name, (config, _) in built.items()},
         "model": model_identity(start),
         "models": [model_fingerprint(other) for other in converted],
-        "upper": [None if start.upper is None else model_fingerprint(start.upper) for _, start in built.values()],
+        "upper": [None if own.upper is None else model_fingerprint(own.upper) for _, own in built.values()],
         "data": data.fingerprints(),
         "judges": {name: data_fingerprint(sets, name) for name, sets in judges.items()},
     }

@@ -227,12 +227,15 @@ class Paired(NamedTuple):
         """Run both models on labelled batches."""
         parts: list[tuple[Tensor, ...]] = []
         costs = torch.zeros(2, dtype=torch.float64)  # sum of weighted rises, and sum of weights
-        for inputs, labels in ((inputs, labels.cpu().long()) for inputs, labels in batches if labels is not None):
-            ours, theirs = (one.predict(inputs).log_probs.double().cpu() for one in (model, before))  # [B, C] each
+        for inputs, targets in batches:
+            assert targets is not None  # the batches are labelled
+            labels = targets.cpu().long()
+            ours = model.predict(inputs).log_probs.double().cpu()  # [B, C]
+            theirs = before.predict(inputs).log_probs.double().cpu()
             expected = theirs.exp().scatter(1, theirs.argmax(1, keepdim=True), 0.0)  # its probabilities of other labels
             costs += torch.stack([(expected * (theirs - ours)).sum(), expected.sum()])
-            who_is_right = [(answer.argmax(1) == labels).double() for answer in (ours, theirs)]
-            parts.append((*who_is_right, -at_labels(ours, labels), -at_labels(theirs, labels)))
+            our_right, their_right = (ours.argmax(1) == labels).double(), (theirs.argmax(1) == labels).double()
+            parts.append((our_right, their_right, -at_labels(ours, labels), -at_labels(theirs, labels)))
         cost, weight = costs.tolist()
         right, right_before, nll, nll_before = (torch.cat(part) for part in zip(*parts, strict=True))
         return cls(right, right_before, nll, nll_before, mistake=cost / weight if weight else 0.0)
@@ -397,19 +400,20 @@ class Chain:
         settings: dict[str, Any] = {"method": config.method, "ties": config.ties}
         if score == "ood":
             settings["max_accuracy_loss"] = config.max_accuracy_loss
-        name = f"{score}{suffix}", budget, "-".join(map(str, settings.values()))
+        how = "-".join(map(str, settings.values()))
         settings |= {"score": score, "budget": budget, "layers": self.layers, "progress": self.progress}
         settings |= {} if start.dual is None else {"class_names": start.names, "templates": start.templates}
         extract = partial(extract_circuit, start.ranked, ranking, self.data.ood, **settings)
-        return self._ranking(*name, lambda journal: extract(journal=journal))
+        return self._ranking(f"{score}{suffix}", budget, how, lambda journal: extract(journal=journal))
 
     def _taylor(self, seed: int) -> HeadRanking:
         config, source = self.config, self.data.for_taylor
         assert source is not None  # ensured by `HydraConfig.check`
         settings: dict[str, Any] = {"scope": config.taylor_scope, "calibration_batches": config.calibration_batches}
-        name = f"taylor-{seed}", config.lost, "-".join(map(str, settings.values()))
+        how = "-".join(map(str, settings.values()))
         settings |= {"budget": config.lost, "seed": seed, "layers": self.layers, "progress": self.progress}
-        return self._ranking(*name, lambda _: taylor(self.start.base, source, **settings))
+        make = partial(taylor, self.start.base, source, **settings)
+        return self._ranking(f"taylor-{seed}", config.lost, how, lambda journal: make())  # it keeps no journal
 
     def _ranking(self, name: str, budget: int, how: str, make: Callable[[Path | None], HeadRanking]) -> HeadRanking:
         """A ranking from this run or from the shared folder, where its file name contains all settings."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import le
 from pathlib import Path
 from typing import Literal
 
@@ -118,10 +119,10 @@ class SearchResult:
         rows = [row for row in self.rows if row.numbers]
         prices = {row.name: row.price for row in rows}
         front = {key: _front(prices, by_name) for key, by_name in self._values().items()}
-        nll, *other_losses = self.losses(rows[0].numbers)
+        nll, *other_losses = self.losses(rows[0].numbers)  # of the given model
         most = (nll, *(loss + tolerance for loss in other_losses))
         within = [row for row in rows if row.price <= self.cost]
-        fit = [row for row in within if all(map(float.__le__, self.losses(row.numbers), most))]
+        fit = [row for row in within if all(map(le, self.losses(row.numbers), most))]
         best = min(fit, key=lambda row: (row.numbers["nll"], row.price))  # of equals the first: the given model
         why = f"none of the {len(within) - 1} others within {self.cost:g}× has a lower NLL and is no worse in the rest"
         if best.name != YOURS:
