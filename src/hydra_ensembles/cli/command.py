@@ -230,11 +230,15 @@ def _listed(hint: Any, value: Any) -> Any:
         return parse_yaml(value, value)
     if get_origin(hint) is not tuple:
         return value
-    several = () if value is None else value if isinstance(value, list | tuple) else (value,)
+    if value is None:
+        return ()
+    several = value if isinstance(value, list | tuple) else (value,)
     if get_args(hint)[0] not in (int, float):
         return several
-    parts = [part for value in several for part in (value.split(",") if isinstance(value, str) else [value])]
-    return [parse_yaml(part, part) if isinstance(part, str) else part for part in parts]
+    numbers: list[Any] = []
+    for entry in several:
+        numbers += [parse_yaml(part, part) for part in entry.split(",")] if isinstance(entry, str) else [entry]
+    return numbers
 
 
 def read_recipe(value: Any) -> Recipe | None:

@@ -84,11 +84,9 @@ def predict(
         ensemble = ensemble.with_metadata(calibration=replace(stored, threshold=threshold))
     items = find_inputs(ensemble.kind, inputs or (), text or (), named_columns(column))
     problems: list[DataError] = []
-    answers = [
-        answer
-        for start in range(0, len(items), batch_size)
-        for answer in _answered(ensemble, items[start : start + batch_size], problems)
-    ]
+    answers: list[dict[str, Any]] = []
+    for start in range(0, len(items), batch_size):
+        answers += _answered(ensemble, items[start : start + batch_size], problems)
     if not answers:
         raise problems[0]
     emit(_formatted(answers, format), output)

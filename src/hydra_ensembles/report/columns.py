@@ -92,14 +92,11 @@ def set_columns(names: Sequence[str], fitted: Sequence[str] = ()) -> tuple[Colum
         names: The sets.
         fitted: Feature scores, such as `mahalanobis`, whose AUROC is shown next to that of the evaluation's score.
     """
-    return tuple(
-        column
-        for name in names
-        for column in (
-            *_detection(f"ood.{name}", name),
-            *(Column(f"{score}:ood.{name}.auroc", _by(score), name, "higher", scale=100) for score in fitted),
-        )
-    )
+    columns: list[Column] = []
+    for name in names:
+        columns += _detection(f"ood.{name}", name)
+        columns += (Column(f"{score}:ood.{name}.auroc", _by(score), name, "higher", scale=100) for score in fitted)
+    return tuple(columns)
 
 
 def _by(score: str) -> str:
