@@ -106,10 +106,10 @@ def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: PositiveShare = 0
 
 def risk_curve(scores: Tensor, errors: Tensor) -> RiskCoverage:
     """`risk_coverage` without checks."""
-    _, run, sizes = scores.detach().cpu().unique(return_inverse=True, return_counts=True)  # by run of equal scores
-    wrong = sizes.new_zeros(len(sizes), dtype=torch.float64).index_add(0, run, errors.detach().cpu().double())
-    answered = torch.arange(1, len(run) + 1, dtype=torch.float64, device="cpu")
-    run = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)  # [B], now for the k-th most certain sample
+    _, run_of, sizes = scores.detach().cpu().unique(return_inverse=True, return_counts=True)  # runs of equal scores
+    wrong = sizes.new_zeros(len(sizes), dtype=torch.float64).index_add(0, run_of, errors.detach().cpu().double())
+    answered = torch.arange(1, len(scores) + 1, dtype=torch.float64, device="cpu")
+    run = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)  # [B], of the k-th most certain sample
     missing = sizes.cumsum(dim=0)[run] - answered  # samples of its run that are not answered yet
     risk = (wrong.cumsum(dim=0)[run] - wrong[run] * missing / sizes[run]) / answered
     return RiskCoverage(coverage=answered / len(run), risk=risk)

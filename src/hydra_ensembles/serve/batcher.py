@@ -148,7 +148,8 @@ class Batcher(Generic[Row, Answer]):
         except Exception as error:
             if len(batch) == 1:
                 batch[0].future.set_exception(error)
-            for waiting in batch if len(batch) > 1 else ():  # run one by one to find the failing row
+                return
+            for waiting in batch:  # run one by one to find the failing row
                 self._answer(run, [waiting])
             return
         seconds = time.monotonic() - started

@@ -223,7 +223,8 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
     decided = _decided(expected, ensemble, allowed)
     largest = 0.0
     familiarity = ensemble.metadata.familiarity
-    p_values = {"p_value" if score == "score" else "familiarity": score for score in held_out(ensemble)}
+    references = held_out(ensemble)
+    score_of = {"p_value" if score == "score" else "familiarity": score for score in references}  # by its p-value
     for name, values in expected.items():
         if actual[name].shape != values.shape:
             raise ConversionError(f"{name} of the {format} file is {actual[name].shape}, expected {values.shape}")
@@ -233,10 +234,11 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
         limit = allowed * (1 + size)
         if familiarity is not None and name in familiarity.settings.scores:
             limit = limit * DISTANCES
-        elif name in p_values:  # a p-value moves one step per held-out score within the score's tolerance
-            reference: Any = held_out(ensemble)[p_values[name]][0]
-            scores = torch.from_numpy(expected[p_values[name]].astype(np.float64))
-            reach = _score_tolerance(p_values[name], allowed) * (1 + scores.abs())
+        elif name in score_of:  # a p-value moves one step per held-out score within the score's tolerance
+            score = score_of[name]
+            reference: Any = references[score][0]
+            scores = torch.from_numpy(expected[score].astype(np.float64))
+            reach = _score_tolerance(score, allowed) * (1 + scores.abs())
             limit = limit + (reference.p_values(scores - reach) - reference.p_values(scores + reach)).numpy()
         elif name in ("label", "accept", "reason", "disagreement", "confidence"):
             limit = np.where(decided, limit, np.inf)
