@@ -205,8 +205,7 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
 def unlimited_recompiles() -> AbstractContextManager[None]:
     """Raise the recompile limits of `torch.compile`, which count for all models together."""
     limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
-    patch: AbstractContextManager[None] = torch.compiler.config.patch(limits)  # type: ignore[attr-defined]
-    return patch
+    return torch.compiler.config.patch(limits)  # type: ignore[attr-defined]
 
 
 def require_same_run(theirs: Any, ours: Any, path: Path, what: str) -> None:

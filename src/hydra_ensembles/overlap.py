@@ -297,7 +297,6 @@ def _in_common(data: Known, other: Known) -> tuple[int, int]:
         return int(np.isin(other.keys, data.keys).sum()), len(other.keys)
     first, second = _read_whole(data.source), _read_whole(other.source)
     if hasattr(first, "shared_with") and hasattr(second, "shared_with"):
-        shared: tuple[int, int] = second.shared_with(first)
-        return shared
+        return second.shared_with(first)
     known, looked_at = _places(first), _places(second)
     return (0, 0) if known is None or looked_at is None else (len({*known} & {*looked_at}), len(looked_at))

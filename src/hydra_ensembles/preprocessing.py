@@ -290,8 +290,7 @@ def _plain(image: "Image") -> "Image":
                 "black, since 65535 is white; multiply such images by 16"
             )
         upper_bits = (pixels >> 8).astype(np.uint8)
-        grey: Image = require("PIL.Image", extra="data").fromarray(upper_bits)
-        return grey
+        return require("PIL.Image", extra="data").fromarray(upper_bits)
     if image.mode in ("I", "F"):
         raise DataError(
             f"an image has the mode {image.mode}, 32-bit greyscale: which number is white? Give 8-bit or 16-bit images"

@@ -178,8 +178,7 @@ def _by_config(source: str, timm_scheme: str, path: Path, settings: ModelSetting
     if superfluous:
         raise ConfigError(f"{source} brings its own weights and settings; leave out {', '.join(superfluous)}")
     if ours:
-        model: Ensemble | DualEncoder = load(source)
-        return model
+        return load(source)
     if "model_type" in config:
         return _load_transformers(source, path.parent, config)
     raise CheckpointError(f"{path} is not the config of a model of this library, transformers or timm")
@@ -215,8 +214,7 @@ def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> En
             raise CheckpointError(
                 f"the weights {settings.weights} do not fit timm:{name} with these model_options: {str(error)[:400]}"
             ) from error
-    converted: Ensemble = convert(model)
-    return converted
+    return convert(model)
 
 
 def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> Ensemble:
@@ -254,8 +252,7 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
     _require_no_code(source, folder)  # the rest of the hub's files arrived only now
     if text and processor is not None and processor.get_vocab().keys() <= set(processor.all_special_tokens):
         processor = None  # without files, transformers creates a tokenizer with an empty vocabulary
-    converted: Ensemble = convert(model, processor=processor)
-    return converted
+    return convert(model, processor=processor)
 
 
 def _require_no_code(source: str, folder: Path) -> None:

@@ -53,8 +53,7 @@ def corrupt(image: "Image", name: str, severity: int, seed: int, parameters: Par
         raise DataError(f"expected a PIL image, got a {type(image).__name__}; use PIL.Image.fromarray for an array")
     rng = np.random.Generator(np.random.PCG64(seed & ((1 << 64) - 1)))
     pixels = FUNCTIONS[name](np.asarray(to_rgb(image), dtype=np.float64), rng, *values)
-    corrupted_image: Image = _pillow().fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
-    return corrupted_image
+    return _pillow().fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
 
 def corrupted(
@@ -96,8 +95,7 @@ def _values(name: str, severity: int, parameters: ParameterSet) -> list[float]:
 def published_numbers() -> Published:
     """The parameters of every corruption, by parameter set and severity, from `corruptions.yaml`."""
     file = Path(__file__).with_name("corruptions.yaml")
-    numbers: Published = require("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
-    return numbers
+    return require("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
 
 
 # --- the corruptions: each takes pixels [H, W, 3] in 0..255, a generator, and the parameters of a severity ------
@@ -269,13 +267,14 @@ def directional_blur(image: PixelArray, radius: float, sigma: float, angle: floa
 
 def clipped_zoom(image: PixelArray, factor: float) -> PixelArray:
     """Crop the centre of an image `[H, W, C]` and resize it linearly to the original size."""
-    sizes = image.shape[:2]
-    crops = [math.ceil(size / factor) for size in sizes]
-    starts = [(size - crop) // 2 for size, crop in zip(sizes, crops, strict=True)]
-    middle = image[starts[0] : starts[0] + crops[0], starts[1] : starts[1] + crops[1]]
-    zoomed = _scipy().zoom(middle, (factor, factor, 1), order=1)
-    trims = [(grown - size) // 2 for grown, size in zip(zoomed.shape, sizes, strict=False)]
-    return np.asarray(zoomed[trims[0] : trims[0] + sizes[0], trims[1] : trims[1] + sizes[1]])
+    height, width = image.shape[:2]
+    middle = _centre(image, math.ceil(height / factor), math.ceil(width / factor))
+    return _centre(_scipy().zoom(middle, (factor, factor, 1), order=1), height, width)
+
+
+def _centre(image: PixelArray, height: int, width: int) -> PixelArray:
+    top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
+    return np.asarray(image[top : top + height, left : left + width])
 
 
 def plasma(height: int, width: int, decay: float, rng: Random) -> PixelArray:

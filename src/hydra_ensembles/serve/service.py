@@ -115,8 +115,7 @@ class ServeSettings(Checked):
     @property
     def dtype(self) -> torch.dtype | None:
         """Floating type to compute in, if it is not the model's."""
-        dtype: torch.dtype | None = None if self.precision is None else getattr(torch, self.precision)
-        return dtype
+        return None if self.precision is None else getattr(torch, self.precision)
 
 
 @dataclass(frozen=True, eq=False)
