@@ -218,11 +218,9 @@ class Archive:
     # --- rows of tables -----------------------------------------------------------------------------------------
 
     def _item(self, file: Path, row: int, cells: Mapping[str, Any]) -> Item:
-        values = [nested(cells, column.split(".")) for column in self._column_names()]
+        main, pair, *others = (nested(cells, column.split(".")) for column in self._column_names())
         name = f"{self._name(file)}:{row}"
-        main = values[0]
-        pair = values[1]
-        kept = dict(zip(self.keep, map(_as_text, values[2:]), strict=True))
+        kept = dict(zip(self.keep, map(_as_text, others), strict=True))
         if self.kind == "image":
             content, path = (main.get("bytes"), main.get("path")) if isinstance(main, dict) else (main, None)
             path = content if isinstance(content, str) else path

@@ -167,8 +167,7 @@ class Scorer:
             raise DataError(f"the batch has no column {absent[0]!r} or {names[0]!r}; it has {sorted(batch)}")
         if self.ensemble.metadata.preprocessing is None:
             raise DataError(f"the model has no saved preprocessing; give batches with {names[0]!r}")
-        decoded = self._images(list(batch[raw[0]])) if self.ensemble.kind == "image" else self._texts(batch)
-        return ReadyBatch(*decoded, kept)
+        return self._images(list(batch[raw[0]]), kept) if self.ensemble.kind == "image" else self._texts(batch, kept)
 
     def answer(self, prepared: ReadyBatch) -> Arrays:
         """The columns of a prepared batch."""
@@ -198,7 +197,7 @@ class Scorer:
         answers[ERROR], answers[NOTE] = np.array(errors, dtype=str), np.array(notes, dtype=str)
         return answers
 
-    def _images(self, items: list[Any]) -> tuple[list[tuple[Any, list[int]]], list[str], list[str]]:
+    def _images(self, items: list[Any], kept: Arrays) -> ReadyBatch:
         preprocess: Any = self.ensemble.metadata.preprocessing
         _pillow()  # a missing Pillow should fail once, not per image
 
@@ -219,9 +218,9 @@ class Scorer:
             decoded = list(pool.map(decode, items))
         images = {row: image for row, (image, _, _) in enumerate(decoded) if image is not None}
         parts = [(torch.cat(list(images.values())), list(images))] if images else []
-        return parts, [error for _, error, _ in decoded], [note for _, _, note in decoded]
+        return ReadyBatch(parts, [error for _, error, _ in decoded], [note for _, _, note in decoded], kept)
 
-    def _texts(self, batch: Mapping[str, Any]) -> tuple[list[tuple[Any, list[int]]], list[str], list[str]]:
+    def _texts(self, batch: Mapping[str, Any], kept: Arrays) -> ReadyBatch:
         """Texts of similar length form a part; if the model has no padding mask, only texts of equal length do."""
         preprocess: Any = self.ensemble.metadata.preprocessing
         texts: list[Any] = list(batch[self.columns.text])
@@ -242,7 +241,7 @@ class Scorer:
         every = list(range(len(texts)))
         if padded:
             with suppress(DataError):  # some text is invalid: find it below
-                return _by_length(encode(every), every, whole), errors, notes
+                return ReadyBatch(_by_length(encode(every), every, whole), errors, notes, kept)
         groups: dict[int, list[int]] = {}  # rows to encode together, by number of tokens
         for row in every:
             try:
@@ -250,7 +249,8 @@ class Scorer:
                 groups.setdefault(0 if padded else tokens, []).append(row)  # padding makes them all alike
             except DataError as error:
                 errors[row] = str(error)
-        return [part for rows in groups.values() for part in _by_length(encode(rows), rows, whole)], errors, notes
+        parts = [part for rows in groups.values() for part in _by_length(encode(rows), rows, whole)]
+        return ReadyBatch(parts, errors, notes, kept)
 
 
 def _by_length(encoded: dict[str, Tensor], rows: list[int], whole: bool) -> list[tuple[Any, list[int]]]:
