@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -272,25 +273,27 @@ def model_and_sets(
         model = source.with_labels_of(model, sets["id"])
     size, train_size = _batch_sizes(sources, hydra, {role: len(data) for role, data in sets.items()})
     sets = {role: source.fit_to_model(data, model, sources) for role, data in sets.items()}
-    transform: Any = model.metadata.preprocessing
-    workers = sources.workers
     train = sets.pop("train", None)
-    by_role: dict[str, Any] = {role: batches(data, transform, size, num_workers=workers) for role, data in sets.items()}
-    for role, listed in ood_data.items() if hydra.extracts_circuits else ():
-        loaded = {}
-        for key, spec in listed:
-            data = source.fit_to_model(source.load_data(spec, sources, False), model, sources, labelled=False)
-            if (key or data.name) in loaded:
-                raise DataError(f"two OOD sources are called {key or data.name!r}; rename one as NAME={spec}")
-            loaded[key or data.name] = batches(data, transform, size, num_workers=workers)
-        if loaded:
-            by_role[role] = loaded if len(loaded) > 1 else next(iter(loaded.values()))
-        elif SYNTHETIC in getattr(sources, role, ()):
-            by_role[role] = SYNTHETIC
+    prepare: Any = model.metadata.preprocessing
+    in_batches = partial(batches, num_workers=sources.workers)
+    by_role: dict[str, Any] = {role: in_batches(data, prepare, size) for role, data in sets.items()}
+    if hydra.extracts_circuits:
+        for role, listed in ood_data.items():
+            named: dict[str, Any] = {}
+            for key, spec in listed:
+                data = source.fit_to_model(source.load_data(spec, sources, False), model, sources, labelled=False)
+                if (key or data.name) in named:
+                    raise DataError(f"two OOD sources are called {key or data.name!r}; rename one as NAME={spec}")
+                named[key or data.name] = in_batches(data, prepare, size)
+            if listed:
+                by_role[role] = named if len(named) > 1 else next(iter(named.values()))
+            elif SYNTHETIC in getattr(sources, role, ()):
+                by_role[role] = SYNTHETIC
     if train is not None:
+        transform = prepare
         if recipe is not None and recipe.changes_images:
-            transform = TrainTransform.matching(transform, rand_augment=recipe.rand_augment)
-        by_role["train"] = batches(train, transform, train_size, shuffle=True, seed=hydra.seed, num_workers=workers)
+            transform = TrainTransform.matching(prepare, rand_augment=recipe.rand_augment)
+        by_role["train"] = in_batches(train, transform, train_size, shuffle=True, seed=hydra.seed)
     recipe_decides = train is not None and recipe is not None and recipe.batch_size is not None
     return model, by_role, sources.batch_size if recipe_decides else size
 

@@ -235,10 +235,8 @@ def _listed(hint: Any, value: Any) -> Any:
     several = value if isinstance(value, list | tuple) else (value,)
     if get_args(hint)[0] not in (int, float):
         return several
-    numbers: list[Any] = []
-    for entry in several:
-        numbers += [parse_yaml(part, part) for part in entry.split(",")] if isinstance(entry, str) else [entry]
-    return numbers
+    parts = [part for entry in several for part in (entry.split(",") if isinstance(entry, str) else [entry])]
+    return [parse_yaml(part, part) if isinstance(part, str) else part for part in parts]
 
 
 def read_recipe(value: Any) -> Recipe | None:
@@ -319,21 +317,18 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
-        code = 130
         advice = str(error)
         if not advice and hasattr(error, "__notes__"):  # the note says what was kept and how to resume
             advice = f"{error.__notes__[0]}: {shlex.join(['hydra-ensembles', *sys.argv[1:]])}"
-        message = f"interrupted{': ' if advice else ''}{advice}"
+        code, message = 130, f"interrupted{': ' if advice else ''}{advice}"
     elif isinstance(error, HydraError | OSError):
-        code = 2
-        message = f"error: {error}"
+        code, message = 2, f"error: {error}"
     elif isinstance(error, torch.OutOfMemoryError | MemoryError):
         code = 2
         message = f"error: not enough memory ({error}); lower the batch size (serve: --max-batch), or change the device"
     else:
         hint = "" if debug else "; --debug shows where"
-        code = 1
-        message = f"internal error, please report it: {type(error).__name__}: {error}{hint}"
+        code, message = 1, f"internal error, please report it: {type(error).__name__}: {error}{hint}"
     lines = message.splitlines() if isinstance(error, ConversionError) else [message]  # what, why, and a way out
     print("\n".join(" ".join(line.split()) for line in lines), file=sys.stderr)
     return code

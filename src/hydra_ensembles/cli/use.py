@@ -268,10 +268,10 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
 
 def _described(title: str, ensemble: Ensemble) -> str:
     """The facts as text, and the map of heads."""
-    facts = _facts(ensemble)
-    encoder = ensemble.config.encoder
-    shared = ", ".join(group for group in GROUPS if getattr(ensemble.config.sharing, group))
-    common = f", shared by all members: {shared or 'nothing'}, layers that run once: {ensemble.config.trunk}"
+    facts, config = _facts(ensemble), ensemble.config
+    encoder = config.encoder
+    shared = ", ".join(group for group in GROUPS if getattr(config.sharing, group))
+    common = f", shared by all members: {shared or 'nothing'}, layers that run once: {config.trunk}"
     counts = f"{few_digits(facts['parameters'] / 1e6)} M, {few_digits(facts['multiply_adds'] / 1e9)} G multiply-adds"
     rows = [
         ("source", facts["source"] or "unknown"),
@@ -285,7 +285,6 @@ def _described(title: str, ensemble: Ensemble) -> str:
         *(("metric", f"{name} = {value:.4g}") for name, value in facts["metrics"].items()),
         *(("" if index else "history", line) for index, line in enumerate(facts["history"])),
     ]
-    config = ensemble.config
     kept, total = sum(len(layer) for member in config.heads for layer in member), sum(config.head_counts)
     heads = f"heads kept: {kept} of {facts['members'] * total} ({KEPT} kept, {PRUNED} pruned)"
     heads += "" if config.pooling is None else "; the last row is the attention that pools"
