@@ -79,18 +79,18 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
         raise ConfigError(f"{path} must be an object with named fields, got {short(data)}")
     hints = hints_of(cls)
     values = dict(data)
-    needed = []
     kind = getattr(cls, "kind", None)
     if isinstance(kind, str) and values.pop("kind", kind) != kind:
         raise ConfigError(f"{path}.kind is {short(data['kind'])}, expected {kind!r}")
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    for field in fields:
-        no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if no_default or (complete and not field.metadata.get("added_later")):
-            needed.append(field.name)
     names = [field.name for field in fields]
     unknown = sorted(map(str, values.keys() - names))
-    missing = [name for name in needed if name not in values]
+    missing = []
+    for field in fields:
+        no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        needed = no_default or (complete and not field.metadata.get("added_later"))
+        if needed and field.name not in values:
+            missing.append(field.name)
     if unknown:
         raise ConfigError(f"{path} has unknown fields {unknown} (of a newer version?); known are {sorted(names)}")
     if missing:

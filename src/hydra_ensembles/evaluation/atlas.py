@@ -323,7 +323,7 @@ class Sweep:
                 likelihood = at_labels(prediction.log_probs, labels.to(likelihood.device))
             moved = (prediction.probs - whole.probs).abs().sum(dim=-1) / 2
             score = prediction.score(self.measure.score)
-            rows.append((prediction.label, prediction.confidence, score, moved, likelihood))
+            rows.append(Swept(prediction.label, prediction.confidence, score, moved, likelihood))  # [B] each
             finite.append(prediction.member_logits.isfinite().all() & score.isfinite().all())
         good = torch.stack(finite).cpu()
         if not good.all():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -228,8 +228,7 @@ class Paired(NamedTuple):
         parts: list[tuple[Tensor, ...]] = []
         costs = torch.zeros(2, dtype=torch.float64)  # sum of weighted rises, and sum of weights
         for inputs, targets in batches:
-            assert targets is not None  # the batches are labelled
-            labels = targets.cpu().long()
+            labels = cast(Tensor, targets).cpu().long()
             ours = model.predict(inputs).log_probs.double().cpu()  # [B, C]
             theirs = before.predict(inputs).log_probs.double().cpu()
             expected = theirs.exp().scatter(1, theirs.argmax(1, keepdim=True), 0.0)  # its probabilities of other labels
@@ -412,8 +411,7 @@ class Chain:
         settings: dict[str, Any] = {"scope": config.taylor_scope, "calibration_batches": config.calibration_batches}
         how = "-".join(map(str, settings.values()))
         settings |= {"budget": config.lost, "seed": seed, "layers": self.layers, "progress": self.progress}
-        make = partial(taylor, self.start.base, source, **settings)
-        return self._ranking(f"taylor-{seed}", config.lost, how, lambda journal: make())  # it keeps no journal
+        return self._ranking(f"taylor-{seed}", config.lost, how, lambda _: taylor(self.start.base, source, **settings))
 
     def _ranking(self, name: str, budget: int, how: str, make: Callable[[Path | None], HeadRanking]) -> HeadRanking:
         """A ranking from this run or from the shared folder, where its file name contains all settings."""
