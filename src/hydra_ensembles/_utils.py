@@ -99,8 +99,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside `torch.compile`, data parallelism, or weight averaging (torch's or timm's)."""
     parallel, averaged = ("DataParallel", "DistributedDataParallel"), ("AveragedModel", "ModelEmaV2", "ModelEmaV3")
     while type(model).__name__ in ("OptimizedModule", *parallel, *averaged):
-        inner: Any = getattr(model, "_orig_mod", None) or model.module
-        model = cast(nn.Module, inner)
+        model = cast(nn.Module, getattr(model, "_orig_mod", None) or model.module)
     return model
 
 

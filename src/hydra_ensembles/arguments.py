@@ -138,7 +138,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             if name in expected and not _fits(expected[name], value):
                 choices = _choices(expected[name])
                 accepted = " or ".join(dict.fromkeys(_in_words(kind, value) for kind in choices))
-                problem = DataError if any(map(_is_data, choices)) else ConfigError
+                kinds = {get_origin(kind) or kind for kind in choices if not _listed(kind)}
+                problem = DataError if kinds & {Iterable, Mapping, Tensor} else ConfigError
                 raise problem(f"{name} of {title} must be {accepted}, got {_shown(value)}")
             if name not in expected and any(get_origin(hint) is Unpack for hint in expected.values()):
                 advice = _advice(name, value, expected)
@@ -155,10 +156,6 @@ class Checked:
 
     def __post_init__(self) -> None:
         require_types(self)
-
-
-def _is_data(hint: Any) -> bool:
-    return (get_origin(hint) or hint) in (Iterable, Mapping, Tensor) and not _listed(hint)
 
 
 def _advice(name: str, value: Any, hints: Mapping[str, Any]) -> str:

@@ -381,9 +381,8 @@ class Fitting:
         other = "or use score='knn', which ignores classes (familiarity='knn' in calibrate)"
         if missing:
             names = self.ensemble.metadata.labels or tuple(map(str, range(classes)))
-            problem = (
-                f"classes {a_few([names[one] for one in missing])} have no samples, so their inputs never look familiar"
-            )
+            absent = a_few([names[one] for one in missing])
+            problem = f"classes {absent} have no samples, so their inputs never look familiar"
             raise TooFewSamplesError(f"{problem}; give some of every class, {other}")
         if self.samples < 2 * classes:
             raise TooFewSamplesError(

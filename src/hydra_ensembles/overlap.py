@@ -220,11 +220,10 @@ def _drawn(batches: Any, data: Any, turns: list[list[int]]) -> Iterator[Any]:
 
 def _read_whole(batches: Any) -> Any:
     """The data set that a source reads, or is; None if a sampler may select from it."""
-    if isinstance(batches, DataLoader) and (
-        type(batches.sampler) not in (SequentialSampler, RandomSampler)
-        or type(batches.batch_sampler) not in (BatchSampler, NoneType)
-    ):
-        return None
+    if isinstance(batches, DataLoader):
+        usual = type(batches.sampler) in (SequentialSampler, RandomSampler)
+        if not usual or type(batches.batch_sampler) not in (BatchSampler, NoneType):
+            return None
     return getattr(batches, "dataset", batches)
 
 

@@ -201,9 +201,7 @@ class _Table:
         """Stored bytes or file of an image."""
         cell = self.cell(column, row)
         content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
-        if isinstance(content, bytes):
-            return content
-        return self.folder / path if path else None
+        return content if isinstance(content, bytes) else self.folder / path if path else None
 
     def text(self, columns: tuple[str, ...], row: int) -> Text:
         """Read a cell as a string, or two as a pair."""

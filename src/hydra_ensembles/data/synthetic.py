@@ -189,8 +189,7 @@ def _mask(inputs: Inputs, ids: Tensor) -> Tensor:
 def _distort_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, model: Ensemble | None) -> list[Tensor]:
     """Return batches `[B, T]` with every text distorted."""
     distorted = [batch.cpu().clone() for batch in batches]
-    rows, row_masks = itertools.chain.from_iterable(distorted), itertools.chain.from_iterable(masks)
-    samples = list(zip(rows, row_masks, strict=True))  # [T] and [T] each; changed in place below
+    samples = list(zip(itertools.chain(*distorted), itertools.chain(*masks), strict=True))  # [T] each, as views
     texts = [ids[is_token] for ids, is_token in samples]
     padding = [ids[~is_token] for ids, is_token in samples]
     special = _special(texts, model) | {int(token) for token in torch.cat(padding).unique()}

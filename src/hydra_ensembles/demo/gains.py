@@ -122,21 +122,19 @@ class Gains:
     @property
     def table(self) -> Comparison:
         """All methods side by side; bold if no other is significantly better, and some are significantly worse."""
-        rows = []
-        for name, method in self.methods.items():
-            cells = []
-            for column in COLUMNS:
-                number = method.numbers.get(column.key)
-                best = self.best.get(column.key, ())
-                if column.key == "price":
-                    cells.append(Cell(column.write(method.price), method.price))
-                elif number is None:
-                    cells.append(Cell("–"))
-                else:
-                    marked = name in best and len(best) < len(self.methods)
-                    text = column.write(number.mean, number.deviation)
-                    cells.append(Cell(text, number.mean, number.deviation, "best" if marked else ""))
-            rows.append(Row(name, tuple(cells)))
+
+        def cell(name: str, column: Column) -> Cell:
+            method, best = self.methods[name], self.best.get(column.key, ())
+            if column.key == "price":
+                return Cell(column.write(method.price), method.price)
+            number = method.numbers.get(column.key)
+            if number is None:
+                return Cell("–")
+            marked = name in best and len(best) < len(self.methods)
+            text = column.write(number.mean, number.deviation)
+            return Cell(text, number.mean, number.deviation, "best" if marked else "")
+
+        rows = [Row(name, tuple(cell(name, column) for column in COLUMNS)) for name in self.methods]
         runs = ", ".join(f"{name} {method.backbones}" for name, method in self.methods.items())
         sizes = ", ".join(f"{count:,} {name}" for name, count in self.samples.items())
         half = (1 + self.share) / 2

@@ -16,7 +16,6 @@ extends the interval to 0 if chance explains the value; it is still too narrow i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -170,26 +169,25 @@ def ood_replicates(
     if not ood_sets:
         raise DataError("got no OOD set; at least one is needed")
     id_scores = check_scores(id_scores, "ID scores")
+
+    def measured(id_ranks: Tensor, ood_ranks: Tensor, distinct: int) -> Tensor:
+        """The metric of each row: `[R, n]` and `[R, m]` to `[R]`."""
+        fp, tp = cumulative_counts(id_ranks, distinct), cumulative_counts(ood_ranks, distinct)  # [R, K] each
+        return of_counts(metric, fp, tp, convention)
+
     values, replicates = [], []
     # The ID stream comes first and each OOD set has its own: adding sets does not change the other draws.
     id_stream, *ood_streams = np.random.SeedSequence(seed).spawn(1 + len(ood_sets))
     for scores, stream in zip(ood_sets, ood_streams, strict=True):
-        id_ranks, ood_ranks, distinct = joint_ranks(id_scores, check_scores(scores, "OOD scores"))
-        id_ranks, ood_ranks = id_ranks.cpu(), ood_ranks.cpu()
-        measured = partial(_of_ranks, metric, convention, len(distinct))
-        values.append(measured(id_ranks.unsqueeze(0), ood_ranks.unsqueeze(0)))
+        id_ranks, ood_ranks, thresholds = joint_ranks(id_scores, check_scores(scores, "OOD scores"))
+        id_ranks, ood_ranks, distinct = id_ranks.cpu(), ood_ranks.cpu(), len(thresholds)
+        values.append(measured(id_ranks.unsqueeze(0), ood_ranks.unsqueeze(0), distinct))
         at_once = max(1, _DRAWS_AT_ONCE // (len(id_ranks) + len(ood_ranks)))
         id_rng, ood_rng = np.random.default_rng(id_stream), np.random.default_rng(stream)
         sizes = [min(at_once, resamples - start) for start in range(0, resamples, at_once)]
-        pieces = [measured(_drawn(id_ranks, rows, id_rng), _drawn(ood_ranks, rows, ood_rng)) for rows in sizes]
-        replicates.append(torch.cat(pieces))
+        draws = ((_drawn(id_ranks, rows, id_rng), _drawn(ood_ranks, rows, ood_rng)) for rows in sizes)
+        replicates.append(torch.cat([measured(*drawn, distinct) for drawn in draws]))
     return torch.cat(values).mean().item(), torch.stack(replicates).mean(dim=0).numpy()
-
-
-def _of_ranks(metric: OodMetric, convention: Convention, distinct: int, id_ranks: Tensor, ood_ranks: Tensor) -> Tensor:
-    """The metric of each row of ranks: `[R, n]` and `[R, m]` to `[R]`."""
-    fp, tp = cumulative_counts(id_ranks, distinct), cumulative_counts(ood_ranks, distinct)  # [R, K] each
-    return of_counts(metric, fp, tp, convention)
 
 
 def _drawn(ranks: Tensor, rows: int, generator: np.random.Generator) -> Tensor:

@@ -302,10 +302,9 @@ class Chain:
 
     def ensemble(self) -> Ensemble:
         """The fused and calibrated ensemble."""
-        fused = partial(self.run.ensemble, "fused", self._fused)
 
         def judged() -> Ensemble:
-            result = calibrated(fused(), self.config, self.data)
+            result = calibrated(self.run.ensemble("fused", self._fused), self.config, self.data)
             validation = self.data.validation
             if validation is None or self.rankings is not None:  # a search judges the base itself
                 return result

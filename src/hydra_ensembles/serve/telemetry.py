@@ -52,10 +52,9 @@ class Telemetry:
             name: histogram(f"hydra_score_{name.replace('++', '_pp')}", meaning, buckets=bins)
             for name, meaning, bins in _score_bins(service)
         }
-        self._labels: Any = None
-        if len(service.labels) <= MOST_LABELS:
-            meaning = "Answers by the class that was predicted, accepted or not."
-            self._labels = counter("hydra_labels", meaning, ["label"])
+        meaning = "Answers by the class that was predicted, accepted or not."
+        few = len(service.labels) <= MOST_LABELS
+        self._labels = counter("hydra_labels", meaning, ["label"]) if few else None
         self._names = service.labels
         for word in (UNCALIBRATED,) if "accept" not in {field.name for field in service.outputs} else OUTCOMES:
             self._outcomes.labels(word)  # export zero before the first answer
