@@ -37,9 +37,8 @@ from .model.stem_readout import Projections, linear, projection_config
 Fusion = Literal["mean", "separate"]
 StemFusion = Literal["shared", "mean", "separate"]
 FusionByGroup = Mapping[str, StemFusion]  # by parameter group
-MIN_COSINE = (
-    0.5  # least cosine of weights in a layer: 0.9 or more for fine-tunings of one model, about 0 for unrelated models
-)
+# least cosine of weights in a layer: 0.9 or more for fine-tunings of one model, about 0 for unrelated models
+MIN_COSINE = 0.5
 
 
 @overload

@@ -79,11 +79,8 @@ class AnswerStore:
                 f"{current_ranks().size}; leave output out"
             )
         fitted = model.metadata.familiarity
-        identity = {
-            "weights": model_fingerprint(model),
-            "familiarity": None if fitted is None else tensors_digest(fitted.state),
-            **settings,
-        }
+        statistics = None if fitted is None else tensors_digest(fitted.state)
+        identity = {"weights": model_fingerprint(model), "familiarity": statistics, **settings}
         if fitted is not None and fitted.settings.neighbours:  # not part of the state tensors
             identity["neighbours"] = fitted.settings.neighbours
         if torch.is_autocast_enabled(model.device.type):

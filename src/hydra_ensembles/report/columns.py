@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from ..evaluation.evaluation import Evaluation
@@ -104,7 +105,6 @@ def _by(score: str) -> str:
 
 
 _MEANS = {"near": "Near-OOD", "far": "Far-OOD", "all": "OOD avg"}
-_DECLINED = "Declined %"
 
 
 def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> tuple[Column, ...]:
@@ -117,19 +117,14 @@ def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> 
     runs = list(evaluations)
     fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))
     titles = {**_MEANS, **{f"ood.{name}": name for name in sets}}
-    by_features = tuple(
-        Column(f"{score}:{key}.auroc", title, _by(score), "higher", scale=100)
-        for score in fitted
-        for key, title in _MEANS.items()
-    )
-    declined: tuple[Column, ...] = ()
+    added: list[Column] = []
+    for score, (key, title) in product(fitted, _MEANS.items()):
+        added.append(Column(f"{score}:{key}.auroc", title, _by(score), "higher", scale=100))
     if any(run.selective is not None and run.selective.familiarity is not None for run in runs):
         better: Direction = "higher" if len({promise(run) for run in runs} - {None}) == 1 else "neither"
-        declined = (
-            Column("selective.accepted", "ID", "Accepted %", scale=100),
-            *(Column(f"{key}.abstained", title, _DECLINED, better, scale=100) for key, title in titles.items()),
-        )
-    return (HEADS, *CLASSIFICATION, *OOD, *by_features, *declined, *COST, *set_columns(sets, fitted))
+        added.append(Column("selective.accepted", "ID", "Accepted %", scale=100))
+        added += (Column(f"{key}.abstained", title, "Declined %", better, scale=100) for key, title in titles.items())
+    return (HEADS, *CLASSIFICATION, *OOD, *added, *COST, *set_columns(sets, fitted))
 
 
 def promise(run: Evaluation) -> tuple[float, int] | None:

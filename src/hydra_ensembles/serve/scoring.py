@@ -414,13 +414,9 @@ def _about(scorer: Scorer) -> dict[str, Any]:
     """Everything a reader of the shards needs to know."""
     fields = [{"name": field.name, "meaning": field.meaning} for field in scorer.fields]
     labels = list(scorer.ensemble.metadata.labels)
-    about = {
-        "made_by": f"hydra_ensembles {__version__}",
-        "outputs": fields,
-        "labels": labels,
-        "reasons": list(REASON_WORDS),
-    }
-    return {**about, "kept": scorer.kept, "beside": [INPUT, *([CLASS] if labels else []), NOTE]}
+    beside = [INPUT, *([CLASS] if labels else []), NOTE]
+    about = {"made_by": f"hydra_ensembles {__version__}", "outputs": fields, "labels": labels}
+    return {**about, "reasons": list(REASON_WORDS), "kept": scorer.kept, "beside": beside}
 
 
 def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, tick: Callable[[int], Any]) -> tuple[bytes, bytes]:
