@@ -176,11 +176,12 @@ def _familiar_part(
     if choice is None:  # an earlier threshold belongs to another calibration
         bare = None if earlier is None else Familiarity(replace(earlier.settings, threshold=None), earlier.state)
         return bare, {}, ""
-    fitted = earlier if earlier is not None and choice in ("auto", earlier.settings.scores[0]) else None
     name: FamiliarityName = "mahalanobis" if choice == "auto" else choice
-    if fitted is not None and fitted.settings.halved and reused_of(keys, fitted.settings.fitted_set).share:
-        name = cast(FamiliarityName, fitted.settings.scores[0])
-        fitted = None
+    fitted = None
+    if earlier is not None and choice in ("auto", earlier.settings.scores[0]):
+        name = cast(FamiliarityName, earlier.settings.scores[0])
+        again = earlier.settings.halved and reused_of(keys, earlier.settings.fitted_set).share
+        fitted = None if again else earlier
     try:
         if fitted is not None:
             reused = require_fresh(fitted, keys)

@@ -116,8 +116,9 @@ def _clean_up(folder: Path) -> None:
     if (folder / CONFIG).exists():
         with _reading(folder / CONFIG), _open(folder / CONFIG, folder) as file:  # never overwrite another library's
             saved = _saved_folder(folder, _parse_config(file).get(files.DIGEST))
-        for path in saved.iterdir() if saved.is_dir() and not saved.is_symlink() else ():
-            os.replace(path, folder / path.name)
+        if saved.is_dir() and not saved.is_symlink():
+            for path in saved.iterdir():
+                os.replace(path, folder / path.name)
     for leftover in (*folder.glob(f"{SAVING}*"), *folder.glob(f"{SAVED}*")):
         files.remove(leftover)
     files.flush(folder)

@@ -405,17 +405,18 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
             f"{did_you_mean(unknown[0], labels)}; rename them, or give --by-position if their order is the model's"
         )
     numbers = {index: numbers[index] for index in present}
+    new_names = names
     if settings.by_position or same_names(names, labels):
-        names = labels or tuple(map(str, range(classes)))
+        new_names = labels or tuple(map(str, range(classes)))
     elif are_numbers(names) and names != labels:
-        names = tuple(map(str, range(classes)))
+        new_names = tuple(map(str, range(classes)))
         _warn_of_numbers(data, numbers)
     else:
         require_as_many(names, labels, classes, data.name, "if these are the first ones, give --by-position")
     if max(numbers.values()) >= classes:
         raise DataError(f"{data.name} has labels up to {max(numbers.values())}, but the model has {classes} classes")
-    unchanged = names == data.class_names and all(old == new for old, new in numbers.items())
-    return data if unchanged else data.relabel(numbers, names)
+    unchanged = new_names == names and all(old == new for old, new in numbers.items())
+    return data if unchanged else data.relabel(numbers, new_names)
 
 
 def _warn_of_numbers(data: AnyDataset, numbers: Mapping[int, int]) -> None:

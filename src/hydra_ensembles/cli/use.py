@@ -212,7 +212,9 @@ def _formatted(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str |
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"…{text[-LONGEST:]}" if "/" in text else f"{text[:LONGEST]}…"
+    if len(text) <= LONGEST:
+        return text
+    return f"…{text[-LONGEST:]}" if "/" in text else f"{text[:LONGEST]}…"  # of a path, the end
 
 
 def next_commands(folder: Path, kind: str, *commands: str) -> str:

@@ -179,12 +179,12 @@ def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Who
     """`adaptive_ece` from what `top_label` returns."""
     confidence, correct = check_confidence(confidence, correct)
     rising, order = confidence.sort()
-    _, run, sizes = rising.unique_consecutive(return_inverse=True, return_counts=True)  # by run of equal confidences
-    right = sizes.new_zeros(len(sizes), dtype=torch.float64).index_add(0, run, correct.double()[order]) / sizes
+    _, run, lengths = rising.unique_consecutive(return_inverse=True, return_counts=True)  # runs of equal confidences
+    right = lengths.new_zeros(len(lengths), dtype=torch.float64).index_add(0, run, correct.double()[order])
+    share_right = (right / lengths)[run]  # [B], in the run of each sample
     size, larger = divmod(len(order), bins)  # the first `larger` bins hold one sample more
-    sizes = sizes.new_tensor([size + 1] * larger + [size] * (bins - larger))
-    groups = torch.repeat_interleave(sizes)
-    return _weighted_gap(groups, rising, right[run], bins)
+    groups = torch.repeat_interleave(lengths.new_tensor([size + 1] * larger + [size] * (bins - larger)))
+    return _weighted_gap(groups, rising, share_right, bins)
 
 
 @checked
