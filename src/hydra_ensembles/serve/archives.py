@@ -161,8 +161,7 @@ class Archive:
         with tarfile.open(file) as members:
             for member in members:
                 member_path = PurePosixPath(member.name)
-                hidden = member_path.name.startswith(".")
-                if member.isdir() or member_path.suffix.lower() not in suffixes or hidden:
+                if member.isdir() or member_path.name.startswith(".") or member_path.suffix.lower() not in suffixes:
                     continue
                 name = f"{self._name(file)}/{member_path}".encode("utf-8", "replace").decode()
                 opened = None
@@ -177,16 +176,14 @@ class Archive:
 
     def _parquet(self, file: Path) -> Iterator[Item]:
         arrow = require("pyarrow", extra="data")
-        row = 0
         try:
             with require("pyarrow.parquet", extra="data").ParquetFile(file) as table:
                 columns = list(table.schema_arrow.names)
                 self._require_in(columns, file)
                 names = {column.partition(".")[0] for column in self._column_names()} & set(columns)
-                for batch in table.iter_batches(_ROWS, columns=sorted(names)):
-                    for cells in batch.to_pylist():
-                        yield self._item(file, row, cells)
-                        row += 1
+                batches = table.iter_batches(_ROWS, columns=sorted(names))
+                for row, cells in enumerate(cells for batch in batches for cells in batch.to_pylist()):
+                    yield self._item(file, row, cells)
         except arrow.ArrowException as error:
             raise DataError(str(error)) from error
 

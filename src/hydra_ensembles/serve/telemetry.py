@@ -56,7 +56,8 @@ class Telemetry:
         few = len(service.labels) <= MOST_LABELS
         self._labels = counter("hydra_labels", meaning, ["label"]) if few else None
         self._names = service.labels
-        for word in (UNCALIBRATED,) if "accept" not in {field.name for field in service.outputs} else OUTCOMES:
+        calibrated = any(field.name == "accept" for field in service.outputs)
+        for word in OUTCOMES if calibrated else (UNCALIBRATED,):
             self._outcomes.labels(word)  # export zero before the first answer
 
     def batch(self, rows: int, seconds: float) -> None:
