@@ -158,7 +158,7 @@ class Runner:
         of members or classes that differ from `like`. A set already split between the processes also raises.
         """
         ranks = current_ranks()
-        pieces: list[tuple[int, Pass]] = []  # number of each batch that is this process's turn, and its results
+        pieces: list[tuple[int, Pass]] = []  # this process's batches: number in the set, results
         gallery: list[GalleryItem] = []
         seen, beginning, error = 0, b"", None
         try:
@@ -175,11 +175,11 @@ class Runner:
                 seen += size_of(inputs)
         except Exception as problem:
             error = problem  # `gather` raises it in all processes
-        in_order = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=itemgetter(0))
+        everything = chain.from_iterable(ranks.gather(pieces, error))
+        parts = [piece for _, piece in sorted(everything, key=itemgetter(0))]
         warn_if_cut(batches, f"set {name!r}", seen)
         ranks.require_same_data((beginning, seen), f"samples in set {name!r}")
         gallery = top_of_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
-        parts = [piece for _, piece in in_order]
         for part in parts:
             require_like(part.answers.logits, parts[0].answers.logits if like is None else like, name)
         logits = torch.cat([part.answers.logits for part in parts], dim=1)  # [M, B, C]
