@@ -143,8 +143,8 @@ class Scaled(Parametrised):
         """The per-member parameters: members concatenated along the first axis."""
         stored: dict[str, Tensor] = {}
         for key, weight in self.shared.items():
-            like = f"{key.removesuffix('bias')}weight" if key.endswith("bias") else key  # biases of norms like weights
-            many = weight[None] * self.inputs[like] if like in self.inputs else weight[None]  # [M or 1, …]
+            scale = f"{key.removesuffix('bias')}weight" if key.endswith("bias") else key  # a norm's bias as its weight
+            many = weight[None] * self.inputs[scale] if scale in self.inputs else weight[None]  # [M or 1, …]
             many = many * self.outputs[key] if key in self.outputs else many
             stored[key.replace("/", ".")] = many.expand(self.num_members, *weight.shape).flatten(0, 1)
         return stored

@@ -286,8 +286,7 @@ class VLMPosterior:
         of_text = split_bias(maps, text)
         names = checked_names(class_names)
         sentences = checked_templates(templates)
-        text_features = self._texts(prompts_of(names, sentences))  # [C·templates, d]
-        embedded = text_features @ maps.mT  # [S, C·templates, e]
+        embedded = self._texts(prompts_of(names, sentences)) @ maps.mT  # [S, C·templates, e]
         classes = average_templates(F.normalize(embedded, dim=-1), len(sentences))
         many = joined([base] * members, Sharing(stem=True, attention=True, mlp=True, norms=True))
         state = many.state_dict()

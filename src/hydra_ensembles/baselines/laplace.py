@@ -91,8 +91,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
         raise ConfigError(f"{fault}; it counts all training samples: leave it out if these are all of them")
     posterior = curvature.posterior(mean, settings.prior_precision, settings.samples)
     classifiers = posterior.draw(settings.members, derive_seed(settings.seed, "laplace"))  # [S, C, d (+ 1)]
-    sharing = Sharing(stem=True, attention=True, mlp=True, norms=True)
-    many = joined([model] * settings.members, sharing)
+    many = joined([model] * settings.members, Sharing(stem=True, attention=True, mlp=True, norms=True))
     state = many.state_dict()
     drawn = {f"readout.classifier.{name}": tensor for name, tensor in split_bias(classifiers, classifier).items()}
     state |= {name: tensor.to(state[name]) for name, tensor in drawn.items()}

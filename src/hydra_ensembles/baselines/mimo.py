@@ -86,8 +86,7 @@ def wide(model: Ensemble, settings: MIMO, seed: int) -> Ensemble:
     if model.config.readout.cosine is not None:
         raise ConfigError("MIMO learns a classifier for each image; a zero-shot model has class embeddings instead")
     members = settings.members
-    sharing = Sharing(stem=True, attention=True, mlp=True, norms=True)
-    many = joined([model] * members, sharing)
+    many = joined([model] * members, Sharing(stem=True, attention=True, mlp=True, norms=True))
     config = replace(many.config, stem=replace(stem, channels=members * stem.channels))
     if settings.start == "scratch":
         scratch = fresh(config, derive_seed(seed, "mimo"), many.metadata.after("fresh weights"))

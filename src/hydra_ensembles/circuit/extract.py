@@ -364,9 +364,8 @@ class Extraction:
         before = Work()  # of all ranks
         name = f"circuit/{self.method} {self.objective.score}"
         hidden = not progress or self.ranks.rank > 0
-        decided = list(
-            accumulate((len(self.candidates) - step for step in range(self.budget)), initial=0)
-        )  # before each
+        counts = (len(self.candidates) - step for step in range(self.budget))
+        decided = list(accumulate(counts, initial=0))  # candidates before each step
         bar = tqdm(
             total=decided[-1], initial=decided[len(done)], desc=name, unit="head", disable=hidden, dynamic_ncols=True
         )

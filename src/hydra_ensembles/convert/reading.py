@@ -354,24 +354,10 @@ class _Reading:
 
     def _patch_stem(self) -> PatchStemConfig:
         patch = self._needed("patch")
-        position = self.tensor("position")
-        image = self.declared.image_size
         (rows, prefix), size = self._rows(), self._patch_size(patch)
-        if image is None:
-            if position is None:
-                raise ConversionError("the size of images is not known; give image_size=")
-            prefixes = [n for n in range(min(prefix, rows - 1), -1, -1) if math.isqrt(rows - n) ** 2 == rows - n]
-            if not prefixes:
-                problem = f"{rows} positions do not fit a square of patches with up to {prefix} tokens before it"
-                raise ConversionError(f"{problem}; give image_size=(height, width)")
-            grid = (math.isqrt(rows - prefixes[0]),) * 2
-        else:
-            grid = pair(image)[0] // size[0], pair(image)[1] // size[1]
-            if (grid[0] * size[0], grid[1] * size[1]) != pair(image):
-                problem = f"image_size is {pair(image)}, which is not divisible into patches of {size}"
-                raise ConversionError(f"{problem}; give a multiple")
+        grid = self._square_grid(rows, prefix) if self.declared.image_size is None else self._known_grid(size)
         spare = rows - grid[0] * grid[1]
-        if spare < 0 and position is not None:
+        if spare < 0 and self.tensor("position") is not None:
             raise ConversionError(f"{rows} positions are too few for {grid[0]}x{grid[1]} patches")
         return PatchStemConfig(
             patch_size=size,
@@ -384,6 +370,24 @@ class _Reading:
             resample=self.declared.resample,
             **self._embedded(),
         )
+
+    def _square_grid(self, rows: int, prefix: int) -> tuple[int, int]:
+        """Return the square of patches that the positions are for, with as many tokens before it as possible."""
+        if self.tensor("position") is None:
+            raise ConversionError("the size of images is not known; give image_size=")
+        for patches in range(rows - min(prefix, rows - 1), rows + 1):
+            if math.isqrt(patches) ** 2 == patches:
+                return math.isqrt(patches), math.isqrt(patches)
+        problem = f"{rows} positions do not fit a square of patches with up to {prefix} tokens before it"
+        raise ConversionError(f"{problem}; give image_size=(height, width)")
+
+    def _known_grid(self, patch: tuple[int, int]) -> tuple[int, int]:
+        """Return the grid of patches of a declared image size."""
+        (height, width), (high, wide) = pair(self.declared.image_size), patch
+        if height % high or width % wide:
+            problem = f"image_size is {(height, width)}, which is not divisible into patches of {patch}"
+            raise ConversionError(f"{problem}; give a multiple")
+        return height // high, width // wide
 
     def _embedded(self) -> dict[str, Any]:
         """Return the settings that image and text stems share."""

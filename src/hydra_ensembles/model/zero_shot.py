@@ -145,11 +145,11 @@ def zero_shot(
     if projection is not None:
         state |= {_PROJECTION + name: tensor.to(dual.dtype) for name, tensor in projection.state_dict().items()}
     state |= {name: tensor.to(dual.device, dual.dtype) for name, tensor in classes.items()}
-    for name in [name for name in state if place_of(name)[0] == "readout"]:
-        by_heads = head_axis(config, name) is not None
-        copies = copies_of(dual.image.config, name) if by_heads else len(state[name])
-        times = copies_of(config, name) // copies
-        state[name] = state[name].repeat(times, *[1] * (state[name].dim() - 1))
+    for name, tensor in list(state.items()):  # in the readout, one copy for all becomes one per member
+        if place_of(name)[0] == "readout":
+            by_heads = head_axis(config, name) is not None
+            copies = copies_of(dual.image.config, name) if by_heads else len(tensor)
+            state[name] = tensor.repeat(copies_of(config, name) // copies, *[1] * (tensor.dim() - 1))
     images, texts = dual.image.metadata.history, dual.text.metadata.history
     history = (*images, *(f"text tower: {line}" for line in texts if line not in images))
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in side.state.items() if keep_text}
