@@ -115,5 +115,3 @@ def pytest_configure(config: pytest.Config) -> None:
         runner.REPEATS = 1  # plans are timed to choose one, and no test depends on which is faster
         # tests check our own warnings with pytest.warns
         config.addinivalue_line("filterwarnings", "ignore::hydra_ensembles.errors.HydraWarning")
-    config.addinivalue_line("filterwarnings", "ignore:a share of .* can be promised from:UserWarning")
-    config.addinivalue_line("filterwarnings", "ignore:few samples a class:UserWarning")

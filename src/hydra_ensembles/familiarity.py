@@ -30,6 +30,7 @@ from .model.watch import valid_metadata
 from .overlap import Keys, marked, marks_of, reused_of, sample_keys, warn_of_copies
 
 FEW_PER_CLASS = 20  # samples per class below which the covariance is shrunk more
+RARE = 10  # samples below which a class mean is so rough that inputs of the class look unfamiliar
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # added to each eigenvalue, as a share of their mean
 MAX_HELD_OUT = 4096  # maximum number of samples held out for p-values
 PER_THRESHOLD = ("validation/sure_share", "validation/familiar_share")  # metrics of each of the two thresholds alone
@@ -335,6 +336,10 @@ class Fitting:
             return []
         return (self.counts == 0).nonzero()[:, 0].tolist()
 
+    def _named(self, classes: Sequence[int]) -> str:
+        names = self.ensemble.metadata.labels
+        return a_few([names[one] if names else str(one) for one in classes])
+
     def replace_borrowed(self, held_out: Answered, borrowed: int) -> Answered:
         """Held-out samples, with samples of the rarest classes repeated, one for each sample that was lent to the fit.
 
@@ -380,9 +385,7 @@ class Fitting:
         classes = len(self.counts)
         other = "or use score='knn', which ignores classes (familiarity='knn' in calibrate)"
         if missing:
-            names = self.ensemble.metadata.labels or tuple(map(str, range(classes)))
-            absent = a_few([names[one] for one in missing])
-            problem = f"classes {absent} have no samples, so their inputs never look familiar"
+            problem = f"classes {self._named(missing)} have no samples, so their inputs never look familiar"
             raise TooFewSamplesError(f"{problem}; give some of every class, {other}")
         if self.samples < 2 * classes:
             raise TooFewSamplesError(
@@ -399,6 +402,11 @@ class Fitting:
             warn(
                 f"few samples per class: {self.samples / classes:.3g} on average, {int(self.counts.min())} in the "
                 f"rarest; below {FEW_PER_CLASS} the covariance is shrunk by {SHRINKAGE_OF_FEW}, and distances are rough"
+            )
+        elif rare := (self.counts < RARE).nonzero()[:, 0].tolist():
+            warn(
+                f"classes {self._named(rare)} have fewer than {RARE} samples here, so their inputs look less familiar "
+                "than they are, and more of them are declined; give more"
             )
         return self.shrinkage if self.shrinkage is not None else (SHRINKAGE, SHRINKAGE_OF_FEW)[few]
 

@@ -20,7 +20,7 @@ from .errors import ConfigError, DataError
 from .metrics import inputs
 from .metrics.conformal import Reference
 from .metrics.distance import FittedName, LearnedName
-from .metrics.probabilities import EntropyParts, disagreement_per_sample, log_mean_probs, split_entropy
+from .metrics.probabilities import EntropyParts, differing_pairs, log_mean_probs, split_entropy
 from .schema import short
 
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
@@ -210,7 +210,7 @@ class Prediction:
     @cached_property
     def disagreement(self) -> Tensor:
         """`[B]`, share of member pairs with different labels; zero for one member."""
-        return disagreement_per_sample(self.member_probs)
+        return differing_pairs(self.member_probs)
 
     @cached_property
     def accept(self) -> Tensor | None:

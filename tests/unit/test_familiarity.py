@@ -378,6 +378,10 @@ def test_copies_and_few_samples_are_said() -> None:
         fit_familiarity(model(CONFIG), labelled(CONFIG) * 2, "knn")
     with pytest.warns(UserWarning, match="4 on average, 4 in the rarest"):
         few = fit_familiarity(model(CONFIG), labelled(CONFIG, 12), held_out=0.0)
+    images, labels = joined(labelled(CONFIG))
+    part = (labels != 1) | (labels.eq(1).cumsum(0) < 4)  # enough on average, three of class 1
+    with pytest.warns(HydraWarning, match="classes 1 have fewer than 10 samples.*less familiar"):
+        fit_familiarity(model(CONFIG), [(images[part], labels[part])], held_out=0.0)
     assert few.predict(joined(labelled(CONFIG, 5))[0]).score("mahalanobis").isfinite().all()
 
 

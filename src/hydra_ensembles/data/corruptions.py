@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Callable
 from functools import cache, partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -51,7 +52,9 @@ def corrupt(image: "Image", name: str, severity: int, seed: int, parameters: Par
     values = _values(name, severity, parameters)
     if not hasattr(image, "convert"):
         raise DataError(f"expected a PIL image, got a {type(image).__name__}; use PIL.Image.fromarray for an array")
-    rng = np.random.Generator(np.random.PCG64(seed & ((1 << 64) - 1)))
+    if not isinstance(seed, Integral):
+        raise DataError(f"seed must be a whole number, got {seed!r}")
+    rng = np.random.Generator(np.random.PCG64(int(seed) & ((1 << 64) - 1)))
     pixels = FUNCTIONS[name](np.asarray(to_rgb(image), dtype=np.float64), rng, *values)
     return _pillow().fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
@@ -86,7 +89,7 @@ def _read_corrupted(
 def _values(name: str, severity: int, parameters: ParameterSet) -> list[float]:
     accepted = {"corruption": CORRUPTIONS, "severity": SEVERITIES, "parameter set": get_args(ParameterSet)}
     for value, (setting, choices) in zip((name, severity, parameters), accepted.items(), strict=True):
-        if value not in choices:
+        if value not in choices or isinstance(value, float):
             raise DataError(f"no {setting} {value!r}; choose one of {', '.join(map(str, choices))}")
     return published_numbers()[name][parameters][severity - 1]
 

@@ -1,7 +1,7 @@
 """Accuracy and calibration of class probabilities `[B, C]`, and diversity of member probabilities `[M, B, C]`.
 
 Half precision is cast to float32 before anything is counted, and sums over samples are computed in float64.
-`disagreement_per_sample` and functions that `hydra_ensembles.metrics` does not export do not check their inputs.
+Functions that `hydra_ensembles.metrics` does not export do not check their inputs.
 The tests compare these numbers with torchmetrics and torch-uncertainty.
 """
 
@@ -241,7 +241,7 @@ def mutual_information(member_probs: Tensor) -> float:
 @checked
 def disagreement(member_probs: Tensor) -> float:
     """Share of member pairs that predict different classes, mean over samples; zero for one member."""
-    return mean(disagreement_per_sample(check_member_probs(member_probs)))
+    return mean(disagreement_per_sample(member_probs))
 
 
 def entropy_parts(member_probs: Tensor) -> EntropyParts:
@@ -262,8 +262,14 @@ def split_entropy(member_probs: Tensor) -> EntropyParts:
     return EntropyParts(total, aleatoric, total - aleatoric)
 
 
+@checked
 def disagreement_per_sample(member_probs: Tensor) -> Tensor:
     """One minus the share of member pairs that agree on the class: `[M, B, C] -> [B]`."""
+    return differing_pairs(check_member_probs(member_probs))
+
+
+def differing_pairs(member_probs: Tensor) -> Tensor:
+    """`disagreement_per_sample` without checks, as in `split_entropy`."""
     votes = member_probs.argmax(dim=-1)  # [M, B]
     members = len(votes)
     differing = torch.zeros_like(votes[0])

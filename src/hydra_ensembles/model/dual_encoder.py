@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +121,12 @@ class DualEncoder(OurModel, Saved):
         similarity = image_embeddings @ text_embeddings.transpose(1, 2)
         logits = similarity * self.logit_scale.exp()[:, None, None]
         return logits if self.logit_bias is None else logits + self.logit_bias[:, None, None]
+
+    def predict(self, *inputs: Any, **named: Any) -> NoReturn:
+        """Refused: there are no classes; make a classifier by `he.zero_shot(dual, class_names)`."""
+        raise ConfigError(
+            "a dual encoder has no classes to predict; make a classifier: he.zero_shot(dual, class_names)"
+        )
 
     def member(self, index: int) -> "DualEncoder":
         """A copy of one member as a separate dual encoder."""

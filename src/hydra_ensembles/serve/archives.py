@@ -4,6 +4,7 @@ Only the current item is held in memory. Unreadable content is also an item, wit
 does not end a long run. A failing disk raises instead: what it yields next time would shift all later positions.
 """
 
+import base64
 import codecs
 import csv
 import errno
@@ -293,9 +294,11 @@ def _require_end(members: tarfile.TarFile) -> None:
 
 
 def _as_text(value: Any) -> str | None:
-    """A cell as valid text: numbers and lists as JSON; invalid characters become question marks."""
+    """A cell as valid text: numbers and lists as JSON, bytes as base64; invalid characters become question marks."""
     if value is None:
         return None
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     as_json = isinstance(value, int | float | list | dict)  # others, such as dates, would get quotation marks
-    text = json.dumps(value, ensure_ascii=False, default=str) if as_json else str(value)
+    text = json.dumps(value, ensure_ascii=False, default=_as_text) if as_json else str(value)
     return text.encode("utf-8", "replace").decode()

@@ -158,9 +158,12 @@ def test_a_corrupted_data_set_and_what_is_refused() -> None:
     assert np.array_equal(np.asarray(of_subset[0][0]), second)
     small = corrupted(data, "fog", 1, prepare=lambda image: image.resize((8, 8)))
     assert small[0][0].size == (8, 8)
+    assert corruptions.corrupt(pictures[0], "fog", 1, np.int64(3)) == corruptions.corrupt(pictures[0], "fog", 1, 3)
     for image, settings, token in (
         (pictures[0], ("rain", 1, 0), "gaussian_noise"),
         (pictures[0], ("fog", 0, 0), "severity"),
+        (pictures[0], ("fog", 1.0, 0), "severity"),
+        (pictures[0], ("fog", 1, 1.5), "seed"),
         (pictures[0], ("fog", 1, 0, "mnist"), "imagenet"),
         (scene(8), ("fog", 1, 0), "ndarray"),
     ):

@@ -167,6 +167,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         (lambda: fused(members).member(3), "member 3"),
         (lambda: fused([members[0], he.convert(open_clip_model())]), "float32|logit bias|architecture"),
         (lambda: DualEncoder(two, rest, members[0].projections), "2 members and the text tower 3"),
+        (lambda: members[0].predict(torch.zeros(1, 3, 32, 32)), "zero_shot"),
         (lambda: DualEncoder(image, text), "width 40.*width 32"),
         (lambda: DualEncoder(image, text, Projections.fresh(32, 32, 8)), "width 32.* 40"),
         (lambda: DualEncoder(text, image), "text and image"),

@@ -1,5 +1,6 @@
 """Archives: every kind of file, in a fixed order; broken items are reported and skipped."""
 
+import base64
 import csv
 import io
 import json
@@ -56,8 +57,10 @@ def test_images_of_every_kind_in_one_order(tmp_path: Path) -> None:
     archive = Archive(tmp_path, "image")
     assert (archive.ignored, archive.count()) == (1, None)
     assert Archive(tmp_path / "d.parquet", "image").count() == 3
-    kept = [tuple(item.kept.values()) for item in Archive(tmp_path / "d.parquet", "image", keep=["id", "day"])]
-    assert kept == [("7", "2026-01-07"), (None, "2026-01-08"), ("9", "2026-01-09")]
+    kept = [tuple(item.kept.values()) for item in Archive(tmp_path / "d.parquet", "image", keep=["id", "day", "image"])]
+    pixels = base64.b64encode(picture(3)).decode()
+    assert kept[0] == ("7", "2026-01-07", json.dumps({"bytes": pixels, "path": None}))
+    assert [other[:2] for other in kept[1:]] == [(None, "2026-01-08"), ("9", "2026-01-09")]
     assert Archive(tmp_path, "image", without=tmp_path / "b").count() is None
     assert "b/deep/x.PNG" not in dict(read(tmp_path, "image", without=tmp_path / "b"))
 
