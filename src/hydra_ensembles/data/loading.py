@@ -85,7 +85,7 @@ def load(
     Accepted are
 
     - a Parquet file in the layout of Hugging Face data sets, or a folder with `<split>.parquet`;
-    - a CSV or TSV file with a header line, or a folder with `<split>.csv`;
+    - a CSV or TSV file with a header line, or a folder with `<split>.csv`; images are given by their paths;
     - a file with one JSON object per line, or a folder with `<split>.jsonl`;
     - a folder of images with one subfolder per class, with or without a level of splits above;
     - a `.txt` file that lists images, one line `path label` each (OpenOOD);
@@ -189,19 +189,17 @@ class _Table:
         return tuple(names) if names else None
 
     def image(self, column: str, row: int) -> Picture:
-        """Decode an image cell: `{bytes, path}` or plain bytes."""
+        """Decode an image cell, see `stored_image`."""
         stored, where = self.stored(column, row), f"row {row} of {self.where}"
         if stored is None:
             got = type(self.cell(column, row)).__name__
-            problem = f"{where} has no image in column {column!r} (a {got}, expected bytes or {{bytes, path}})"
+            problem = f"{where} has no image in column {column!r} (a {got}, expected bytes, a path or {{bytes, path}})"
             raise DataError(f"{problem}; remove or fill it, or name the column with columns=Columns(image=...)")
         return decode_image(stored, where) if isinstance(stored, bytes) else read_image(stored, f"{where} ({stored})")
 
     def stored(self, column: str, row: int) -> bytes | Path | None:
         """Stored bytes or file of an image."""
-        cell = self.cell(column, row)
-        content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
-        return content if isinstance(content, bytes) else self.folder / path if path else None
+        return stored_image(self.cell(column, row), self.folder)
 
     def text(self, columns: tuple[str, ...], row: int) -> Text:
         """Read a cell as a string, or two as a pair."""
@@ -218,6 +216,12 @@ def nested(value: Any, path: Sequence[str]) -> Any:
     for part in path:
         value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def stored_image(cell: Any, folder: Path) -> bytes | Path | None:
+    """Bytes or file of an image cell: bytes, a path relative to `folder`, or `{bytes, path}`; None for anything else."""
+    content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, cell)
+    return content if isinstance(content, bytes) else folder / path if path and isinstance(path, str) else None
 
 
 def _table_splits(folder: Path) -> dict[str, list[Path]]:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from .._utils import require
 from ..data.dataset import IMAGE_SUFFIXES, Text, files_below
-from ..data.loading import DELIMITERS, JSON_LINES, TABLE_SUFFIXES, Columns, nested
+from ..data.loading import DELIMITERS, JSON_LINES, TABLE_SUFFIXES, Columns, nested, stored_image
 from ..errors import DataError, StorageError
 from ..files import digest_of, expanded, unique
 
@@ -220,13 +220,8 @@ class Archive:
         name = f"{self._name(file)}:{row}"
         kept = dict(zip(self.keep, map(_as_text, others), strict=True))
         if self.kind == "image":
-            content, path = (main.get("bytes"), main.get("path")) if isinstance(main, dict) else (main, None)
-            path = content if isinstance(content, str) else path
-            if isinstance(content, bytes):
-                return Item(name, content, kept)
-            if isinstance(path, str):
-                return Item(name, file.parent / path, kept)
-            return Item(name, None, kept, f"there is no image in column {self._needed[0]!r}")
+            content = stored_image(main, file.parent)
+            return Item(name, content, kept, "" if content else f"there is no image in column {self._needed[0]!r}")
         for column, text in zip(self._needed, (main, pair), strict=False):
             if not isinstance(text, str):
                 return Item(name, None, kept, f"there is no text in column {column!r}")

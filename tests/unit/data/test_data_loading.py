@@ -132,6 +132,8 @@ def test_images_in_cells_or_beside_the_file_and_corrupt_ones(tmp_path: Path, wri
     data = load(write_parquet(tmp_path / "a.parquet", {"image": cells, "label": [0] * 7}))
     for row, expected in ((0, picture(0, size=64)), (1, picture(5, mode="LA")), (5, picture(9))):
         assert same_image(data[row][0], expected)
+    (tmp_path / "b.csv").write_text("image,label\nnine.png,ten\n")  # as `score` reads them
+    assert same_image(load(tmp_path / "b.csv")[0][0], picture(9))
     for row, token in ((2, "row 2 of .*a.parquet"), (3, "row 3 of"), (4, "row 4 of"), (6, "ten.png")):
         with pytest.raises(DataError, match=token):
             data[row]
