@@ -9,6 +9,7 @@ from ._utils import warn
 from .batches import Batches, all_parts
 from .errors import DataError
 
+_NAMES = ("class_names", "classes", "class_to_idx")  # attributes of data sets
 SHOWN = 6  # names shown in an error
 _UNNAMED = "if the loader has numbered them already, give list(loader), which carries no names"
 
@@ -171,6 +172,15 @@ def _class_names(batches: Batches | None) -> Iterator[tuple[str, ...]]:
         features = getattr(part, "features", None)  # of the `datasets` library
         columns = features if isinstance(features, Mapping) else {}
         column = columns.get("labels", columns.get("label"))
-        names = getattr(part, "class_names", None) or getattr(part, "classes", None) or getattr(column, "names", None)
-        if isinstance(names, list | tuple) and getattr(part, "target_transform", None) is None:
-            yield tuple(map(str, names))
+        given = (*(getattr(part, name, None) for name in _NAMES), getattr(column, "names", None))
+        names = next(filter(None, map(_listed, given)), None)
+        if names and getattr(part, "target_transform", None) is None:
+            yield names
+
+
+def _listed(names: Any) -> tuple[str, ...]:
+    """Class names as a tuple: of a list, an array, or a mapping from each name to its number; else empty."""
+    if isinstance(names, Mapping) and sorted(names.values(), key=str) == sorted(range(len(names)), key=str):
+        names = sorted(names, key=names.__getitem__)
+    names = names.tolist() if hasattr(names, "tolist") else names
+    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()

@@ -224,9 +224,9 @@ def _subject(batch: Sequence[Any], kind: str) -> str:
 def _items(inputs: Any, *single: type) -> list[Any]:
     """Inputs as a list; an object of a type in `single`, or one that is not iterable, is a single item.
 
-    Object arrays, such as columns of a table, are lists.
+    Object arrays, such as columns of a table, are lists. A set is refused as an item: its order says nothing.
     """
-    several = isinstance(inputs, Iterable) and not isinstance(inputs, single)
+    several = isinstance(inputs, Iterable) and not isinstance(inputs, (*single, set, frozenset))
     return list(inputs) if several or (isinstance(inputs, np.ndarray) and inputs.dtype.hasobject) else [inputs]
 
 

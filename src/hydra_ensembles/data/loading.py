@@ -219,7 +219,7 @@ def nested(value: Any, path: Sequence[str]) -> Any:
 
 
 def stored_image(cell: Any, folder: Path) -> bytes | Path | None:
-    """Bytes or file of an image cell: bytes, a path relative to `folder`, or `{bytes, path}`; None for anything else."""
+    """Bytes or file of an image cell: bytes, a path relative to `folder`, or `{bytes, path}`; else None."""
     content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, cell)
     return content if isinstance(content, bytes) else folder / path if path and isinstance(path, str) else None
 
