@@ -137,7 +137,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         for name, value in (bound.arguments | kwargs).items():
             if name in expected and not _fits(expected[name], value):
                 choices = _choices(expected[name])
-                accepted = " or ".join(dict.fromkeys(_in_words(kind, value) for kind in choices))
+                accepted = " or ".join(dict.fromkeys(_in_words(kind, value) for kind in sorted(choices, key=_listed)))
                 kinds = {get_origin(kind) or kind for kind in choices if not _listed(kind)}
                 problem = DataError if kinds & {Iterable, Mapping, Tensor} else ConfigError
                 raise problem(f"{name} of {title} must be {accepted}, got {_shown(value)}")

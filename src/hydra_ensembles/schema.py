@@ -43,7 +43,7 @@ _LEAVES = frozenset((str, bool, int, float))  # the types of most values, handle
 
 
 def to_plain(value: Any) -> Any:
-    """Turn a (nested) dataclass into Python dictionaries, lists, strings and numbers.
+    """Turn a (nested) dataclass into Python dictionaries, lists, strings and numbers, also those in arrays.
 
     A dataclass with a `kind` class variable stores it, so that a union of dataclasses can be read back. A field that is
     `ADDED_LATER` is only stored if it differs from its default.
@@ -64,8 +64,8 @@ def to_plain(value: Any) -> Any:
         return [to_plain(item) for item in value]
     if isinstance(value, int | float):  # subclasses
         return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
+    if hasattr(value, "tolist"):  # of NumPy, pandas, torch
+        return to_plain(value.tolist())
     return float(value) if isinstance(value, numbers.Real) else value
 
 

@@ -49,8 +49,8 @@ def test_plain_data_is_json_and_comes_back() -> None:
 
 
 def test_numbers_of_numpy_become_plain_and_a_whole_number_is_a_float() -> None:
-    plain = to_plain({"a": np.float32(0.5), "b": (np.int64(2), np.float64(0.1), True)})
-    assert json.dumps(plain) == '{"a": 0.5, "b": [2, 0.1, true]}'
+    plain = to_plain({"a": np.float32(0.5), "b": (np.int64(2), np.float64(0.1), True), "c": np.array([["x"]])})
+    assert json.dumps(plain) == '{"a": 0.5, "b": [2, 0.1, true], "c": [["x"]]}'
     radius = from_plain(Circle, {"radius": 2}).radius
     assert [type(item) for item in (plain["a"], plain["b"][0], radius)] == [float, int, float]
 
