@@ -14,7 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .._distributed import launched
-from .._utils import warn
+from .._utils import warn, without_autocast
 from ..arguments import PositiveShare, Range, Share, checked
 from ..batches import Batches, Sources, changed, length_of, size_of
 from ..convert.convert import convert
@@ -50,6 +50,7 @@ Candidates = Mapping[str, tuple[HydraConfig, StartingModel]]  # the config and s
 
 @checked
 @torch.inference_mode(False)
+@without_autocast()
 def search(
     model: nn.Module,
     *,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._distributed import all_ranks
-from .._utils import __version__, warn
+from .._utils import __version__, warn, without_autocast
 from ..arguments import checked
 from ..batches import Batches, Sources, named_sources
 from ..calibrate import calibrate
@@ -45,6 +45,7 @@ EXTRA_HEADS = 2  # extra heads that a circuit ranks if it repeats another member
 
 @checked
 @torch.inference_mode(False)  # inference mode of the caller would leave Taylor scores and fine-tuning without gradients
+@without_autocast()
 def build(
     model: nn.Module,
     config: HydraConfig,

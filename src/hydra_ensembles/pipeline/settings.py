@@ -269,8 +269,8 @@ class HydraConfig(Checked):
         if total is not None and total < self.calibration_batches + (self.pruned_members > 1):
             name = "the ranking half of id" if data.train is None else "train"
             raise ConfigError(
-                f"HydraConfig.calibration_batches is {self.calibration_batches}, but {name} has {total} batches, and "
-                "each member is ranked on different ones; lower calibration_batches, or make the batches smaller"
+                f"HydraConfig.calibration_batches is {self.calibration_batches}, but {name} has {total} batches, "
+                "too few to draw others for each member; lower calibration_batches, or make the batches smaller"
             )
 
     def _check_layers(self, start: StartingModel) -> None:

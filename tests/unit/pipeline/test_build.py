@@ -248,6 +248,8 @@ def test_a_result_significantly_below_its_model_is_warned_of(tmp_path: Path) -> 
     assert "30 samples" in spoilt.metadata.history[-1]  # the calibration half
     assert "significantly" in json.loads((tmp_path / "summary.json").read_text())["history"][-1]
     assert spoilt.metadata.calibration is not None
+    with torch.autocast("cpu", torch.bfloat16):  # a caller's, which is ignored
+        assert he.build(base, spoiling, **held).metadata == spoilt.metadata
     assert same(spoilt, he.build(base, spoiling, output=tmp_path, **held))
     with patch.object(chain, "compare_with_base", wraps=chain.compare_with_base) as asked:
         fine = he.build(base, config(prune=1, strategy="random"), **held)

@@ -305,7 +305,7 @@ def test_a_search_that_is_stopped_again_and_again_goes_on_and_finds_the_same(
 
         with monkeypatch.context() as patched:
             patched.setattr(os, "replace", watch_replacements(stop))
-            with pytest.raises(KeyboardInterrupt, match=place):
+            with pytest.raises(KeyboardInterrupt, match=place), torch.autocast("cpu", torch.bfloat16):  # is ignored
                 run(tmp_path)
     found = run(tmp_path)
     assert found == finished[1]
