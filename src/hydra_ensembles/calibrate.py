@@ -36,6 +36,7 @@ _PRECISION, _AT_BOUND = 1e-6, 1e-3  # of log-temperatures: accuracy of the optim
 _MIN_GAIN = 1e-6  # a smaller gain is rounding error, and the temperature stays 1
 _MIN_RATIO = 4.0  # twice the log-likelihood ratio above which an improvement is hardly chance
 _CHANCE = 0.001  # warn of a class declined so often that chance explains it with less than this probability
+_FEW = 10  # samples of a class below which its answers may be chance
 _STEPS = 50  # maximum number of Newton steps; fewer than ten are usual
 _ROWS = 8192  # samples converted to float64 at a time
 _AT_ONCE = 2**17  # logits per chunk of log-softmax: fits into the cache of a core
@@ -134,6 +135,8 @@ def calibrate(
         )
     settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
     fit = fit_calibration(samples.logits, samples.labels, **settings)
+    answered_as = fit.calibration.prediction(samples.logits).label
+    warn_of_exchanged_classes(answered_as, samples.labels, metadata.labels, "validation")
     degrees = ", ".join(f"{value:.4g}" for value in fit.calibration.temperature)
     told = f"calibrated on {fit.samples} samples, {fit.accuracy:.2%} of them right"
     line = f"{told}: temperature {degrees}; {score} threshold accepts {fit.accepted:.2%}"
@@ -261,12 +264,29 @@ def warn_of_declined_classes(accept: Tensor, labels: Tensor, names: Sequence[str
         if kept < min(share, 0.5):
             unlike = (1 - kept) * math.log((1 - kept) / (1 - share)) + (kept * math.log(kept / share) if kept else 0.0)
             if math.exp(-count * unlike) * len(counts) < _CHANCE:  # Chernoff bound on accepting so few
-                told.append(f"{names[number] if names else f'class {number}'} ({count - taken[number]} of {count})")
+                told.append(f"{_called(number, names)} ({count - taken[number]} of {count})")
     if told:
         warn(
             f"most samples of {a_few(told)} are declined, but only {1 - share:.2%} of all samples: thresholds promise "
             "a share of all inputs, not of each class. Give more samples of such a class, or accept a larger share"
         )
+
+
+def warn_of_exchanged_classes(answers: Tensor, labels: Tensor, names: Sequence[str], data: str) -> None:
+    """Warn of classes answered mostly as another one that is itself answered as another: so exchanged labels look.
+
+    A class that is merely hard is mistaken for one that the model knows.
+    """
+    counts, pairs = Counter(labels.tolist()), Counter(zip(labels.tolist(), answers.tolist(), strict=True))
+    mostly = {label: answer for (label, answer), n in pairs.items() if 3 * n > 2 * max(counts[label], _FEW)}
+    exchanged = [(label, answer) for label, answer in sorted(mostly.items()) if mostly.get(answer, answer) != answer]
+    told = [f"{_called(label, names)} as {_called(answer, names)}" for label, answer in exchanged if label != answer]
+    if told:
+        warn(f"most samples of some classes of {data} are answered as another: {a_few(told)}; {_WRONG_LABELS}")
+
+
+def _called(number: int, names: Sequence[str]) -> str:
+    return names[number] if names else f"class {number}"
 
 
 @checked

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from checkpoint_models import labelled
-from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, fit_calibration, warn_of_declined_classes
+from hydra_ensembles.calibrate import (
+    COLDEST,
+    HOTTEST,
+    calibrate,
+    fit_calibration,
+    warn_of_declined_classes,
+    warn_of_exchanged_classes,
+)
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.heads.masking import masked
@@ -194,6 +201,21 @@ def test_classes_that_are_mostly_declined_are_told_of():
         calibrated = calibrate(ensemble, [(images, labels)])
     with pytest.warns(HydraWarning, match="class 3"):
         evaluate(calibrated, [(images + 0.01, labels)], progress=False)
+
+
+def test_classes_that_look_exchanged_are_told_of():
+    """As labels of a loader that numbers two classes in another order; a class that is merely hard is not meant."""
+    for said, token in (([1, 0, 2], "a as b, b as a; .*same way"), ([1, 1, 2], None), ([0, 1, 2], None)):
+        labels = torch.arange(3).repeat_interleave(12)
+        with pytest.warns(HydraWarning, match=token) if token else warnings.catch_warnings(action="error"):
+            warn_of_exchanged_classes(torch.tensor(said)[labels], labels, ("a", "b", "c"), "id")
+            warn_of_exchanged_classes(torch.tensor([1, 0]), torch.tensor([0, 1]), (), "too few")
+    images = torch.cat([images for images, _ in validation(400)])
+    exchanged = [(images, (2 - tiny().predict(images).label))]
+    with pytest.warns(HydraWarning, match="classes of validation are answered as another: class 0 as class 2"):
+        calibrate(tiny(), exchanged)
+    with pytest.warns(HydraWarning, match="classes of id are answered as another: class 0 as class 2"):
+        evaluate(tiny(), exchanged, progress=False)
 
 
 @pytest.mark.parametrize("per_member", [False, True])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..calibrate import warn_of_declined_classes
+from ..calibrate import warn_of_declined_classes, warn_of_exchanged_classes
 from ..errors import ConfigError, DataError
 from ..metrics.bootstrap import Interval, bootstrap_calibration, bootstrap_metric, bootstrap_ood
 from ..metrics.inputs import Convention, mean, where
@@ -111,8 +111,10 @@ class Measure:
                     disagreement=mean(answer.disagreement),
                     **declined,
                 )
+        names = () if model is None else model.class_names
+        warn_of_exchanged_classes(prediction.label, labels, names, self.id_name)
         if prediction.accept is not None:
-            warn_of_declined_classes(prediction.accept, labels, () if model is None else model.class_names)
+            warn_of_declined_classes(prediction.accept, labels, names)
         averaged: dict[str, list[str]] = {}  # the sets behind each mean
         means: dict[str, dict[str, Detection]] = {}
         for name, groups in MEANS.items():
