@@ -385,6 +385,10 @@ class Training(Generic[BatchT]):
             while not self._done():
                 with epoch_of(self.job.train, self.state.position.epoch, self.order, self.runtime.device):
                     self._run_epoch(bar)
+        step, epochs = self.state.position.step, self.recipe.epochs
+        if epochs is not None and self.state.position.epoch >= epochs and step != self.total:
+            promised = f"the length of train promised {self.total} steps, but it gave {step}"
+            warn(f"{promised}: the learning rate was planned for the former; give the right length, or steps=")
         weights = self.best_weights or self.learner.weights()
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
             raise DivergedError(

@@ -40,6 +40,9 @@ def test_training_learns_and_says_so():
     assert trained.metadata.history[0] == "made"
     assert "learning rate 0.01, seed 0" in trained.metadata.history[1]
     assert all(parameter.requires_grad for parameter in trained.parameters())
+    stream = type("Stream", (list,), {"__len__": lambda self: 99})(batches())  # a guess
+    with pytest.warns(HydraWarning, match="promised 99 steps, but it gave"):
+        train(member, stream, replace(recipe, epochs=1))
 
 
 @pytest.mark.parametrize("spared", [True, False])
