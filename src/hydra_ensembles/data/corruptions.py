@@ -4,7 +4,7 @@ import io
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from numbers import Integral
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -52,9 +52,10 @@ def corrupt(image: "Image", name: str, severity: int, seed: int, parameters: Par
     values = _values(name, severity, parameters)
     if not hasattr(image, "convert"):
         raise DataError(f"expected a PIL image, got a {type(image).__name__}; use PIL.Image.fromarray for an array")
-    if not isinstance(seed, Integral):
-        raise DataError(f"seed must be a whole number, got {seed!r}")
-    rng = np.random.Generator(np.random.PCG64(int(seed) & ((1 << 64) - 1)))
+    try:
+        rng = np.random.Generator(np.random.PCG64(index(seed) & ((1 << 64) - 1)))
+    except TypeError as error:
+        raise DataError(f"seed must be a whole number, got {seed!r}") from error
     pixels = FUNCTIONS[name](np.asarray(to_rgb(image), dtype=np.float64), rng, *values)
     return _pillow().fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 

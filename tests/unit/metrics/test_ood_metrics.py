@@ -163,6 +163,7 @@ DETECTION, RISK = (auroc, aupr, fpr95, discordance, roc_curve), (risk_coverage, 
     [
         (DETECTION, T([]), T([1.0]), "no ID scores"),
         (DETECTION, T([1.0]), T([]), "no OOD scores"),
+        (DETECTION, T([1.0, 2.0]), T([0, 1]), "OOD scores are torch.int64, all of them 0 or 1, like labels"),
         (DETECTION, T([1.0, 2.0]), T([1.0, torch.nan]), "1 of 2 OOD scores are NaN, the first at index 1"),
         (DETECTION, T([[1.0]]), T([1.0]), r"ID scores.*\[1, 1\]"),
         (DETECTION, T([1.0 + 1j]), T([1.0]), "ID scores.*real"),
