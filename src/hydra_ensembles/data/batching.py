@@ -16,6 +16,7 @@ from ..arguments import Checked, Count, Positive, PositiveShare, Share, Whole, c
 from ..classes import a_few
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, Interpolation, require_channels, to_grey, to_rgb
+from ..schema import short
 from ..training.recipe import RandAugment
 from .dataset import Dataset, Items, hash_key, keyed_order
 
@@ -122,7 +123,7 @@ class _Pass:
     key: tuple[int, int]
 
     def __getitem__(self, positions: list[int]) -> CollatedBatch:
-        items, labels = zip(*(self.dataset[position] for position in positions), strict=True)
+        items, labels = zip(*(_pair(self.dataset[position]) for position in positions), strict=True)
         # Seed and restore only the CPU generator: `torch.manual_seed` would also reset the generators of the
         # GPUs, and with them the dropout of the model that is being trained.
         state = torch.get_rng_state()
@@ -131,11 +132,23 @@ class _Pass:
             inputs = self.preprocess(list(items))
         finally:
             torch.set_rng_state(state)
-        targets = torch.tensor([int(label) for label in labels], dtype=torch.int64)  # [B]
+        targets = torch.tensor(labels, dtype=torch.int64)  # [B]
         for tensor in inputs.values() if isinstance(inputs, Mapping) else [inputs]:
             if len(tensor) != len(targets):
                 raise DataError(f"preprocess made {len(tensor)} rows from {len(targets)} items; it must keep one each")
         return {**inputs, "labels": targets} if isinstance(inputs, Mapping) else (inputs, targets)
+
+
+def _pair(row: Any) -> tuple[Any, int]:
+    """An item and its label; raises for anything else, such as a label that would have to be rounded."""
+    try:
+        item, label = row if isinstance(row, tuple | list) else ()
+        if int(label) != label:
+            raise ValueError(f"the label is {short(label)}")
+    except (TypeError, ValueError, RuntimeError) as error:
+        advice = "data.ImageDataset(images, numbers, class_names) and data.TextDataset make such pairs"
+        raise DataError(f"the data set gives {short(row)}, no (item, class number); {advice} ({error})") from error
+    return item, int(label)
 
 
 def _identity(batch: Any) -> Any:

@@ -109,6 +109,14 @@ def test_bad_settings_and_bad_preprocessing(numbers: TextDataset, settings: dict
         next(iter(batches(numbers, lambda texts: torch.zeros(3, 2), **{"batch_size": 1, **settings})))
 
 
+def test_rows_that_are_no_items_with_class_numbers_are_refused() -> None:
+    for row in ({"text": "a", "label": 0}, "ab", ("a",), ("a", "cat"), ("a", 0.5), ("a", torch.eye(3)[0]), ("a", None)):
+        with pytest.raises(HydraError, match=r"gives .*, no \(item, class number\)"):
+            next(iter(batches([row], lambda texts: torch.zeros(1, 2), batch_size=1)))  # type: ignore[arg-type]
+    for label in (True, 1.0, np.int64(1), torch.tensor(1)):
+        assert next(iter(batches([("a", label)], lambda texts: torch.zeros(1, 2), batch_size=1)))[1].tolist() == [1]
+
+
 def test_training_transforms_repeat_in_batches_and_draw_for_each_image() -> None:
     assert TrainTransform().rand_augment == RandAugment() == RandAugment(operations=2, magnitude=12)  # the paper's
     transform = TrainTransform.matching(ImagePreprocessing(size=(12, 10)), crop_scale=(0.1, 0.5))
