@@ -251,7 +251,7 @@ def _fits(hint: Any, value: Any) -> bool:
         if not listed or unordered or scalar or isinstance(value, str | bytes):
             return False
         in_memory = isinstance(value, Collection)
-        return all(_fits(item, element) for element in value) if simple and in_memory else True
+        return not (simple and in_memory) or all(_fits(item, element) for element in value)
     if kind is Mapping:
         return isinstance(value, Mapping) and all(_fits(get_args(hint)[1], element) for element in value.values())
     if kind is tuple:

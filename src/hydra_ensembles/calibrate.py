@@ -243,7 +243,8 @@ def _with_threshold(
     settings = replace(familiarity.settings, threshold=threshold_for(deciding, share), accepted_share=share)
     familiarity = Familiarity(replace(settings, reference=Reference.of(deciding)), familiarity.state)
     decided = calibration.prediction(held_out.logits, unfamiliarity=familiarity.about(scores))
-    sure, familiar = cast(tuple[Tensor, Tensor], tuple(decided.passed().values()))  # both thresholds exist
+    passed = cast(dict[str, Tensor], decided.passed())  # both thresholds exist
+    sure, familiar = passed["unsure"], passed["unfamiliar"]
     accept = sure & familiar
     warn_of_declined_classes(accept, held_out.labels, names)
     wrong = decided.label != held_out.labels

@@ -408,7 +408,8 @@ class Fitting:
                 f"classes {self._named(rare)} have fewer than {RARE} samples here, so their inputs look less familiar "
                 "than they are, and more of them are declined; give more"
             )
-        return self.shrinkage if self.shrinkage is not None else (SHRINKAGE, SHRINKAGE_OF_FEW)[few]
+        usual = SHRINKAGE_OF_FEW if few else SHRINKAGE
+        return usual if self.shrinkage is None else self.shrinkage
 
     def _vim(self, kept: Answered) -> dict[str, Tensor]:
         """Origin, directions outside the principal subspace, and weight of the residual against the energy."""

@@ -198,10 +198,10 @@ def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> En
         state = None if settings.weights is None else load_file(plain_file(expanded(settings.weights)))
     except (OSError, SafetensorError, UnicodeError) as error:  # pickle files are never loaded: they can run code
         raise CheckpointError(f"the weights {settings.weights} cannot be read as safetensors: {error}") from error
-    classes = (len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state)
+    classes = [len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state]
     if refusal(f"timm.{architecture}") is not None:  # check before downloading
         raise ConversionError(explain(f"timm.{architecture}"))
-    options = {"num_classes": next(classes, None), **settings.model_options}
+    options = {"num_classes": classes[0] if classes else None, **settings.model_options}
     try:
         model = timm.create_model(name, pretrained=state is None, **options).eval()
     except Exception as error:  # timm also raises errors of the model, the hub client and its HTTP library

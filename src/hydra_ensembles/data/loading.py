@@ -240,7 +240,8 @@ def _table_splits(folder: Path) -> dict[str, list[Path]]:
 def _whole(files: Sequence[Path]) -> Sequence[Path]:
     """Return the files of a split; raise if shards are missing or the split is there in two versions."""
     shards = [(int(shard["number"]), int(shard["all"])) for file in files if (shard := _SHARD.match(file.stem))]
-    if len(shards) != len(files) > 1 or shards != [(number, len(files)) for number in range(len(shards))]:
+    expected = [(number, len(files)) for number in range(len(files))]
+    if shards != expected and (shards or len(files) > 1):  # a single file need not be a shard
         listed = ", ".join(file.name for file in files[:8]) + (" and more" if len(files) > 8 else "")
         remedy = "fetch missing shards, remove those of another download, or give the single file you mean"
         raise DataError(f"{files[0].parent} has {listed}: these are not exactly the shards of one split; {remedy}")

@@ -162,8 +162,7 @@ def run_demo(
             answers[name] = [answers_of(model, data), *(_limited(sets, settings.limit) for sets in stored[name])]
         deep = {name: Answers.stacked([sets[name] for sets in answers[SINGLE]]) for name in SEEN}
         answers[DEEP] = [deep]
-        promised = settings.build.accepted_share
-        models[DEEP] = _deep_ensemble(backbone, deep["calibration"], data["calibration"], promised)
+        models[DEEP] = _deep_ensemble(backbone, deep["calibration"], data["calibration"], settings.build.accepted_share)
         labels = torch.cat([labels for name in ("calibration", "test") for _, labels in data[name]])
         base_cost = backbone.describe().multiply_adds
         prices = {name: model.describe().multiply_adds / base_cost for name, model in models.items()}

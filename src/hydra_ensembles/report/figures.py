@@ -29,9 +29,8 @@ def _plain_matplotlib() -> Iterator[None]:
     matplotlib = require("matplotlib", extra="report")
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(
-            {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "text.parse_math": False}
-        )
+        text = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "text.parse_math": False}
+        matplotlib.rcParams.update(text)
         yield
 
 
@@ -49,9 +48,9 @@ def reliability(name: str, evaluation: Evaluation, series: int) -> str:
     figure = _figure(340, 286)
     axes = _axes(figure, 190, "confidence (%)", "accuracy (%)", percent="xy")
     axes.set(xlim=(0, 1), ylim=(0, 1), xticks=_QUARTERS, yticks=_QUARTERS)
-    for index, (stated, right) in enumerate(zip(bins.confidence, bins.accuracy, strict=True)):
+    middles = [(index + 0.5) * width for index in range(len(bins.count))]
+    for middle, stated, right in zip(middles, bins.confidence, bins.accuracy, strict=True):
         if stated is not None and right is not None:
-            middle = (index + 0.5) * width
             gap = _INK["over" if stated > right else "under"]
             axes.bar(middle, min(stated, right), width * 0.88, color=ink, alpha=0.8)
             axes.bar(middle, abs(stated - right), width * 0.88, bottom=min(stated, right), color=gap)
@@ -60,7 +59,6 @@ def reliability(name: str, evaluation: Evaluation, series: int) -> str:
     strip = _axes(figure, 34, "", "", top=_TOP + 190 + 46)
     strip.grid(visible=False)
     strip.set(xlim=(0, 1), ylim=(0, max(bins.count) or 1), xticks=(), yticks=())
-    middles = [(index + 0.5) * width for index in range(len(bins.count))]
     strip.bar(middles, bins.count, width * 0.88, color=ink, alpha=0.55)
     strip.text(0.012, 0.75, "samples", transform=strip.transAxes, fontsize=10.5, color=_INK["muted"])
     label = f"Reliability diagram of {name} on {evaluation.id_name}: expected calibration error {result.ece:.3f}, "
@@ -135,9 +133,8 @@ def draw_fronts(prices: Mapping[str, float], fronts: Fronts, *, chosen: str, giv
         axes.xaxis.set_major_formatter(lambda price, _: f"{price:g}×")
         axes.locator_params(nbins=6, steps=[1, 2, 2.5, 5, 10])
         labels.append(f"{title}: " + ", ".join(f"{name} {values[name]:.3g} at {prices[name]:.2f}" for name in names))
-    svg = _svg(
-        figure, f"Price against quality of {len(prices)} candidates. Fronts, {'; '.join(labels)}. Chosen: {chosen}."
-    )
+    label = f"Price against quality of {len(prices)} candidates. Fronts, {'; '.join(labels)}. Chosen: {chosen}."
+    svg = _svg(figure, label)
     for name, colour_ in _LIGHT.items():
         svg = svg.replace(f"var(--{name})", colour_)
     head, drawing = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).split(">", 1)

@@ -256,7 +256,8 @@ def _decided(expected: Arrays, ensemble: Ensemble, allowed: float) -> np.ndarray
     """`[B]`: where the margins between top classes, and between scores and thresholds, exceed the tolerance."""
     decided = np.ones(len(expected["label"]), dtype=bool)
     for values in (expected["member_logits"], expected["probs"][:, None]):  # [B, M or 1, C]
-        first, second = np.moveaxis(np.sort(values, axis=-1)[..., :-3:-1], -1, 0)  # [B, M or 1] each
+        ordered = np.sort(values, axis=-1)
+        first, second = ordered[..., -1], ordered[..., -2]  # [B, M or 1] each
         decided &= ((first - second) > 2 * allowed * (1 + np.abs(first))).all(axis=1)
     for score, (_, threshold) in held_out(ensemble).items():
         if threshold is not None:
