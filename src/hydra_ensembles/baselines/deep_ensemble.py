@@ -52,9 +52,9 @@ def deep_ensemble(
     """
     require_single(model, "deep_ensemble")
     trained: list[Ensemble] = []
-    first = to_float32(model) if snapshots else model
+    start, member_recipe = to_float32(model) if snapshots else model, recipe
     for index in range(members):
-        goes_on = snapshots and index > 0
-        start, member_recipe = (trained[-1], replace(recipe, reinit_classifier=None)) if goes_on else (first, recipe)
         trained.append(finetune(start, train, member_recipe, validation, index=index, **run))
+        if snapshots:
+            start, member_recipe = trained[-1], replace(recipe, reinit_classifier=None)
     return warn_equal(joined([in_dtypes_of(model, member) for member in trained], *shared_parts(model, recipe)))

@@ -90,10 +90,9 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         norm_eps=float(model.ln_pre.eps) if normed else 1e-5,
     )
     encoder = _encoder(model.transformer, causal=False)
-    classes = 0 if model.proj is None else int(model.proj.shape[1])
     readout = ReadoutConfig(
         pool=pools[model.pool_type],
-        num_classes=number_of_classes(classes, num_labels),
+        num_classes=number_of_classes(0 if model.proj is None else int(model.proj.shape[1]), num_labels),
         norm="pooled" if model.final_ln_after_pool else "tokens",
         norm_eps=float(model.ln_post.eps),
         bias=model.proj is None,

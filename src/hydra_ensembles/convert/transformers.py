@@ -221,8 +221,7 @@ def _vit_config(
     dropout = float(config.hidden_dropout_prob)
     tokens = {"class_token": class_token, "distillation_token": distilled}
     stem = patch_stem(config, "bicubic", position_prefix=sum(tokens.values()), dropout=dropout, **tokens)
-    rates = {"projection_dropout": dropout, "output_dropout": dropout}
-    encoder = read_encoder(config, qkv_bias=bool(config.qkv_bias), **rates)
+    encoder = read_encoder(config, qkv_bias=bool(config.qkv_bias), projection_dropout=dropout, output_dropout=dropout)
     teacher = getattr(model, "cls_classifier", None)
     classifier = getattr(model, "classifier", teacher)
     pool: Pool = "distilled" if teacher is not None else "cls" if class_token else "mean"

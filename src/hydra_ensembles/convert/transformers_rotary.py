@@ -112,8 +112,7 @@ def _rotary_bert_config(model: Any, num_labels: int | None, drops_first_token: b
     layer = model.base_model.layers[0]
     segments = embeddings.token_type_embeddings
     dropout = float(config.hidden_dropout_prob)
-    mlp = layer.mlp
-    gated = hasattr(layer.mlp, "gate_proj")
+    mlp, gated = layer.mlp, hasattr(layer.mlp, "gate_proj")
     stem = text_stem(
         embeddings.word_embeddings,
         int(config.max_position_embeddings),

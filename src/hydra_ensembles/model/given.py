@@ -135,8 +135,9 @@ def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
         up_to_255 = up_to_255 and high > 2 * white
         most_of_range = black < -0.5 and high - low > (0.6 if len(pixels) == 8 else 0.9)
         undone = [part * std + mean for part, (mean, std) in zip(pixels.unbind(1), scales, strict=False)]
-        raw = most_of_range or _in_steps(pixels)
-        up_to_1 = 0 <= low < 0.5 < high <= 1 and raw and not all(map(_in_steps, undone))
+        up_to_1 = (
+            0 <= low < 0.5 < high <= 1 and (most_of_range or _in_steps(pixels)) and not all(map(_in_steps, undone))
+        )
     if up_to_255 or up_to_1:
         warn(
             f"images have values from {low:.3g} to {high:.3g}, like pixels that are not normalised, and the model uses "

@@ -167,8 +167,8 @@ class Learner(ABC, Generic[BatchT]):
             states[name] = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             layout[f"weights/{name}"] = parameter
             if states[name]:  # then it must be complete
-                kinds = _STATE[self.recipe.optimizer]
-                layout |= {prefix + kind: scalar if kind == "step" else parameter for kind in kinds}
+                parts = _STATE[self.recipe.optimizer]
+                layout |= {prefix + part: scalar if part == "step" else parameter for part in parts}
         if self.scaler.is_enabled():
             layout |= {"scaler/scale": scalar.double(), "scaler/growth_tracker": scalar.long()}
         require_layout(tensors, layout)
@@ -278,8 +278,7 @@ def train_best(
     A rate that diverges is skipped with a warning; if all diverge, raise `DivergedError`.
     """
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
-        ranks = runtime.ranks
-        identity, data = dict(job.identity), dict[str, Any]()
+        ranks, identity, data = runtime.ranks, dict(job.identity), dict[str, Any]()
         if job.folder is not None or ranks.size > 1:
             seed = derive_seed(job.recipe.seed, "fingerprint")
             held_out = None if job.validation is None else source_fingerprint(job.validation, "validation", seed)
@@ -295,9 +294,7 @@ def train_best(
             if folder is not None and ranks.rank == 0:
                 remove_leftovers(folder)
             with _compiling() if job.recipe.compile else nullcontext():
-                return _best_of(
-                    lambda rate: Training(make_learner(runtime), shared, rate, runtime).finish(), job.recipe
-                )
+                return _best_of(lambda rate: Training(make_learner(runtime), shared, rate).finish(), job.recipe)
 
 
 def _best_of(train: Callable[[float], RunResult], recipe: Recipe) -> RunResult:
@@ -347,8 +344,8 @@ def _rate_folder(folder: Path, rate: float) -> Path:
 class Training(Generic[BatchT]):
     """The state of a run at one learning rate, and its loop."""
 
-    def __init__(self, learner: Learner[BatchT], job: Job, rate: float, runtime: Runtime) -> None:
-        self.learner, self.job, self.recipe, self.rate, self.runtime = learner, job, job.recipe, rate, runtime
+    def __init__(self, learner: Learner[BatchT], job: Job, rate: float) -> None:
+        self.learner, self.runtime, self.job, self.recipe, self.rate = learner, learner.runtime, job, job.recipe, rate
         self.folder = None if job.folder is None else _rate_folder(job.folder, rate)
         self.seed = derive_seed(job.recipe.seed, "member", job.index)
         order_seed = job.recipe.order_seed
@@ -357,24 +354,14 @@ class Training(Generic[BatchT]):
         self.best_weights: dict[str, Tensor] = {}
         self.saved = monotonic()  # time of the last checkpoint
         self.pause = EARLY  # seconds until the next
-        settings = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index, "processes": runtime.ranks.size}
-        self.state = RunState({**job.identity, **settings})
+        settings = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index}
+        self.state = RunState({**job.identity, **settings, "processes": self.runtime.ranks.size})
 
     def finish(self) -> RunResult:
         """Train until the budget is spent or patience runs out; return the best (without validation, last) weights."""
-        saved = None if self.folder is None else read_state(self.folder, self.state.fingerprint)
-        if saved is not None and self.folder is not None:
-            with explain_errors(self.folder):
-                self.state, tensors = read_tensors(self.folder, saved, self.learner.trained)
-                for part in tensors.keys() & {"result", "best"}:
-                    require_layout(tensors[part], self.learner.trained)
-                if self.runtime.ranks.rank == 0:
-                    remove_unused(self.folder, saved)  # left if the run was killed before it removed them
-                if saved.finished:
-                    return RunResult(tensors["result"], saved.best, saved.position.step, self.rate)
-                self.learner.restore(tensors["current"])
-            best = tensors.get("best", {})
-            self.best_weights = {name: tensor.to(self.runtime.device) for name, tensor in best.items()}
+        finished = self._resume()
+        if finished is not None:
+            return finished
         with tqdm(
             total=self.total,
             initial=self.state.position.step,
@@ -399,6 +386,23 @@ class Training(Generic[BatchT]):
         self._write({"result": weights})
         return RunResult(weights, self.state.best, self.state.position.step, self.rate)
 
+    def _resume(self) -> RunResult | None:
+        """Continue from the checkpoint in the folder, if there is one; return the result of a finished run."""
+        saved = None if self.folder is None else read_state(self.folder, self.state.fingerprint)
+        if saved is None or self.folder is None:
+            return None
+        with explain_errors(self.folder):
+            self.state, tensors = read_tensors(self.folder, saved, self.learner.trained)
+            for part in tensors.keys() & {"result", "best"}:
+                require_layout(tensors[part], self.learner.trained)
+            if self.runtime.ranks.rank == 0:
+                remove_unused(self.folder, saved)  # left if the run was killed before it removed them
+            if saved.finished:
+                return RunResult(tensors["result"], saved.best, saved.position.step, self.rate)
+            self.learner.restore(tensors["current"])
+        self.best_weights = {name: x.to(self.runtime.device) for name, x in tensors.get("best", {}).items()}
+        return None
+
     def _done(self) -> bool:
         patience, epochs, position = self.recipe.patience, self.recipe.epochs, self.state.position
         spent = position.step >= self.total if epochs is None else position.epoch >= epochs
@@ -418,8 +422,7 @@ class Training(Generic[BatchT]):
                 self.state = replace(self.state, position=Position(step, epoch + 1, 0))
                 break
             self._update(group, bar)
-            step = self.state.position.step
-            if every is not None and step % every == 0:
+            if every is not None and self.state.position.step % every == 0:
                 self._validate()
                 self._save()
             elif self._due() and not self._done():  # at the end, validate first

@@ -293,8 +293,7 @@ def tune_text(
     identity = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
     job = Job(recipe, train, validation, subfolder="", identity=identity, **run)
     recipe.check(dual.text, train, validation)
-    learner = partial(TextLearner, dual, recipe, train_image_projection, projection_rate)
-    result = train_best(learner, dual, job)
+    result = train_best(partial(TextLearner, dual, recipe, train_image_projection, projection_rate), dual, job)
     also = " and the image projection" if train_image_projection else ""
     line = f"tuned the text side{also} to the locked image tower: {result.described(recipe)}"
     text = replace(dual.text.metadata, history=(*dual.text.metadata.history, line))
