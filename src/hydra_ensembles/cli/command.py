@@ -176,13 +176,13 @@ def _without_none(hint: Any) -> Any:
 
 
 def _help(settings: type) -> dict[str, str]:
-    """Help of each field: from its metadata, otherwise the first clause about it in the class docstring."""
+    """Help of each field: from its metadata, else the first clause in the class docstring, which `-OO` removes."""
     _, _, attributes = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")
     sections = re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.*)*)", attributes, re.MULTILINE)
     texts = {name: " ".join(text.split()) for names, text in sections for name in names.split(", ")}
     first = {name: re.split(r"[.;:](?: |$)", text)[0].replace("`", "") for name, text in texts.items()}
     own = {setting.name: setting.metadata.get("help") for setting in fields(settings)}
-    return first | {name: text.removesuffix(".") for name, text in own.items() if text is not None}
+    return dict.fromkeys(own, "") | first | {name: text.removesuffix(".") for name, text in own.items() if text}
 
 
 def read_settings(

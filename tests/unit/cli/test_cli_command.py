@@ -18,7 +18,7 @@ import hydra_ensembles as he
 import hydra_ensembles_cli
 from cli_cases import run, succeed
 from hydra_ensembles.cli.build import BuildSources
-from hydra_ensembles.cli.command import read_settings, report_failure
+from hydra_ensembles.cli.command import _options, read_settings, report_failure
 from hydra_ensembles.cli.main import TABLE, commands, table
 from hydra_ensembles.errors import ConfigError, ConversionError, DataError
 
@@ -63,6 +63,7 @@ def test_help_that_cannot_be_written_is_an_error_in_one_line(monkeypatch, capsys
 
 def test_the_table_behind_help_and_completion_is_that_of_the_commands():
     assert TABLE.read_text() == table(), "make commands writes it anew"
+    assert '"help": ""' not in table()  # every option is described
     asked = []
     app = hydra_ensembles_cli.make_app(hydra_ensembles_cli.read_table(), lambda *command: asked.append(command))
     for words in ([], ["-h"], ["--version"], ["bulid"], ["info", "x", "-x"], *([name, "-h"] for name in COMMANDS)):
@@ -111,13 +112,15 @@ def test_what_is_to_run_is_run_once(monkeypatch, capsys):
     assert (code, said.count("nowhere")) == (2, 1)
 
 
-def test_every_setting_of_a_build_is_an_option():
+def test_every_setting_of_a_build_is_an_option(monkeypatch):
     out = succeed("build", "--help", env={"COLUMNS": "300"})
     renamed = {"model": "MODEL", "model_options": "--model-option", "columns": "--column"}
     for field in (*fields(he.HydraConfig), *fields(BuildSources)):
         assert renamed.get(field.name, f"--{field.name.replace('_', '-')} ") in out
     words = ("Heads each member loses", "(0.95)", "circuit|taylor|sampled|random", "; half of --id if not given")
     assert all(one in " ".join(out.split()) for one in words)
+    monkeypatch.setattr(he.HydraConfig, "__doc__", None)  # as under `python -OO`
+    assert len(list(_options(he.HydraConfig))) == len(fields(he.HydraConfig))
 
 
 def test_the_file_then_options_then_single_settings(tmp_path):
