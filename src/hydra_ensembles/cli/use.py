@@ -161,8 +161,7 @@ def _texts(argument: str, path: Path) -> list[str]:
     if not texts:
         raise DataError(f"{source} has no text; give one text per line")
     if len(texts) < len(lines):
-        blank = len(lines) - len(texts)
-        print(f"{blank} blank lines of {source} were skipped", file=sys.stderr)
+        print(f"{len(lines) - len(texts)} blank lines of {source} were skipped", file=sys.stderr)
     return texts
 
 

@@ -251,8 +251,9 @@ def atlas(
     batches = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in sets.items()}
     sweep_all(sweep, seen, batches, partial(inputs_of, sets.values()), output, progress)
     keys = {key: np.concatenate(answers.keys) for key, answers in seen.items()}
-    for empty in (key for key, of_set in keys.items() if not len(of_set)):
-        raise DataError(f"set {empty!r} has batches, but no samples; give some")
+    empty = [key for key, of_set in keys.items() if not len(of_set)]
+    if empty:
+        raise DataError(f"set {empty[0]!r} has batches, but no samples; give some")
     require_unlike(title, keys[id_name], {f"OOD set {key!r}": keys[key] for key in ood_sets})
     warn_if_fitted(title, keys[id_name], fitted_sets(metadata, calibration, metadata.familiarity))
     model = describe_model(ensemble, ensemble.num_members, ensemble.num_classes, metadata.calibration)
@@ -413,28 +414,29 @@ def sweep_all(
 ) -> None:
     """Run every batch of every set, or read it from `output`; `total_of(batch_size)` is the number of inputs."""
     ensemble, measure = sweep.ensemble, sweep.measure
-    heads = [str(head) for head in sweep.heads]
-    settings = {"heads": heads, "score": measure.score, "calibration": to_plain(measure.calibration)}
-    announced, keeping = not progress, AnswerStore(output, ensemble, settings, "an atlas")
+    settings = {"heads": [*map(str, sweep.heads)], "score": measure.score, "calibration": to_plain(measure.calibration)}
+    announced = not progress
+    keeping = AnswerStore(output, ensemble, settings, "an atlas")
     with keeping as kept, tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
         for key, answers_of in seen.items():
             name, labelled = f"set {key!r}", answers_of.labelled
             for index, (inputs, targets) in enumerate(iterate(batches[key], name, labelled=labelled)):
                 prepared = ensemble.prepare(inputs)
                 labels = require_labels(targets, ensemble.num_classes, name, index) if labelled else None
-                samples = sample_keys(inputs)
-                batch = kept.key(inputs, samples, labels)
-                if (stored := kept.get(batch)) is not None:
+                keys = sample_keys(inputs)
+                digest = kept.key(inputs, keys, labels)
+                stored = kept.get(digest)
+                if stored is None and not announced:
+                    announced = True
+                    bar.total = total_of(size_of(inputs))
+                    sweep.say_how_long(prepared, size_of(inputs), bar.total)
+                if stored is None:
+                    answers = sweep.answers(prepared, labels, f"batch {index} of {name}", bar)
+                    kept.put(digest, answers._asdict())
+                else:
                     answers = Swept(**stored)
                     bar.update(size_of(inputs))
-                else:
-                    if not announced:
-                        announced = True
-                        bar.total = total_of(size_of(inputs))
-                        sweep.say_how_long(prepared, size_of(inputs), bar.total)
-                    answers = sweep.answers(prepared, labels, f"batch {index} of {name}", bar)
-                    kept.put(batch, answers._asdict())
-                answers_of.put(answers, inputs, samples, labels)
+                answers_of.put(answers, inputs, keys, labels)
         bar.total = bar.n  # the total is an estimate if batch sizes differ
         bar.refresh()
 

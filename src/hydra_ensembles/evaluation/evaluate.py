@@ -127,7 +127,8 @@ def evaluate(
     num_classes = model.num_classes if isinstance(model, Ensemble | OptimizedEnsemble) else None  # of others unknown
     preprocess = preprocess or metadata.preprocessing
     id_name = id_name or set_name(id_data)
-    applied, fitted = calibration or Calibration(), None if num_classes is None else metadata.familiarity
+    applied = calibration or Calibration()
+    fitted = None if num_classes is None else metadata.familiarity
     measure = Measure(name or UNNAMED, id_name, score, scores, convention, applied, bootstrap, keep_logits, fitted)
     if num_classes == 0:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")

@@ -235,8 +235,8 @@ def _checked(
 
 def _part(data: BuildData, config: HydraConfig) -> BuildData:
     """The data sets that a build with this config reads."""
-    train, ood = data.train if config.reads_train else None, data.ood if config.extracts_circuits else None
-    return replace(data, train=train, ood=ood)
+    train = data.train if config.reads_train else None
+    return replace(data, train=train, ood=data.ood if config.extracts_circuits else None)
 
 
 def _shortened(config: HydraConfig, share: float, train: Batches | None) -> HydraConfig:

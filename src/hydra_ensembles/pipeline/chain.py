@@ -123,8 +123,8 @@ def build(
     sources = () if ood is None or isinstance(ood, str) else named_sources(ood, "ood").values()
     if config.extracts_circuits and any(source is batches for source in sources for batches in (train, id, validation)):
         raise DataError("ood= is the same data as train=, id= or validation=; give data unlike the training data")
-    train, ood = train if config.reads_train else None, ood if config.extracts_circuits else None
-    data = read_data(config.seed, start.base, train, id, ood, validation)
+    used_ood = ood if config.extracts_circuits else None
+    data = read_data(config.seed, start.base, train if config.reads_train else None, id, used_ood, validation)
     config.check(start, data)
     with all_ranks(start.base.device) as ranks, ExitStack() as alone:  # one process group for circuits and fine-tuning
         settings = {"format": FORMAT, "config": to_plain(config), "model": model_identity(start)}
@@ -202,9 +202,8 @@ def compare_with_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadB
         )
     if rise.low > 0:
         lines.append(
-            f"held-out NLL {pair.nll.mean():.3f} is significantly above the model's "
-            f"{pair.nll_before.mean():.3f} ({rise.value:+.3f}, "
-            f"paired bootstrap {rise.low:+.3f} to {rise.high:+.3f}, {len(pair.nll)} samples)"
+            f"held-out NLL {pair.nll.mean():.3f} is significantly above the model's {pair.nll_before.mean():.3f} "
+            f"({rise.value:+.3f}, paired bootstrap {rise.low:+.3f} to {rise.high:+.3f}, {len(pair.nll)} samples)"
         )
     if not lines:
         return ensemble
