@@ -61,6 +61,15 @@ def _is_method(function: Any, original: Any) -> bool:
     return False
 
 
+def has_foreign_forward(model: nn.Module) -> bool:
+    """Whether someone replaced `forward`, or a part of it, of a class of the model, as by `Block.forward = ...`."""
+    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+        methods = [method for name, method in vars(kind).items() if name.startswith("forward")]
+        if any(_origin(method).split(".")[0] != kind.__module__.split(".")[0] for method in methods):
+            return True
+    return False
+
+
 def _origin(function: Callable[..., Any]) -> str:
     """Name of the module in which a function was defined, even if `functools.wraps` changed its attributes."""
     if isinstance(function, partial):

@@ -170,6 +170,15 @@ def test_tokens_that_the_blocks_do_not_see_are_compared_before(monkeypatch: pyte
     refused(vit(), "first differ before")
 
 
+def test_a_forward_replaced_on_a_class_is_compared_on_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = vit()
+    block = type(model.blocks[0])
+    forward = block.forward
+    monkeypatch.setattr(probe, "_FEW_TOKENS", 2)
+    monkeypatch.setattr(block, "forward", lambda self, x, **given: forward(self, x[:, :3], **given))
+    refused(model, "first differ in blocks.0;")
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_original_and_the_generators_are_as_before(wrong: bool, disturbed: list[str]) -> None:
     disturbed += ["encoder.layers.0.mlp.down.bias"] if wrong else []
