@@ -158,6 +158,10 @@ class Scorer:
         kept = {name: _as_array(beside[column]) for name, column in self.kept.items()}
         names = READ[self.ensemble.kind]
         raw = self.columns.needed(self.ensemble.kind)
+        lengths = {name: len(batch[name]) for name in (*names, *raw, self.columns.text_pair) if name in batch}
+        lengths |= {name: len(column) for name, column in kept.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"columns of the batch have different lengths, {lengths}; give one value for each row")
         if names[0] in batch:
             inputs = {name: _tensor(batch[name]) for name in names if name in batch}
             count = len(inputs[names[0]])

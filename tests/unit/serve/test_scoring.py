@@ -70,6 +70,9 @@ def test_texts_pairs_and_prepared_inputs() -> None:
     same(both({"a": np.array(texts), "b": pairs}), scalars(one.predict(list(zip(texts, pairs, strict=True)))))
     with pytest.raises(DataError, match="no column 'b'"):
         both({"a": texts, "c": pairs})
+    for short in ({"b": pairs[:1]}, {"b": pairs, "id": [1]}):
+        with pytest.raises(DataError, match=r"different lengths, .*: 1}"):
+            Scorer(one, columns=both.columns, keep=["id"] if "id" in short else [])({"a": texts, **short})
     assert [bool(error) for error in both({"a": texts, "b": ["wörld", None, "hello"]})["error"]] == [False, True, False]
     inputs = inputs_for(one, 4)
     rows = {name: list(tensor.numpy()) for name, tensor in inputs.items()}
