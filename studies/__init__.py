@@ -11,6 +11,6 @@ evidence, measures        per-sample model outputs; metrics computed from them, 
 column_files              file format of these outputs
 storing, stored           results: write, read, compare
 cells, claims, findings, dual_findings, all_tasks    tables of the documents, and a figure
-analyses/                 the paper's analyses, and three of ours
+analyses/                 the paper's analyses, and four of ours
 circuit_draws, tower_scores    stand-alone experiments
 """

@@ -57,7 +57,7 @@ def analyse(
     figures: Annotated[Path, typer.Option(help="Folder of the figures.")] = registry.FIGURES,
     results: Folder = RESULTS.parent / "analyses",
 ) -> None:
-    """Run analyses of the paper (and three of ours) on the models of a study; print tables with the paper's numbers.
+    """Run analyses of the paper (and four of ours) on the models of a study; print tables with the paper's numbers.
 
     Models and rankings in the run folder are reused; missing ones are made there. Results go to NAME-TASK.json, and the
     figure drawn from them to NAME-TASK.svg.

@@ -30,6 +30,13 @@ SHIFTED = ("correct", "brier", "nll")  # columns for corrupted images
 LARGEST = 60000.0  # largest magnitude that is stored
 
 
+@torch.no_grad()
+def answered(task: Task, model: Any, samples: Samples) -> Prediction:
+    """Predict on samples, as the model is."""
+    batches = (move(inputs, task.device, torch.float32) for inputs, _ in task.batches(samples))
+    return Prediction.concat([model.predict(inputs) for inputs in batches])
+
+
 class Judged:
     """A row's model, with familiarity (if wanted) fitted to training data and its temperature fitted to half A."""
 
@@ -41,13 +48,9 @@ class Judged:
         fit = he.fit_calibration(answers.member_logits, task.calibrating.labels.to(answers.member_logits.device))
         self.calibration = fit.calibration
 
-    @torch.no_grad()
     def answers(self, samples: Samples) -> Prediction:
         """Predict on samples, without a temperature."""
-        parts = []
-        for inputs, _ in self.task.batches(samples):
-            parts.append(self.model.predict(move(inputs, self.task.device, torch.float32)))
-        return Prediction.concat(parts)
+        return answered(self.task, self.model, samples)
 
     def columns(self, samples: Samples, labelled: bool) -> dict[str, Tensor]:
         """The columns of a set, `[N]` each."""

@@ -15,7 +15,7 @@ from ..results import ROOT, save_figure, versions
 from ..samples import device_name
 from ..seed import Seed
 from ..task import recipe
-from . import chosen_heads, diversity, noise, pruned, rates, seeds, separation
+from . import abstaining, chosen_heads, diversity, noise, pruned, rates, seeds, separation
 from .analysis import Analysis, Result, marked
 
 FIGURES = ROOT / "docs" / "figures" / "analyses"
@@ -34,8 +34,9 @@ ANALYSES: Mapping[str, Analysis] = {
     "stability": chosen_heads.STABILITY,
     "distance": pruned.DISTANCE,
     "rates": rates.ANALYSIS,
+    "abstaining": abstaining.ANALYSIS,
 }
-"""In the order of the paper; the last three are not in it."""
+"""In the order of the paper; the last four are not in it."""
 
 
 def chosen(names: str) -> dict[str, Analysis]:

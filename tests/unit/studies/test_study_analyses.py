@@ -60,6 +60,7 @@ def small_settings() -> dict[str, Any]:
         "diversity": {"steps": 2, "pool": 2.0, "tasks": {TASK: {"prune": 0.33333, "dropout": 0.1}}},
         "members": {"counts": [1, 2, 4], "pool": 2.7, "batches": [2]},
         "stability": {"sizes": [10, 20, 1000], "draws": 2, "score": "avg"},
+        "abstaining": {"share": 0.9, "counts": [20, 10_000]},
     }
     return plain
 
