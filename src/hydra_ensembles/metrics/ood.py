@@ -60,12 +60,16 @@ class RiskCoverage:
 
 @checked
 def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
-    """Risk at every coverage, from scores `[B]` and whether (bool) or by how much (number) each answer is wrong."""
+    """Risk at every coverage, from scores `[B]` and whether (bool) or how much (float) each answer is wrong."""
     scores = check_scores(scores, "scores")
     if errors.ndim != 1:
         raise DataError(f"errors must be a vector [B], but have shape {list(errors.shape)}")
     check_same_length({"scores": len(scores), "errors": len(errors)})
     check_finite(errors, "errors")
+    if not errors.is_floating_point() and bool((errors > 1).any()):
+        raise DataError(
+            f"errors are {errors.dtype} above 1, like labels; give predicted != labels, or losses as floats"
+        )
     return risk_curve(scores, errors)
 
 
@@ -75,7 +79,7 @@ def aurc(scores: Tensor, errors: Tensor) -> float:
 
     Args:
         scores: How unsure each answer is, `[B]`: the higher, the less sure.
-        errors: Whether (bool) or how much (any number) each answer is wrong, `[B]`.
+        errors: Whether (bool) or how much (floating point) each answer is wrong, `[B]`.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -92,7 +96,7 @@ def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: PositiveShare = 0
 
     Args:
         scores: How unsure each answer is, `[B]`: the higher, the less sure.
-        errors: Whether (bool) or how much (any number) each answer is wrong, `[B]`.
+        errors: Whether (bool) or how much (floating point) each answer is wrong, `[B]`.
         coverage: The share to answer, above 0 and at most 1.
 
     Examples:

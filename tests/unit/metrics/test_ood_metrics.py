@@ -172,6 +172,7 @@ DETECTION, RISK = (auroc, aupr, fpr95, discordance, roc_curve), (risk_coverage, 
         (RISK, T([0.1, torch.nan]), T([True, False]), "1 of 2 scores are NaN"),
         (RISK, T([0.1, 0.2]), T([torch.nan, 0]), "1 of 2 errors are NaN"),
         (RISK, T([0.1, 0.2]), T([[1, 0]]), "vector"),
+        (RISK, T([0.1, 0.2]), T([2, 0]), "like labels"),
     ],
 )
 def test_bad_scores_and_errors_are_refused(functions, first, second, token):
