@@ -200,6 +200,21 @@ def test_those_that_are_not_compared_early_train_once(changes, work) -> None:
     assert work["finetune"] == 2
 
 
+def test_trained_candidates_start_from_pretrained_layers_above_the_trunk(monkeypatch) -> None:
+    before, starts, original = image_model(seed=5), [], chain.finetune
+    place = "encoder.layers.2.mlp.up.weight"  # the first layer above the trunk
+
+    def finetune(start: he.Ensemble, *rest: Any, **named: Any) -> he.Ensemble:
+        starts.append(start.member(0).state_dict()[place])
+        return original(start, *rest, **named)
+
+    monkeypatch.setattr(chain, "finetune", finetune)
+    run(candidates=[PLAIN, BRANCHES], pretrained=before)
+    assert starts
+    assert all(torch.equal(start, before.state_dict()[place]) for start in starts)
+    assert not torch.equal(image_model().state_dict()[place], before.state_dict()[place])
+
+
 def test_circuits_are_extracted_once_for_all_that_can_use_them(work, tmp_path) -> None:
     circuit = {"prune": 1, "shared_layers": 2, "members": 2, "method": "naive"}
     wanted = [circuit, {**circuit, "training": "together"}, {**circuit, "training": "together", "mlp": "separate"}]
