@@ -226,7 +226,7 @@ def _items(inputs: Any, *single: type) -> list[Any]:
 
     Object arrays, such as columns of a table, are lists. A set is refused as an item: its order says nothing.
     """
-    several = isinstance(inputs, Iterable) and not isinstance(inputs, (*single, set, frozenset))
+    several = isinstance(inputs, Iterable) and not isinstance(inputs, (*single, bytes, set, frozenset))
     return list(inputs) if several or (isinstance(inputs, np.ndarray) and inputs.dtype.hasobject) else [inputs]
 
 

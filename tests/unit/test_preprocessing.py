@@ -145,8 +145,9 @@ def test_nothing_images_without_a_pixel_and_texts_that_cannot_be_read_are_refuse
     for preprocessing, given in ((images, []), (texts, []), (TextPreprocessing(5), ["a"])):
         with pytest.raises(DataError, match=r"no images|no texts|without a tokenizer"):
             preprocessing(given)  # type: ignore[operator]
-    with pytest.raises(DataError, match="item 0 is a set"):  # answers in which order?
-        texts({"hello", "there"})  # type: ignore[arg-type]
+    for given, kind in (({"hello", "there"}, "set"), (b"hello", "bytes")):  # answers in which order? for each byte?
+        with pytest.raises(DataError, match=f"item 0 is a {kind}"):
+            texts(given)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="image 1 is"):
         images([Image.new("RGB", (2, 2)), Image.new("RGB", (0, 5))])
     for text, token in (("", "text 1.*no tokens"), ("  ", "no tokens"), ("a \ud83d b", "surrogate")):
