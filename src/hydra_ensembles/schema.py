@@ -6,7 +6,6 @@ to the value.
 
 import dataclasses
 import functools
-import numbers
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -62,11 +61,7 @@ def to_plain(value: Any) -> Any:
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
-    if isinstance(value, int | float):  # subclasses
-        return value
-    if hasattr(value, "tolist"):  # of NumPy, pandas, torch
-        return to_plain(value.tolist())
-    return float(value) if isinstance(value, numbers.Real) else value
+    return to_plain(value.tolist()) if hasattr(value, "tolist") else value  # of NumPy, pandas, torch
 
 
 def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool = False) -> T:
