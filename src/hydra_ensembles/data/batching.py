@@ -143,12 +143,13 @@ def _pair(row: Any) -> tuple[Any, int]:
     """An item and its label; raises for anything else, such as a label that would have to be rounded."""
     try:
         item, label = row if isinstance(row, tuple | list) else ()
-        if int(label) != label:
+        number = int(label.item() if hasattr(label, "item") else label)  # also of an array [1], as MedMNIST has it
+        if number != label and not isinstance(label, str):
             raise ValueError(f"the label is {short(label)}")
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         advice = "data.ImageDataset(images, numbers, class_names) and data.TextDataset make such pairs"
         raise DataError(f"the data set gives {short(row)}, no (item, class number); {advice} ({error})") from error
-    return item, int(label)
+    return item, number
 
 
 def _identity(batch: Any) -> Any:

@@ -84,9 +84,6 @@ def check_scores(scores: Tensor, quantity: str) -> Tensor:
         raise DataError(f"{quantity} must be a vector [B] of real numbers, one per sample, but are {received}")
     if scores.numel() == 0:
         raise DataError(f"got no {quantity}; at least one is needed: check how the set was loaded")
-    if not scores.is_floating_point() and bool(((scores == 0) | (scores == 1)).all()):
-        sets = "one vector for each set, scores[labels == 0] and scores[labels == 1], or .float() if they are scores"
-        raise DataError(f"{quantity} are {scores.dtype}, all of them 0 or 1, like labels; give {sets}")
     bad = scores.isnan()
     if bool(bad.any()):
         first = int(bad.int().argmax())

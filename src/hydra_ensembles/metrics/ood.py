@@ -221,6 +221,12 @@ def joint_ranks(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, 
     """Dense ranks of both sets among all their scores (equal scores share one), and the distinct scores, ascending."""
     dtype = torch.promote_types(id_scores.dtype, ood_scores.dtype)
     if id_scores.is_floating_point() != ood_scores.is_floating_point():
+        name, whole = ("OOD", ood_scores) if id_scores.is_floating_point() else ("ID", id_scores)
+        if len(id_scores) == len(ood_scores) and bool(((whole == 0) | (whole == 1)).all()):
+            sets = (
+                "one vector for each set, scores[labels == 0] and scores[labels == 1], or .float() if they are scores"
+            )
+            raise DataError(f"{name} scores are {whole.dtype}, all of them 0 or 1, like labels; give {sets}")
         dtype = torch.float64  # exact for integers up to 2**53
     scores = torch.cat([id_scores.to(dtype), ood_scores.to(id_scores.device, dtype)])
     distinct, ranks = torch.unique(scores, return_inverse=True)

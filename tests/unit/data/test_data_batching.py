@@ -113,7 +113,7 @@ def test_rows_that_are_no_items_with_class_numbers_are_refused() -> None:
     for row in ({"text": "a", "label": 0}, "ab", ("a",), ("a", "cat"), ("a", 0.5), ("a", torch.eye(3)[0]), ("a", None)):
         with pytest.raises(HydraError, match=r"gives .*, no \(item, class number\)"):
             next(iter(batches([row], lambda texts: torch.zeros(1, 2), batch_size=1)))  # type: ignore[arg-type]
-    for label in (True, 1.0, np.int64(1), torch.tensor(1)):
+    for label in (True, 1.0, np.int64(1), np.array([1]), torch.tensor(1), "1"):  # MedMNIST, cells of a CSV file
         assert next(iter(batches([("a", label)], lambda texts: torch.zeros(1, 2), batch_size=1)))[1].tolist() == [1]
 
 

@@ -34,6 +34,7 @@ def test_p_values_by_hand_and_of_many_samples() -> None:
     assert p_values(held_out, torch.tensor([0.0, 1.0, 2.0, 2.5, 4.0])).tolist() == pytest.approx([1, 1, 0.8, 0.4, 0.2])
     shifted = held_out - 2.5  # integers are compared as they are, and half precision counts beyond 65,504
     assert p_values(shifted, torch.tensor([-1, 0])).tolist() == pytest.approx([0.8, 0.4])
+    assert p_values(torch.tensor([0, 1, 1]), torch.tensor([1])).item() == pytest.approx(0.75)
     assert p_values(shifted.repeat(20_000), torch.zeros(1).half()).item() == pytest.approx(0.25, abs=1e-4)
     many = torch.randn(7 * KEPT + 13, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     reference, fresh = Reference.of(many), torch.linspace(-5, 5, 400, dtype=torch.float64)

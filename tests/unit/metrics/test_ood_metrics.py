@@ -101,6 +101,9 @@ def test_mixed_dtypes_infinite_scores_half_precision_and_gradients():
     assert (auroc(id_scores, ood_scores), fpr95(id_scores, ood_scores)) == (0.75, 0.25)
     scores = torch.rand(5, requires_grad=True)
     assert auroc(scores, scores + 1) == aupr(scores, scores + 1) == 1
+    votes = T([0, 1, 0, 1])  # counts, and answers of a hard classifier, are scores
+    assert (auroc(votes, T([0, 2])), auroc(votes == 1, votes == 0), auroc(T([0.5]), votes)) == (0.625, 0.5, 0.5)
+    assert aurc(votes, votes == 1) < 0.2
 
 
 def test_roc_curve_equals_that_of_scikit_learn():
