@@ -114,7 +114,7 @@ def _dataclasses(add: Add) -> None:
         learning_rate=0.1,
         steps=4,
     )
-    _each(add, "Recipe.{}", he.Recipe, {"grid": _is_one}, steps=4)
+    _each(add, "Recipe.{}", he.Recipe, {"grid": _or_tensor(_is_one)}, steps=4)
     _each(add, "Recipe.{}", he.Recipe, {"epochs": whole(1)}, learning_rate=0.1)
     add("Recipe.preset", he.Recipe.preset, nothing)
     _each(add, "RandAugment.{}", RandAugment, {"operations": whole(1), "magnitude": whole(0, 30)})
@@ -131,7 +131,8 @@ def _dataclasses(add: Add) -> None:
         "prune": whole(1, none=True),
     }
     _each(add, "HydraConfig.{}", he.HydraConfig, hydra_config, prune=1)
-    calibration: dict[str, Takes] = {"temperature": lambda v: None if _is_one(v) else False, "threshold": _threshold}
+    calibration: dict[str, Takes] = {"temperature": _or_tensor(lambda v: None if _is_one(v) else False)}
+    calibration |= {"threshold": _threshold}
     _each(add, "Calibration.{}", Calibration, {**calibration, "score": nothing, "accepted_share": share})
     images: dict[str, Takes] = {"size mean std interpolation resize_mode crop_corner": nothing, "crop_fraction": share}
     _each(add, "ImagePreprocessing.{}", he.ImagePreprocessing, images, size=(8, 8))
@@ -196,6 +197,11 @@ def _baselines(add: Add) -> None:
 
 def _warmup(value: Any) -> bool | None:
     return whole(0, 3)(value) if isinstance(value, int | np.integer | Tensor) else number(0, 1)(value)
+
+
+def _or_tensor(takes: Takes) -> Takes:
+    """A list of numbers, which may also be given as a tensor."""
+    return lambda value: None if isinstance(value, Tensor) and value.tolist() == [1.0, 2.0] else takes(value)
 
 
 def _is_one(value: Any) -> bool:
