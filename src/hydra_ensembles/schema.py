@@ -6,6 +6,7 @@ to the value.
 
 import dataclasses
 import functools
+import numbers
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -61,6 +62,8 @@ def to_plain(value: Any) -> Any:
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        return float(value)  # also a fraction, and NumPy's longdouble, whose `tolist` is itself
     return to_plain(value.tolist()) if hasattr(value, "tolist") else value  # of NumPy, pandas, torch
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -50,7 +51,8 @@ def test_plain_data_is_json_and_comes_back() -> None:
 
 def test_numbers_of_numpy_become_plain_and_a_whole_number_is_a_float() -> None:
     plain = to_plain({"a": np.float32(0.5), "b": (np.int64(2), np.float64(0.1), True), "c": np.array([["x"]])})
-    assert json.dumps(plain) == '{"a": 0.5, "b": [2, 0.1, true], "c": [["x"]]}'
+    plain |= to_plain({"d": np.array([0.5], np.longdouble), "e": Fraction(1, 2)})
+    assert json.dumps(plain) == '{"a": 0.5, "b": [2, 0.1, true], "c": [["x"]], "d": [0.5], "e": 0.5}'
     radius = from_plain(Circle, {"radius": 2}).radius
     assert [type(item) for item in (plain["a"], plain["b"][0], radius)] == [float, int, float]
 
