@@ -155,10 +155,11 @@ class Scorer:
         missing = [name for name in self.keep if name not in beside]
         if missing:
             raise DataError(f"the batch has no columns {missing} to keep; it has {sorted(beside)}")
-        kept = {name: _as_array(beside[column]) for name, column in self.kept.items()}
+        kept = {name: np.atleast_1d(_as_array(beside[column])) for name, column in self.kept.items()}
         names = READ[self.ensemble.kind]
         raw = self.columns.needed(self.ensemble.kind)
-        lengths = {name: len(batch[name]) for name in (*names, *raw, self.columns.text_pair) if name in batch}
+        pair = [self.columns.text_pair] if self.ensemble.kind == "text" else []
+        lengths = {name: len(batch[name]) for name in (*names, *raw, *pair) if name in batch}
         lengths |= {name: len(column) for name, column in kept.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"columns of the batch have different lengths, {lengths}; give one value for each row")

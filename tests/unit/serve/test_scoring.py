@@ -53,7 +53,7 @@ def test_images_however_they_are_given(tmp_path: Path) -> None:
              str(tmp_path / "4.png")]  # fmt: skip
     for workers in (1, 3):
         scorer = Scorer(one, wide=True, keep=["id"], workers=workers)
-        found = scorer({"image": given, "id": [3, 1, 4, 1, 5], "other": [0] * 5})
+        found = scorer({"image": given, "id": [3, 1, 4, 1, 5], "other": [0] * 5, scorer.columns.text_pair: None})
         same(found, columns(one.predict(images)))
     assert found["id"].tolist() == [3, 1, 4, 1, 5]
     assert found["class_name"].tolist() == one.predict(images).names()
@@ -70,7 +70,7 @@ def test_texts_pairs_and_prepared_inputs() -> None:
     same(both({"a": np.array(texts), "b": pairs}), scalars(one.predict(list(zip(texts, pairs, strict=True)))))
     with pytest.raises(DataError, match="no column 'b'"):
         both({"a": texts, "c": pairs})
-    for short in ({"b": pairs[:1]}, {"b": pairs, "id": [1]}):
+    for short in ({"b": pairs[:1]}, {"b": pairs, "id": [1]}, {"b": pairs, "id": 1}):
         with pytest.raises(DataError, match=r"different lengths, .*: 1}"):
             Scorer(one, columns=both.columns, keep=["id"] if "id" in short else [])({"a": texts, **short})
     assert [bool(error) for error in both({"a": texts, "b": ["wörld", None, "hello"]})["error"]] == [False, True, False]
