@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,21 @@ def analysed(name: str, seeds: Sequence[Seed]) -> dict[str, Any]:
     if analysis.run is None or task.kind not in analysis.kinds:
         raise ConfigError(f"{name} does not run on {task.name}; it is for {_where(analysis)}")
     results = {str(seed.number): _of_seed(name, analysis, seed) for seed in seeds}
+    made_with = [entry["versions"] for entry in results.values()]
     return {
         **_about(name, task.name),
+        "versions": {package: _joined(one[package] for one in made_with) for package in made_with[0]},
         "share": task.share,
         "settings": task.settings["analyses"],
-        "device": device_name(task.device),
+        "device": _joined(entry["device"] for entry in results.values()),
         "seconds": sum(entry["seconds"] for entry in results.values()),
         "seeds": {number: entry["found"] for number, entry in results.items()},
     }
 
 
-def _of_seed(name: str, analysis: Analysis, seed: Seed) -> Any:
+def _of_seed(name: str, analysis: Analysis, seed: Seed) -> dict[str, Any]:
+    """The result of a seed, with the device and the versions that it was made with."""
+    made_with = {"versions": versions(), "device": device_name(seed.task.device)}
     path = seed.folder / "analyses" / f"{marked(seed.task, name)}.json"
     if not path.exists():
         assert analysis.run is not None
@@ -78,9 +82,13 @@ def _of_seed(name: str, analysis: Analysis, seed: Seed) -> Any:
         result = analysis.run(seed)
         seconds = time.monotonic() - start
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"found": result, "seconds": round(seconds, 1)})
+        write_json(path, {"found": result, "seconds": round(seconds, 1), **made_with})
         print(f"{seed.task.name} seed {seed.number}: {name} {seconds:.0f} s", flush=True)
-    return read_json(path)
+    return {**made_with, **read_json(path)}  # older files lack both
+
+
+def _joined(values: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(values))
 
 
 def read_stored(name: str, task: str, studies: Path) -> dict[str, Any]:
