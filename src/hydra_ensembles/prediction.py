@@ -212,6 +212,12 @@ class Prediction:
         """`[B]`, share of member pairs with different labels; zero for one member."""
         return differing_pairs(self.member_probs)
 
+    @property
+    def variation_ratio(self) -> Tensor:
+        """`[B]`, share of members whose label is not the commonest one; zero for one member."""
+        votes = self.member_probs.argmax(dim=-1)  # [M, B]
+        return (votes != votes.mode(dim=0).values).to(self.member_probs.dtype).mean(dim=0)
+
     @cached_property
     def accept(self) -> Tensor | None:
         """`[B]` of bool, True if every score with a threshold is at most its threshold; None without any threshold."""

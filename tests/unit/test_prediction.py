@@ -82,6 +82,8 @@ def test_by_hand():
     assert p.score("entropy") is p.entropy
     opposite = Prediction.from_logits(T([[[9e4, 0.0]], [[0.0, 9e4]]]))
     assert (opposite.aleatoric.item(), opposite.epistemic.item()) == pytest.approx((0, math.log(2)))
+    votes = Prediction.from_logits(torch.eye(3)[T([[0, 1, 2, 0], [0, 1, 0, 2], [0, 2, 1, 2], [0, 2, 0, 2]])])
+    assert votes.variation_ratio.tolist() == [0, 0.5, 0.5, 0.25]
     kept = p.label.clone()
     logits.neg_()  # the caller's buffer
     assert torch.equal(p[:].label, kept)

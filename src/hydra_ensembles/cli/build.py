@@ -89,7 +89,8 @@ def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_js
     folder = source.output_folder(sources.output)
     fitted = replace(hydra, recipe=in_batches_of(hydra.recipe, sources.batch_size))
     model, sets, size = model_and_sets(sources, fitted, folder, "build")
-    written = {**to_plain(replace(sources, batch_size=size)), **to_plain(hydra)}
+    defaults_too = {name: to_plain(value) for name, value in vars(hydra).items()}
+    written = {**to_plain(replace(sources, batch_size=size)), **defaults_too}
     with with_settings(folder, written, "build"):
         ensemble = build_ensemble(model, fitted, **sets, output=folder, device=sources.place(), progress=not quiet)
     if as_json:

@@ -163,6 +163,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         num_classes: Number of classes; 0 when there is no classifier.
         num_layers: Number of transformer blocks.
         num_heads: Heads per layer before pruning.
+        head_dim: Width of a head.
         heads: Original indices of the heads kept in the blocks, `heads[member][layer]`. `config.heads` also has, as the
             last layer, those of an attention that pools the tokens; for pruning that is layer `num_layers`.
 
@@ -187,10 +188,10 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         super().__init__(Metadata() if metadata is None else metadata)
         self.config = config
         self.kind, self.num_members, self.num_classes = config.kind, config.members, config.readout.num_classes
-        self.num_layers, self.num_heads = config.encoder.layers, config.encoder.heads
+        encoder = config.encoder
+        self.num_layers, self.num_heads, self.head_dim = encoder.layers, encoder.heads, encoder.head_dim
         self.heads: KeptHeads = tuple(member[: self.num_layers] for member in config.heads)
-        width = config.encoder.width
-        copies = config.copies("stem")
+        width, copies = encoder.width, config.copies("stem")
         self.stem: PatchStem | TextStem
         if isinstance(config.stem, PatchStemConfig):
             self.stem = PatchStem(config.stem, width, copies)

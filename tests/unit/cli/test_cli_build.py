@@ -29,6 +29,7 @@ def test_a_build_leaves_a_calibrated_ensemble_and_settings_that_run_it_again(run
     settings = yaml.safe_load((run_folder / "config.yaml").read_text())
     assert (settings["model"], settings["model_options"]["img_size"]) == ("timm:test_vit", 16)
     assert (settings["prune"], settings["strategy"], settings["batch_size"]) == (4, "circuit", 64)  # also defaults
+    assert settings.keys() >= vars(he.HydraConfig()).keys()
     before = (run_folder / "ensemble" / "model.safetensors").stat().st_mtime_ns
     out = succeed("build", "--config", run_folder / "config.yaml", "--quiet")
     assert "heads kept" in out

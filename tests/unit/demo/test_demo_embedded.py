@@ -65,7 +65,8 @@ def test_no_image_is_in_two_sets_and_none_but_those_to_train_on_was_trained_on()
 
 def test_the_backbone_knows_its_classes_and_the_stored_answers_fit_the_sets() -> None:
     answers, sample, backbone = load_answers(), load_sample(), load_backbone()
-    assert (backbone.num_members, backbone.num_layers, backbone.num_heads, backbone.dtype) == (1, 6, 6, torch.float32)
+    assert (backbone.num_members, backbone.num_layers, backbone.num_heads, backbone.head_dim) == (1, 6, 6, 24)
+    assert backbone.dtype == torch.float32
     assert backbone.metadata.labels == sample.test.class_names
     assert {name: len(found) for name, found in answers.items()} == {"Single": 2, "Pruned branches": 2}
     labels = torch.from_numpy(sample.test.labels.copy())
