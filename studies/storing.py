@@ -6,6 +6,7 @@ suite later are shown once all rows have results on them. `forget` removes rows 
 
 To save space, numbers that follow from doubt are NaN in the files and are recomputed on reading: `nll`, `brier` and
 `entropy` if they equal those of two classes of which the likelier is right (always true of `nll` of right answers).
+Brier scores, which are only averaged, are multiples of 2^-14, and distances, which are only ranked, have nine bits.
 """
 
 import hashlib
@@ -33,6 +34,10 @@ FOLLOW: Mapping[str, Callable[[Floats], Floats]] = {  # from doubt, for two clas
     "entropy": lambda doubt: entr(doubt) + entr(1 - doubt),
 }
 ROUNDING, SMALLEST = 2.0**-9, 2.0**-24  # relative rounding, in float16, of doubt and what follows; smallest step there
+COARSE: Mapping[str, Callable[[Floats], Floats]] = {  # columns stored with fewer bits than float16 has
+    "brier": lambda values: np.round(values * 2.0**14) / 2.0**14,
+    "mahalanobis": lambda values: _significant(values, 9),
+}
 FEW = 0.1  # share of a column below which storing NaNs saves no space
 
 
@@ -202,15 +207,23 @@ def in_rows(columns: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
 
 
 def thinned(columns: Mapping[str, Array]) -> dict[str, Array]:
-    """Columns as stored in files: what follows from doubt is NaN."""
+    """Columns as stored in files: what follows from doubt is NaN, and some are rounded."""
 
     def kept(name: str, column: Array) -> Array:
+        coarsen = COARSE.get(name.rpartition("|")[2].removeprefix(CALIBRATED))
+        coarse = column if coarsen is None else coarsen(column.astype(np.float64)).astype(column.dtype)
         if (follows := _following(columns, name)) is None:
-            return column
+            return coarse
         same = np.abs(column - follows) <= ROUNDING * follows + SMALLEST
-        return column if same.mean() < FEW else np.where(same, np.array(np.nan, column.dtype), column)
+        return coarse if same.mean() < FEW else np.where(same, np.array(np.nan, column.dtype), coarse)
 
     return {name: kept(name, column) for name, column in columns.items()}
+
+
+def _significant(values: Floats, bits: int) -> Floats:
+    """Values rounded to so many significant bits."""
+    mantissa, exponent = np.frexp(values)
+    return np.ldexp(np.round(np.ldexp(mantissa, bits)), exponent - bits)
 
 
 def whole(columns: Mapping[str, Array]) -> dict[str, Array]:

@@ -43,7 +43,10 @@ def test_columns_come_back_as_they_were_given(tmp_path: Path, names: list[str]) 
 
 @pytest.mark.parametrize("classes", [2, 50])
 def test_what_follows_from_doubt_is_not_kept_and_comes_back(classes: int) -> None:
-    """NLL of correct answers and entropy of two classes follow from doubt, unless it is too small for float16."""
+    """NLL of correct answers and entropy of two classes follow from doubt, unless it is too small for float16.
+
+    Brier scores and distances are rounded.
+    """
     draws = np.random.default_rng(0)
     probs = softmax(draws.exponential(6, (500, 1)) * draws.normal(size=(500, classes)), axis=1)  # [N, C]
     labels, answers = draws.integers(classes, size=500), probs.argmax(axis=1)
@@ -55,6 +58,7 @@ def test_what_follows_from_doubt_is_not_kept_and_comes_back(classes: int) -> Non
         "own|nll": -np.log(probs[places, labels]),
         "own|brier": ((probs - np.eye(classes)[labels]) ** 2).sum(axis=1),
         "own|entropy": entr(probs).sum(axis=1),
+        "own|mahalanobis": draws.uniform(256, 511, 500),
         "ood|nll": np.ones(3),  # has no doubt column
     }
     kept = {name: column.astype(bool if "correct" in name else np.float16) for name, column in columns.items()}
@@ -68,4 +72,9 @@ def test_what_follows_from_doubt_is_not_kept_and_comes_back(classes: int) -> Non
         name: column.dtype for name, column in kept.items()
     }
     for name, column in back.items():
-        np.testing.assert_allclose(column.astype(float), kept[name].astype(float), rtol=2.0**-8, atol=2.0**-23)
+        step = 2.0**-15 if "brier" in name else 2.0**-23
+        np.testing.assert_allclose(column.astype(float), kept[name].astype(float), rtol=2.0**-8, atol=step)
+    assert (thin["own|mahalanobis"] % 1 == 0).all()  # nine bits between 256 and 512
+    steps = thin["own|brier"][~gone["brier"]].astype(float) * 2.0**14
+    assert len(steps)
+    assert (steps % 1 == 0).all()
