@@ -24,7 +24,7 @@ from ..metrics.inputs import Convention
 from ..model.cost import Cost
 from ..model.ensemble import Ensemble
 from ..prediction import AnyScore
-from ..report.columns import columns_for
+from ..report.columns import Column, columns_for
 from ..report.compare import FORMAT as COSTS
 from ..report.compare import compare as compare_evaluations
 from ..report.compare import load_costs
@@ -245,7 +245,8 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
     if as_json:
         emit_json(read_json(settings.file))
         return
-    columns = columns_for([evaluation], list(evaluation.ood))
+    shifted = [Column(f"shift.{name}.accuracy", "Acc", name, "higher", scale=100) for name in evaluation.shift]
+    columns = [*columns_for([evaluation], list(evaluation.ood)), *shifted]
     Console().print(to_rich(compare_evaluations([evaluation], columns=columns)))
     if evaluation.selective is not None:
         print(accepted_in_words(evaluation.selective, evaluation.id_name))

@@ -60,6 +60,7 @@ def test_texts_without_groups_and_with_shift(text_folder, world, tmp_path):
     (tmp_path / "news.csv").write_text("text\nlong film\nthe dull plot\na a a\n")
     out = succeed("evaluate", text_folder, *flags, "--ood", tmp_path / "news.csv", "-o", tmp_path / "out")
     assert "OOD avg" in out
+    assert "older" in out
     found = Evaluation.load(tmp_path / "out" / "text-run.json", with_logits=True)
     assert (found.id.samples, found.shift["older"].samples) == (16, 16)
     assert set(found.ood["news"].detection) == {"msp", "energy", "mahalanobis"}  # fitted by build, shown by default

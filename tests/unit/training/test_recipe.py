@@ -115,7 +115,7 @@ def test_dropout_of_the_recipe():
 @pytest.mark.parametrize(
     ("changes", "token"),
     [
-        ({"grid": (0.1, 0.2), "learning_rate": None}, "validation"),
+        ({"grid": (0.1, 0.2), "learning_rate": None}, r"^Recipe\(grid=\(0.1, 0.2\)\) needs validation"),
         ({"patience": 1}, "validation"),
         ({"last_blocks": LAYERS + 1}, "last_blocks"),
         ({"steps": None, "epochs": 1, "warmup": 6}, "warmup"),
