@@ -4,6 +4,7 @@ A job starts when its dependencies have ended and a process is free. Jobs that t
 first, so that a run that is out of time has whole rows; then those with the most dependents.
 """
 
+import gc
 import multiprocessing
 import time
 import traceback
@@ -187,6 +188,8 @@ def _do(job: Job) -> None:
     step, number, name = job
     start = time.monotonic()
     if _OWN.get("number") != number:
+        _OWN.update(number=None, seed=None)
+        gc.collect()  # models refer to themselves: the last seed's would stay, gigabytes of them
         _OWN.update(number=number, seed=_OWN["make"](number))
     try:
         _OWN["steps"][step](_OWN["seed"], name)

@@ -1,7 +1,10 @@
 """The engine of the studies: available stages and rows, failing jobs, and jobs shared by processes."""
 
+import gc
 import re
 from pathlib import Path
+from typing import ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -19,7 +22,11 @@ class Numbers:
 
 
 class NumberSeed:
+    alive: ClassVar[WeakSet["NumberSeed"]] = WeakSet()
+
     def __init__(self, task: Numbers, number: int, output: Path) -> None:
+        self.itself = self  # as models refer to themselves
+        self.alive.add(self)
         self.place = output / f"seed-{number}"
         self.place.mkdir(exist_ok=True)
 
@@ -55,6 +62,16 @@ def test_a_job_that_fails_or_has_no_different_members_stops_neither_the_others_n
     told = re.findall(r"^(FAILED|UNAVAILABLE): numbers double (\w+), seed \d:", said, re.MULTILINE)
     assert sorted(told) == [("FAILED", "three")] * 2 + [("UNAVAILABLE", "same")] * 2
     KIND.run(Run(Numbers(), tmp_path, tmp_path, ["same"], [2]), KIND.stages)  # not a failure
+
+
+def test_a_seed_is_freed_before_the_next_one_is_made(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        KIND.run(Run(Numbers(), tmp_path, tmp_path, ["one"], [0, 1, 2]), ["double"])
+        assert len(NumberSeed.alive) == 1
+    finally:
+        gc.enable()
 
 
 def test_costs_that_were_measured_side_by_side_stay_together(
