@@ -59,15 +59,15 @@ def fix(seed: DualSeed, name: str) -> None:
     Later rows are added; stored entries are kept.
     """
     path = seed.folder / FIXED
+    if name in (read_if_there(path) or {"temperatures": ()})["temperatures"]:
+        return
     row = rows_of(seed.task)[name]
-    with alone(path):
+    held_out = seed.task.held_out
+    logits = row.asked(seed, held_out).member_logits
+    fit = fit_calibration(logits, held_out.samples.labels.to(logits.device))
+    with alone(path):  # only now: rows of a seed are made side by side
         fixed = read_if_there(path) or {"heads": {}, "temperatures": {}}
-        if name in fixed["temperatures"]:
-            return
-        held_out = seed.task.held_out
         fixed["samples"] = len(held_out.samples)
-        logits = row.asked(seed, held_out).member_logits
-        fit = fit_calibration(logits, held_out.samples.labels.to(logits.device))
         fixed["temperatures"][name] = fit.calibration.temperature[0]
         if row.family is not None and not row.family.tuned:
             fixed["heads"][row.family.name] = [[str(head) for head in heads] for heads in seed.heads(row.family)]

@@ -37,7 +37,7 @@ from studies.column_files import read_columns
 from studies.dual_findings import TABLES
 from studies.dual_recipe import load_dual_recipe
 from studies.dual_rows import BOTH, IMAGE, IMAGE_TUNED, ROWS
-from studies.dual_seed import DualTask
+from studies.dual_seed import DualSeed, DualTask, ZeroSet
 from studies.dual_study import ZERO_SHOT
 from studies.engine import Run
 from studies.measures import Array
@@ -135,7 +135,10 @@ def test_test_sets_are_opened_after_all_is_fixed(finished: Finished, tmp_path: P
     assert not source.opened
 
 
-def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp_path: Path) -> None:
+def test_rows_that_come_later_are_added_to_what_is_fixed(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another process fixes one meanwhile: rows of a seed are made side by side."""
     shutil.copytree(finished.output / "zero-shot" / "seed-0", tmp_path / "zero-shot" / "seed-0")
     seed, place = dual_seed(tmp_path), tmp_path / "zero-shot" / "seed-0" / dual_study.FIXED
     whole = json.loads(place.read_text())
@@ -145,10 +148,17 @@ def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp
     assert (list(first["temperatures"]), list(first["heads"])) == ([SINGLE], ["single"])
     changed = {**first, "temperatures": {SINGLE: 7.0}}
     place.write_text(json.dumps(changed))
+    asked = dual_rows.DualRow.asked
+
+    def beside(row: dual_rows.DualRow, seed: DualSeed, data: ZeroSet) -> Any:
+        place.write_text(json.dumps({**changed, "temperatures": {SINGLE: 7.0, "Taylor": 8.0}}))
+        return asked(row, seed, data)
+
+    monkeypatch.setattr(dual_rows.DualRow, "asked", beside)
     for row in (SINGLE, HYDRA_CIRC):
         dual_study.fix(seed, row)
     found = json.loads(place.read_text())
-    assert found["temperatures"] == {SINGLE: 7.0, HYDRA_CIRC: whole["temperatures"][HYDRA_CIRC]}
+    assert found["temperatures"] == {SINGLE: 7.0, "Taylor": 8.0, HYDRA_CIRC: whole["temperatures"][HYDRA_CIRC]}
     assert found["heads"] == {name: whole["heads"][name] for name in ("single", "both")}
 
 
