@@ -5,7 +5,8 @@ held-out images of the main task), `report` the outputs of every row on every se
 kept: a stopped run resumes.
 
 `seed-N.parquet` in the results has the columns that `evidence` describes, as `row|task|set|column`; the test set of a
-task has its name. All outputs of calibrated rows are temperature-scaled.
+task has its name. All outputs of calibrated rows are temperature-scaled. What no table reads is left out: losses after
+calibration, and the entropy of tasks without OOD sets.
 """
 
 from typing import Any, cast
@@ -21,12 +22,13 @@ from .dual_rows import rows_of
 from .dual_seed import CHOICE, TOWERS, DualSeed
 from .engine import COSTS, Kind, Plan, Run, made_with, timed, write_costs
 from .evidence import columns_of, stored
-from .measures import Array
+from .measures import CALIBRATED, Array
 from .samples import SampleBatches, alone
 from .seed_folder import REPORT
 from .storing import SINGLE, by_row, choices_in, read_if_there, store
 
 FIXED, TAYLOR = "fixed.json", "taylor"
+UNREAD = (f"{CALIBRATED}nll", f"{CALIBRATED}brier")  # columns that no table of this study reads
 
 
 def choose(seed: DualSeed, _: str) -> None:
@@ -95,7 +97,8 @@ def report(seed: DualSeed, name: str) -> None:
             answers = Prediction.from_logits(after.log_probs[None])  # [1, N, C]
         labels = data.samples.labels.to(answers.member_logits.device) if data.group == "id" else None
         of_set = stored(columns_of(answers, after, labels))
-        columns |= {f"{data.task}|{data.name}|{key}": column for key, column in of_set.items()}
+        unread = UNREAD if data.task in seed.task.sets.suites else (*UNREAD, "entropy")
+        columns |= {f"{data.task}|{data.name}|{key}": column for key, column in of_set.items() if key not in unread}
     write_columns(path.with_suffix(".parquet"), columns)
     write_json(path, {"row": name, "temperature": temperature, **made_with(seed.device)})
 

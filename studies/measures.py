@@ -110,7 +110,8 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
     id_columns = {name: column.astype(np.float64) for name, column in raw.items()}
     by_key = {"accuracy": _mean(id_columns["correct"], inside)}
     for prefix in ("", CALIBRATED):
-        by_key |= {f"{prefix}{key}": _mean(id_columns[f"{prefix}{key}"], inside) for key in ("nll", "brier")}
+        losses = [key for key in (f"{prefix}nll", f"{prefix}brier") if key in id_columns]
+        by_key |= {key: _mean(id_columns[key], inside) for key in losses}
         by_key[f"{prefix}ece"] = _ece(1.0 - id_columns[DOUBT[prefix]], id_columns["correct"], inside)
     by_key["aurc"] = _aurc(id_columns["msp"], 1.0 - id_columns["correct"], inside)
     if CONFIDENT in id_columns:

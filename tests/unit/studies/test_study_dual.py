@@ -95,7 +95,8 @@ def test_every_row_is_asked_about_every_set(finished: Finished) -> None:
     assert list(facts["runs"]["0"]["report"]) == list(facts["trainings"]) == list(ROWS)
     for row in ROWS:
         assert all(columns[f"{row}|{task}|{name}|msp"].shape == (count,) for task, name, count in places)
-        assert all(columns[f"{row}|{task}|{task}|calibrated.nll"].dtype == np.float16 for task in facts["tasks"])
+        assert all(columns[f"{row}|{task}|{task}|calibrated.doubt"].dtype == np.float16 for task in facts["tasks"])
+        assert {task for task in facts["tasks"] if f"{row}|{task}|{task}|entropy" in columns} == set(outside)
     assert set(facts["costs"]["rows"]) == {name for name, row in ROWS.items() if not row.calibrated}
     assert list(facts["runs"]["0"]["choices"]) == [dual_rows.BAYES_VLM, dual_rows.VILU]
 
@@ -121,7 +122,7 @@ def test_a_temperature_changes_no_label_and_is_the_one_that_was_fixed(finished: 
     columns, place = finished.columns, "tinyimagenet|tinyimagenet"
     for plain, row in ((SINGLE, "Temperature Scaling"), (HYDRA_CIRC, f"{HYDRA_CIRC} + Temperature Scaling")):
         assert np.array_equal(columns[f"{row}|{place}|correct"], columns[f"{plain}|{place}|correct"])
-        assert np.array_equal(columns[f"{row}|{place}|nll"], columns[f"{plain}|{place}|calibrated.nll"])
+        np.testing.assert_allclose(columns[f"{row}|{place}|msp"], columns[f"{plain}|{place}|calibrated.doubt"], 2e-3)
         fixed = finished.facts["runs"]["0"]["temperatures"]
         assert fixed[row] == fixed[plain] != 1.0
 
