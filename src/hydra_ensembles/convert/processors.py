@@ -108,7 +108,8 @@ def with_changes(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStem
         if isinstance(stem, PatchStemConfig) and stem.channels not in (1, 3):
             raise ConfigError(f"this model reads {stem.channels} channels. {OTHER_CHANNELS}")
         if missing or not for_images:
-            advice = f"also give {', '.join(missing)}" if for_images else "give its tokenizer: processor=..."
+            tokenizer = "give its tokenizer: processor=..., or save it in the model's folder"
+            advice = f"also give {', '.join(missing)}" if for_images else tokenizer
             raise ConfigError(f"the preprocessing of this model is not known; {advice}")
         changed: Any = ImagePreprocessing(**{"size": stem.image_size, **settings})  # type: ignore[union-attr]
     else:

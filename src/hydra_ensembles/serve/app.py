@@ -195,8 +195,12 @@ def make_app(
         )
 
     async def elsewhere(request: "Request", error: Any) -> "Response":
-        text = f"there is no {request.method} here; see /openapi.json"
-        return server.finished("elsewhere", time.perf_counter(), server.refusal(RequestError(text, error.status_code)))
+        async def refuse(_: "Request") -> "Response":
+            text = f"there is no {request.method} here; see /openapi.json"
+            named = f"; the model is called {name}" if request.url.path.startswith("/v2/models/") else ""
+            raise RequestError(text + named, error.status_code)
+
+        return await server.guarded("elsewhere", refuse, locked=False)(request)
 
     app.add_exception_handler(404, elsewhere)
     app.add_exception_handler(405, elsewhere)

@@ -338,7 +338,7 @@ def test_what_a_server_says_of_itself() -> None:
     ids = {"abc-1.2_3": True, "a b": False, "ä": False, "x" * 65: False}
 
     async def conversation(client: httpx.AsyncClient) -> tuple[dict[str, Any], list[str]]:
-        paths = ("/v1/model", "/openapi.json", "/", "/nowhere", "/v1/predict", "/v1/model/")
+        paths = ("/v1/model", "/openapi.json", "/", "/nowhere", "/v1/predict", "/v1/model/", "/v2/models/x")
         headers = [{"X-Request-Id": given.encode("latin-1")} for given in ids]
         kept = [(await client.get("/v2", headers=one)).headers["X-Request-Id"] for one in headers]
         return {path: await client.get(path) for path in paths}, kept
@@ -356,5 +356,7 @@ def test_what_a_server_says_of_itself() -> None:
     page = answers["/"]
     assert (page.status_code, "default-src 'none'" in page.headers["Content-Security-Policy"]) == (200, True)
     assert not any(word in page.headers["Content-Security-Policy"] for word in ("unsafe", "http"))
-    for path, status in (("/nowhere", 404), ("/v1/predict", 405), ("/v1/model/", 404)):  # all errors as JSON
-        assert (answers[path].status_code, answers[path].json().keys()) == (status, {"error"})
+    for path, status in (("/nowhere", 404), ("/v1/predict", 405), ("/v1/model/", 404), ("/v2/models/x", 404)):
+        assert (answers[path].status_code, answers[path].json().keys()) == (status, {"error"})  # all errors as JSON
+        assert answers[path].headers["X-Request-Id"]  # to be found in the log
+    assert f"called {MODEL.rpartition('/')[2]}" in answers["/v2/models/x"].json()["error"]
