@@ -60,9 +60,9 @@ def test_scores_of_labels_and_sets_agree_with_torch_uncertainty(conformal_refere
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("by_class", [False, True])
 def test_sets_hold_the_right_label(kind: str, by_class: bool) -> None:
-    """Mean coverage over 100 draws of held-out and fresh samples; by class for each class."""
+    """Mean coverage over 1,000 draws of held-out and fresh samples; by class, over 100, for each class."""
     covered = []
-    for seed in range(100):
+    for seed in range(100 if by_class else 1000):
         probs, labels = answers(360, seed=seed)
         sets = fit_sets(probs[:240], labels[:240], 0.8, kind, by_class=by_class)  # type: ignore[arg-type]
         found, wanted = sets(probs[240:]), labels[240:]
@@ -71,7 +71,7 @@ def test_sets_hold_the_right_label(kind: str, by_class: bool) -> None:
         groups = [inside[wanted == one].mean().item() for one in range(6)] if by_class else [inside.mean().item()]
         covered.append(groups)
     means = np.nanmean(covered, axis=0)
-    assert (means >= 0.8 - 0.015).all(), means
+    assert (means >= 0.8 - (0.015 if by_class else 0.005)).all(), means
     if kind == "aps":
         assert means.max() < 0.97  # not trivially 1
 
