@@ -440,8 +440,9 @@ def _open(path: Path, folder: Path) -> BufferedReader:
 def _missing(folder: Path, name: str) -> str:
     """Error message for a missing file."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    inside = [one for one in names if name == CONFIG and (folder / one / CONFIG).is_file()]  # a build's: base, ensemble
-    remedy = f"give a folder that save_pretrained wrote{', one of ' * bool(inside)}{', '.join(inside)}"
+    remedy = "give a folder that save_pretrained wrote"
+    if name == CONFIG and (inside := [one for one in names if (folder / one / CONFIG).is_file()]):  # a build's folder
+        remedy += f", one of {', '.join(inside)}"
     if name == WEIGHTS and any(file.endswith(PICKLES) for file in names):
         remedy = "pickles can run code and are never read: load the model with its own library, convert and save it"
     return f"there is no {name} (the folder has {names[:8] or 'no files'}); {remedy}"

@@ -200,8 +200,9 @@ class Recipe(Checked):
         if train is not None:
             self.plan(length_of(train))
             self._warn_if_unchanged(train)
-        judged = {"grid": self.grid[1:] and self.grid, "patience": self.patience}
-        if validation is None and (needs := [f"{name}={value}" for name, value in judged.items() if value]):
+        needs = [f"grid={self.grid}"] * (len(self.grid) > 1)
+        needs += [f"patience={self.patience}"] * (self.patience is not None)
+        if validation is None and needs:
             raise ConfigError(f"Recipe({', '.join(needs)}) needs validation data to judge by; give some, or change it")
         if self.last_blocks is not None and self.last_blocks > model.num_layers:
             raise ConfigError(f"Recipe.last_blocks is {self.last_blocks}, but the model has {model.num_layers} blocks")
