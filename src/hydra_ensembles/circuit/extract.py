@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from tqdm import tqdm
@@ -19,6 +19,7 @@ from .._utils import require_device, warn, without_autocast
 from ..arguments import Count, Range, Seed, Share, Whole, checked
 from ..batches import Batches, Sources
 from ..classes import renumbered
+from ..data.synthetic import synthetic_ood
 from ..errors import ConfigError, DataError
 from ..files import expanded, resumable
 from ..fingerprints import model_fingerprint
@@ -44,7 +45,7 @@ from .timing import LONGEST, bar_updater, in_words, say, seconds_of, speed_of
 def extract_circuit(
     ensemble: Ensemble | DualEncoder,
     id_batches: Batches,
-    ood_batches: Sources | None = None,
+    ood_batches: Sources | Literal["synthetic"] | None = None,
     *,
     score: Score = "avg",
     budget: int,
@@ -90,7 +91,8 @@ def extract_circuit(
         ensemble: An ensemble with a classifier, or a dual encoder; one member. Pruned heads are not candidates.
         id_batches: Labelled in-distribution batches. All samples are held in memory.
         ood_batches: OOD batches, needed for `"ood"` and `"avg"`; labels are ignored. Or a mapping from
-            names to batches: sources of equal weight, however many samples each of them has.
+            names to batches: sources of equal weight, however many samples each of them has. `"synthetic"` makes them
+            from `id_batches`, see `data.synthetic_ood`.
         score: What to maximise.
         budget: Heads to remove.
         method: How to find the best head of each step.
@@ -148,7 +150,7 @@ def extract_circuit(
     with_text = "text" in {*scope.towers, *(head.tower for head in off)}  # text heads are off, or candidates
     _check_methods(ensemble, method, ood_score, with_text)
     if score != "acc" and ood_batches is None:
-        raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
+        raise DataError(f'score="{score}" needs OOD samples; give ood_batches, or "synthetic", or use score="acc"')
 
     dtype = dtype or ensemble.dtype
     device = local_device(require_device(device or ensemble.device))
@@ -161,6 +163,9 @@ def extract_circuit(
         model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates, False)
         labels = model.metadata.labels
         id_batches = renumbered({"id_batches": id_batches}, labels, model.num_classes)["id_batches"]
+        if isinstance(ood_batches, str) and score != "acc":
+            id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches
+            ood_batches = synthetic_ood(id_batches, seed=seed, model=model)
         model = working_copy(model, dtype, device)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
         run = Extraction(
