@@ -303,7 +303,8 @@ class Evaluation:
         """Every number under one flat name: `accuracy`, `near.auroc`, `ood.cifar100.fpr95`, `shift.fog.ece`.
 
         Detection results of another score than the evaluation's own are prefixed with its name: `energy:near.auroc`.
-        Declined shares are `far.abstained`, and by reason `far.unsure` and `far.unfamiliar`.
+        Declined shares are `far.abstained`, and by reason `far.unsure` and `far.unfamiliar`. `shift.accuracy` is the
+        mean over the shifted sets.
         """
         numbers = self.id.numbers()
         single = {f"ood.{name}": result.detection for name, result in self.ood.items()}
@@ -322,6 +323,8 @@ class Evaluation:
                     numbers[f"{name}.{key}"] = sum(each) / len(each)
         for name, shifted in self.shift.items():
             numbers |= {f"shift.{name}.{key}": value for key, value in shifted.numbers().items()}
+        if self.shift:
+            numbers["shift.accuracy"] = sum(shifted.accuracy for shifted in self.shift.values()) / len(self.shift)
         if self.selective is not None:
             chosen = {key: getattr(self.selective, key) for key in ("accepted", "risk", "sure", "familiar")}
             numbers |= {f"selective.{key}": share for key, share in chosen.items() if share is not None}

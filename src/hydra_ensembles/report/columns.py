@@ -69,13 +69,14 @@ CLASSIFICATION = (
     Column("aece", "aECE", better="lower", digits=3),
 )
 OOD = (*_detection("near", "Near-OOD"), *_detection("far", "Far-OOD"), *_detection("all", "OOD avg"))
+SHIFT = Column("shift.accuracy", "Acc", "Shift avg", "higher", scale=100)
 COST = (
     Column("parameters", "Params (M)", better="lower", scale=1e-6),
     Column("multiply_adds", "MAdds (G)", better="lower", scale=1e-9),
     Column("latency_ratio", "Latency", better="lower", suffix="×"),
 )
-COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *OOD, *COST)
-"""The columns of the paper's tables, and the costs."""
+COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *OOD, SHIFT, *COST)
+"""The columns of the paper's tables, accuracy under distribution shift, and the costs."""
 
 DIVERSITY = (
     Column("mutual_information", "MI", "ID", digits=3),
@@ -124,7 +125,7 @@ def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> 
         better: Direction = "higher" if len({promise(run) for run in runs} - {None}) == 1 else "neither"
         added.append(Column("selective.accepted", "ID", "Accepted %", scale=100))
         added += (Column(f"{key}.abstained", title, "Declined %", better, scale=100) for key, title in titles.items())
-    return (HEADS, *CLASSIFICATION, *OOD, *added, *COST, *set_columns(sets, fitted))
+    return (HEADS, *CLASSIFICATION, *OOD, SHIFT, *added, *COST, *set_columns(sets, fitted))
 
 
 def promise(run: Evaluation) -> tuple[float, int] | None:

@@ -32,6 +32,9 @@ def test_numbers_are_written_as_the_paper_writes_them_and_others_where_they_are_
     assert [column.key for column in comparison.columns] == [column.key for column in COLUMNS]
     assert found["accuracy"].text == f"{hydra.id.accuracy * 100:.2f}"
     assert found["ece"].text == f"{hydra.id.ece:.3f}"
+    foggy = hydra.shift["fog"]
+    shifted = replace(hydra, shift={"fog": foggy, "rain": replace(foggy, accuracy=foggy.accuracy / 2)})
+    assert cells(compare([shifted]), "Hydra")["shift.accuracy"].value == pytest.approx(foggy.accuracy * 0.75)
     assert found["near.auroc"].text == f"{hydra.means['near']['msp'].auroc * 100:.2f}"
     assert [found[key].text for key in ("heads", "parameters", "latency_ratio")] == ["3x3", "4.00", "1.25×"]
     assert cells(comparison, "Single")["heads"].text == "5"
@@ -46,9 +49,9 @@ def test_numbers_are_written_as_the_paper_writes_them_and_others_where_they_are_
         assert str(made).startswith("| Method | Heads | Acc ↑")
         assert len(repr(made)) < 1000
     assert cells(compare(methods(), columns=DIVERSITY), "Hydra")["all.disagreement"].value > 0
-    keys = [column.key for column in compare([evaluation(ood=False)]).columns]
+    keys = [column.key for column in compare([evaluation(ood=False, shift=False)]).columns]
     assert "parameters" in keys  # known from the model
-    assert not {"near.auroc", "latency_ratio"} & set(keys)  # no method has them
+    assert not {"near.auroc", "latency_ratio", "shift.accuracy"} & set(keys)  # no method has them
 
 
 @pytest.mark.parametrize(("samples", "right", "points"), [(12, 12, "16"), (160, 80, "7.7"), (10_000, 9_500, "0.43")])
