@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,8 +89,7 @@ def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_js
     folder = source.output_folder(sources.output)
     fitted = replace(hydra, recipe=in_batches_of(hydra.recipe, sources.batch_size))
     model, sets, size = model_and_sets(sources, fitted, folder, "build")
-    defaults_too = {name: to_plain(value) for name, value in vars(hydra).items()}
-    written = {**to_plain(replace(sources, batch_size=size)), **defaults_too}
+    written = to_plain(asdict(replace(sources, batch_size=size)) | asdict(hydra))  # also defaults of later fields
     with with_settings(folder, written, "build"):
         ensemble = build_ensemble(model, fitted, **sets, output=folder, device=sources.place(), progress=not quiet)
     if as_json:
@@ -176,7 +175,7 @@ def search(
     names = ("cost", "familiarity", "first", "tolerance", "price", "seed")
     trainings = [source.further(sources, name) for name in sources.models]
     model, sets, size = model_and_sets(sources, hydra, folder, "search")
-    written = to_plain(replace(sources, batch_size=size))
+    written = to_plain(asdict(replace(sources, batch_size=size)))
     with nullcontext() if dry_run else with_settings(folder, written, "search"):
         front = run_search(
             model,

@@ -100,6 +100,7 @@ def test_a_recipe_of_a_file_is_changed_by_options_and_batches_are_no_larger_than
     recipe = settings["recipe"]
     assert (recipe["steps"], recipe["batch_size"], recipe["learning_rate"]) == (2, 6, 0.1)
     assert (settings["batch_size"], recipe["gradient_accumulation"]) == (5, 1)
+    assert recipe.keys() == vars(he.Recipe(learning_rate=0.1, steps=1)).keys()
     assert summary["config"]["recipe"]["gradient_accumulation"] == 2  # batches of 3
     assert summary["samples"]["validation"] == 4
     history = he.Ensemble.from_pretrained(tmp_path / "run" / "ensemble").metadata.history
