@@ -61,7 +61,7 @@ def main_table(study: DualStudy) -> str:
         f"numbers in brackets below; aECE has no interval.{later_runs(study)} Classification: mean over "
         f"{', '.join(study.counted) or 'no task'}. {left_out(study)} OOD: AUROC, mean over the near, the far and all "
         f"sets of an ID task. {BY_OWN} Circuits: {'; '.join(ranked) or 'none'}. "
-        f"Temperatures on {run['samples']} images. "
+        f"Temperatures on {run['samples']} images. {priced(study)}"
         f"{facts['device']}, torch {facts['versions']['torch']}. From `results/studies/{study.name}/`."
     )
     return markdown(["row", *keys.values(), *["cost"] * measured], lines, note)
@@ -122,6 +122,17 @@ def detection_table(study: DualStudy) -> str:
     return markdown(["row", *heads, *keys.values()], lines, note)
 
 
+def priced(study: DualStudy) -> str:
+    """What the costs were measured on, and of which rows they say less or more than the method's price."""
+    costs = study.facts["costs"]
+    if costs is None:
+        return ""
+    return (
+        f"Cost (of an answer, relative to Single's) and memory: {measured_on(costs)}. BayesVLM's is that of code which "
+        "is not optimized, in float32; ViLU's and NegLabel's leave out their scores. "
+    )
+
+
 def price_table(study: DualStudy) -> str:
     """The costs of every row."""
     lines = []
@@ -130,9 +141,7 @@ def price_table(study: DualStudy) -> str:
         stored = f"{cost['parameters'] / 1e6:.1f} M" if cost.get("parameters") else "–"
         trained = f"{study.facts['trainings'][row]:g}"
         lines.append([row, stored, ratio(cost), memory(cost), trained, len(study.seeds(row))])
-    costs = study.facts["costs"]
-    priced = f"Cost and memory: {measured_on(costs)}. " if costs else ""
-    note = f"{priced}A dash: not measured, or Single's with a temperature. Trainings: of a text side, Single's too."
+    note = f"{priced(study)}A dash: Single's, with a temperature. Trainings: of a text side, Single's too."
     return markdown(["row", "parameters", "cost ↓", "peak memory ↓", "trainings ↓", "seeds"], lines, note)
 
 

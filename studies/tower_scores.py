@@ -1,6 +1,6 @@
 """Taylor scores of the heads of both towers of a dual encoder (Figure 7 of the paper): file, figure and table.
 
-    python -m studies.tower_scores --model runs/studies/zero-shot/seed-0/models/dual --data shared
+    python -m studies.tower_scores --model runs/studies/zero-shot/seed-0/models/dual --data shared --name DINOv2+MiniLM
 
 `--model` is a folder of a saved `DualEncoder`, such as the zero-shot study writes, or a checkpoint as
 `studies.weights.load_dual` reads it. `--data` holds `data/images/tinyimagenet`, whose validation images
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         towers[name] = {**sizes, "scores": scores[name].tolist()}
     return {
         "benchmark": "tower_scores",
-        "model": Path(options.model).name,
+        "model": options.name or Path(options.model).name,
         "towers": towers,
         "data": f"{TINYIMAGENET} validation",
         "images": len(images),
@@ -169,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or checkpoint of a dual encoder")
+    parser.add_argument("--name", help="of the model, for the tables; default: its folder's")
     parser.add_argument("--data", type=Path, required=True, help="folder with data/images/tinyimagenet")
     parser.add_argument("--images", type=int, help="default: all validation images")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

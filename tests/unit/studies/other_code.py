@@ -25,7 +25,8 @@ def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]
     found = {"accuracy": float(correct.mean()), "aurc": _aurc(columns[f"{own}|msp"], correct)}
     for prefix, doubt in {"": "msp", "calibrated.": "calibrated.doubt"}.items():
         if f"{own}|{doubt}" in columns:
-            found |= {f"{prefix}{key}": float(columns[f"{own}|{prefix}{key}"].mean()) for key in ("nll", "brier")}
+            kept = [key for key in ("nll", "brier") if f"{own}|{prefix}{key}" in columns]
+            found |= {f"{prefix}{key}": float(columns[f"{own}|{prefix}{key}"].mean()) for key in kept}
             found[f"{prefix}ece"] = _ece(1 - columns[f"{own}|{doubt}"], correct)
     odds, doubt = columns.get(f"{own}|vilu"), columns[f"{own}|msp"]
     sure = 1 - doubt if odds is None else 1 / (1 + np.exp(odds))  # the row's own confidence
