@@ -165,9 +165,17 @@ def _store_columns(folder: Path, target: Path, number: int, rows: list[str], bef
             older.unlink()
     else:
         single = new[SINGLE]
-        answers = {key: column for key, column in named(SINGLE, single).items() if CALIBRATED not in key}
+        other = list[str]()  # rows of another training; calibration may differ by version
+        for name, one in new.items():
+            answers = {key: column for key, column in named(name, one).items() if CALIBRATED not in key}
+            other += [] if same_columns(answers, stored) else [name]
+        left = ", ".join(name for name in other if name in before and name != SINGLE)
+        if left:
+            lacking = ", ".join(name for name in before if name not in new)
+            told = f"stay as stored before: this run lacks {lacking}; make these too, or `forget` the stored rows"
+            print(f"{target.name}: of seed {number}, {left} {told}", flush=True)
         new = {name: one for name, one in new.items() if name not in before}
-        if new and not same_columns(answers, stored):  # another training; calibration may differ by version
+        if new and SINGLE in other:
             digest = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
             again = {"rows": np.array(list(new)), **named(SINGLE, single)}
             write_columns(target / f"again-{number}-{digest}.parquet", again)

@@ -140,7 +140,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 accepted = " or ".join(dict.fromkeys(_in_words(kind, value) for kind in sorted(choices, key=_listed)))
                 kinds = {get_origin(kind) or kind for kind in choices if not _listed(kind)}
                 problem = DataError if kinds & {Iterable, Mapping, Tensor} else ConfigError
-                raise problem(f"{name} of {title} must be {accepted}, got {_shown(value)}")
+                loads = getattr(getattr(value, "load", None), "__self__", None) is value  # a suite, or one set of it
+                advice = "; load it first: .load(root)" if loads else ""
+                raise problem(f"{name} of {title} must be {accepted}, got {_shown(value)}{advice}")
             if name not in expected and any(get_origin(hint) is Unpack for hint in expected.values()):
                 advice = _advice(name, value, expected)
                 raise TypeError(f"{title}() got an unexpected keyword argument {name!r}{advice}")
@@ -244,7 +246,7 @@ def _fits(hint: Any, value: Any) -> bool:
         simple = _is_simple(item)
         if not simple and item is not Any:  # heads, members: the function that takes them has better messages
             return True
-        listed = isinstance(value, Iterable) if kind is Iterable else hasattr(type(value), "__len__")
+        listed = isinstance(value, Iterable) and (kind is Iterable or hasattr(type(value), "__len__"))
         listed = listed or hasattr(type(value), "__getitem__")  # torch datasets are indexed
         unordered = kind is Sequence and isinstance(value, Mapping | set | frozenset)
         scalar = getattr(value, "ndim", 1) == 0

@@ -187,7 +187,7 @@ def resumable(path: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        if path is not None and path.exists():
+        if path is not None and (path.is_file() or any(not file.name.startswith(".") for file in path.rglob("*.*"))):
             error.__notes__ = [f"finished work is kept in {path}; the same call resumes it"]
         raise
 

@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.baselines.mc_dropout import MCDropout, mc_dropout
-from hydra_ensembles.errors import DataError
+from hydra_ensembles.calibrate import calibrate
+from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
@@ -99,6 +100,8 @@ def test_predict_gives_uncertainty_and_no_foreign_calibration():
     assert prediction.class_names == ("a", "b", "c", "d")
     with pytest.raises(DataError, match="preprocessing"):
         view.predict("text")
+    with pytest.raises(ConfigError, match=r"got MCDropout; .*the ensemble that it was made from"):
+        calibrate(view, [(IMAGES, torch.arange(3))])
     data = TensorDataset(IMAGES, torch.arange(3))
     data.classes = ("b", "a", "c", "d")  # the same classes in another order
     with pytest.raises(DataError, match="'b'"):

@@ -80,6 +80,15 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
 
+def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """A whole number; raise where plain YAML would silently use base 8 (`010`) or base 60 (`1:30`)."""
+    if re.search(r"^[-+]?0[\d_]|:", node.value):
+        problem = f"{node.value!r} is no decimal number; write it without leading zeros or colons, or as text in quotes"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return int(loader.construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789")
 )

@@ -14,6 +14,7 @@ from .._utils import unwrapped, warn
 from ..arguments import checked
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig
+from ..model.dropping import OurModel
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear, GroupedNorm
@@ -77,7 +78,7 @@ def convert(
     labels: Sequence[str] | None = None,
     processor: Any = None,
     declaration: Declaration | None = None,
-    preprocessing: Mapping[str, Any] | None = None,
+    preprocessing: Any = None,
     probe: bool = True,
 ) -> Ensemble | DualEncoder:
     """Convert a model of timm, torchvision, transformers or open_clip, or your own, to an `Ensemble` with one member.
@@ -116,6 +117,9 @@ def convert(
         >>> torch.allclose(base(images)[0], model(images), atol=1e-5)
         True
     """
+    if preprocessing is not None and not isinstance(preprocessing, Mapping):
+        given = f"preprocessing takes changes, such as {{'max_length': 64}}, got a {type(preprocessing).__name__}"
+        raise ConversionError(f"{given}; a tokenizer or image processor is given by processor=")
     wrapped: Any = model
     model = unwrapped(wrapped)
     if declaration is not None:
@@ -223,7 +227,7 @@ def convert_if_needed(model: Any) -> Any:
     if not isinstance(model, nn.Module):
         return model
     inner = unwrapped(model)  # removes `torch.compile` and data-parallel wrappers
-    return inner if isinstance(inner, Ensemble | DualEncoder) else convert(model)
+    return inner if isinstance(inner, OurModel) else convert(model)
 
 
 def _looks_untrained(ensemble: Ensemble, spread: float) -> bool:

@@ -111,10 +111,11 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
     def __getitem__(self, index: int) -> tuple[Item, int]:
         """Read the item at a position and its label; negative positions count from the end."""
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
+        if not hasattr(type(index), "__index__"):
+            raise DataError(f"{self.name}: a position is a whole number, got {short(index)}; for several use select()")
+        if not -len(self) <= index < len(self):
             raise IndexError(f"{self.name} has {len(self)} items, position {index} is outside it")
-        return self._source[int(self.rows[position])], int(self.labels[position])
+        return self._source[int(self.rows[index])], int(self.labels[index])
 
     def __iter__(self) -> Iterator[tuple[Item, int]]:
         return (self[index] for index in range(len(self)))
@@ -147,8 +148,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
     def _stored(self, index: int) -> bytes | Path | Text | None:
         """Stored bytes, file or text of an item; None if unknown."""
-        source = self._source
-        row = int(self.rows[index])
+        source, row = self._source, int(self.rows[index])
         if isinstance(source, Rows) and source.stored is not None:
             return source.stored(row)
         item: Any = source[row] if self.kind == "text" else None

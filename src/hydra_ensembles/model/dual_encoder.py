@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..batches import READ
 from ..checkpoint import Stored
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from .config import DualEncoderConfig, output_width
 from .contents import DUAL_ENCODER, Contents, dual_encoder_contents, read_dual_encoder
 from .cost import Description
@@ -118,6 +118,11 @@ class DualEncoder(OurModel, Saved):
 
     def logits(self, image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:
         """Scaled similarities `[M, B_image, B_text]` of normalised embeddings `[M or 1, B, e]`."""
+        for name, given in (("image", image_embeddings), ("text", text_embeddings)):
+            if not isinstance(given, Tensor) or given.ndim != 3 or given.shape[2] != self.embedding_width:
+                got = list(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
+                takes = f"logits takes {name} embeddings [members or 1, B, {self.embedding_width}], got {got}"
+                raise DataError(f"{takes}; for images and texts call the model itself: dual(images, texts)")
         similarity = image_embeddings @ text_embeddings.transpose(1, 2)
         logits = similarity * self.logit_scale.exp()[:, None, None]
         return logits if self.logit_bias is None else logits + self.logit_bias[:, None, None]

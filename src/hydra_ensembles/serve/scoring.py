@@ -32,7 +32,7 @@ from ..preprocessing import to_rgb
 from ..run_folder import RESULT, RunFolder
 from ..schema import to_plain
 from .archives import Archive, Item
-from .outputs import REASON_WORDS, Arrays, Field, columns, output_fields
+from .outputs import REASON_WORDS, Arrays, Field, as_array, as_tensor, columns, count_rows, output_fields
 from .service import FORMATS, MAX_ASPECT, SHORTEST
 
 SHARD, UNREADABLE, SUMMARY = "rows/part-{:05d}.parquet", "unreadable/part-{:05d}.jsonl", "summary"
@@ -151,20 +151,23 @@ class Scorer:
 
         The columns to keep are read from `beside` if given, otherwise from the batch.
         """
+        if not hasattr(batch, "keys"):
+            raise DataError(f"a batch is a mapping of columns ({{name: list of rows}}), got a {type(batch).__name__}")
         beside = batch if beside is None else beside
         missing = [name for name in self.keep if name not in beside]
         if missing:
             raise DataError(f"the batch has no columns {missing} to keep; it has {sorted(beside)}")
-        kept = {name: np.atleast_1d(_as_array(beside[column])) for name, column in self.kept.items()}
         names = READ[self.ensemble.kind]
         raw = self.columns.needed(self.ensemble.kind)
         pair = [self.columns.text_pair] if self.ensemble.kind == "text" else []
-        lengths = {name: len(batch[name]) for name in (*names, *raw, *pair) if name in batch}
-        lengths |= {name: len(column) for name, column in kept.items()}
+        given = {name: batch[name] for name in (*names, *raw, *pair) if name in batch}
+        given |= {name: beside[column] for name, column in self.kept.items()}
+        lengths = {name: count_rows(name, column) for name, column in given.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"columns of the batch have different lengths, {lengths}; give one value for each row")
+        kept = {name: as_array(given[name]) for name in self.kept}
         if names[0] in batch:
-            inputs = {name: _tensor(batch[name]) for name in names if name in batch}
+            inputs = {name: as_tensor(name, batch[name]) for name in names if name in batch}
             count = len(inputs[names[0]])
             return ReadyBatch([(inputs, list(range(count)))], [""] * count, [""] * count, kept)
         absent = [name for name in raw if name not in batch]
@@ -275,20 +278,6 @@ def _by_length(encoded: dict[str, Tensor], rows: list[int], whole: bool) -> list
 
 def _pillow() -> Any:
     return require("PIL.Image", extra="data")
-
-
-def _tensor(values: Any) -> Tensor:
-    """A column of equally shaped rows as one tensor, however the engine stores it."""
-    rows = list(values) if isinstance(values, np.ndarray) and values.dtype == object else values
-    return rows if isinstance(rows, Tensor) else torch.from_numpy(np.ascontiguousarray(rows))
-
-
-def _as_array(values: Any) -> np.ndarray[Any, Any]:
-    """A column as an array; objects if not numbers: NumPy strips trailing zeros of bytes and rejects ragged lists."""
-    with suppress(ValueError):
-        if isinstance(values, np.ndarray) or np.asarray(values).dtype.kind in "biuf":
-            return np.asarray(values)
-    return np.fromiter(values, dtype=object, count=len(values))
 
 
 def _image(item: Any) -> Any:

@@ -156,6 +156,7 @@ def test_the_file_then_options_then_single_settings(tmp_path):
         ("output: ''", (), "output is empty"),
         ("recipe: {steps: 3, learning_rate: 0.1}", ("recipe.epochs=3",), "steps"),
         ("", ("model_options.img_size=[",), "not valid YAML"),
+        *((f"members: {wrong}", (), f"'{wrong}' is no decimal number") for wrong in ("010", "-0_1", "1:30")),
     ],
 )
 def test_settings_that_do_not_exist_or_cannot_be(tmp_path, text, changes, says):

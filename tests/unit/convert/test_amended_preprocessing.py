@@ -140,3 +140,5 @@ def test_texts_may_be_cut_shorter() -> None:
             he.convert(model, processor=he.TextPreprocessing(max_length=20), preprocessing=changes)
     with pytest.raises(he.HydraError, match="processor="):
         he.convert(model, preprocessing={"max_length": 7})
+    with pytest.raises(he.HydraError, match=r"got a TextPreprocessing; .*processor="):
+        he.convert(model, preprocessing=he.TextPreprocessing(max_length=20))

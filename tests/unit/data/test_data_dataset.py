@@ -37,6 +37,8 @@ def test_knows_items_labels_and_names(letters: TextDataset) -> None:
     for index in (6, -7):
         with pytest.raises(IndexError, match="letters"):
             letters[index]
+    with pytest.raises(DataError, match=r"slice\(1, 3, None\); for several use select"):
+        letters[1:3]
 
 
 def test_select_keeps_the_order_given_and_remembers_source_rows(letters: TextDataset) -> None:

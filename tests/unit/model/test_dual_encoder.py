@@ -180,5 +180,8 @@ def test_what_does_not_fit_together_is_refused() -> None:
     dual = he.convert(open_clip_model())
     with pytest.raises(DataError, match="preprocessing"):
         dual.encode_text(["a photo"])
+    for given in (["a photo"], torch.zeros(2, 3, 32, 32), torch.zeros(1, 2, 23)):
+        with pytest.raises(DataError, match=r"1, B, 24\], got .*dual\(images, texts\)"):
+            dual.logits(torch.zeros(1, 2, 24), given)
     assert repr(dual).startswith("DualEncoder(members=1, embedding=24, image=Ensemble(image, members=1")
     assert dual.describe_towers()["image"].parameters == sum(parameter.numel() for parameter in dual.image.parameters())

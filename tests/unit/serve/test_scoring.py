@@ -70,9 +70,22 @@ def test_texts_pairs_and_prepared_inputs() -> None:
     same(both({"a": np.array(texts), "b": pairs}), scalars(one.predict(list(zip(texts, pairs, strict=True)))))
     with pytest.raises(DataError, match="no column 'b'"):
         both({"a": texts, "c": pairs})
-    for short in ({"b": pairs[:1]}, {"b": pairs, "id": [1]}, {"b": pairs, "id": 1}):
-        with pytest.raises(DataError, match=r"different lengths, .*: 1}"):
-            Scorer(one, columns=both.columns, keep=["id"] if "id" in short else [])({"a": texts, **short})
+    lengths, column, once = (
+        r"different lengths, .*: 1}",
+        "must be a list, with a value for each row; got one",
+        iter([1]),
+    )
+    for wrong, words in (
+        ({"b": pairs[:1]}, lengths),
+        ({"b": pairs, "id": [1]}, lengths),
+        *(({"b": pairs, "id": single}, column) for single in (1, once, "abc", np.array("a"), {"x": 1, "y": 2, "z": 3})),
+        ({"a": "abc", "b": pairs}, column),
+        ({"input_ids": [[1], [1, 2], [1]], "b": pairs}, r"'input_ids' needs numbers, .*\(pad texts\)"),
+    ):
+        with pytest.raises(DataError, match=words):
+            Scorer(one, columns=both.columns, keep=["id"] if "id" in wrong else [])({"a": texts, **wrong})
+    with pytest.raises(DataError, match=r"mapping of columns.* got a list"):
+        both(texts)
     assert [bool(error) for error in both({"a": texts, "b": ["wörld", None, "hello"]})["error"]] == [False, True, False]
     inputs = inputs_for(one, 4)
     rows = {name: list(tensor.numpy()) for name, tensor in inputs.items()}

@@ -157,6 +157,7 @@ def test_runs_are_stored_beside_each_other(
     storing.forget(results / NAME, [added, DEEP])
     (report / f"{slug(DEEP)}.json").unlink()
     reported(SINGLE, HYDRA)  # acts as another Single
+    assert "stored before" not in capsys.readouterr().out
     for _ in range(2):  # storing again changes nothing
         both = stored()
         assert (both.seeds(added), both.seeds(SINGLE), both.in_parts) == ([0], [0, 1], True)
@@ -174,6 +175,9 @@ def test_runs_are_stored_beside_each_other(
         assert (apart.value, apart.half_width) == pytest.approx((gap.value, gap.half_width))
         assert apart.as_they_are == Difference(0.0, 0.0, 1)
     assert all_tasks.seeds_cell([both, study], added) == "1, –"
+    reported(MC_DROPOUT, HYDRA)  # stored already: it stays until all rows are made again
+    assert stored().difference(MC_DROPOUT, SINGLE, "accuracy") == study.difference(MC_DROPOUT, SINGLE, "accuracy")
+    assert f"of seed 0, {MC_DROPOUT} stay as stored before: this run lacks CircAvg" in capsys.readouterr().out
     for row in ROWS[1:]:
         reported(row, row)
     with monkeypatch.context() as killed:

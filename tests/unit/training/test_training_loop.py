@@ -250,6 +250,9 @@ def test_wherever_a_run_stops_it_goes_on_exactly(tmp_path, kind, precision, stop
 
 def test_a_checkpoint_comes_by_time_too_and_an_interruption_says_where_it_is(tmp_path, monkeypatch):
     """Training with slow steps is checkpointed well before `checkpoint_every`, but not at every step."""
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        train(Stopping(batches(), 2), PLAIN, output=tmp_path)
+    assert not hasattr(stopped.value, "__notes__")  # there is no checkpoint yet
     now = itertools.count(0, 9)  # seconds per call of the clock: two calls per step unless it writes
     monkeypatch.setattr(loop, "monotonic", lambda: float(next(now)))
     with pytest.raises(KeyboardInterrupt) as stopped:
