@@ -10,12 +10,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import httpx
-import numpy as np
 import pytest
 
 from hydra_ensembles.serve.app import _Server, make_app
 from hydra_ensembles.serve.batcher import Batcher
-from hydra_ensembles.serve.outputs import columns
 from hydra_ensembles.serve.service import Service
 from served_models import served
 from serving import JSON, LIMIT, MODEL, opened, picture, pixels, settings, talk
@@ -127,23 +125,24 @@ def test_rows_of_a_client_that_is_gone_are_not_run(monkeypatch: pytest.MonkeyPat
     assert any(json.loads(line).get("status") == 499 for line in log)
 
 
-def test_a_full_queue_is_said_with_a_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch)
+def test_waiting_rows_are_batched_up_to_a_full_queue_which_is_said_with_a_time_to_come_back(monkeypatch) -> None:
+    held, contents = Held(monkeypatch), [picture(seed) for seed in range(4)]
 
-    async def conversation(client: httpx.AsyncClient) -> None:
+    async def conversation(client: httpx.AsyncClient) -> list[Any]:
         first = await held.first(client)
-        several = {"json": {"images": [base64.b64encode(picture()).decode()] * 4}}
+        several = {"json": {"images": [base64.b64encode(one).decode() for one in contents]}}
         queued = asyncio.create_task(client.post("/v1/predict", **several))
         await held.taken(5)
-        for options in (several, {"files": {"file": picture()}}):
-            full = await client.post("/v1/predict", **options)
-            assert full.status_code == 503
-            assert int(full.headers["Retry-After"]) >= 1
+        full = await client.post("/v1/predict", files={"file": picture()})
+        assert (full.status_code, int(full.headers["Retry-After"]) >= 1) == (503, True)
         held.gate.set()
-        assert [(await one).status_code for one in (first, queued)] == [200, 200]
-        assert (await client.post("/v1/predict", files={"file": picture()})).status_code == 200
+        assert (await first).status_code == 200
+        return (await queued).json()["predictions"]
 
-    talk(make_app(served("image"), settings(max_queue=4)), conversation)
+    found = talk(make_app(served("image"), settings(max_queue=4, max_batch=2)), conversation)
+    expected = served("image").predict([opened(one) for one in contents]).confidence
+    assert [one["confidence"] for one in found] == pytest.approx(expected.tolist(), abs=2e-4)
+    assert held.batches == [1, 2, 2]
 
 
 def test_open_requests_are_bounded_before_their_bodies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,21 +183,3 @@ def test_what_is_given_up_before_it_is_decoded_leaves_no_body_behind() -> None:
         assert await first
 
     asyncio.run(conversation())
-
-
-def test_many_at_once_are_batched_and_each_gets_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch)
-    contents = [picture(seed) for seed in range(13)]
-
-    async def conversation(client: httpx.AsyncClient) -> list[httpx.Response]:
-        asked = [await held.first(client)]
-        asked += [asyncio.create_task(client.post("/v1/predict", files={"file": one})) for one in contents[1:]]
-        await held.taken(13)
-        held.gate.set()
-        return await asyncio.gather(*asked)
-
-    answers = talk(make_app(served("image"), settings()), conversation)
-    expected = columns(served("image").predict([opened(one) for one in contents]))["probs"].max(axis=-1)
-    found = [answer.json()["predictions"][0]["confidence"] for answer in answers]
-    np.testing.assert_allclose(found, expected, atol=2e-4)
-    assert held.batches == [1, 4, 4, 4]

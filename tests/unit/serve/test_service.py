@@ -15,7 +15,6 @@ from hydra_ensembles.serve.outputs import columns
 from hydra_ensembles.serve.service import NEAREST, Sample, Service
 from served_models import SCORES, inputs_for, served
 from serving import POSTSCRIPT, picture, png, settings
-from zero_shot_models import NAMES
 
 TEXTS = ["hello", "hello wörld", "wörld " * 7, "hello hello hello"]
 
@@ -49,15 +48,6 @@ def test_what_the_model_would_warn_of_is_told_where_a_row_is_read_and_nowhere_el
         assert len(answer(rows)) == 3
     assert said == []
     assert all("like pixels that are not normalised" in row.notes[0] for row in rows)
-
-
-@pytest.mark.slow
-def test_zero_shot_classifiers_are_served_alike() -> None:
-    one = service("zero-shot")
-    (run,) = one.workers()
-    inputs = inputs_for(one.ensemble, 3)
-    same(run(one.tensors(inputs)), columns(one.ensemble.predict(inputs)))
-    assert one.plain(run(one.tensors(inputs))[0])["label"] in NAMES
 
 
 @pytest.mark.gpu
