@@ -195,7 +195,7 @@ def test_drawn_members_are_an_ensemble_that_is_saved_optimized_and_retargeted(tm
     assert found.predict(IMAGES).class_names == NAMES
 
 
-def test_the_closed_form_predicts_and_is_evaluated():
+def test_the_closed_form_predicts_and_is_evaluated_and_optimized():
     found = bayes_vlm(dual(), double_pairs()).probit(NAMES)
     prediction = found.predict(IMAGES)
     assert (prediction.members, prediction.class_names) == (1, NAMES)
@@ -203,6 +203,10 @@ def test_the_closed_form_predicts_and_is_evaluated():
     result = he.evaluate(found, [(images.double(), labels)])
     expected = (found(images.double())[0].argmax(-1) == labels).double().mean().item()
     assert result.id.accuracy == pytest.approx(expected)
+    torch.testing.assert_close(found.optimize()(IMAGES), found(IMAGES))
+    rough = found.optimize(IMAGES, dtype=torch.bfloat16)
+    assert rough.optimized.dtype == torch.bfloat16
+    torch.testing.assert_close(rough.predict(IMAGES).probs, prediction.probs, atol=0.01, rtol=0)
     data = TensorDataset(images.double(), labels)
     data.classes = NAMES[::-1]
     with pytest.raises(DataError, match=NAMES[-1]):
