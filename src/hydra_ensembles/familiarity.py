@@ -383,7 +383,7 @@ class Fitting:
             return 0.0
         missing = self.missing()
         classes = len(self.counts)
-        other = "or use score='knn', which ignores classes (familiarity='knn' in calibrate)"
+        other = "or use the score 'knn', which ignores classes (the setting familiarity of calibrate)"
         if missing:
             problem = f"classes {self._named(missing)} have no samples, so their inputs never look familiar"
             raise TooFewSamplesError(f"{problem}; give some of every class, {other}")

@@ -128,7 +128,7 @@ def fuse(
     if duals and ensembles:
         raise ConfigError("fuse takes members of one kind, got ['DualEncoder', 'Ensemble']")
     if duals and average:
-        raise ConfigError(f"average={average} is for classifiers; dual encoders keep their layers per member")
+        raise ConfigError(f"average (got {average}) is for classifiers; dual encoders keep their layers per member")
     if trunk is None:
         warn_if_equal(_single_members(models), "fuse")
     if duals:
@@ -142,8 +142,8 @@ def _whole_layers(average: float, layers: int) -> int:
         return int(average)
     count = round(average * layers)
     if average and count in (0, layers):
-        meaning = f"all of them; for that give average={layers}" if count else "none; for one give average=1"
-        raise ConfigError(f"average={average} of {layers} layers is {meaning}: whole numbers count layers")
+        meaning = f"all of them; for that give {layers}" if count else "none; for one give 1"
+        raise ConfigError(f"average {average} of {layers} layers is {meaning}: whole numbers count layers")
     return count
 
 
@@ -208,8 +208,8 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: FusionByGroup, limit: int 
     stem = next((name for name in differing if place_of(name)[0] == "stem"), None)
     if how["stem"] == "shared" and stem is not None:
         advice = (
-            'if they were fine-tuned from one model, average the first layers: average=0.8, mlp="separate"; otherwise '
-            'fuse with stem="mean" or stem="separate", or fine-tune without the stem'
+            "if they were fine-tuned from one model, average the first layers: average 0.8, mlp 'separate'; otherwise "
+            "fuse with the stem 'mean' or 'separate', or fine-tune without the stem"
         )
         raise ConfigError(f"the members differ in {stem}, so one stem cannot serve all; {advice}")
     config = replace(member_config(members[0].config, 0), heads=heads)
@@ -239,7 +239,7 @@ def _with_mean_trunk(
         raise ConfigError(f"average is {layers}, but the members have {most} layers")
     parted = [layer for layer in range(layers) if len({kept[layer] for kept in heads}) > 1]
     if parted:
-        raise ConfigError(f"members lost different heads in layer {parted[0]}, which average={layers} would merge")
+        raise ConfigError(f"members lost different heads in layer {parted[0]}, which average {layers} would merge")
     averaged = [dict(state) for state in states]
     for name in states[0]:
         group, layer = place_of(name)
@@ -312,7 +312,7 @@ def _warn_of_unrelated(states: Sequence[Mapping[str, Tensor]], stored_once: Iter
         warn(
             f"the weights of members 0 and {index} that are averaged in {where} have a cosine of {least:.2f}; "
             "fine-tunings of one model have 0.9 or more, and averaging anything else makes no sense. Keep such "
-            'members separate with Ensemble.stack, or with fuse, stem="separate", mlp="separate" and no average'
+            "members separate: fuse them with stem and mlp 'separate' and no average, or use Ensemble.stack"
         )
 
 

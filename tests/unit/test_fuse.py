@@ -105,7 +105,7 @@ def pruned(heads: list[tuple[int, int]]) -> he.Ensemble:
             he.fuse,
             lambda: [tuned(small(), one, ("stem",)) for one in range(2)],
             {},
-            r"differ in stem\..*average=",
+            r"differ in stem\..*average 0.8",
         ),
         (he.fuse, lambda: [small(), small(norm_first=False)], {}, r"encoder\.norm_first: True and False"),
         (he.fuse, lambda: [small()] * 2, {"trunk": -1}, "trunk"),

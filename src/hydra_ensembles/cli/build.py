@@ -140,7 +140,7 @@ class SearchSources(DataSettings, ModelSettings):
         source.output_folder(self.output)
         if SYNTHETIC in self.judge_ood:
             raise ConfigError(
-                f"judge_ood is {SYNTHETIC}; give ood={SYNTHETIC} instead, half of which is then used to judge"
+                f"judge_ood is {SYNTHETIC}; give that for ood instead, half of which is then used to judge"
             )
         labelled = [(name, getattr(self, name)) for name in ("id", "train", "judge_id")]
         ood_data = [("ood", data) for _, data in (*ood_sources(self.ood), *ood_sources(self.judge_ood))]

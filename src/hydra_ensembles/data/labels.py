@@ -49,10 +49,15 @@ def numbered(
     if required and (numbers < 0).any():
         row = int((numbers < 0).argmax())
         none = f"row {row} of {where} has no label (got {values[row]!r}); {(numbers < 0).sum()} rows have none"
-        raise DataError(f"{none}; use another split, or pass labels='optional' for OOD data")
+        raise DataError(f"{none}; use another split; only OOD data may lack labels (labels='optional')")
     if names is None:
         names = tuple(str(label) for label in range(int(numbers.max()) + 1))
     return numbers, names
+
+
+def naming(role: str) -> str:
+    """How to name the column for a role (image, text, text_pair, label), in Python and on the command line."""
+    return f"columns=Columns({role}=...), on the command line --column {role}=..."
 
 
 def parse_labels(written: Sequence[str], where: str) -> list[Any]:
@@ -67,7 +72,7 @@ def parse_labels(written: Sequence[str], where: str) -> list[Any]:
     for kind in (_OTHER_NUMBER, _TIME):
         if all(kind.fullmatch(cell) for cell in present) and not all(map(str.isdecimal, present)):
             row = next(row for row, cell in enumerate(cells) if cell not in _NONE and not _PLAIN_NUMBER.fullmatch(cell))
-            accepted = "labels must be whole numbers or class names: see columns=Columns(label=...)"
+            accepted = f"labels must be whole numbers or class names; or name another column: {naming('label')}"
             raise DataError(f"row {row} of {where} has the label {written[row]!r}; {accepted}")
     return list(written)
 
@@ -106,7 +111,7 @@ def as_number(value: Any, numbers: dict[str, int], where: str) -> int:
     if isinstance(value, int | float | Decimal) and math.isfinite(value) and int(value) == value:
         if abs(int(value)) < MOST_CLASSES:
             return int(value)
-        advice = f"classes are counted from 0, to {MOST_CLASSES - 1} at most; see columns=Columns(label=...)"
+        advice = f"classes are counted from 0, to {MOST_CLASSES - 1} at most; or name another column: {naming('label')}"
         raise DataError(f"{where} has the label {value}, an id rather than the number of a class; {advice}")
     accepted = f"whole numbers or class names{f' ({list(numbers)})' if numbers else ''}"
-    raise DataError(f"{where} has the label {value!r}; labels must be {accepted}: see columns=Columns(label=...)")
+    raise DataError(f"{where} has the label {value!r}; labels must be {accepted}; or name a column: {naming('label')}")

@@ -35,7 +35,7 @@ from .dataset import (
     read_image,
     warn_of_others,
 )
-from .labels import as_number, numbered
+from .labels import as_number, naming, numbered
 
 LabelPolicy = Literal["required", "optional"]
 
@@ -149,7 +149,7 @@ def _choose(split: str | None, splits: Collection[str], where: Path | str) -> st
     if split is None and len(splits) == 1:
         return next(iter(splits))
     if split is None:
-        raise DataError(f"{where} has the splits {sorted(splits)}; choose one with split=...")
+        raise DataError(f"{where} has the splits {sorted(splits)}; choose one: split=..., in a shell {where}:NAME")
     if split not in splits:
         raise DataError(f"{where} has no split {split!r}; found: {sorted(splits)}")
     return split
@@ -194,7 +194,7 @@ class _Table:
         if stored is None:
             got = type(self.cell(column, row)).__name__
             problem = f"{where} has no image in column {column!r} (a {got}, expected bytes, a path or {{bytes, path}})"
-            raise DataError(f"{problem}; remove or fill it, or name the column with columns=Columns(image=...)")
+            raise DataError(f"{problem}; remove or fill it, or name another column: {naming('image')}")
         return decode_image(stored, where) if isinstance(stored, bytes) else read_image(stored, f"{where} ({stored})")
 
     def stored(self, column: str, row: int) -> bytes | Path | None:
@@ -325,8 +325,7 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
         raise DataError(f"{table.where} has no rows")
     if not table.has(columns.image) and not table.has(columns.text):
         problem = f"{table.where} has no column {columns.image!r} or {columns.text!r}; it has {table.data.column_names}"
-        way = "columns=Columns(image=..., text=..., label=...), on the command line --column text=..."
-        raise DataError(f"{problem}. Name the right ones with {way}")
+        raise DataError(f"{problem}. Name the right one: {naming('text')}; or image")
     used = {getattr(columns, column.name).partition(".")[0] for column in fields(columns)}
     twice = sorted(name for name in used if table.data.column_names.count(name) > 1)
     if twice:
@@ -339,7 +338,7 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
     missing = [name for name in columns.needed("text") if name not in texts]
     if missing:
         problem = f"{table.where} has no column {missing[0]!r}; it has {table.data.column_names}"
-        raise DataError(f"{problem}. Name the right one with columns=Columns(text_pair=...), or leave text_pair out")
+        raise DataError(f"{problem}. Leave text_pair out, or name the right one: {naming('text_pair')}")
     return TextDataset(Rows(len(table), partial(table.text, texts)), labels, names, table.title)
 
 
@@ -351,7 +350,7 @@ def _read_labels(
         if policy == "optional":
             return np.full(len(table), UNLABELLED, dtype=np.int64), tuple(class_names or ())
         problem = f"{table.where} has no label column {column!r}; it has {table.data.column_names}"
-        raise DataError(f"{problem}. Name it with columns=Columns(label=...), or pass labels='optional' for OOD data")
+        raise DataError(f"{problem}; only OOD data may lack it (labels='optional'). Name it: {naming('label')}")
     values, declared = table.column(column), table.class_names(column)
     written = table.labels_as_written and "." not in column
     try:
@@ -383,7 +382,7 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
     images = {class_name: list(filter(called_image, files[class_name])) for class_name in names}
     empty = [class_name for class_name in names if not images[class_name]]
     if policy == "required" and class_names is None and 0 < len(empty) < len(names):
-        raise DataError(f"{folder} has subfolders without images: {empty}; move them, or pass class_names= with them")
+        raise DataError(f"{folder} has subfolders without images: {empty}; move them, or give class_names with them")
     listed: list[tuple[Path, str | None]] = [(file, class_name) for class_name in names for file in images[class_name]]
     beside = sorted(file for file in folder.iterdir() if file.is_file() and not is_litter(file.name))
     loose = list(filter(called_image, beside))
@@ -393,7 +392,8 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
         warn(f"{folder} has {len(loose)} images outside of class folders, which are left out")
     warn_of_others(folder, chain(beside if policy == "optional" else (), *files.values()))
     if not listed:
-        hint = f"; {len(loose)} images lie in it without a class: pass labels='optional'" if loose else ""
+        hint = f"; {len(loose)} images lie in it without a class, which is for OOD data (labels='optional')"
+        hint = hint if loose else ""
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {subfolders}{hint}")
     return _table_of_files([(str(file.relative_to(folder)), label) for file, label in listed], folder, title, folder)
 
@@ -412,8 +412,8 @@ def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) 
     if splits and (alone is None or (_subfolders(alone) and not any(map(is_image, alone.iterdir())))):
         others = sorted(set(below).difference(splits))
         raise DataError(
-            f"{folder} has {splits}, which look like splits, and also {others}; choose one with split=..., "
-            "or pass class_names= with all of them if they are classes"
+            f"{folder} has {splits}, which look like splits, and also {others}; choose one "
+            f"(split=..., on the command line {folder}:NAME), or give class_names with all of them if they are classes"
         )
 
 

@@ -141,7 +141,7 @@ def _draw_distinct(
         possible -= math.comb(len(heads) - len(never_all), prune - len(never_all))
     if possible < count:
         raise SameMembersError(
-            f"prune={prune} out of {len(heads)} heads leaves {possible} different choices for {count} more members; "
+            f"prune {prune} of {len(heads)} heads leaves {possible} different choices for {count} more members; "
             f"enlarge `{setting}`, change `prune`, or ask for fewer members"
         )
     generator = np.random.Generator(np.random.PCG64(seed))

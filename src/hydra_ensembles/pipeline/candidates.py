@@ -323,7 +323,7 @@ class _Search:
             price = next(row.price for row in decided.rows if row.name == decided.choice)
             warn(
                 f"the choice, {decided.choice}, costs {price:.2f} times as much as the given model, but {lower}: judge "
-                "on more samples (judge_id=), or keep the model"
+                "on more samples (judge_id), or keep the model"
             )
         return replace(decided, why=f"{decided.why}; {lower}")
 

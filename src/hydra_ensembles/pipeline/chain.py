@@ -122,7 +122,7 @@ def build(
         start = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
     sources = () if ood is None or isinstance(ood, str) else named_sources(ood, "ood").values()
     if config.extracts_circuits and any(source is batches for source in sources for batches in (train, id, validation)):
-        raise DataError("ood= is the same data as train=, id= or validation=; give data unlike the training data")
+        raise DataError("ood is the same data as train, id or validation; give data unlike the training data")
     used_ood = ood if config.extracts_circuits else None
     data = read_data(config.seed, start.base, train if config.reads_train else None, id, used_ood, validation)
     config.check(start, data)
@@ -208,7 +208,7 @@ def compare_with_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadB
     if not lines:
         return ensemble
     fewer = "prune fewer heads, " if ensemble.config.heads != base.config.heads * ensemble.num_members else ""
-    advice = f"{fewer}train the members (recipe= and train=), or keep the model: he.calibrate(model, …)"
+    advice = f"{fewer}train the members (with recipe and train), or calibrate the model itself and keep it"
     warn(f"{'; '.join(lines)}: {advice}")
     return ensemble.with_metadata(history=(*ensemble.metadata.history, *lines))
 

@@ -205,7 +205,7 @@ def read_data(
         ranking, checked = halves(ranking, seed)
     if isinstance(ood, str):
         if ranking is None:
-            raise DataError(f"ood={ood!r} is made from the data of id=, which is missing; give it")
+            raise DataError(f"ood is {ood!r}, which is made from the data of id, and there are none; give id")
         ood_sets = {"ood": make_synthetic_ood(ranking, seed, model)}
     return BuildData(train, ranking, checked, _by_given_names(ood, ood_sets), seed)
 
@@ -302,7 +302,7 @@ def halves(batches: list[ReadBatch], seed: int) -> tuple[list[ReadBatch], list[R
     """
     total = samples_in(batches)
     if total < 2:
-        raise DataError(f"id has {total} samples; two halves need at least 2: give more, or validation= as well")
+        raise DataError(f"id has {total} samples; two halves need at least 2: give more, or validation as well")
     order = np.random.Generator(np.random.PCG64(seed)).permutation(total)
     chosen = torch.zeros(total, dtype=torch.bool)
     chosen[torch.from_numpy(order[: (total + 1) // 2])] = True

@@ -113,22 +113,22 @@ class HydraConfig(Checked):
         super().__post_init__()
         branches = self.strategy == "branches"
         if self.prune == 0 and not branches:
-            raise ConfigError("HydraConfig.prune must be at least 1, got 0; use strategy='branches' to prune nothing")
+            raise ConfigError("prune must be at least 1, got 0; the strategy 'branches' prunes nothing")
         if self.members == 1 and self.whole:
-            raise ConfigError("HydraConfig.members must be at least 2 if the last one is whole, got 1")
+            raise ConfigError("members must be at least 2 if the last one is whole, got 1")
         if branches and (self.prune or (self.training is None and self.recipe is None)):
             raise ConfigError(
-                "HydraConfig.strategy 'branches' keeps all heads, so only training makes members differ: leave out "
-                f"prune (got {self.prune}), and give training='together' or a recipe"
+                "the strategy 'branches' keeps all heads, so only training makes members differ: leave out prune "
+                f"(got {self.prune}), and give training ('together') or a recipe"
             )
         if self.pool is not None and self.pool <= self.lost:
-            raise ConfigError(f"HydraConfig.pool is {self.pool}; draws differ only if it is above prune ({self.lost})")
+            raise ConfigError(f"pool is {self.pool}; draws differ only if it is above prune ({self.lost})")
         if self.training is not None and self.recipe is None:
             object.__setattr__(self, "recipe", Recipe.preset("hydra"))
         if self.average_trunk and (self.recipe is None or self.training == "together" or self.shared_layers == 0):
             raise ConfigError(
-                "HydraConfig.average_trunk is for members that train separately, including the shared layers: give a "
-                f"recipe, training='apart' and shared_layers (got {self.training!r} and {self.shared_layers})"
+                "average_trunk is for members that train separately, including the shared layers: give a recipe, "
+                f"training 'apart' and shared_layers (got {self.training!r} and {self.shared_layers})"
             )
         recipe = self.recipe
         one_stem = self.stem == "shared" and self.members > 1 and self.training != "together"
@@ -136,8 +136,8 @@ class HydraConfig(Checked):
         whole_depth = not self.shared_layers and (self.prune is not None or self.shared_layers is not None)
         if one_stem and moves and whole_depth:
             raise ConfigError(
-                'HydraConfig.recipe trains the stem of every member, but stem="shared" keeps one for all; leave "stem" '
-                'out of Recipe.train_groups, or set stem="mean" or "separate"'
+                "the recipe trains the stem of every member, but the setting stem is 'shared': one for all; leave the "
+                "stem out of the recipe's train_groups, or set stem to 'mean' or 'separate'"
             )
 
     @property
@@ -175,9 +175,9 @@ class HydraConfig(Checked):
             shared = usual if self.prune is None or self.average_trunk else 0
             if shared < usual:
                 warn(
-                    f"prune={self.prune} without shared_layers: members share none of the {layers} layers, so each "
-                    "runs once for every member, as in the paper. Set shared_layers=0 if you want that, or "
-                    f"shared_layers={usual}, the default without prune"
+                    f"prune is {self.prune} and shared_layers not given: members share none of the {layers} layers, so "
+                    "each runs once for every member, as in the paper. Set shared_layers to 0 if you want that, or to "
+                    f"{usual}, the default without prune"
                 )
         prune = self.prune
         free = range(min(shared, layers - 1), self._last(start))
@@ -240,9 +240,9 @@ class HydraConfig(Checked):
         self._check_heads(start)
         equal = self.strategy == "branches" and self.training == "together" and self.members > 1
         if equal and self.recipe is not None and self.recipe.reinit_classifier == "zeros":
-            raise ConfigError("branches that start equal would stay equal with reinit_classifier='zeros'; use 'random'")
+            raise ConfigError("branches that start equal would stay equal: reinit_classifier is 'zeros'; use 'random'")
         if start.upper is not None and self.recipe is None:
-            raise ConfigError("pretrained layers need training: give training= or a recipe")
+            raise ConfigError("pretrained layers need training: give training or a recipe")
         if self.recipe is not None:
             self.recipe.check_kind(start.base.kind)
         for recipe in (self.recipe, self.training_recipe(start)):  # as given, and as members use it
@@ -254,29 +254,29 @@ class HydraConfig(Checked):
         """Check that every needed set is given, and that Taylor rankings can draw different batches."""
         if self.extracts_circuits and (data.ranking is None or data.ood is None):
             raise DataError(
-                f"strategy={self.strategy!r} needs id= and ood=; without OOD data use ood='synthetic', or "
-                "strategy='taylor'"
+                f"the strategy {self.strategy!r} needs id and ood; without OOD data give 'synthetic' for ood, or use "
+                "the strategy 'taylor'"
             )
         if self.strategy == "taylor" and data.for_taylor is None:
-            raise DataError("strategy='taylor' needs labelled batches; give train= or id=")
+            raise DataError("the strategy 'taylor' needs labelled batches; give train or id")
         if self.strategy == "taylor":
-            check_unsharded(data.train, "train, which strategy='taylor' ranks heads by,")
+            check_unsharded(data.train, "train, which the strategy 'taylor' ranks heads by,")
         if self.recipe is not None and data.train is None:
-            raise DataError("the config has a recipe for fine-tuning, which needs train=")
+            raise DataError("the recipe is for fine-tuning, which needs data: give train")
         if self.calibrate and data.validation is None:
-            raise DataError("calibration needs held-out data: give id= or validation=, or set calibrate=False")
+            raise DataError("calibration needs held-out data: give id or validation, or turn calibrate off")
         total = length_of(data.for_taylor) if self.strategy == "taylor" and data.for_taylor is not None else None
         if total is not None and total < self.calibration_batches + (self.pruned_members > 1):
             name = "the ranking half of id" if data.train is None else "train"
             raise ConfigError(
-                f"HydraConfig.calibration_batches is {self.calibration_batches}, but {name} has {total} batches, "
+                f"calibration_batches is {self.calibration_batches}, but {name} has {total} batches, "
                 "too few to draw others for each member; lower calibration_batches, or make the batches smaller"
             )
 
     def _check_layers(self, start: StartingModel) -> None:
         """Check that members have layers to differ in, and that the method can rank both towers of a dual encoder."""
         if start.dual is None and self.trunk >= start.base.num_layers:
-            raise ConfigError(f"HydraConfig.shared_layers must be below the number of layers, {start.base.num_layers}")
+            raise ConfigError(f"shared_layers must be below the number of layers, {start.base.num_layers}")
         one_tower = self.strategy == "taylor" or (self.extracts_circuits and self.method == "screened")
         if start.dual is not None and (self.trunk or one_tower):
             raise ConfigError(
@@ -290,20 +290,20 @@ class HydraConfig(Checked):
         free = start.heads(layers)
         where = f" above the first {self.trunk} layers" if self.trunk else ""
         if self.lost > free:
-            raise ConfigError(f"HydraConfig.prune is {self.prune}, but there are {free} heads{where}")
+            raise ConfigError(f"prune is {self.prune}, but there are {free} heads{where}")
         if self.strategy == "taylor" and self.taylor_scope == "layer" and layers is not None:
             counts = [len(start.base.heads[0][layer]) for layer in layers]
             each, rest = divmod(self.lost, len(counts))
             if rest or min(counts) < each:
                 raise ConfigError(
-                    f"HydraConfig.prune is {self.prune}, not the same number in each of {len(counts)} layers with "
-                    f"{min(counts)} heads or more; use a multiple of {len(counts)}, or taylor_scope='global'"
+                    f"prune is {self.prune}, not the same number in each of {len(counts)} layers with "
+                    f"{min(counts)} heads or more; use a multiple of {len(counts)}, or the taylor_scope 'global'"
                 )
             choices = math.prod(math.comb(count, each) for count in counts)
         else:
             choices = math.comb(self.pool_size(free) if self.draws_from_pool else free, self.lost)
         if choices < self.pruned_members:
             raise ConfigError(
-                f"HydraConfig.prune is {self.prune} of {free} heads{where}: {choices} different choices for "
+                f"prune is {self.prune} of {free} heads{where}: {choices} different choices for "
                 f"{self.pruned_members} members; prune another number, make the pool larger, or ask for fewer members"
             )

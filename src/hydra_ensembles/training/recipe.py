@@ -192,7 +192,7 @@ class Recipe(Checked):
         if self.changes_images and kind != "image":
             raise ConfigError(
                 f"the recipe changes images at random (augment {self.augment}, rand_augment {self.rand_augment}), but "
-                f"the model reads {kind}s; use a recipe for {kind}s such as sst2, or augment=False, rand_augment=None"
+                f"the model reads {kind}s; use a recipe for {kind}s such as sst2, or no augment and rand_augment"
             )
 
     def check(self, model: Ensemble, train: Batches | None, validation: Batches | None) -> None:
@@ -238,8 +238,7 @@ class Recipe(Checked):
                 warn(
                     f"layers {one} and {other} have the same weights, as in ALBERT, where they are one layer: here "
                     "each is a copy that trains on its own, so the trained model differs in kind and has more "
-                    "parameters. Train it in its own library before converting it, or train only "
-                    "train_groups=('readout',)"
+                    "parameters. Train it in its own library before converting it, or set train_groups to the readout"
                 )
                 return
 

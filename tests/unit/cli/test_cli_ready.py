@@ -101,7 +101,7 @@ def test_what_is_fused_is_calibrated_by_settings_of_a_file_and_texts_are_too(tun
 def test_what_cannot_work_is_refused_in_a_line_and_nothing_is_written(tunings, held_out, world, tmp_path) -> None:
     new, model = tmp_path / "new", vit_flags(world / "mine.safetensors")
     for arguments, token in (
-        ((*tunings, "--output", new), "average="),
+        ((*tunings, "--output", new), "average 0.8"),
         ((*tunings, "--average", 2.5, "--output", new), "below 1"),
         ((*tunings, "--average", "1.0", "--output", new), "below 1"),  # as in Python, where 1 is one layer
         ((*tunings, "--set", "average=2.0", "--output", new), "below 1"),

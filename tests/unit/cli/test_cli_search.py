@@ -88,7 +88,7 @@ def test_bad_candidates_data_given_twice_and_too_low_a_price_are_refused(flags, 
     for option, value, token in (
         ("--candidates", tmp_path / "none.yaml", "none.yaml"),
         ("--judge-ood", world / "stripes", "same data"),
-        ("--judge-ood", "synthetic", "ood=synthetic instead"),
+        ("--judge-ood", "synthetic", "for ood instead"),
         ("--ood", "synthetic", "not both"),
         ("--cost", 0.5, "cost"),
     ):

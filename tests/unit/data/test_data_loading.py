@@ -287,7 +287,7 @@ def test_images_are_those_of_the_folder_that_was_named(tmp_path: Path, monkeypat
 
 def test_subfolders_without_images_and_images_without_subfolders(tmp_path: Path) -> None:
     folder = make_classes(tmp_path / "animals", {"dog": 1, "zzz": 0})
-    with pytest.raises(DataError, match=r"\['zzz'\].* class_names="):
+    with pytest.raises(DataError, match=r"\['zzz'\].* give class_names"):
         load(folder)
     assert load(folder, class_names=["dog", "zzz"]).class_names == ("dog", "zzz")
     assert load(folder, labels="optional").class_names == ("dog",)

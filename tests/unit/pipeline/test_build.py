@@ -172,12 +172,12 @@ WRONG_LABELS = [(samples(4, 0)[0], torch.full((4,), 3))]
 NOTHING_HELD_OUT = {"strategy": "random", "calibrate": False}
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[HydraError], str]] = {
-    "no ood": ({}, {"ood": None}, DataError, "ood="),
-    "no id": ({"strategy": "sampled"}, {"id": None}, DataError, "id="),
-    "taylor, no data": ({"strategy": "taylor"}, {"train": None, "id": None}, DataError, "train= or id="),
-    "no train": ({"recipe": recipe()}, {"train": None}, DataError, "train="),
-    "nothing to calibrate": ({"strategy": "random"}, {"id": None}, DataError, "calibrate=False"),
-    "ood is id": ({}, {"ood": (same_data := batches(8)), "id": same_data}, DataError, "ood="),
+    "no ood": ({}, {"ood": None}, DataError, "needs id and ood"),
+    "no id": ({"strategy": "sampled"}, {"id": None}, DataError, "needs id and ood"),
+    "taylor, no data": ({"strategy": "taylor"}, {"train": None, "id": None}, DataError, "give train or id"),
+    "no train": ({"recipe": recipe()}, {"train": None}, DataError, "give train"),
+    "nothing to calibrate": ({"strategy": "random"}, {"id": None}, DataError, "turn calibrate off"),
+    "ood is id": ({}, {"ood": (same_data := batches(8)), "id": same_data}, DataError, "ood is the same"),
     "too many heads": ({"prune": 13}, {}, ConfigError, "12 heads"),
     "trunk": ({"prune": 5, "shared_layers": 2}, {}, ConfigError, "4 heads above the first 2 layers"),
     "all layers shared": ({"shared_layers": 3}, {}, ConfigError, "shared_layers"),
@@ -242,7 +242,7 @@ def test_a_result_significantly_below_its_model_is_warned_of(tmp_path: Path) -> 
     """Most heads of a good model are pruned without retraining: recorded in the history. A few heads are fine."""
     base = image_model()
     spoiling, held = config(prune=11, strategy="random"), {"id": right(base, 60), "progress": False}
-    with pytest.warns(he.HydraWarning, match=r"significantly below the model's .*he\.calibrate"):
+    with pytest.warns(he.HydraWarning, match=r"significantly below the model's .*calibrate the model itself"):
         spoilt = he.build(base, spoiling, output=tmp_path, **held)
     assert "significantly" in spoilt.metadata.history[-1]
     assert "30 samples" in spoilt.metadata.history[-1]  # the calibration half

@@ -85,7 +85,7 @@ def test_ood_data_comes_from_one_source_from_several_or_from_the_id_data() -> No
     made, again, other = (read("synthetic", seed) for seed in (0, 0, 1))
     assert made.samples()["ood"] == 10
     assert made.fingerprints() == again.fingerprints() != other.fingerprints()
-    with pytest.raises(DataError, match="id="):
+    with pytest.raises(DataError, match="give id"):
         read("synthetic", id=None)
     for wrong, token in (
         ({"few": [], "many": many}, r"ood\['few'\]"),

@@ -357,7 +357,7 @@ def test_a_finished_search_is_read_back_and_its_folder_is_for_it_and_one_worker(
         ({"candidates": [{**PLAIN, "trunk": 3}]}, ConfigError, "trunk"),
         ({"candidates": [{**PLAIN, "shared_layers": 3}]}, ConfigError, "shared_layers"),
         ({"candidates": ["circuit"]}, ConfigError, r"candidates\[0\]"),
-        ({"train": None}, DataError, "train="),
+        ({"train": None}, DataError, "give train"),
         ({"first": 0.0}, ConfigError, "first"),
         ({"batch_size": 0}, ConfigError, "batch_size"),
         ({"price": "euros"}, ConfigError, "multiply_adds"),
