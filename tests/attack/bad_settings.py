@@ -6,6 +6,7 @@ checks it: those values must be accepted, and all others refused with a clear er
 
 import atexit
 import contextlib
+import inspect
 import math
 import shutil
 import tempfile
@@ -20,16 +21,19 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from architectures import timm_model
-from hydra_ensembles import baselines, metrics
+from hydra_ensembles import baselines, data, metrics
+from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.model.config import EncoderConfig, PatchStemConfig, ReadoutConfig, TextStemConfig
+from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.training.recipe import RandAugment
 
+from .bad_data import data_table
 from .counting import Row, count
 from .expected import Deed, drawn, outcome
 from .jobs import evaluation
-from .small import CLASSES, HEADS, LAYERS, NAMES, batches, dual, hydra, model, pairs, recipe
-from .values import LARGE, VALUES, Takes, either, nothing, number, only, text, whole
+from .small import CLASSES, HEADS, LAYERS, NAMES, batches, dual, hydra, model, pairs, recipe, samples
+from .values import LARGE, VALUES, Takes, anything, either, nothing, number, only, text, whole
 
 CASES = 3000
 
@@ -42,29 +46,40 @@ def run(cases: int, seed: int) -> list[Row]:
 
 @cache
 def all_cases() -> list[Case]:
-    """Every value for every setting, except numbers that would only cause too much work."""
-    return [(name, value) for name, one in settings().items() for value in VALUES if not (value == "2**70" and one[2])]
+    """Every value for every setting; of those that read data and of which nothing is said, every bad set, too."""
+    return [
+        (name, value)
+        for name, (_, takes, without) in settings().items()
+        for value in (VALUES if takes is not anything or not name.endswith(DATA) else VALUES | SETS)
+        if value not in without
+    ]
 
 
 def check(case: Case) -> str:
     name, value = case
     call, takes, _ = settings()[name]
-    made = VALUES[value]()
+    made = (VALUES | SETS)[value]()
     if must_refuse(case):
         return outcome(Deed(lambda: call(made)))
-    return outcome(Deed(lambda: (call(made), True)[1], lambda: True, may_refuse=takes(made) is None))
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):  # some values are names of files
+        Path("folder").mkdir()
+        Path("file").touch()
+        return outcome(Deed(lambda: (call(made), True)[1], lambda: True, may_refuse=takes(made) is None))
 
 
 def must_refuse(case: Case) -> bool:
     """Whether a setting must refuse a value."""
-    return settings()[case[0]][1](VALUES[case[1]]()) is False
+    return settings()[case[0]][1]((VALUES | SETS)[case[1]]()) is False
 
 
 # --- the settings ----------------------------------------------------------------------------------------------
 
-Setting = tuple[Callable[[Any], Any], Takes, bool]  # a call with the value, what it accepts, and whether it is costly
+Setting = tuple[Callable[[Any], Any], Takes, tuple[str, ...]]  # a call, what it accepts, and values not to try
+PLAIN = int | float | str | tuple | None  # types of defaults that are plain values
 DEVICE = either(only(none=True), "")
 FEW_HEADS = either(only((), {}), "", {})
+SETS = {name: make for name, (expected, make) in data_table("image").items() if expected != "theirs"}
+DATA = ("(train)", "(pairs)", "(batches)", "(id_batches)", "(id_data)")  # of functions that `bad_data` does not read
 SHARE, RATE, SIZE = number(0, 1, above=True, below=False), either(number(0, 1), 1), whole(1, 1 << 24)
 
 
@@ -73,10 +88,11 @@ def settings() -> dict[str, Setting]:
     """All settings by name."""
     found: dict[str, Setting] = {}
 
-    def of(call: Any, takes: dict[str, Takes], name: str = "", costly: str = "", **usual: Any) -> None:
+    def of(call: Any, takes: dict[str, Takes], name: str = "", /, *, costly: str = "", **usual: Any) -> None:
         """Settings of a function or class: what each accepts, by names in a row, and valid values of the others.
 
-        A large number for the one named `costly` would take too long.
+        A large number for the one named `costly` would take too long. `evaluate` calls what can be called, and errors
+        of that come through.
         """
         for names, one in takes.items():
             for argument in names.split():
@@ -84,9 +100,11 @@ def settings() -> dict[str, Setting]:
                 def given(value: Any, argument: str = argument) -> Any:
                     return call(**{**usual, argument: value})
 
-                found[f"{name or call.__qualname__}({argument})"] = given, one, argument == costly
+                title = f"{name or call.__qualname__}({argument})"
+                without = ("int", "a module") if title == "evaluate(ensemble)" else ("2**70",) * (argument == costly)
+                found[title] = given, one, without
 
-    for table in (_dataclasses, _baselines, _functions, _circuits, _models, _zero_shot, _metrics, _results):
+    for table in (_dataclasses, _baselines, _functions, _circuits, _models, _zero_shot, _metrics, _results, _others):
         table(of)
     return found
 
@@ -375,7 +393,7 @@ def _metrics(of: Of) -> None:
         of(metric, {"bins": whole(1)}, costly="bins", probs=probs, labels=labels)
     for metric in (metrics.mutual_information, metrics.disagreement):
         of(metric, {"member_probs": nothing})
-    detecting = {"id_scores ood_scores": lambda v: isinstance(v, Tensor) and v.ndim == 1}
+    detecting = {"id_scores ood_scores": lambda v: isinstance(v, Tensor) and v.shape == (2,)}
     for metric in (metrics.auroc, metrics.aupr, metrics.fpr95):
         of(metric, {**detecting, "convention": nothing}, id_scores=scores, ood_scores=scores)
     for metric in (metrics.roc_curve, metrics.discordance):
@@ -417,3 +435,61 @@ def _results(of: Of) -> None:
     shown = {"evaluations": nothing, "focus": either(only(none=True), "", ()), "baseline": only(none=True)}
     of(he.write_report, {**shown, "title": text(none=True)}, path=_saved() / "r.html", evaluations=[one, other])
     of(he.Evaluation.load, {"path": nothing})
+
+
+def _others(of: Of) -> None:
+    """Functions of which only this is known: they answer, or refuse in our words."""
+
+    def all_of(call: Any, name: str = "", /, **usual: Any) -> None:
+        """All arguments with plain defaults and those given; of a `partial` only those."""
+        known = {} if isinstance(call, partial) else inspect.signature(call).parameters
+        plain = {key: one.default for key, one in known.items() if isinstance(one.default, PLAIN)}
+        usual = plain | ({"progress": False} if "progress" in known else {}) | usual
+        of(call, {" ".join(usual): anything}, name, **usual)
+
+    own, towers, train = model(), dual(), batches(count=8)
+    images, labels = samples("image", 6)
+    for method, small in {
+        "batch_ensemble": baselines.BatchEnsemble(members=2),
+        "lora_ensemble": baselines.LoRA(members=1, rank=1),
+        "mimo": baselines.MIMO(members=2, batch_repeat=1),
+        "oba": baselines.OBA(steps=1, batches=1),
+        "packed_ensemble": baselines.Packed(members=1, alpha=1.0),
+    }.items():
+        trains = partial(getattr(baselines, method), validation=batches(count=8, seed=2), progress=False)
+        all_of(trains, method, model=own, train=train, recipe=recipe(steps=1), settings=small)
+    several = partial(baselines.deep_ensemble, progress=False)
+    all_of(several, "deep_ensemble", model=own, train=train, recipe=recipe(steps=1), members=1)
+    all_of(baselines.laplace, model=own, batches=train, settings=baselines.Laplace(members=2))
+    all_of(baselines.bayes_vlm, dual=towers, pairs=[(images, ["cat"] * 6)])
+    all_of(baselines.published_bayes_vlm, dual=towers, folder="folder")
+    classes = he.zero_shot(towers, ["red", "green"], ["a {label}"])
+    negative, learned = baselines.NegLabel(share=1.0, groups=1), baselines.ViLU(hidden=(4,))
+    told = partial(baselines.neg_label, classes)
+    all_of(told, "neg_label", words=["cat", "dog", "bus"], templates=None, settings=negative)
+    steps, doubting = baselines.ViLU.recipe(epochs=1), partial(baselines.vilu, classes, progress=False, validation=None)
+    all_of(doubting, "vilu", train=[(images, labels % 2)], recipe=steps, settings=learned)
+    all_of(he.fit_familiarity, ensemble=own, id_batches=train, score="knn", neighbours=1, stored=10)
+    all_of(measure_costs, models={"m": own}, inputs=images, repeats=1, warmup=0)
+    few: dict[str, Any] = {"layers": [0], "progress": False}
+    all_of(he.atlas, ensemble=own, id_data=train, ood={"far": batches(count=8, seed=2, shift=1.5)}, inputs=1, **few)
+    all_of(he.write_atlas, path="atlas.html", atlas=he.atlas(own, train, inputs=0, **few))
+    sets = {"ood": {"x": torch.randn(2, 5, 3)}, "shift": {"s": (torch.randn(2, 6, 3), labels)}}
+    all_of(evaluate_logits, id_logits=torch.randn(2, 6, 3), labels=labels, **sets)
+    for saved in (he.HeadRanking(((0, 0),), (1.0,), "m", "acc"), evaluation()):
+        of(saved.save, {"path": lambda v: None if v != "" and isinstance(v, str | Path) else False})
+    all_of(own.save_pretrained, folder="saved")
+    two = data.ImageDataset([1, 2], [0, 1], ("a", "b"))
+    all_of(data.ImageDataset, source=[1, 2], labels=[0, 1], class_names=("a", "b"))
+    all_of(data.load, name_or_path="folder")
+    all_of(data.subset, dataset=two, n=1, seed=0)
+    all_of(data.split, dataset=two, fractions=0.5, seed=0)
+    all_of(data.batches, dataset=two, preprocess=len, batch_size=1)
+    all_of(two.select, indices=[1, 0])
+    all_of(two.relabel, new_labels={0: 1, 1: 0}, class_names=["b", "a"])
+    all_of(two.with_classes, class_names=["b", "a"])
+    for pick in (data.only_classes, data.without_classes):
+        all_of(pick, dataset=two, classes=["a"])
+    all_of(metrics.fit_sets, probs=torch.full((6, 3), 1 / 3), labels=labels, share=0.9)
+    all_of(metrics.conformal_threshold, scores=torch.arange(6.0), share=0.9)
+    all_of(metrics.p_values, reference=torch.arange(6.0), scores=torch.arange(6.0))

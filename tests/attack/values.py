@@ -1,7 +1,8 @@
 """Values that users may pass by mistake, and what a setting accepts, stated independently of the checking code."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,19 @@ VALUES: dict[str, Callable[[], Any]] = {
     "array of objects": lambda: np.array([object()], dtype=object),
     "complex tensor": lambda: torch.zeros(2, 3, dtype=torch.complex64),
     "NaN tensor": lambda: torch.full((2, 3), math.nan),
+    "empty tensor": lambda: torch.empty(0),
+    "{'near': None}": lambda: {"near": None},
+    "{'near': {'x': None}}": lambda: {"near": {"x": None}},
+    "a batch of unknown names": lambda: {"pixels": torch.zeros(6, 3, 8, 8), "label": torch.zeros(6)},
+    "int": lambda: int,
+    "a function": lambda: lambda *_: None,
+    "a spent iterator": lambda: iter(()),
+    "a module": lambda: torch.nn.Linear(2, 2),
+    "a device": lambda: torch.device("meta"),
+    "a dtype": lambda: torch.int8,
+    "a folder": lambda: Path("folder"),  # which there is
+    "a file": lambda: Path("file"),  # likewise, an empty one
+    "a path under a file": lambda: Path("file/within"),
 }
 
 
@@ -90,11 +104,13 @@ def number(low: float, high: float = math.inf, *, above: bool = False, below: bo
 
 
 def only(*accepted: Any, none: bool = False) -> Takes:
-    """These values, of exactly their type."""
+    """These values, of exactly their type; where () is one, other things without an item may be refused or accepted."""
 
-    def takes(value: Any) -> bool:
+    def takes(value: Any) -> bool | None:
         if value is None:
             return none
+        if () in accepted and (isinstance(value, Iterator) or (isinstance(value, Tensor) and not value.numel())):
+            return None
         return any(type(value) is type(one) and value == one for one in accepted)
 
     return takes
@@ -113,6 +129,10 @@ def text(none: bool = False, empty: bool | None = None) -> Takes:
 
 def nothing(value: Any) -> bool:
     return False
+
+
+def anything(value: Any) -> None:
+    """Whatever may be refused or accepted."""
 
 
 def either(takes: Takes, *which: Any) -> Takes:

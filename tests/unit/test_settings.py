@@ -14,14 +14,16 @@ from functools import partial
 from operator import add
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
+import torch
 
 import hydra_ensembles as he
 from hydra_ensembles.arguments import Checked
 from hydra_ensembles.data.batching import TrainTransform
 from hydra_ensembles.demo import DemoSettings
 from hydra_ensembles.errors import ConfigError
-from unit.pipeline.build_cases import recipe
+from unit.pipeline.build_cases import image_model, recipe, samples
 
 for module in pkgutil.walk_packages(he.__path__, "hydra_ensembles."):
     if not module.name.endswith("__main__"):
@@ -106,3 +108,14 @@ WHOLE = recipe(train_groups=("stem", "attention", "mlp", "norms", "readout"))
 def test_settings_that_do_not_go_together_are_refused(kind: Any, changes: dict[str, Any], token: str) -> None:
     with pytest.raises(ConfigError, match=token):
         kind(**{**good(kind), **changes})
+
+
+def test_settings_of_another_kind_and_numbers_of_numpy() -> None:
+    images, labels = samples(6, seed=9)
+    with pytest.raises(ConfigError, match="TextPreprocessing"):
+        image_model().with_metadata(preprocessing=he.TextPreprocessing(8))
+    ranking = he.HeadRanking(((0, 0),), (1.0,), "m", "acc")
+    with pytest.raises(ConfigError, match="count"):
+        he.heads.overlap(ranking, ranking, count=0)
+    (own,), (other,) = (he.data.synthetic_ood([(images, labels)], seed=seed)[0] for seed in (3, np.int64(3)))
+    assert torch.equal(own, other)

@@ -277,7 +277,7 @@ def _checked_scope(
     if class_names is None:
         raise ConfigError("a dual encoder needs the names of classes to answer; give class_names")
     prompts = checked_names(class_names), checked_templates(templates)
-    chosen = tuple(tower for tower in sorted(get_args(Tower)) if tower in towers)
+    chosen = tuple(tower for tower in sorted(get_args(Tower)) if tower in list(towers))
     if not chosen or len(chosen) < len(towers):
         raise ConfigError(f"towers must be some of {list(get_args(Tower))}, each once, got {list(towers)}")
     if len(chosen) == 1:

@@ -398,4 +398,4 @@ def of_format(data: Any, format: str, version: int, path: str | Path) -> dict[st
 
 def logits_path(path: Path) -> Path:
     """File of the member logits of the evaluation at `path`."""
-    return path.with_name(f"{path.stem}.logits.safetensors")
+    return path.parent / f"{path.stem}.logits.safetensors"
