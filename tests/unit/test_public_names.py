@@ -7,6 +7,7 @@ import operator
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any, get_overloads, get_type_hints
 
 import pytest
@@ -19,6 +20,7 @@ from random_ensembles import small
 from zero_shot_models import word_tokenizer
 
 NAMES = [name for name in he.__all__ if name != "__version__"]
+SHOWN = ("baselines", "metrics")  # all of their functions and classes have an example
 ROOMS = {  # what README, how-tos and notebooks call first
     "baselines": "deep_ensemble laplace mc_dropout",
     "data": "batches load only_classes split subset suite synthetic_ood without_classes",
@@ -28,6 +30,9 @@ ROOMS = {  # what README, how-tos and notebooks call first
     "metrics": "accuracy adaptive_ece aupr aurc auroc brier ece fpr95 nll risk_at_coverage",
 }
 USED = [f"{room}.{name}" for room, names in ROOMS.items() for name in names.split()]
+LISTED = {f"{room}.{name}": getattr(getattr(he, room), name) for room in SHOWN for name in getattr(he, room).__all__}
+SETTINGS = [name for name, thing in LISTED.items() if isinstance(thing, type) and ">>>" not in (thing.__doc__ or "")]
+OTHERS = [name for name, thing in LISTED.items() if isinstance(thing, type | FunctionType) and name not in SETTINGS]
 
 
 @functools.cache
@@ -35,13 +40,13 @@ def dual() -> he.DualEncoder:
     """The `dual` used by some examples; others define everything themselves."""
     blocks: dict[str, Any] = {"classes": 0, "width": 24, "heads": 4, "head_dim": 6, "mlp_width": 32}
     text = small("text", text={"vocabulary": 60, "positions": 12}, readout={"pool": "mean", "norm": "none"}, **blocks)
-    image = replace(small(**blocks), stem=PatchStemConfig((32, 32), (16, 16)))
+    image = replace(small(**blocks), stem=PatchStemConfig((16, 16), (2, 2)))
     tokenizer = Metadata(preprocessing=word_tokenizer(mask=True))
     torch.manual_seed(0)
     return he.DualEncoder(he.Ensemble(image), he.Ensemble(text, tokenizer), he.Projections.fresh(24, 24, 24)).eval()
 
 
-@pytest.mark.parametrize("name", [*NAMES, *USED])
+@pytest.mark.parametrize("name", dict.fromkeys([*NAMES, *USED, *OTHERS]))
 def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     documented = inspect.getdoc(operator.attrgetter(name)(he)) or ""
@@ -50,6 +55,11 @@ def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(example.examples) > 1, "an example, which begins with the import"
     said: list[str] = []
     assert not doctest.DocTestRunner(verbose=False).run(example, out=said.append).failed, "".join(said)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_in_the_example_of_their_method(name: str) -> None:
+    assert any(f"{name}(" in (LISTED[one].__doc__ or "").partition("Examples:")[2] for one in OTHERS)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *USED])

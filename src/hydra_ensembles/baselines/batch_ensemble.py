@@ -82,6 +82,15 @@ def batch_ensemble(
         settings: Which scales are trained, and how they are initialised.
         validation: Held-out batches with labels, as for `finetune`.
         run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> batches = [(torch.randn(2, 3, 64, 64), torch.arange(2))]  # or a DataLoader
+        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
+        >>> settings = he.baselines.BatchEnsemble(members=2, last_layers=2)
+        >>> he.baselines.batch_ensemble(load_backbone(), batches, recipe, settings, progress=False).num_members
+        2
     """
     require_single(model, "batch_ensemble")
     settings.check(model)

@@ -37,6 +37,11 @@ class LoRA(Checked):
         start: How A is drawn: `"kaiming"` as in peft, or `"xavier"`; B starts at zero.
         gain: Gain of `"xavier"`.
         training: `"apart"` (one run each, with different seeds) or `"together"` (one run, each batch for all).
+
+    Examples:
+        >>> import hydra_ensembles as he
+        >>> he.baselines.LoRA(rank=2).scale, he.baselines.LoRA.joint().members
+        (4.0, 16)
     """
 
     members: Whole = 3
@@ -90,6 +95,15 @@ def lora_ensemble(
 
     Raises:
         ConfigError: A rank that is not below the width, several members, or a recipe that does not fit.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> batches = [(torch.randn(2, 3, 64, 64), torch.arange(2))]  # or a DataLoader
+        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
+        >>> settings = he.baselines.LoRA(members=2, rank=2)
+        >>> he.baselines.lora_ensemble(load_backbone(), batches, recipe, settings, progress=False).num_members
+        2
     """
     require_single(model, "lora_ensemble")
     settings.check(model)

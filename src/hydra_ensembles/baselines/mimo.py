@@ -64,6 +64,15 @@ def mimo(
         settings: How images are combined.
         validation: Held-out batches with labels, as for `finetune`.
         run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7))]  # or a DataLoader
+        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1, train_groups=("stem", "readout"))
+        >>> settings = he.baselines.MIMO(members=2)
+        >>> he.baselines.mimo(load_backbone(), batches, recipe, settings, progress=False).num_members
+        2
     """
     require_single(model, "mimo")
     start = wide(model, settings, recipe.seed)

@@ -41,6 +41,13 @@ class EmbeddedWords:
         words: Distinct and not blank.
         templates: Sentences they were inserted into.
         embeddings: `[G, N, e]`, of length one; G is 1, or the number of members whose text sides differ.
+
+    Examples:
+        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
+
+        >>> import hydra_ensembles as he
+        >>> he.baselines.embed_words(he.zero_shot(dual, ["cat", "dog"]), ["tree", "house", "tree"]).words
+        ('tree', 'house')
     """
 
     words: tuple[str, ...]
@@ -62,6 +69,14 @@ def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates |
     Raises:
         ConfigError: An ensemble without its text side.
         DataError: No words.
+
+    Examples:
+        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
+
+        >>> import hydra_ensembles as he
+        >>> words = he.baselines.embed_words(he.zero_shot(dual, ["cat", "dog"]), ["tree", "house", "boat"])
+        >>> words.embeddings.shape == (1, 3, dual.embedding_width)
+        True
     """
     embedding_statistics(ensemble, "embed_words")  # raises unless it is a zero-shot classifier
     side = text_side_of(ensemble)
@@ -100,6 +115,15 @@ def neg_label(
     Raises:
         ConfigError: An ensemble without its text side.
         DataError: Too few words for the groups.
+
+    Examples:
+        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
+
+        >>> import torch, hydra_ensembles as he
+        >>> classifier, settings = he.zero_shot(dual, ["cat", "dog"]), he.baselines.NegLabel(share=1.0, groups=1)
+        >>> scored = he.baselines.neg_label(classifier, ["tree", "house", "boat"], settings=settings)
+        >>> scored.predict(torch.randn(2, 3, 32, 32)).score("neglabel").shape
+        torch.Size([2])
     """
     statistics = embedding_statistics(ensemble, "neg_label")
     side = text_side_of(ensemble)

@@ -83,6 +83,14 @@ def oba(
         settings: How much is removed, and in how many steps.
         validation: Held-out batches with labels, as for `finetune`.
         run: `output` for checkpoints, of the pruning too, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> batches = [(torch.randn(2, 3, 64, 64), torch.arange(2))]  # or a DataLoader
+        >>> found = he.baselines.oba(load_backbone(), batches, settings=he.baselines.OBA(keep=0.9, steps=1))
+        >>> found.metadata.history[-1]
+        'OBA: 90.0% of the parameters left after 1 steps'
     """
     require_single(model, "oba")
     settings.check(model)

@@ -26,6 +26,12 @@ class Packed(Checked):
         alpha: Width of all members together, relative to the model's; alpha = members gives a Deep Ensemble.
         heads: Heads of a member; None keeps the width of a head. With 12 heads of a ViT-B and the paper's three members
             and alpha 2 a head would be 42.67 wide: 8 heads keep it at 64.
+
+    Examples:
+        >>> import hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> he.baselines.Packed(members=2, alpha=1.0).narrow(load_backbone().config).encoder.width
+        72
     """
 
     members: Whole = 3
@@ -86,6 +92,16 @@ def packed_ensemble(
         settings: How many members, and how wide.
         validation: Held-out batches with labels, as for `finetune`.
         run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> batches = [(torch.randn(2, 3, 64, 64), torch.arange(2))]  # or a DataLoader
+        >>> groups = ("stem", "attention", "mlp", "norms", "readout")
+        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1, train_groups=groups)
+        >>> found = he.baselines.packed_ensemble(load_backbone(), batches, recipe, progress=False)
+        >>> found.num_members, found.config.encoder.width
+        (3, 96)
     """
     require_single(model, "packed_ensemble")
     config = settings.narrow(model.config)

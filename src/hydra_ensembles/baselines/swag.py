@@ -61,6 +61,15 @@ def swag(
         recipe: How to train from one point to the next; `schedule="constant"`, tens of steps or a part of an epoch.
         settings: How many points and members.
         run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> batches = [(torch.randn(2, 3, 64, 64), torch.arange(2))]  # or a DataLoader
+        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1, schedule="constant", last_blocks=1)
+        >>> settings = he.baselines.SWAG(members=2, points=2, rank=2)
+        >>> he.baselines.swag(load_backbone(), batches, recipe, settings, progress=False).num_members
+        2
     """
     require_single(model, "swag")
     sharing, trunk = shared_parts(model, recipe)

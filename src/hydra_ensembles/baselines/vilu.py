@@ -35,6 +35,11 @@ class ViLU(Checked):
         batch_size: Samples in a batch of cached embeddings.
         projections: Whether to also train the maps of image and classes inside the attention over classes, starting
             from the identity. The public code can do so after some updates; its ImageNet script does not.
+
+    Examples:
+        >>> import hydra_ensembles as he
+        >>> he.baselines.ViLU.recipe(30, 1e-3, optimizer="adamw").schedule
+        'cosine'
     """
 
     hidden: tuple[Whole, ...] = (512, 256, 128)
@@ -79,6 +84,17 @@ def vilu(
 
     Raises:
         ConfigError: A model without class embeddings, or several processes: one is enough.
+
+    Examples:
+        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
+
+        >>> import torch, hydra_ensembles as he
+        >>> classifier = he.zero_shot(dual, ["cat", "dog"])
+        >>> batches = [(torch.randn(8, 3, 32, 32), torch.tensor([0, 1] * 4))]
+        >>> recipe = he.baselines.ViLU.recipe(epochs=1)
+        >>> scored = he.baselines.vilu(classifier, batches, recipe, he.baselines.ViLU(hidden=(8,)), progress=False)
+        >>> scored.predict(batches[0][0]).score("vilu").shape
+        torch.Size([8])
     """
     statistics = embedding_statistics(ensemble, "vilu")
     recipe = ViLU.recipe() if recipe is None else recipe

@@ -33,7 +33,13 @@ _CALIBRATED = 200  # simulations of a perfectly calibrated model, to see how lar
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with its bootstrap confidence interval at `level`, from `resamples` replicates."""
+    """A number with its bootstrap confidence interval at `level`, from `resamples` replicates.
+
+    Examples:
+        >>> import hydra_ensembles as he
+        >>> 0.5 in he.metrics.Interval(value=0.52, low=0.48, high=0.56, level=0.95, resamples=1000)
+        True
+    """
 
     value: float
     low: float
@@ -68,6 +74,13 @@ def bootstrap_metric(
         resamples: Number of resamples.
         level: Share of the replicates inside the interval.
         seed: Seed for the draws.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> right = torch.tensor([1.0, 1.0, 1.0, 0.0])
+        >>> found = he.metrics.bootstrap_metric(torch.mean, [right], resamples=100)
+        >>> found.value, found.low < 0.75 < found.high
+        (0.75, True)
     """
     if not samples:
         raise DataError("got no arrays to draw samples from; give at least one")
@@ -139,6 +152,13 @@ def bootstrap_ood(
 
     Scores and `convention` are as in `hydra_ensembles.metrics.ood`, the other settings as in `bootstrap_metric`;
     `minus` is `(id_scores, ood_scores)` of another method on the same samples, for a paired difference.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> id_scores, ood_scores = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
+        >>> found = he.metrics.bootstrap_ood("auroc", id_scores, ood_scores, resamples=100)
+        >>> round(found.value, 3), found.value in found
+        (0.833, True)
     """
     value, replicates = ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed)
     if minus is not None:

@@ -37,6 +37,11 @@ def conformal_threshold(scores: Tensor, share: PositiveShare) -> float:
     """Threshold that a new score does not exceed with probability `share` or more, from held-out scores `[n]`.
 
     It is the ⌈share · (n + 1)⌉-th smallest score, and infinite if there are too few scores for that guarantee.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> he.metrics.conformal_threshold(torch.arange(1.0, 20.0), 0.9)  # the 18th of 19 scores
+        18.0
     """
     ordered = check_scores(scores, "scores").sort().values
     rank = rank_for(share, len(ordered))
@@ -67,6 +72,11 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
     """P-value of each score `[B]`: (1 + number of held-out scores `[n]` at least as high) / (n + 1), `[B]`.
 
     For a new sample from the same distribution it is at most a given level with at most that probability.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> he.metrics.p_values(torch.arange(1.0, 20.0), torch.tensor([5.0, 25.0]))
+        tensor([0.8000, 0.0500])
     """
     precise = torch.promote_types(torch.promote_types(reference.dtype, scores.dtype), torch.float32)
     return Reference.of(reference, most=None).p_values(check_scores(scores, "scores").to(precise))
@@ -74,7 +84,13 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """Sorted held-out scores, to compare new scores with; of many, only some at evenly spaced ranks are kept."""
+    """Sorted held-out scores, to compare new scores with; of many, only some at evenly spaced ranks are kept.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> he.metrics.Reference.of(torch.arange(1.0, 20.0)).p_values(torch.tensor([5.0, 25.0]))
+        tensor([0.8000, 0.0500])
+    """
 
     values: tuple[float, ...] = field(repr=False)
     samples: int  # number of held-out samples
@@ -120,6 +136,13 @@ class LabelSets:
         share: The share of right labels promised; with a threshold for each class, of every class.
         penalty: For `"raps"`: added for each rank beyond `free_ranks`.
         free_ranks: For `"raps"`: ranks without a penalty.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> sets = he.metrics.LabelSets(thresholds=(0.6,))
+        >>> sets(torch.tensor([[0.75, 0.25], [0.5, 0.5]]))
+        tensor([[ True, False],
+                [ True,  True]])
     """
 
     thresholds: tuple[float, ...]
@@ -148,6 +171,11 @@ def label_scores(probs: Tensor, kind: SetKind = "lac", penalty: float = 0.1, fre
     * `lac`: one minus its probability.
     * `aps`: the probability of all labels that are at least as probable, its own included.
     * `raps`: the same, plus `penalty` for each rank beyond `free_ranks`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> he.metrics.label_scores(torch.tensor([[0.25, 0.5, 0.25]]), "lac")
+        tensor([[0.7500, 0.5000, 0.7500]])
     """
     return _label_scores(check_rows(probs), kind, penalty, free_ranks)
 
@@ -184,6 +212,13 @@ def fit_sets(
         by_class: Whether the share is promised for every class, not only overall. Needs samples of every class.
         penalty: For `raps`.
         free_ranks: For `raps`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> probs, labels = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 1, 1])
+        >>> sets = he.metrics.fit_sets(probs, labels, share=0.75)
+        >>> sets.thresholds
+        (0.5,)
     """
     probs, targets = check_probs(probs, labels)
     scores = _label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]

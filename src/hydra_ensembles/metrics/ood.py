@@ -60,7 +60,15 @@ class RiskCoverage:
 
 @checked
 def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
-    """Risk at every coverage, from scores `[B]` and whether (bool) or how much (float) each answer is wrong."""
+    """Risk at every coverage, from scores `[B]` and whether (bool) or how much (float) each answer is wrong.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> unsure, wrong = torch.tensor([0.1, 0.2, 0.4, 0.7]), torch.tensor([False, False, False, True])
+        >>> curve = he.metrics.risk_coverage(unsure, wrong)
+        >>> curve.coverage.tolist(), curve.risk.tolist()
+        ([0.25, 0.5, 0.75, 1.0], [0.0, 0.0, 0.0, 0.25])
+    """
     scores = check_scores(scores, "scores")
     if errors.ndim != 1:
         raise DataError(f"errors must be a vector [B], but have shape {list(errors.shape)}")
@@ -128,6 +136,12 @@ def discordance(id_scores: Tensor, ood_scores: Tensor) -> int:
 
     An integer, so that comparisons are exact: AUROC = 1 - discordance / (2 · ID · OOD). Scores `[n]` and
     `[m]` may have any real dtype. Runs on the device of the ID scores in O(n log n).
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> id_scores, ood_scores = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
+        >>> he.metrics.discordance(id_scores, ood_scores)  # one pair of six in the wrong order
+        2
     """
     fp, tp, _ = flagged(id_scores, ood_scores)
     return 2 * len(id_scores) * len(ood_scores) - int(_concordant_twice(fp, tp))
@@ -194,6 +208,13 @@ def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Te
     """Shares of ID and of OOD samples flagged (at or above a threshold), and the thresholds, from infinity down.
 
     Points between two others on a straight line are left out. In float64 on the CPU.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> id_scores, ood_scores = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
+        >>> id_flagged, ood_flagged, thresholds = he.metrics.roc_curve(id_scores, ood_scores)
+        >>> ood_flagged.tolist()
+        [0.0, 0.5, 0.5, 1.0, 1.0]
     """
     fp, tp, thresholds = (tensor.cpu().double().flatten() for tensor in flagged(id_scores, ood_scores))
     if len(fp) > 2:

@@ -139,14 +139,28 @@ def adaptive_ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
 
 @checked
 def top_label(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
-    """Confidence of the most probable class and whether it is the label: `[B]` and `[B]` of bool."""
+    """Confidence of the most probable class and whether it is the label: `[B]` and `[B]` of bool.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> probs, labels = torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0])
+        >>> he.metrics.top_label(probs, labels)
+        (tensor([0.7500, 0.7500]), tensor([ True, False]))
+    """
     probs, targets = check_probs(probs, labels)
     confidence, predicted = probs.max(dim=1)
     return confidence, predicted == targets
 
 
 def brier_per_sample(probs: Tensor, labels: Labels) -> Tensor:
-    """Squared error of each sample, summed over the classes: `[B]`."""
+    """Squared error of each sample, summed over the classes: `[B]`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> probs, labels = torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0])
+        >>> he.metrics.brier_per_sample(probs, labels)
+        tensor([0.1250, 1.1250])
+    """
     return squared_errors(*check_probs(probs, labels))
 
 
@@ -158,7 +172,14 @@ def squared_errors(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 def nll_per_sample(probs: Tensor, labels: Labels) -> Tensor:
-    """Negative log-likelihood of each sample's label: `[B]`."""
+    """Negative log-likelihood of each sample's label: `[B]`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> probs, labels = torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0])
+        >>> he.metrics.nll_per_sample(probs, labels)
+        tensor([0.2877, 1.3863])
+    """
     return -at_labels(*check_probs(probs, labels)).log()
 
 
@@ -169,14 +190,28 @@ def at_labels(values: Tensor, labels: Tensor) -> Tensor:
 
 @checked
 def ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> float:
-    """`ece` from what `top_label` returns."""
+    """`ece` from what `top_label` returns.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> confidence, correct = torch.tensor([0.75, 0.75]), torch.tensor([True, False])
+        >>> he.metrics.ece_of_confidence(confidence, correct)
+        0.25
+    """
     confidence, correct = check_confidence(confidence, correct)
     return _weighted_gap(_equal_width_groups(confidence, bins), confidence, correct, bins + 1)
 
 
 @checked
 def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> float:
-    """`adaptive_ece` from what `top_label` returns."""
+    """`adaptive_ece` from what `top_label` returns.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> confidence, correct = torch.tensor([0.75, 0.75]), torch.tensor([True, False])
+        >>> he.metrics.adaptive_ece_of_confidence(confidence, correct)
+        0.25
+    """
     confidence, correct = check_confidence(confidence, correct)
     rising, order = confidence.sort()
     _, run, lengths = rising.unique_consecutive(return_inverse=True, return_counts=True)  # runs of equal confidences
@@ -189,7 +224,15 @@ def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Who
 
 @checked
 def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> ReliabilityBins:
-    """The bins of `ece` from what `top_label` returns; a confidence of exactly 1 is shown in the last bin."""
+    """The bins of `ece` from what `top_label` returns; a confidence of exactly 1 is shown in the last bin.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> confidence, correct = torch.tensor([0.75, 0.75]), torch.tensor([True, False])
+        >>> bins = he.metrics.reliability_bins(confidence, correct, bins=2)
+        >>> bins.count, bins.accuracy[1]
+        (tensor([0, 2]), tensor(0.5000, dtype=torch.float64))
+    """
     confidence, correct = check_confidence(confidence, correct)
     groups = _equal_width_groups(confidence, bins).clamp(max=bins - 1)
     count = torch.bincount(groups, minlength=bins)
@@ -234,18 +277,40 @@ def _weighted_gap(groups: Tensor, confidence: Tensor, correct: Tensor, bins: int
 
 @checked
 def mutual_information(member_probs: Tensor) -> float:
-    """Mutual information of label and member in nats, mean over samples; zero for one member."""
+    """Mutual information of label and member in nats, mean over samples; zero for one member.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> member_probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # of two members that disagree
+        >>> round(he.metrics.mutual_information(member_probs), 3)  # log 2
+        0.693
+    """
     return mean(entropy_parts(member_probs).epistemic)
 
 
 @checked
 def disagreement(member_probs: Tensor) -> float:
-    """Share of member pairs that predict different classes, mean over samples; zero for one member."""
+    """Share of member pairs that predict different classes, mean over samples; zero for one member.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> member_probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # of two members that disagree
+        >>> he.metrics.disagreement(member_probs)
+        1.0
+    """
     return mean(disagreement_per_sample(member_probs))
 
 
 def entropy_parts(member_probs: Tensor) -> EntropyParts:
-    """Entropy of the mean probabilities, split into aleatoric and epistemic: `[M, B, C] -> [B]` each."""
+    """Entropy of the mean probabilities, split into aleatoric and epistemic: `[M, B, C] -> [B]` each.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> member_probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # of two members that disagree
+        >>> total, aleatoric, epistemic = he.metrics.entropy_parts(member_probs)
+        >>> total, aleatoric, epistemic
+        (tensor([0.6931]), tensor([0.]), tensor([0.6931]))
+    """
     return split_entropy(check_member_probs(member_probs))
 
 
@@ -264,7 +329,14 @@ def split_entropy(member_probs: Tensor) -> EntropyParts:
 
 @checked
 def disagreement_per_sample(member_probs: Tensor) -> Tensor:
-    """One minus the share of member pairs that agree on the class: `[M, B, C] -> [B]`."""
+    """One minus the share of member pairs that agree on the class: `[M, B, C] -> [B]`.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> member_probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # of two members that disagree
+        >>> he.metrics.disagreement_per_sample(member_probs)
+        tensor([1.])
+    """
     return differing_pairs(check_member_probs(member_probs))
 
 
