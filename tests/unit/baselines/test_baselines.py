@@ -265,7 +265,9 @@ def test_classifiers_of_a_posterior_and_zero_shot_methods_on_a_gpu():
         recipe, labelled = ViLU.recipe(epochs=2), [(images, pair_samples(5)[1])]
         scored = baselines.vilu(scored, labelled, recipe, ViLU(hidden=(8,)), progress=False)
         prediction = scored.predict(images.to(device))
-        parts = posterior.probit(NAMES)(images.to(device)), posterior.zero_shot(NAMES, members=3)(images.to(device))
+        closed = posterior.probit(NAMES)
+        made = closed, closed.optimize(), posterior.zero_shot(NAMES, members=3)
+        parts = [one(images.to(device)) for one in made]
         return [one.cpu() for one in (*parts, prediction.score("neglabel"), prediction.score("vilu"))]
 
     for found, expected in zip(answers("cuda"), answers("cpu"), strict=True):
