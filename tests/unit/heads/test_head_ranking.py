@@ -1,17 +1,13 @@
-"""Rankings: what they accept, how they compare, saving and loading; and fingerprints."""
+"""Rankings: what they accept, and how they compare."""
 
 import math
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from hydra_ensembles.errors import ConfigError, DataError, HeadError
-from hydra_ensembles.fingerprints import data_fingerprint, model_fingerprint
+from hydra_ensembles.errors import ConfigError, HeadError
 from hydra_ensembles.heads.ranking import Head, HeadRanking, as_heads, jensen_shannon, overlap, stability
-from hydra_ensembles.model.config import Sharing
-from random_ensembles import random_batches, random_ensemble, without_heads
 
 
 def ranking(*heads: tuple[int, int] | tuple[int, int, str], **changes: Any) -> HeadRanking:
@@ -86,48 +82,6 @@ def test_divergence() -> None:
     assert jensen_shannon(low, high, 2) == math.log(2)
     assert jensen_shannon(low, ranking((0, 3), (0, 4), (0, 5)), 3) == 0.0  # same layers, different heads
     assert jensen_shannon(low, ranking((0, 0, "text")), 1) == math.log(2)
-
-
-def test_every_weight_the_dtype_and_the_configuration_count() -> None:
-    ensemble = random_ensemble("text-post-norm")
-    first = model_fingerprint(ensemble)
-    assert len(first) == 64
-    copy = ensemble.member(0).with_metadata(source="elsewhere").train().requires_grad_(False)
-    assert model_fingerprint(copy) == first
-    others = [ensemble.member(0).float(), ensemble.member(0).bfloat16(), without_heads(ensemble, {(0, 0)})]
-    others.append(random_ensemble("text-post-norm", sharing=Sharing(mlp=True)))
-    seen = {first, *(model_fingerprint(other) for other in others)}
-    assert len(seen) == 5
-    for count, parameter in enumerate(ensemble.parameters(), start=6):
-        with torch.no_grad():
-            parameter.view(-1)[-1] += 1e-12
-        seen.add(model_fingerprint(ensemble))
-        assert len(seen) == count
-
-
-def test_what_counts_about_data_and_that_the_cut_into_batches_does_not() -> None:
-    ((images, labels),) = random_batches(random_ensemble(), (6,))
-    changed = images.clone()
-    changed[3, 0, 0, 0] += 1e-9
-    batches: list[Any] = [
-        (images, labels),
-        (changed, labels),
-        (images, (labels + 1) % 4),
-        (images.flip(0), labels.flip(0)),
-        (images[:5], labels[:5]),
-        *((other, labels) for other in (images.float(), images.transpose(2, 3), images.reshape(6, 3, 6, 4))),
-        images,
-        {"pixel_values": images, "labels": labels},
-    ]
-    names = [data_fingerprint([batch]) for batch in batches]
-    assert len(set(names)) == len(names)
-    last = images.to(memory_format=torch.channels_last)  # strides do not matter
-    assert data_fingerprint([(last[:4], labels[:4]), (last[4:], labels[4:])]) == names[0]
-    ((texts, labels),) = random_batches(random_ensemble("text-post-norm"), (6,))
-    cut = [{"labels": labels[i : i + 1], **{name: one[i : i + 1] for name, one in texts.items()}} for i in range(6)]
-    assert data_fingerprint(cut) == data_fingerprint([{"labels": labels, **texts}])
-    with pytest.raises(DataError, match="validation data"):
-        data_fingerprint([], "validation data")
 
 
 def test_a_circuit_of_before_decided_ties_by_order() -> None:
