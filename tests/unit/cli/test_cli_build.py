@@ -1,21 +1,19 @@
 """`hydra-ensembles build` through its entry point: images and texts, good and bad input, interruptions."""
 
 import json
-import os
 import re
 import shlex
 import shutil
 import sys
-from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
 import hydra_ensembles as he
 from cli_cases import COLOURS, fail, run, succeed, vit_flags
-from hydra_ensembles.cli.build import in_batches_of
 from hydra_ensembles.cli.command import write_settings
-from processes import watch_replacements
+from hydra_ensembles.pipeline import chain
 
 
 def test_a_build_leaves_a_calibrated_ensemble_and_settings_that_run_it_again(run_folder, text_folder):
@@ -132,16 +130,6 @@ def test_recipes_of_the_paper_train_on_the_images_that_it_prints(world, tmp_path
     assert (train.rand_augment and train.rand_augment.magnitude) == augmented
 
 
-def test_recipes_in_smaller_batches():
-    recipe = he.Recipe.preset("imagenet")
-    for most, batches in (None, 1), (600, 1), (512, 1), (511, 2), (100, 8), (8, 64):
-        assert in_batches_of(recipe, most) == replace(recipe, gradient_accumulation=batches)
-    halves = replace(recipe, gradient_accumulation=2)
-    assert in_batches_of(halves, 256) == halves
-    free = he.Recipe(learning_rate=0.1, steps=1)
-    assert in_batches_of(free, 8) == free
-
-
 def test_a_folder_with_data_or_other_things_is_left_alone(world, tmp_path):
     for name in ("val", "stripes"):
         shutil.copytree(world / name, tmp_path / name)
@@ -176,22 +164,16 @@ def test_impossible_settings(world, tmp_path):
     assert not (tmp_path / "texts").exists()
 
 
-def test_an_interrupted_build_goes_on_and_ends_with_the_same_bits(run_folder, world, tmp_path, monkeypatch):
-    """Ctrl-C just before the file of a ranking is renamed, so that its stage is unfinished."""
+def test_an_interrupted_build_says_how_to_go_on_and_so_do_its_settings(world, tmp_path, monkeypatch):
+    """What goes on, and that the bits are the same, is in test_build_resume.py; `search` keeps its work alike."""
     folder = tmp_path / "run"
-
-    def interrupted(target):
-        if str(target).endswith("rankings/acc.json"):
-            raise KeyboardInterrupt
-
-    sets = ["--id", world / "val", "--ood", world / "stripes", "--prune", 4, "--shared-layers", 0, "--method", "naive"]
+    flags = ["--id", world / "val", "--strategy", "random", "-p", 2, "--shared-layers", 0, "-o", folder, "-q"]
     with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", watch_replacements(interrupted))
+        patched.setattr(chain, "fuse", Mock(side_effect=KeyboardInterrupt))
         patched.setattr(sys, "argv", ["hydra-ensembles", "build", "my model"])
-        result = run("build", *vit_flags(world / "mine.safetensors"), *sets, "-o", folder, "-q")
+        result = run("build", *vit_flags(world / "mine.safetensors"), *flags)
     assert result.exit_code == 130
     assert re.match(f"interrupted: .* kept in {folder}; .*: hydra-ensembles build 'my model'$", result.stderr)
     assert not (folder / "ensemble").exists()
     succeed("build", "--config", folder / "config.yaml", "--quiet")
-    for name in ("model.safetensors", "config.json"):
-        assert (folder / "ensemble" / name).read_bytes() == (run_folder / "ensemble" / name).read_bytes()
+    assert he.Ensemble.from_pretrained(folder / "ensemble").num_members == 3

@@ -1,16 +1,12 @@
-"""`hydra-ensembles search` through its entry point: from a plan to a model that predicts, resuming, and bad input."""
+"""`hydra-ensembles search` through its entry point: from a plan to a model that predicts, and bad input."""
 
 import json
-import os
-import re
-import sys
 
 import pytest
 import yaml
 
 import hydra_ensembles as he
-from cli_cases import fail, run, save_images, succeed, vit_flags
-from processes import watch_replacements
+from cli_cases import fail, save_images, succeed, vit_flags
 
 CANDIDATES = [
     {"shared_layers": 2, "strategy": "random", "prune": 1},
@@ -63,23 +59,6 @@ def test_a_plan_writes_nothing_and_without_ood_data_some_are_made_and_called_so(
     assert not (tmp_path / "new").exists()
 
 
-def test_an_interruption_says_how_to_go_on(flags, searched, tmp_path, monkeypatch) -> None:
-    folder = tmp_path / "stopped"
-
-    def stop(target) -> None:
-        if "evaluations" in target.parts:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", watch_replacements(stop))
-        patched.setattr(sys, "argv", ["hydra-ensembles", "search", "my model"])
-        result = run("search", *flags, "--output", folder)
-    assert result.exit_code == 130
-    assert re.match(f"interrupted: .* kept in {folder}; .*: hydra-ensembles search 'my model'$", result.stderr)
-    succeed("search", "--config", folder / "config.yaml", "--quiet")
-    assert he.SearchResult.load(folder / "search.json") == he.SearchResult.load(searched[0] / "search.json")
-
-
 def test_bad_candidates_data_given_twice_and_too_low_a_price_are_refused(flags, world, tmp_path) -> None:
     place = tmp_path / "bad.yaml"
     for content, token in (("- {trunk: 3}", "trunk"), ("a: 1", "list"), ("- 3", "list"), ("- [", "YAML")):
@@ -103,8 +82,9 @@ def test_a_batch_size_that_is_given_holds_for_the_training_of_candidates(flags, 
         raise he.errors.DataError("seen")
 
     monkeypatch.setattr("hydra_ensembles.cli.build.run_search", watched)
-    (tmp_path / "own.yaml").write_text(yaml.safe_dump([{"training": "together", "recipe": "sst2"}]))
+    recipes = ("sst2", {"learning_rate": 0.1, "steps": 1})  # of 32 samples, and of any number
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump([{"training": "together", "recipe": one} for one in recipes]))
     for more in ([], ["--batch-size", 2], ["--batch-size", 2, "--candidates", tmp_path / "own.yaml"]):
         assert "seen" in fail("search", *flags, *more, "--output", tmp_path / "new", "--dry-run")
     assert [(one["train"].batch_size, one["recipe"].gradient_accumulation) for one in given] == [(8, 1), (2, 4), (2, 4)]
-    assert given[2]["candidates"][0]["recipe"].gradient_accumulation == 16
+    assert [one["recipe"].gradient_accumulation for one in given[2]["candidates"]] == [16, 1]
