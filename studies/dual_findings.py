@@ -123,14 +123,10 @@ def detection_table(study: DualStudy) -> str:
 
 
 def priced(study: DualStudy) -> str:
-    """What the costs were measured on, and of which rows they say less or more than the method's price."""
+    """What the costs were measured on, and of which rows they say less than the method's price."""
     costs = study.facts["costs"]
-    if costs is None:
-        return ""
-    return (
-        f"Cost (of an answer, relative to Single's) and memory: {measured_on(costs)}. BayesVLM's is that of code which "
-        "is not optimized, in float32; ViLU's and NegLabel's leave out their scores. "
-    )
+    about = "Cost (of an answer, relative to Single's; ViLU's and NegLabel's without their scores) and memory"
+    return f"{about}: {measured_on(costs)}. " if costs else ""
 
 
 def price_table(study: DualStudy) -> str:

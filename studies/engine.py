@@ -220,7 +220,7 @@ def timed(models: Mapping[str, Any], inputs: Any, device: torch.device) -> dict[
     fast = device.type == "cuda"
     settings = {"dtype": torch.bfloat16} if fast else {}
     runs = {
-        name: model.optimize(inputs, **settings) if isinstance(model, he.Ensemble) else model
+        name: model.optimize(inputs, **settings) if hasattr(model, "optimize") else model
         for name, model in models.items()
     }
     costs = measure_costs(runs, inputs, repeats=50 if fast else 5)
