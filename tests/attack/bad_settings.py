@@ -477,7 +477,7 @@ def _others(of: Of) -> None:
     sets = {"ood": {"x": torch.randn(2, 5, 3)}, "shift": {"s": (torch.randn(2, 6, 3), labels)}}
     all_of(evaluate_logits, id_logits=torch.randn(2, 6, 3), labels=labels, **sets)
     for saved in (he.HeadRanking(((0, 0),), (1.0,), "m", "acc"), evaluation()):
-        of(saved.save, {"path": lambda v: None if v != "" and isinstance(v, str | Path) else False})
+        of(saved.save, {"path": lambda v: None if isinstance(v, str | Path) and v != "" else False})
     all_of(own.save_pretrained, folder="saved")
     two = data.ImageDataset([1, 2], [0, 1], ("a", "b"))
     all_of(data.ImageDataset, source=[1, 2], labels=[0, 1], class_names=("a", "b"))
