@@ -58,9 +58,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         StorageError: The disk refuses it, or the path exists and is not a regular file (a device, say, which would be
             replaced by one). The previous content is untouched.
     """
+    require_replaceable(path)
     with writing(path):
-        if path.exists() and not path.is_file():
-            raise FileExistsError(errno.EEXIST, "it exists and is not a plain file")
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_dead(path)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -76,6 +75,13 @@ def write_atomically(path: Path, content: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def require_replaceable(path: Path) -> None:
+    """Refuse a path that exists and is not a regular file."""
+    with writing(path):
+        if path.exists() and not path.is_file():
+            raise FileExistsError(errno.EEXIST, "it exists and is not a plain file")
 
 
 def _open_locked(temporary: Path) -> BinaryIO:

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 
 from hydra_ensembles import metrics
 from hydra_ensembles.calibrate import fit_calibration
-from hydra_ensembles.errors import DataError, HydraWarning
+from hydra_ensembles.errors import DataError, HydraWarning, StorageError
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.evaluation.evaluation import Evaluation, Selective
 from hydra_ensembles.evaluation.logits import MemberLogits
@@ -121,6 +121,9 @@ def test_json_round_trip_is_exact_and_stored_logits_rebuild_the_evaluation(evalu
         with pytest.raises(ZeroDivisionError):
             evaluation.save(path)
     assert not list(tmp_path.iterdir())  # no evaluation is written without its logits
+    with pytest.raises(StorageError, match="plain file"):
+        evaluation.save(tmp_path)
+    assert not tmp_path.with_name(f"{tmp_path.name}.logits.safetensors").exists()  # nor these without it
     evaluation.save(path)
     assert Evaluation.load(path) == evaluation
     dataclasses.replace(Evaluation.load(path), name="renamed").save(path)  # loaded without logits: the file keeps them
