@@ -140,7 +140,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 accepted = " or ".join(dict.fromkeys(_in_words(kind, value) for kind in sorted(choices, key=_listed)))
                 kinds = {get_origin(kind) or kind for kind in choices if not _listed(kind)}
                 problem = DataError if kinds & {Iterable, Mapping, Tensor} else ConfigError
-                loads = getattr(getattr(value, "load", None), "__self__", None) is value  # a suite, or one set of it
+                loads = inspect.ismethod(getattr(value, "load", None)) and value.load.__self__ is value  # as of a suite
                 advice = "; load it first: .load(root)" if loads else ""
                 raise problem(f"{name} of {title} must be {accepted}, got {_shown(value)}{advice}")
             if name not in expected and any(get_origin(hint) is Unpack for hint in expected.values()):
@@ -207,7 +207,8 @@ def _in_words(hint: Any, value: Any) -> str:
     kind = get_origin(hint) or hint
     if _listed(hint):
         return f"a list in which each item is {_in_words(get_args(hint)[0], None)}"
-    return _WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")
+    title = str(getattr(kind, "__name__", kind))
+    return _WORDS.get(kind, f"a{'n' if title[0] in 'AEIOU' else ''} {title}")
 
 
 def _listed(hint: Any) -> bool:

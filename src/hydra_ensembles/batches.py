@@ -75,8 +75,7 @@ def read_labels(labels: Any, samples: int, where: str) -> Tensor:
         plain = np.array(labels) if hasattr(labels, "iloc") else labels  # a pandas Series
         tensor = plain if isinstance(plain, Tensor) else torch.as_tensor(plain, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        got = type(labels).__name__
-        raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
+        raise DataError(f"labels in {where} must be whole numbers [B] from 0, got {short(labels)} ({error})") from error
     not_whole = tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or tensor.dtype == torch.bool
     if tensor.dim() != 1 or not_whole or len(tensor) != samples:
         way = "class numbers [B]: .long() for floats, .squeeze(1) for [B, 1], .argmax(1) for one-hot rows"
@@ -144,10 +143,12 @@ def iterate(
     if whole:
         check_unsharded(batches, name)
     try:
+        if isinstance(batches, str | Mapping | Tensor):
+            raise TypeError
         pairs = enumerate(batches)
     except TypeError as error:
         got = f"{type(batches).__name__}: {short(batches)}"
-        raise DataError(f"{name} must be batches, such as a DataLoader or a list of them, got {got}") from error
+        raise DataError(f"{name} must be batches: a DataLoader, or a list ([batch] for one); got {got}") from error
     empty = True
     for index, batch in pairs:
         empty = False

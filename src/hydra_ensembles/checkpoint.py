@@ -210,7 +210,7 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
         if revision is not None:
             raise CheckpointError(f"revision is {revision!r}, but {source} is a folder; revisions belong to hub ids")
         return folder
-    if isinstance(source, Path) or not HUB_ID.fullmatch(source):
+    if isinstance(source, Path) or folder.exists() or not HUB_ID.fullmatch(source):
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{source} {problem}; give the folder that save_pretrained wrote, or 'hub:owner/name'")
     names = [CONFIG, WEIGHTS, TOKENIZER, CARD]

@@ -394,8 +394,9 @@ class Prediction:
             return self._with(lambda tensor: tensor[:, index])
         rows = index if isinstance(index, Tensor) else torch.as_tensor(index, device="cpu")
         # a numeric mask (`accept.float()`, `accept.byte()`) would be taken as indices 0 and 1
-        if rows.ndim > 1 or (rows.numel() and (rows.is_floating_point() or rows.dtype == torch.uint8)):
-            got = f"{rows.dtype} {list(rows.shape)}"
+        wrong = rows.numel() and (rows.is_floating_point() or rows.dtype == torch.uint8)
+        if rows.ndim > 1 or wrong or (rows.dtype == torch.bool and rows.shape != (len(self),)):
+            got = f"{rows.dtype} {list(rows.shape)} for {len(self)} samples"
             raise DataError(f"select samples by a slice, indices or a boolean mask with one axis; got {got}")
         if rows.ndim == 0:  # one sample: keep its axis
             if not -len(self) <= int(rows) < len(self):

@@ -86,6 +86,7 @@ def test_what_was_given_is_said_without_its_numbers() -> None:
         ([(x, x)], "a list of 1, the first a tuple"),
         (x, r"a Tensor \[2, 3\]"),
         ([1, 2], r"\[1, 2\] \(list\)"),
+        (0, "0"),
         (he.data.suite("paper-sst2"), r"Suite.* \(Suite\); load it first: \.load\(root\)"),
     ):
         with pytest.raises(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from hydra_ensembles.batches import borrowed, epoch_of, move, read_batch, require_labels
+from hydra_ensembles.batches import borrowed, epoch_of, iterate, move, read_batch, require_labels
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.fingerprints import source_fingerprint
@@ -31,6 +31,11 @@ def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
     for one, way in ((3, "DataLoader"), (Y[:, None], "squeeze")):  # items of a data set; a column of a table
         with pytest.raises(DataError, match=way):
             read_batch((X, one))
+    with pytest.raises(DataError, match=r"\['a', 'a', 'a', 'a'\]"):
+        read_batch((X, ["a"] * 4))
+    for single in ({"pixel_values": X, "labels": Y}, X, "pictures"):
+        with pytest.raises(DataError, match=rf"val must be batches: .*\[batch\].* got {type(single).__name__}"):
+            list(iterate(single, "val"))
 
 
 def test_only_copies_towards_the_gpu_are_not_waited_for() -> None:

@@ -56,10 +56,12 @@ def assert_refused(folder: str | Path, token: str, kind: type[Ensemble] | type[D
         kind.from_pretrained(folder)
 
 
-def test_missing_folders_and_files(folder: Path, tmp_path: Path) -> None:
+def test_missing_folders_and_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert_refused(tmp_path / "nowhere", "does not exist")
     assert_refused("nowhere-at-all", "owner/name")
-    assert_refused(folder / "config.json", "is a file")
+    for file in (folder / "config.json", f"{folder.name}/config.json"):  # the second looks like a hub id
+        assert_refused(file, "is a file")
     assert_refused(folder.parent, f"no config.*wrote, one of {folder.name}$")
     with pytest.raises(CheckpointError, match="revision"):
         Ensemble.from_pretrained(folder, revision="main")

@@ -168,7 +168,8 @@ def test_what_is_neither_a_place_nor_a_mask_picks_no_samples():
         with pytest.raises(IndexError, match="4 samples"):
             p[index]
     # a mask as numbers: read as indices, it would be samples 1, 0, 1, 1
-    for index in (T([1.0, 0.0, 1.0, 1.0]), T([1, 0, 1, 1], dtype=torch.uint8), T(0.7), [[0, 1], [2, 3]]):
+    wrong = T([1.0, 0.0, 1.0, 1.0]), T([1, 0, 1, 1], dtype=torch.uint8), T(0.7), [[0, 1], [2, 3]], T([True]), True
+    for index in wrong:
         with pytest.raises(DataError, match="boolean mask"):
             p[index]
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -23,6 +24,7 @@ from .dataset import Dataset, Items, hash_key, keyed_order
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_TAKES = "it gets the items of a batch as a list and returns a tensor [B, ...], as torch.stack([one(x) for x in items])"
 CollatedBatch = tuple[Tensor, Tensor] | dict[str, Tensor]
 Preprocess = Callable[[list[Any]], Tensor | Mapping[str, Tensor]]
 
@@ -69,6 +71,11 @@ class BatchLoader:
     drop_last: bool = False
     epoch: int = field(default=0, init=False)
     stream: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dataset, str | PathLike | Mapping) or not hasattr(type(self.dataset), "__getitem__"):
+            got = f"a data set gives (item, class number) by position, got {short(self.dataset)}"
+            raise DataError(f"{got}; data.load(path) reads one from a folder or a table")
 
     def __len__(self) -> int:
         batches = len(self.dataset) / self.batch_size
@@ -130,12 +137,15 @@ class _Pass:
         torch.default_generator.manual_seed(hash_key(*self.key, positions[0]))
         try:
             inputs = self.preprocess(list(items))
+        except (TypeError, AttributeError) as error:
+            raise DataError(f"preprocess failed on {len(items)} items ({error}); {_TAKES}") from error
         finally:
             torch.set_rng_state(state)
         targets = torch.tensor(labels, dtype=torch.int64)  # [B]
-        for tensor in inputs.values() if isinstance(inputs, Mapping) else [inputs]:
-            if len(tensor) != len(targets):
-                raise DataError(f"preprocess made {len(tensor)} rows from {len(targets)} items; it must keep one each")
+        for rows in inputs.values() if isinstance(inputs, Mapping) else [inputs]:
+            if len(rows) != len(targets) or not isinstance(inputs, Tensor | Mapping):
+                made = f"a {type(rows).__name__} of {len(rows)} rows from {len(targets)} items"
+                raise DataError(f"preprocess made {made}; {_TAKES}")
         return {**inputs, "labels": targets} if isinstance(inputs, Mapping) else (inputs, targets)
 
 

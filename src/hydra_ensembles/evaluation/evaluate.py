@@ -23,6 +23,7 @@ from ..fingerprints import trace_sets
 from ..metrics.conformal import chance_of_fewer
 from ..metrics.inputs import Convention, check_labels, warn_of_probabilities
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_model
 from ..model.metadata import Calibration, Familiarity, Metadata
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import (
@@ -122,7 +123,7 @@ def evaluate(
         (['noise'], True, True)
     """
     if not callable(ensemble):
-        raise ConfigError(f"evaluate takes an Ensemble, or a function of inputs, got a {type(ensemble).__name__}")
+        require_model(ensemble, "evaluate", Ensemble)  # raises
     model, metadata, calibration = _read_model(ensemble, calibration)
     num_classes = model.num_classes if isinstance(model, Ensemble | OptimizedEnsemble) else None  # of others unknown
     preprocess = preprocess or metadata.preprocessing

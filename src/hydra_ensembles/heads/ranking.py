@@ -42,7 +42,7 @@ HeadLike = Head | tuple[int, int] | tuple[int, int, str] | Sequence[int]
 def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
     """Read heads from `Head`s or tuples, keeping their order; the same head twice is an error."""
     if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
-        raise HeadError(f"heads must be a list of Head(layer, head), such as ranking.first(count), got {values!r}")
+        raise HeadError(f"heads must be a list of Head(layer, head), such as ranking.first(count), got {short(values)}")
     heads = tuple(_as_head(value) for value in values)
     twice = [head for head, times in Counter(heads).items() if times > 1]
     if twice:

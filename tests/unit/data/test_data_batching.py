@@ -13,7 +13,7 @@ from hydra_ensembles.data import RandAugment
 from hydra_ensembles.data.batching import BatchLoader, TrainTransform, batches
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.errors import HydraError
+from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from pictures import picture
 
@@ -107,6 +107,12 @@ def test_the_order_of_a_seed_stays_what_it_was_and_workers_change_nothing(number
 def test_bad_settings_and_bad_preprocessing(numbers: TextDataset, settings: dict[str, int], token: str) -> None:
     with pytest.raises(HydraError, match=token):
         next(iter(batches(numbers, lambda texts: torch.zeros(3, 2), **{"batch_size": 1, **settings})))
+    for one in (lambda text: text.upper(), lambda texts: [torch.zeros(2) for _ in texts]):  # for one item; not stacked
+        with pytest.raises(DataError, match=r"torch\.stack"):
+            next(iter(batches(numbers, one, batch_size=2)))
+    for source in ("pictures", {"a": [1]}, {1}, 3):
+        with pytest.raises(DataError, match=r"by position, got .*data\.load"):
+            batches(source, len, batch_size=2)
 
 
 def test_rows_that_are_no_items_with_class_numbers_are_refused() -> None:

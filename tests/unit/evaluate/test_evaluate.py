@@ -239,6 +239,8 @@ def test_any_callable_with_two_axes_counts_as_one_member():
     assert all(module.training for module in model.modules())  # training mode is restored
     flat = evaluate(lambda x: linear(x.flatten(1)), image_batches(), OOD, progress=False)
     assert flat.numbers() == found.numbers()
+    with pytest.raises(ConfigError, match=r"got str; load it first: he\.load\('folder'\)"):
+        evaluate("folder", image_batches())
 
 
 def test_texts_come_as_mappings_and_streams_are_read_once(capsys):
