@@ -250,9 +250,9 @@ class Task(Once):
         return pretrained(self.source.root, self.plain["backbone"], size, classes).to(self.device)
 
 
-def _held_out(plain: Mapping[str, str]) -> SetRef:
-    name = plain["source"].rpartition("/")[2]
-    return SetRef(name, plain["source"], plain.get("split", "test"), labels="optional")
+def _held_out(plain: Mapping[str, Any]) -> SetRef:
+    name, without = plain["source"].rpartition("/")[2], tuple(plain.get("without", ()))
+    return SetRef(name, plain["source"], plain.get("split", "test"), without=without, labels="optional")
 
 
 class Drawn(Samples):

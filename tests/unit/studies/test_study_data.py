@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from small_studies import CLASSES, CPU, ManyClasses, Pictures, dual_recipe
 from torch.nn import functional as F
 
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
+from shared_paths import SHARED, shared
 from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches, TextSamples
 from studies.sets import (
     NPM_LABELS,
@@ -26,7 +28,7 @@ from studies.sets import (
     overlapping,
     suite,
 )
-from studies.task import recipe
+from studies.task import Stage, Task, recipe
 from zero_shot_models import word_tokenizer
 
 
@@ -38,9 +40,23 @@ def pictures() -> ImageDataset:
 
 @pytest.mark.parametrize("name", recipe()["tasks"])
 def test_no_reported_set_chooses_anything(name: str) -> None:
-    sets = suite(recipe()["tasks"][name]["suite"])
+    task = Task(name, recipe(), DataFolder(SHARED), CPU)
+    sets, held_out = task.suite, task._foreign("held_out")["far"]
+    reported = (sets.id, *sets.near, *sets.far)
     for one in (sets.train, sets.validation, sets.circuit_ood):
-        assert not any(one.may_share_rows(other) for other in (sets.id, *sets.near, *sets.far, *sets.apart))
+        assert not any(one.may_share_rows(other) for other in (*reported, *sets.apart))
+    assert not any(one.may_share_rows(other) for one in held_out for other in (*reported, sets.circuit_ood))
+
+
+def test_no_reported_text_is_held_out() -> None:
+    data = DataFolder(shared("data/text").parents[1])
+    task = Task("text-sst2", recipe(), data, CPU)
+    held_out, reported = (
+        {text for refs in task._foreign(stage).values() for ref in refs for text, _ in data.load(ref)}
+        for stage in get_args(Stage)
+    )
+    assert held_out
+    assert not held_out & reported
 
 
 def test_cifar10_is_read_from_the_npm_package(tmp_path: Path) -> None:
