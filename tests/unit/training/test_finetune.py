@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training_cases import LAYERS, batches, moved, own_batches, same, samples, shuffled, tiny, tiny_text
+from training_cases import LAYERS, batches, moved, own_batches, same, samples, shuffled, tiny
 
 from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
@@ -146,17 +146,6 @@ def test_shared_groups_a_trunk_and_class_embeddings_train_too():
     config = tiny().config
     zero_shot = Ensemble(replace(config, readout=replace(config.readout, cosine=CosineConfig())))
     assert "readout.class_embeddings.weight" in moved(zero_shot, train(zero_shot))
-
-
-def test_text_trains_with_masks_in_a_mapping():
-    ids = torch.randint(1, 20, (12, 6), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(12, 6, dtype=torch.long)
-    mask[:, 4:] = 0
-    data = [{"input_ids": ids, "attention_mask": mask, "labels": (ids[:, 0] > 9).long()}]
-    member = tiny_text()
-    found = moved(member, train(member, data, Recipe.preset("sst2", learning_rate=1e-3, patience=None, epochs=3)))
-    assert found
-    assert all(place_of(name)[0] != "stem" for name in found)
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,6 @@ def tiny(seed: int = 0, dropout: float = 0.0, **shape: Any) -> Ensemble:
     return noisy(small(**shape, **rates), seed, 0.1, metadata)
 
 
-def tiny_text(seed: int = 0) -> Ensemble:
-    return noisy(small("text", 2, readout={"hidden": "tanh", "norm": "none"}, norm_first=False), seed, noise=0.0)
-
-
 def batches(count: int = 48, size: int = 8, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
     return build_cases.batches(count, size, seed)
 
