@@ -208,6 +208,7 @@ def _in_words(hint: Any, value: Any) -> str:
     if _listed(hint):
         return f"a list in which each item is {_in_words(get_args(hint)[0], None)}"
     title = str(getattr(kind, "__name__", kind))
+    title = f"{title} ({title}.preset(name) makes one)" if hasattr(kind, "preset") else title
     return _WORDS.get(kind, f"a{'n' if title[0] in 'AEIOU' else ''} {title}")
 
 

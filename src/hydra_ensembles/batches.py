@@ -105,8 +105,8 @@ def tensors_of(mapping: Mapping[str, Any], where: str) -> dict[str, Tensor]:
             try:
                 tensors[name] = _read_numbers(value)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-                got = f"a {type(value).__name__} that cannot be made a tensor ({error})"
-                raise DataError(f"{name} of {where} is {got}; give one tensor, or leave it out") from error
+                problem = f"{name} of {where} is a {type(value).__name__} that cannot be made a tensor ({error})"
+                raise DataError(f"{problem}; give one tensor (tokenizers: padding=True), or leave it out") from error
     return tensors
 
 

@@ -74,7 +74,8 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
     it is `ADDED_LATER`.
     """
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path} must be an object with named fields, got {short(data)}")
+        named = f" (in Python also {cls.__name__}.preset(name))" if hasattr(cls, "preset") else ""
+        raise ConfigError(f"{path} must be an object with named fields{named}, got {short(data)}")
     hints = hints_of(cls)
     values = dict(data)
     kind = getattr(cls, "kind", None)

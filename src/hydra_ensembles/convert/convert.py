@@ -297,7 +297,7 @@ def _find_architecture(
         if name in architecture.classes:
             return architecture
     if not isinstance(model, nn.Module):
-        way = "load it with its library first" if isinstance(model, str | PathLike) else "give the model itself"
+        way = "load it by its library or he.load" if isinstance(model, str | PathLike) else "give the model itself"
         raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}; {way}")
     if isinstance(model, Ensemble | DualEncoder):
         raise ConversionError(f"convert needs a model of another library, but this is a {type(model).__name__} already")

@@ -94,8 +94,8 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
             DataError: The labels do not fit the source or the class names.
         """
         readable = hasattr(type(source), "__len__") and hasattr(type(source), "__getitem__")
-        if not readable or getattr(source, "ndim", 1) == 0:
-            raise DataError(f"{name}: items need __len__ and __getitem__, as a list has; got {short(source)}")
+        if not readable or getattr(source, "ndim", 1) == 0 or isinstance(source, str | bytes | dict):
+            raise DataError(f"{name}: items need a length and positions, as a list has; got {short(source)}")
         self.name = name
         self.class_names = tuple(map(str, class_names))
         self._source = source.to_numpy() if hasattr(source, "iloc") else source  # type: ignore[attr-defined] # pandas

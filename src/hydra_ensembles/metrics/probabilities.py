@@ -152,6 +152,7 @@ def top_label(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     return confidence, predicted == targets
 
 
+@checked
 def brier_per_sample(probs: Tensor, labels: Labels) -> Tensor:
     """Squared error of each sample, summed over the classes: `[B]`.
 
@@ -171,6 +172,7 @@ def squared_errors(probs: Tensor, labels: Tensor) -> Tensor:
     return error.square().sum(dim=-1)
 
 
+@checked
 def nll_per_sample(probs: Tensor, labels: Labels) -> Tensor:
     """Negative log-likelihood of each sample's label: `[B]`.
 
@@ -301,6 +303,7 @@ def disagreement(member_probs: Tensor) -> float:
     return mean(disagreement_per_sample(member_probs))
 
 
+@checked
 def entropy_parts(member_probs: Tensor) -> EntropyParts:
     """Entropy of the mean probabilities, split into aleatoric and epistemic: `[M, B, C] -> [B]` each.
 

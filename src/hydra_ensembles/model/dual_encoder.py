@@ -69,6 +69,9 @@ class DualEncoder(OurModel, Saved):
             logit_bias: Added to the scaled cosines, as many numbers as `logit_scale`; None for no bias.
         """
         super().__init__()
+        for tower in (image, text):
+            if not isinstance(tower, Ensemble):
+                raise ConfigError(f"a tower is an Ensemble, as he.convert(model) returns; got a {type(tower).__name__}")
         self.image, self.text = image, text
         self.projections = Projections() if projections is None else projections
         self.logit_scale = _numbers(logit_scale, image)  # [1] or [M]

@@ -123,7 +123,7 @@ def warn_if_equal(members: Sequence[tuple[object, Mapping[str, Tensor]]], caller
 def member_index(index: object, members: int) -> int:
     """A member's index, counted from 0; negative ones count from the end."""
     if isinstance(index, bool) or not isinstance(index, Integral) or not -members <= int(index) < members:
-        raise ConfigError(f"member {index} does not exist: there are {members}, counted from 0")
+        raise ConfigError(f"member {index!r} does not exist: there are {members}, counted from 0")
     return int(index) % members
 
 

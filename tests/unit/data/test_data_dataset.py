@@ -66,6 +66,9 @@ def test_labels_must_fit_are_copied_and_cannot_be_written() -> None:
     for labels, names, token in (([0], (), "2 items"), ([0, 2], ("x", "y"), "row 1"), ([-2, 0], (), "label -2")):
         with pytest.raises(DataError, match=token):
             TextDataset(list("ab"), labels, names)
+    for source in ("ab", {"a": 0, "b": 1}):
+        with pytest.raises(DataError, match="as a list has; got"):
+            TextDataset(source, [0, 1])
     given = np.array([-1, 1])
     dataset = TextDataset(list("ab"), given)
     given[0] = 9

@@ -165,12 +165,15 @@ def test_what_does_not_fit_together_is_refused() -> None:
     projections = Projections.fresh(40, 32, 8)
     for make, token in [
         (lambda: fused(members).member(3), "member 3"),
+        (lambda: members[0].member("0"), "member '0'"),
         (lambda: fused([members[0], he.convert(open_clip_model())]), "float32|logit bias|architecture"),
         (lambda: DualEncoder(two, rest, members[0].projections), "2 members and the text tower 3"),
         (lambda: members[0].predict(torch.zeros(1, 3, 32, 32)), "zero_shot"),
         (lambda: DualEncoder(image, text), "width 40.*width 32"),
         (lambda: DualEncoder(image, text, Projections.fresh(32, 32, 8)), "width 32.* 40"),
         (lambda: DualEncoder(text, image), "text and image"),
+        (lambda: DualEncoder(torch.nn.Linear(2, 2), text), "got a Linear"),
+        (lambda: he.zero_shot(image, ["a", "b"]), "got Ensemble; convert a CLIP model"),
         (lambda: DualEncoder(image, text, projections, logit_bias=torch.zeros(2)), "logit_bias 2"),
         (lambda: DualEncoder(image, text, projections, logit_scale=torch.zeros(2)), "scale_copies"),
         (lambda: fused([DualEncoder(image, text, Projections.fresh(40, 32, width)) for width in (8, 9)]), "shapes"),

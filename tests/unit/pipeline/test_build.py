@@ -184,6 +184,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[HydraError], str]] = {
     "all heads": ({"prune": 12}, {}, ConfigError, "1 different choices"),
     "small pool": ({"prune": 4, "pool": 5, "members": 6}, {}, ConfigError, "5 different choices"),
     "pool": ({"pool": 13, "strategy": "sampled"}, {}, ConfigError, "pool"),
+    "recipe by name": ({"recipe": "sst2"}, {}, ConfigError, r"Recipe\.preset\(name\)"),
     "uneven": ({"strategy": "taylor", "prune": 5}, {}, ConfigError, "taylor_scope"),
     "batches": ({"strategy": "taylor", "calibration_batches": 10}, {}, ConfigError, "train has 10 batches"),
     "blocks of a trunk": ({"recipe": recipe(last_blocks=9), "shared_layers": 1}, {}, ConfigError, "last_blocks"),
