@@ -1,7 +1,6 @@
 """Report and head atlas in a real browser: complete, responsive, dark mode, no logged errors."""
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -57,7 +56,6 @@ def test_it_fits_follows_colours_and_is_silent(tab: Tab, report: Path, tmp_path:
 # --- the head atlas: a click or a key on a head shows its inputs -----------------------------------------------------
 
 NARROW = 360
-EXAMPLES = Path(__file__).parents[2] / "examples"
 KEPT = (((0, 1, 2, 3), (0, 2), (0, 1)), ((0, 1, 2, 3), (1, 2), (3,)))  # [member][layer]
 SHOWN = "[...document.querySelectorAll('.panels article')].filter((one) => one.offsetHeight).map((one) => one.id)"
 COLOURS = "[...document.querySelectorAll('.map a')].map((one) => getComputedStyle(one).backgroundColor)"
@@ -70,24 +68,6 @@ def page(request, tmp_path_factory) -> Path:
     data = random_batches(model, (12,)), {"odd": random_batches(model, (8,), seed=1)}
     found = he.atlas(model, *data, name="two", progress=False)
     return he.write_atlas(tmp_path_factory.mktemp("atlas") / f"{request.param}.html", found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [NARROW, DESK])
-def test_the_atlas_of_the_demo_is_made_by_its_command_and_shows_its_images(
-    tab: Tab, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["head_atlas.py", "--images", "14", "--layers", "5"])
-    runpy.run_path(str(EXAMPLES / "head_atlas.py"), run_name="__main__")
-    tab.open((tmp_path / "head-atlas.html").as_uri(), width, 900, dark=False)
-    assert tab.run("document.documentElement.scrollWidth") <= width
-    (first,) = tab.run(SHOWN)
-    other = tab.run(f"[...document.querySelectorAll('.map a')].find((one) => one.hash != '#{first}').hash")
-    tab.run(f"document.querySelector('a[href=\"{other}\"]').click()")
-    assert tab.run(SHOWN) == [other.removeprefix("#")]
-    assert tab.run("document.querySelectorAll('article.shown .pic').length") == 8
-    assert not tab.complaints
 
 
 @pytest.mark.parametrize(("width", "dark"), [(NARROW, True), (DESK, False)])

@@ -75,9 +75,12 @@ def test_an_image(tab: Tab, ports: dict[str, int], tmp_path: Path, width: int, d
     assert [one for one in tab.requests if not one.removeprefix("blob:").startswith(own)] == []
 
 
-def test_a_file_that_is_no_image_is_said_so(tab: Tab, ports: dict[str, int], tmp_path: Path) -> None:
+def test_a_file_is_reached_by_keyboard_and_said_to_be_no_image(tab: Tab, ports: dict[str, int], tmp_path: Path) -> None:
     tab.open(f"http://127.0.0.1:{ports['image']}/", PHONE)
     tab.until('!document.getElementById("image").hidden')
+    tab.press("Tab")
+    assert tab.run("document.activeElement.id") == "file"
+    assert tab.run('getComputedStyle(document.getElementById("drop")).outlineStyle') == "solid"
     (tmp_path / "broken.png").write_bytes(b"hello")
     tab.give_file("#file", tmp_path / "broken.png")
     tab.until(ANSWERED)
@@ -102,14 +105,6 @@ def test_a_text_by_keyboard_alone(tab: Tab, ports: dict[str, int]) -> None:
     assert tab.run("document.activeElement.parentElement.open")
     fits(tab, PHONE)
     assert tab.complaints == []
-
-
-def test_the_file_is_reached_by_keyboard_too(tab: Tab, ports: dict[str, int]) -> None:
-    tab.open(f"http://127.0.0.1:{ports['image']}/", DESK)
-    tab.until('!document.getElementById("image").hidden')
-    tab.press("Tab")
-    assert tab.run("document.activeElement.id") == "file"
-    assert tab.run('getComputedStyle(document.getElementById("drop")).outlineStyle') == "solid"
 
 
 def test_a_key_is_asked_for_and_kept(tab: Tab, ports: dict[str, int]) -> None:
