@@ -16,7 +16,7 @@ from .stored import DualStudy, Study
 from .storing import same_columns
 
 GAINS = ("accuracy", "calibrated.nll", "near.auroc", "far.auroc")
-LEADING = {"calibrated.nll": "NLL ↓", "near.auroc": "near ↑"}  # metrics on the first page, one table each
+LEADING = {"calibrated.nll": "NLL ↓", "near.auroc": "near ↑"}  # metrics of the tables of gains
 GAINING = (
     "Single, trained as long",
     "Laplace (last layer)",
@@ -37,7 +37,7 @@ TITLES = {  # task names in tables with several tasks
     "vision-eurosat-scratch": "EuroSAT, from scratch",
 }
 OFFERED = ("Single, trained as long", MC_DROPOUT, *BASELINES, SOUP, DEEP, HYDRA, HYDRA_CIRC)
-UNSHOWN = ("Deep Ensembles, MLPs averaged", "Random heads")  # rows of GAINING that the README omits
+UNSHOWN = ("Deep Ensembles, MLPs averaged", "Random heads")  # rows of GAINING that short tables omit
 COMPARED = (SINGLE, *(row for row in GAINING if row not in UNSHOWN))
 GIVEN = {  # columns of the README
     "accuracy": "accuracy ↑",
@@ -93,6 +93,30 @@ def same_models(studies: Sequence[Study], rows: Sequence[str]) -> str:
     return "".join(sentences)
 
 
+def summary_table(studies: Sequence[Study]) -> str:
+    """The table of the results' first page: both leading metrics of a task in one cell, without intervals."""
+    shown = leading(studies)
+    lines = [
+        [
+            row,
+            f"{shown[0].facts['trainings'][row]:g}",
+            price_cell(shown, row),
+            *(gains(one, row, (*LEADING,)) for one in shown),
+        ]
+        for row in COMPARED
+        if row != SINGLE
+    ]
+    note = (
+        "NLL after calibration / AUROC of near-OOD inputs by the largest probability, in points; both minus Single's, on "
+        f"the same seeds. **Better** or *worse* where significant {BEYOND}. Trainings: of a whole model, Single's "
+        "included. Price: inference time relative to Single's, on CIFAR-100. Intervals and more rows: "
+        "[findings](findings.md#gains-with-intervals)."
+    )
+    return markdown(
+        [" / ".join(LEADING.values()), "trainings ↓", "price ↓", *(TITLES[one.name] for one in shown)], lines, note
+    )
+
+
 def gains_table(studies: Sequence[Study]) -> str:
     """What the main rows gain over Single on every task that has Hydra, with intervals: one table per metric."""
     shown = leading(studies)
@@ -105,7 +129,7 @@ def gains_table(studies: Sequence[Study]) -> str:
                 gaps = [study.difference(row, SINGLE, key) for study in shown]
                 cells = ["–" if gap is None else judged_text(gap_text(gap, key), gap, key) for gap in gaps]
                 lines.append([row, *costs, *cells, seeds_cell(shown, row)])
-        head = [f"{title}, less Single's", "trainings ↓", "price ↓", *(TITLES[study.name] for study in shown), "seeds"]
+        head = [f"{title}, minus Single's", "trainings ↓", "price ↓", *(TITLES[study.name] for study in shown), "seeds"]
         tables.append(markdown(head, lines))
     note = (
         "NLL after calibration; near: OOD AUROC by the largest probability, in points. ± half an interval; **better** "
@@ -184,7 +208,11 @@ def blocks(studies: Sequence[Study], shown: Collection[str]) -> dict[str, str]:
     }
     of_studies = {name: table(study) for name, (table, study) in tables.items() if name in shown}
     classifiers = of_tasks(studies)
-    of_all = {"study_gains": gains_table(classifiers), "study_methods": methods_table(classifiers)}
+    of_all = {
+        "study_summary": summary_table(classifiers),
+        "study_gains": gains_table(classifiers),
+        "study_methods": methods_table(classifiers),
+    }
     return {**of_studies, **of_all, "compared": compared_table(classifiers[0])}
 
 
