@@ -11,7 +11,9 @@ Below one or more paragraphs, a comment names the sources of their numbers, one 
 
 `tables.py` rewrites the numbers, with as many decimals as they have. It cannot rewrite words, so it fails if a number
 without a sign is negative, or if a claim is wrong: significantly `better` or `worse`, not significant (`chance`), on
-average `higher` or `lower`. A line that begins with `!` is a claim without a number.
+average `higher` or `lower`. A line that begins with `!` is a claim without a number. At the end of a difference,
+`, all looks` makes its interval as wide as a correction for all looks at the test set says (`studies/data/looks.yaml`):
+with `| better, all looks` a gain survives it, with `| better` and a second line `| chance, all looks` it does not.
 
 Lines, with their parts separated by ` | ` (several on a line are separated by ` ; `):
 
@@ -62,6 +64,7 @@ PRICES = ("cost", "work", "parameters", "trainings", "seeds")
 VERDICTS = ("reproduced", "not reproduced", "tie", "not run", "not testable", "one seed", "two seeds")
 CLAIMED, CLAIMED_OF = "claims", "claims of "
 CLAIMS = ("better", "worse", "chance", "higher", "lower")
+ALL_LOOKS = ", all looks"
 
 
 UNCHECKED: Mapping[str, str] = {  # pages, below the root, with numbers in sentences that need no source, and why
@@ -164,13 +167,17 @@ def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float
         return of_file(results / origin, rest)
     if origin == "intervals":
         return counted([study for study in studies.values() if not isinstance(study, DualStudy)], *rest)
+    if all_looks := rest[-1].endswith(ALL_LOOKS):
+        rest[-1] = rest[-1].removesuffix(ALL_LOOKS)
     claim = rest.pop() if rest[-1] in CLAIMS else None
     rows, key = rest
+    if all_looks and " - " not in rows:
+        raise UnbackedError(f"{source}: only differences have looks")
     if rows == "foretold":
         if (correlation := foretold(studies[origin], key)) is None:
             raise UnbackedError(f"{origin} has too few settings that were chosen")
         return correlation[0]
-    value = of_study(studies[origin], rows, key)
+    value = of_study(studies[origin], rows, key, all_looks)
     if isinstance(value, Difference):
         if claim and not holds(value, key, claim):
             raise UnbackedError(f"{source}: {scaled(value.value, key):+.3f} ± {scaled(value.half_width, key):.3f}")
@@ -196,7 +203,7 @@ def holds(gap: Difference, key: str, claim: str) -> bool:
     return gap.certain and improved == (claim == "better")
 
 
-def of_study(study: Study, rows: str, key: str) -> float | Difference:
+def of_study(study: Study, rows: str, key: str, all_looks: bool = False) -> float | Difference:
     """A number of one row, of two rows, or the largest or smallest of all rows."""
     if rows == CLAIMED or rows.startswith(CLAIMED_OF):
         tested = claims(study)
@@ -208,7 +215,8 @@ def of_study(study: Study, rows: str, key: str) -> float | Difference:
         return OF_ALL[rows]([value for row in study.rows if (value := study.mean(row, key)) is not None])
     if " - " in rows:
         first, second = rows.split(" - ")
-        gap = study.difference(first, second, key.removeprefix("± "))
+        looks = study.looks(first, second) if all_looks else 1
+        gap = study.difference(first, second, key.removeprefix("± "), looks)
         if gap is None:
             raise UnbackedError(f"{study.name} has no {key} of {rows}")
         return gap

@@ -1,6 +1,6 @@
 """The experiments behind docs/results.md, in the order in which data flows; not part of the installed package.
 
-recipes/, data/, paper/   settings; class names and overlaps; the paper's own numbers
+recipes/, data/, paper/   settings; class names, overlaps, looks at test sets; the paper's own numbers
 fetch, sets, samples      data sets: prepare, read, move to a device
 weights, captions         pretrained models; image-text pairs for training a dual encoder
 engine, seed_folder       stages and jobs of a study; the folder that caches what a seed makes

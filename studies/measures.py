@@ -73,6 +73,8 @@ class Number:
 class Difference:
     """A mean difference over seeds, and half the width of its interval over seeds and test samples.
 
+    The interval is of `LEVEL` for one look at the test set; for several, it is as wide as a Bonferroni correction says.
+
     `as_they_are`, for rows from two runs: the difference without subtracting each run's Single.
     """
 
@@ -82,15 +84,15 @@ class Difference:
     as_they_are: "Difference | None" = None
 
     @classmethod
-    def of(cls, ours: Sequence[Number], theirs: Sequence[Number]) -> "Difference":
+    def of(cls, ours: Sequence[Number], theirs: Sequence[Number], looks: int = 1) -> "Difference":
         """From numbers of the same seeds; adds both variances, using Student's t over seeds."""
         gaps = [one.minus(other) for one, other in zip(ours, theirs, strict=True)]
-        among_samples = float(ndtri((1 + LEVEL) / 2)) * Number.mean(gaps).deviation
+        below = 1 - (1 - LEVEL) / looks / 2  # share of the distribution below the interval's upper end
+        among_samples = float(ndtri(below)) * Number.mean(gaps).deviation
         among_seeds = 0.0
         count = len(gaps)
         if count > 1:
-            quantile = float(stdtrit(count - 1, (1 + LEVEL) / 2))
-            among_seeds = quantile * stdev(gap.value for gap in gaps) / count**0.5
+            among_seeds = float(stdtrit(count - 1, below)) * stdev(gap.value for gap in gaps) / count**0.5
         return cls(mean(gap.value for gap in gaps), float(np.hypot(among_samples, among_seeds)), count)
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, TypeVar, get_args
@@ -26,6 +26,7 @@ from .measures import (
 )
 from .paper import Numbers, classifier_numbers, zero_shot_numbers
 from .seed_folder import Once
+from .sets import read_yaml
 from .storing import SINGLE, STUDY, facts_of, in_rows, single_of, whole
 from .task import recipe
 
@@ -124,17 +125,23 @@ class Study(Once):
         """The paper's task that this one stands for."""
         return str(self.facts["recipe"]["tasks"][self.name]["paper"])
 
-    def difference(self, first: str, second: str, key: str) -> Difference | None:
+    def looks(self, *rows: str) -> int:
+        """The number of looks at the test set until these rows were whole, as `data/looks.yaml` counts them."""
+        counted = read_yaml("looks")[self.name]
+        return int(counted["looks"]) + (not set(rows).isdisjoint(counted.get("one_more", ())))
+
+    def difference(self, first: str, second: str, key: str, looks: int = 1) -> Difference | None:
         """First minus second over the seeds that both have; None if there is nothing to compare.
 
         Every row is compared with the Single that was trained in the same run. Two rows of one run share it, so it
         cancels; for rows of two runs (`across`) the gains over their own Singles are compared, and `as_they_are`
         compares the rows directly. For corrupted images, which come from one run, nothing is subtracted. `all but
-        NAME.auroc` is over all OOD sets except one.
+        NAME.auroc` is over all OOD sets except one. The interval is corrected for several looks at the test set.
         """
-        return self.once(("difference", first, second, key), lambda: self._difference(first, second, key))
+        name = ("difference", first, second, key, looks)
+        return self.once(name, lambda: self._difference(first, second, key, looks))
 
-    def _difference(self, first: str, second: str, key: str) -> Difference | None:
+    def _difference(self, first: str, second: str, key: str, looks: int) -> Difference | None:
         plain = []
         gained = []
         across = self.across(first, second)
@@ -150,10 +157,9 @@ class Study(Once):
                     gained.append((sides[0].minus(sides[2]), sides[1].minus(sides[3])))
         if not plain:
             return None
-        gap = Difference.of(*zip(*plain, strict=True))
-        if len(gained) < len(plain):
-            return gap
-        return replace(Difference.of(*zip(*gained, strict=True)), as_they_are=gap)
+        of = partial(Difference.of, looks=looks)
+        gap = of(*zip(*plain, strict=True))
+        return gap if len(gained) < len(plain) else replace(of(*zip(*gained, strict=True)), as_they_are=gap)
 
     def across(self, first: str, second: str) -> bool:
         """Whether two rows come from two runs on any common seed, so that their gains over Single are compared."""

@@ -102,16 +102,19 @@ VALUES = {"A": 0.0, "B": 0.02, "C": 0.005, "D": 0.0}
 
 
 class MadeUp:
-    """A made-up study of three rows: B is 2 ± 1 points better than A, C not significantly better."""
+    """A made-up study of three rows: B is 2 ± 1 points better than A, ± 3 after three looks, C not significantly."""
 
     name, rows = "small", ("A", "B", "C")
+
+    def looks(self, *rows: str) -> int:
+        return 3
 
     def mean(self, row: str, key: str) -> None:
         return None
 
-    def difference(self, first: str, second: str, key: str) -> Difference:
-        value = VALUES[first] - VALUES[second]
-        return Difference(-value if key == "calibrated.nll" else value, 0.01, 1 if "D" in (first, second) else 3)
+    def difference(self, first: str, second: str, key: str, looks: int) -> Difference:
+        value, seeds = VALUES[first] - VALUES[second], 1 if "D" in (first, second) else 3
+        return Difference(-value if key == "calibrated.nll" else value, 0.01 * looks, seeds)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,9 @@ class MadeUp:
         ("1", "small | C - A | accuracy | better", "± 1.000"),
         ("2", "small | B - A | accuracy | chance", "chance"),
         ("0", "small | D - A | accuracy | chance", "chance"),  # one seed has no interval
+        ("2", "small | B - A | accuracy | better, all looks", "± 3.000"),
+        ("3", "small | B | accuracy, all looks", "only differences"),
+        ("", "! small | B - A | accuracy | chance, all looks ; ! small | B - A | accuracy | chance", "± 1.000"),
         ("", "! small | B - A | accuracy | lower", "lower"),
         ("2 of 3", "small | B - A | accuracy", "2 numbers"),
         ("3", "given 4", "given"),
@@ -137,6 +143,13 @@ def test_a_sentence_that_results_do_not_bear_out_is_refused(text: str, source: s
     same, (wrong,) = quoted.written(given, {"small": MadeUp()}, ROOT)
     assert same == given
     assert token in wrong
+
+
+def test_an_interval_is_as_wide_as_all_looks_ask() -> None:
+    numbers = "small | B - A | accuracy | better ; small | B - A | ± accuracy ; small | B - A | ± accuracy, all looks"
+    claim = "! small | B - A | accuracy | chance, all looks"
+    given = f"2 ± 1, with all looks ± 9\n<!-- numbers:\n{numbers}\n{claim}\n-->\n"
+    assert quoted.written(given, {"small": MadeUp()}, ROOT) == (given.replace("9", "3"), [])
 
 
 def test_circuits_by_three_methods(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""The numbers of a model in a study, recomputed from its stored columns with numpy, scipy and scikit-learn only."""
+"""A study's numbers and intervals, recomputed from its stored columns with numpy, scipy and scikit-learn only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import rankdata
+from scipy.stats import norm, rankdata, sem, t
 from sklearn import config_context
 from sklearn.metrics import auc, average_precision_score, roc_curve
 
@@ -108,6 +108,36 @@ def on_level(study: Any, row: str, numbers: Callable[[Columns], dict[str, float]
         own = numbers(study.columns(row, seed)).items()
         found.append({key: level[key] + value - beside[key] for key, value in own})
     return found
+
+
+def gained(study: Any, row: str, key: str, looks: int) -> tuple[float, float]:
+    """What a row gains over the Single of its runs, and half its interval: Student's over seeds, DeLong's for AUROC."""
+    own, groups = study.facts["inside"], study.facts["groups"]
+    names = groups.get(key.partition(".")[0], [name for group in groups.values() for name in group])
+    gaps, samples = list[float](), list[dict[str, Any]]()
+    for seed in study.seeds(row):
+        beside = single_of(study.folder, seed).get(row) or study.columns("Single", seed)
+        ours, theirs = (_terms(columns, own, names, key) for columns in (study.columns(row, seed), beside))
+        samples.append({name: term - theirs[name] for name, term in ours.items()})
+        gaps.append(float(samples[-1][own].mean()))
+    means = [np.mean([one[name] for one in samples], axis=0) for name in samples[0]]
+    upper = 1 - 0.05 / looks / 2
+    seeds = float(t(len(gaps) - 1).ppf(upper) * sem(gaps))
+    return float(np.mean(gaps)), float(np.hypot(norm.ppf(upper) * np.sqrt(sum(sem(one) ** 2 for one in means)), seeds))
+
+
+def _terms(columns: Columns, own: str, names: Sequence[str], key: str) -> dict[str, Any]:
+    """A metric's term for every sample, by set; the terms of each set have the metric as their mean."""
+    if not key.endswith(".auroc"):
+        return {own: columns[f"{own}|{'correct' if key == 'accuracy' else key}"].astype(float)}
+    inside, terms = columns[f"{own}|msp"].astype(float), dict[str, Any]()
+    for name in names:
+        outside = columns[f"{name}|msp"].astype(float)
+        ranks = rankdata(np.concatenate([inside, outside]))
+        below = (ranks[: len(inside)] - rankdata(inside)) / len(outside)  # share of OOD samples with a lower score
+        terms[own] = terms.get(own, 0) + (1 - below) / len(names)
+        terms[name] = (ranks[len(inside) :] - rankdata(outside)) / len(inside) / len(names)
+    return terms
 
 
 def price(study: Any, row: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from other_code import assert_printed, by_other_code, on_level, price
+from other_code import assert_printed, by_other_code, gained, on_level, price
 from published import published
 from small_studies import SmallTask
 from typer.testing import CliRunner
@@ -23,7 +23,7 @@ from studies.cells import PAPER
 from studies.classifiers import CLASSIFIERS
 from studies.column_files import read_columns, write_columns
 from studies.engine import Run
-from studies.measures import Difference
+from studies.measures import FEWEST_SEEDS, Difference
 from studies.results import ROOT, fixed
 from studies.rows import DEEP, HYDRA, MC_DROPOUT, SINGLE, SOUP, SWAG
 from studies.samples import device_name
@@ -277,6 +277,23 @@ def test_main_table_and_ood_sets_by_other_code(
             assert told.pop("memory ↓") == (f"{memory / 2**20:.0f} MiB" if memory else "–")
         trained = f"{few.facts['trainings'][row]:g}"
         assert told == {"row": row, "trainings ↓": trained, "seeds": str(len(found))}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("text-sst2", [HYDRA, SWAG]),
+        *(pytest.param(name, None, marks=pytest.mark.slow, id=f"{name}, all rows") for name in STORED),
+    ],
+)
+def test_intervals_by_other_code(name: str, rows: list[str] | None) -> None:
+    """Of what rows gain over Single, after one look at the test set and after all."""
+    study = published(name)
+    for row in rows or [row for row in study.rows[1:] if len(study.seeds(row)) >= FEWEST_SEEDS]:
+        for key in ("accuracy", "calibrated.nll", "near.auroc", "all.auroc"):
+            for looks in (1, study.looks(row, SINGLE)):
+                gap = study.difference(row, SINGLE, key, looks)
+                assert (gap.value, gap.half_width) == pytest.approx(gained(study, row, key, looks), rel=1e-6, abs=1e-9)
 
 
 def test_a_study_goes_on_where_it_stopped_and_choices_stay(study: Study, tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def test_intervals_have_seeds_and_samples() -> None:
     assert found.value == pytest.approx(0.2)
     assert found.half_width == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)
     assert not found.certain
+    corrected = Difference.of([flat(1.1), flat(1.2), flat(1.3)], [flat(1.0)] * 3, looks=2)
+    assert corrected.half_width == pytest.approx(6.2053 * 0.1 / 3**0.5, rel=1e-4)  # of 97.5 %, from a table
     swinging = Number(1.5, {"own": np.array([1.0, -1.0] * 200)})
     alone = Difference.of([swinging], [Number(1.0, {"own": np.zeros(400)})])
     assert alone.half_width == pytest.approx(1.96 * 1.00125 / 20, rel=1e-3)
