@@ -25,7 +25,8 @@ Lines, with their parts separated by ` | ` (several on a line are separated by `
   that say that this metric is higher.
 - `intervals | TABLE`: the number of intervals in a table of all studies (`gains`, `methods`); `| certain`: that exclude
   zero; `| by chance`: that would if nothing differed.
-- `STUDY | foretold | KEY`: rank correlation of a metric of chosen settings between held-out and test data.
+- `STUDY | foretold | KEY`: rank correlation of a metric of chosen settings between held-out and test data; as
+  `KEY by KEY`: of the first on the test with the second on held-out data.
 - `FILE | PATH`: from a JSON file, in per cent with ` | %`; `*` in the path is each entry there, and the number is their
   mean, or `most`, `least` (`~1` is a `/` in a name). A step `batch=4,mode=graphed` is each entry of a list with these
   values. `PATH - PATH` and `PATH / PATH` are the difference and the ratio.
@@ -174,7 +175,8 @@ def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float
     if all_looks and " - " not in rows:
         raise UnbackedError(f"{source}: only differences have looks")
     if rows == "foretold":
-        if (correlation := foretold(studies[origin], key)) is None:
+        key, _, said = key.partition(" by ")
+        if (correlation := foretold(studies[origin], said or key, key)) is None:
             raise UnbackedError(f"{origin} has too few settings that were chosen")
         return correlation[0]
     value = of_study(studies[origin], rows, key, all_looks)

@@ -9,6 +9,7 @@ checked: words ("twice", "half"), tables without a mark, and numbers in names an
 A document marks a place with `<!-- table: NAME -->` or `<!-- code: FILE PART -->`, and `<!-- end -->`; numbers in
 sentences are rewritten if a comment below names their sources (`quoted.py`). Nothing else is changed. The content is
 written into the document itself, so that a git host and the site show the same. Missing figures of analyses are drawn.
+All tables of a study, shown or not, are also written as `results/studies/NAME/tables/TABLE.csv`.
 """
 
 import argparse
@@ -45,9 +46,8 @@ def studies() -> dict[str, Study]:
     return {study.name: study for study in stored_studies(RESULTS / "studies")}
 
 
-def tables(stored: Mapping[str, Study]) -> dict[str, str]:
-    """Every table by name; of the studies' tables, only those that a document shows."""
-    shown = {name for path in documents() for name in re.findall(r"<!-- table: ([^\n]+) -->", path.read_text())}
+def tables(stored: Mapping[str, Study], made: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Every table by name in the documents; `made` are those of each study by their own."""
     return {
         "circuits": circuit_table("circuit_dinov2_cifar10.json"),
         "scaling": circuit_table("circuit_scaling.json"),
@@ -58,7 +58,7 @@ def tables(stored: Mapping[str, Study]) -> dict[str, str]:
         "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
         **result_tables.tables(),
         **inference_report.tables(),
-        **all_tasks.blocks(list(stored.values()), shown),
+        **all_tasks.blocks(stored, made),
         **blocks(RESULTS / "analyses"),
     }
 
@@ -89,7 +89,8 @@ def main() -> None:
     stored = studies()
     stale = list[str]()
     wrong = list[str]()
-    by_name = tables(stored)
+    made = {name: all_tasks.made(study) for name, study in stored.items()}
+    by_name = tables(stored, made)
     for path in documents():
         before = path.read_text()
         after, problems = rendered(before, by_name, stored)
@@ -100,6 +101,11 @@ def main() -> None:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(after)
+    for name, study in stored.items():
+        if not all_tasks.filed(study, made[name]):
+            stale.append(f"the CSV files of {name}")
+            if not check:
+                all_tasks.file(study, made[name])
     for result in undrawn(RESULTS / "analyses"):
         stale.append(f"the figure of {result['analysis']}-{result['task']}")
         if not check:

@@ -91,12 +91,13 @@ def tables(
     results: Folder = RESULTS,
     figures: Annotated[Path | None, typer.Option(help="Folder to draw the figure of all studies in.")] = None,
 ) -> None:
-    """Rebuild every table of a study from its stored columns, on a CPU."""
+    """Rebuild every table of a study from its stored columns, on a CPU; also as CSV, in `tables` below its folder."""
     if figures is not None:
         all_tasks.draw(stored_studies(results), figures / all_tasks.FIGURE.name)
     study = stored_study(name, results)
-    made = all_tasks.tables_of(study)
-    print("\n\n".join(f"### {name}: {title}\n\n{table(study)}" for title, table in made.items()))
+    made = all_tasks.made(study)
+    print("\n\n".join(f"### {name}: {title}\n\n{table}" for title, table in made.items()))
+    all_tasks.file(study, made)
 
 
 @app.command()

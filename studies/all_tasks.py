@@ -1,16 +1,18 @@
-"""Tables of all studies side by side: what each row costs and gains over Single on every task; and the figure."""
+"""Tables of all studies side by side: what each row costs and gains over Single on every task; the figure; and CSV."""
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+from hydra_ensembles.files import write_atomically
+
 from . import dual_findings, findings
 from .cells import BEYOND, gains, gap_text, judged_text, marked, measured_on, ratio
 from .measures import FEWEST_SEEDS, Difference
-from .results import FIGURES, fixed, markdown, pyplot, save_figure
+from .results import FIGURES, as_csv, fixed, markdown, pyplot, save_figure
 from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, SINGLE, SOUP
 from .stored import DualStudy, Study
 from .storing import same_columns
@@ -46,6 +48,7 @@ GIVEN = {  # columns of the README
     "all.auroc": "OOD, unsure ↑",
     "mahalanobis:all.auroc": "OOD, unfamiliar ↑",
 }
+TABLES = "tables"  # folder with the CSV files of a study, which nothing reads
 GAINED = (
     "Gain over Single: accuracy ↑ / NLL ↓ after calibration / OOD AUROC near ↑ / far ↑ by the largest probability, "
     f"in points except NLL; **better** or *worse* where significant {BEYOND}."
@@ -107,8 +110,8 @@ def summary_table(studies: Sequence[Study]) -> str:
         if row != SINGLE
     ]
     note = (
-        "NLL after calibration / AUROC of near-OOD inputs by the largest probability, in points; both minus Single's, on "
-        f"the same seeds. **Better** or *worse* where significant {BEYOND}. Trainings: of a whole model, Single's "
+        "NLL after calibration / AUROC of near-OOD inputs by the largest probability, in points; both minus Single's, "
+        f"on the same seeds. **Better** or *worse* where significant {BEYOND}. Trainings: of a whole model, Single's "
         "included. Price: inference time relative to Single's, on CIFAR-100. Intervals and more rows: "
         "[findings](findings.md#gains-with-intervals)."
     )
@@ -199,21 +202,49 @@ def tables_of(study: Study) -> Mapping[str, Callable[[Any], str]]:
     return dual_findings.TABLES if isinstance(study, DualStudy) else findings.TABLES
 
 
-def blocks(studies: Sequence[Study], shown: Collection[str]) -> dict[str, str]:
-    """Tables by their names in the documents: `study_NAME_TABLE` if in `shown`, and the tables of all studies."""
-    tables = {
-        f"study_{study.name}_{name}".replace("zero-shot", "zero_shot"): (table, study)
-        for study in studies
-        for name, table in tables_of(study).items()
+def made(study: Study) -> dict[str, str]:
+    """Every table of a study by its name."""
+    return {name: table(study) for name, table in tables_of(study).items()}
+
+
+def blocks(studies: Mapping[str, Study], tables: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Tables by their names in the documents: those of each study as `study_NAME_TABLE`, and those of all studies."""
+    of_studies = {
+        f"study_{study}_{name}".replace("zero-shot", "zero_shot"): table
+        for study, by_name in tables.items()
+        for name, table in by_name.items()
     }
-    of_studies = {name: table(study) for name, (table, study) in tables.items() if name in shown}
-    classifiers = of_tasks(studies)
+    classifiers = of_tasks(list(studies.values()))
     of_all = {
         "study_summary": summary_table(classifiers),
         "study_gains": gains_table(classifiers),
         "study_methods": methods_table(classifiers),
     }
     return {**of_studies, **of_all, "compared": compared_table(classifiers[0])}
+
+
+def csv_files(tables: Mapping[str, str]) -> dict[str, str]:
+    """The tables of a study as CSV, by file name; a text with several tables has a file for each: `shift-2.csv`."""
+    return {
+        f"{name}-{number}.csv" if number > 1 else f"{name}.csv": content
+        for name, text in tables.items()
+        for number, content in enumerate(as_csv(text), 1)
+    }
+
+
+def filed(study: Study, tables: Mapping[str, str]) -> bool:
+    """Whether the CSV files of a study are these tables."""
+    return {path.name: path.read_text("utf-8") for path in (study.folder / TABLES).glob("*.csv")} == csv_files(tables)
+
+
+def file(study: Study, tables: Mapping[str, str]) -> None:
+    """Write the tables of a study as CSV below its folder, in place of older ones."""
+    files = csv_files(tables)
+    for path in (study.folder / TABLES).glob("*.csv"):
+        if path.name not in files:
+            path.unlink()
+    for name, content in files.items():
+        write_atomically(study.folder / TABLES / name, content.encode())
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
-"""Files under `results/` and how documents show them: JSON, tables, figures, hardware and versions."""
+"""Files under `results/` and how documents show them: JSON, tables, CSV, figures, hardware and versions."""
 
+import csv
 import importlib.metadata
+import io
 import json
 import platform
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from decimal import ROUND_HALF_UP, Decimal
@@ -58,6 +61,22 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], note: str 
     rule = "".join("|---" if side == "l" else "|---:" for side in align.ljust(len(header), "r"))
     lines = [f"| {' | '.join(header)} |", rule + "|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
     return "\n".join([*lines, *(["", note] if note else [])])
+
+
+def as_csv(text: str) -> list[str]:
+    """Every Markdown table of a text as CSV; columns `bold` and `italics` name the cells that are, if any is."""
+    files = []
+    for table in re.findall(r"(?:^\|.*$\n?)+", text, re.MULTILINE):
+        head, _, *rows = [line[2:-2].split(" | ") for line in table.splitlines()]
+        lines = [[*head, "bold", "italics"]]
+        for cells in rows:
+            bold = [title for title, cell in zip(head, cells, strict=True) if "**" in cell]
+            italics = [title for title, cell in zip(head, cells, strict=True) if "*" in cell.replace("**", "")]
+            lines.append([*(cell.replace("*", "") for cell in cells), "; ".join(bold), "; ".join(italics)])
+        file = io.StringIO()
+        csv.writer(file, lineterminator="\n").writerows(lines if "*" in table else [line[:-2] for line in lines])
+        files.append(file.getvalue())
+    return files
 
 
 def pyplot() -> Any:

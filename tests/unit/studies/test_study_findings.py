@@ -24,7 +24,7 @@ from studies.classifiers import CLASSIFIERS
 from studies.column_files import read_columns, write_columns
 from studies.engine import Run
 from studies.measures import FEWEST_SEEDS, Difference
-from studies.results import ROOT, fixed
+from studies.results import ROOT, fixed, markdown
 from studies.rows import DEEP, HYDRA, MC_DROPOUT, SINGLE, SOUP, SWAG
 from studies.samples import device_name
 from studies.seed import Seed
@@ -54,7 +54,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     assert study.rows == ROWS
     assert [study.seeds(row) for row in (SINGLE, HYDRA, MC_DROPOUT)] == [[0, 1], [0, 1], [0]]
-    for table in ("main", "detection", "sets"):
+    for table in ("main", "detection", "scores", "sets"):
         lines = [line for line in findings.TABLES[table](study).splitlines() if line.startswith("| ")]
         assert [row for line in lines[1:] if (row := line[2:].partition(" | ")[0]) != PAPER] == ROWS
     assert study.cost(HYDRA)["latency_ratio"] > 0
@@ -79,6 +79,17 @@ def test_the_command_shows_every_table(study: Study) -> None:
     assert made.exit_code == 0, made.exception
     assert re.findall(rf"^### {NAME}: (\w+)$", made.stdout, re.MULTILINE) == list(findings.TABLES)
     assert findings.main_table(study) in made.stdout
+    assert all_tasks.filed(study, all_tasks.made(study))
+
+
+def test_tables_are_also_files() -> None:
+    """Without emphasis, whose columns are named; a second table of a text has a file of its own."""
+    first = markdown(["row", "a, b", "c"], [["x", "**1.00** / 2", ""], ["y", "*3.00*", "4"]], "A note.")
+    files = all_tasks.csv_files({"some": f"{first}\n\n{markdown(['row'], [['z']])}", "none": "*Not run.*"})
+    assert files == {
+        "some.csv": 'row,"a, b",c,bold,italics\nx,1.00 / 2,,"a, b",\ny,3.00,4,,"a, b"\n',
+        "some-2.csv": "row\nz\n",
+    }
 
 
 def test_prices_are_measured_without_the_models_of_the_run(
@@ -113,7 +124,8 @@ def test_a_half_is_rounded_alike_whatever_the_order_of_a_sum() -> None:
 def test_the_page_of_all_tables_has_every_table_of_ood_sets(name: str) -> None:
     pages = [path.read_text() for path in (ROOT / "docs").glob("tables_*.md")]
     prefix = "study_" + name.replace("zero-shot", "zero_shot")
-    assert all(any(f"<!-- table: {prefix}_{one} -->" in page for page in pages) for one in ("detection", "sets"))
+    shown = ("detection", "sets") if name == "zero-shot" else ("detection", "scores", "sets")
+    assert all(any(f"<!-- table: {prefix}_{one} -->" in page for page in pages) for one in shown)
 
 
 def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +265,11 @@ def test_main_table_and_ood_sets_by_other_code(
     head, _, *lines = (line.strip("| ").split(" | ") for line in findings.main_table(few).splitlines())
     keys = {title: key for key, title in findings.MAIN.items()}
     sets = (few.facts["inside"], few.facts["groups"])
-    places = {"detection": [*few.facts["groups"], "all"], "sets": [f"ood.{one}" for one in few.outside]}
+    places = {
+        "detection": findings.metrics([*few.facts["groups"], "all"]),
+        "scores": [[f"{score}:{group}.auroc"] for score in ("entropy", "mahalanobis") for group in few.facts["groups"]],
+        "sets": findings.metrics([f"ood.{one}" for one in few.outside]),
+    }
     detected = {
         table: {row: told for line in findings.TABLES[table](few).splitlines() for row, *told in [line.split(" | ")]}
         for table in places
@@ -264,9 +280,8 @@ def test_main_table_and_ood_sets_by_other_code(
         told = dict(zip(head, printed, strict=True))
         shown = [(told.pop(title), key) for title, key in keys.items()]
         for table, some in places.items():
-            for place, cell in zip(some, detected[table][f"| {row}"], strict=True):
-                three = cell.removesuffix(" |").split(" / ")
-                shown += [(one, f"{place}.{key}") for one, key in zip(three, findings.METRICS, strict=True)]
+            for names, cell in zip(some, detected[table][f"| {row}"], strict=True):
+                shown += zip(cell.removesuffix(" |").split(" / "), names, strict=True)
         for cell, key in shown:
             assert_printed(cell, [one[key] for one in found if key in one], key)
         count, memory = report.get("parameters"), few.cost(row).get("peak_memory_bytes")

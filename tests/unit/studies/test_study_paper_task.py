@@ -29,13 +29,19 @@ ROWS = ["Single", "Deep Ensembles", "CircAvg", "Hydra (Circ)"]
 TEXTS = ("yelp", "amazon", "newsgroups20", "trec", "mnli", "rte", "wmt16")
 
 
-def write_images(root: Path) -> None:
-    """CIFAR-100 and CIFAR-10 in class folders, in two sizes; the far sets as OpenOOD lists them."""
-    for split, count in (("train", 8), ("val", 4), ("test", 4)):
+SPLITS = {  # images per class; a hundredth of ImageNet's `val` validates
+    "cifar100": {"train": 8, "val": 4, "test": 4},
+    "imagenet": {"train": 8, "val": 200},
+}
+
+
+def write_images(root: Path, name: str = "cifar100") -> None:
+    """CIFAR-100 or ImageNet, and CIFAR-10, in class folders, in two sizes; the other sets as OpenOOD lists them."""
+    for split, count in SPLITS[name].items():
         for label in ("apple", "bear", "road"):
             for number in range(count):
                 content = encoded(picture(len(label) * number, size=8 + number % 2))
-                save(root / "cifar100" / split / label / f"{number}.png", content)
+                save(root / name / split / label / f"{number}.png", content)
     for number in range(6):
         save(root / "cifar10" / f"{number}.png", encoded(picture(number, size=12)))
     write_lists(root, images=6)
@@ -93,22 +99,44 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     command.app(standalone_mode=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "accuracy", "sets", "samples", "rates"),
+    [
+        (
+            "cifar100",
+            "92.11",
+            (["cifar10"], ["mnist", "svhn", "textures", "places365"]),
+            12,
+            [0.001, 0.003, 0.01, 0.03],
+        ),
+        ("imagenet", "80.88", (["ssb_hard", "ninco"], ["inaturalist", "textures"]), 594, [0.003, 0.01, 0.03, 0.06]),
+    ],
+)
 def test_images_from_files_to_the_table(
-    vit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    accuracy: str,
+    sets: tuple[list[str], list[str]],
+    samples: int,
+    rates: list[float],
+    vit: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write_images(tmp_path / "data")
+    write_images(tmp_path / "data", name)
     output = tmp_path / "run"
     rows = ("--rows", ";".join(ROWS), "--seeds", "0", "-o", output)
-    run(monkeypatch, "cifar100", "--model", vit, "--data", tmp_path / "data", *rows)
+    run(monkeypatch, name, "--model", vit, "--data", tmp_path / "data", *rows)
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| Hydra (Circ) |")]
     assert len(table) == 1
-    assert "(92.11)" in table[0]  # the paper's accuracy beside ours
-    study = Study("paper-cifar100", output / "results")
+    assert f"({accuracy})" in table[0]  # the paper's beside ours
+    study = Study(f"paper-{name}", output / "results")
     assert study.rows == ROWS
-    assert study.facts["groups"] == {"near": ["cifar10"], "far": ["mnist", "svhn", "textures", "places365"]}
+    assert study.facts["groups"] == dict(zip(("near", "far"), sets, strict=True))
+    assert len(study.columns("Single", 0)[f"{study.facts['inside']}|correct"]) == samples
     taken = study.facts["choices"]["Single"]
-    assert [one["setting"]["rate"] for one in taken["measured"]] == [0.001, 0.003, 0.01, 0.03]
-    models = {path.name for path in (output / "paper-cifar100" / "seed-0" / "models").iterdir() if path.is_dir()}
+    assert [one["setting"]["rate"] for one in taken["measured"]] == rates
+    models = {path.name for path in (output / study.name / "seed-0" / "models").iterdir() if path.is_dir()}
     assert {f"single-{index}-rate-{taken['setting']['rate']:g}" for index in range(3)} <= models
 
 
