@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.config import RotaryConfig
-from hydra_ensembles.model.layers import Attention, Context, attend, near_tokens
+from hydra_ensembles.model.layers import Context, attend, near_tokens
 from hydra_ensembles.model.rotary import FrozenRotary, Rotary
 from random_ensembles import ALL_SHAPES, encoder, random_batches, random_ensemble
 
@@ -37,15 +37,6 @@ def test_a_window_hides_what_is_farther_away(masked: bool, read: slice | None) -
             weights = torch.einsum("hd,khd->hk", q[sample, token], k[sample, there]) / 2
             expected = torch.einsum("hk,khd->hd", weights.softmax(-1), v[sample, there])
             assert torch.allclose(found[sample, token], expected)
-
-
-def test_what_local_layers_see_is_worked_out_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_ensemble("text-rotary-local")
-    (inputs, _), *_ = random_batches(model, (3,))
-    calls: list[Context] = []
-    monkeypatch.setattr(Context, "of", lambda self, mask, of=Context.of: calls.append(self) or of(self, mask))
-    model(inputs)
-    assert (len(calls), sum(model.config.encoder.local)) == (1, 2)
 
 
 def test_padding_far_from_all_words_stays_a_number_and_changes_no_answer() -> None:
@@ -81,24 +72,6 @@ def test_autocast_trains_what_it_turns(shape: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_rotary_layer_without_its_turns_does_not_answer() -> None:
-    attention = Attention(encoder(head_dim=4, rotary=RotaryConfig(10.0)), (2,)).double()
-    with pytest.raises(IndexError):
-        attention(torch.randn(1, 1, 3, 10, dtype=torch.float64), Context())
-
-
-@pytest.mark.parametrize(
-    ("change", "token"),
-    [
-        ({"rotary": RotaryConfig(10.0), "head_dim": 6}, "multiple of 4"),
-        ({"window": 2}, "window"),
-        ({"local": (True, False, True)}, "window"),
-        ({"local": (True,), "window": 2}, "local"),
-        ({"rotary": {"base": 0.5}}, "base"),
-        ({"rotary": {"base": 5.0, "jitter": 2.0}}, "centred"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(change: dict[str, object], token: str) -> None:
-    config = ALL_SHAPES["image-cls"]
-    with pytest.raises(ConfigError, match=token):
-        replace(config, encoder=encoder(**change))
+def test_heads_that_cannot_be_turned_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of 4"):
+        replace(ALL_SHAPES["image-cls"], encoder=encoder(rotary=RotaryConfig(10.0), head_dim=6))
