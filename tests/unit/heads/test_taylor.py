@@ -1,7 +1,6 @@
 """Taylor scores against plain autograd, the data they use, and every mistake a caller can make."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError, HeadError
@@ -112,25 +111,6 @@ class TestScores:
 
 
 class TestCalibrationData:
-    @pytest.mark.parametrize(("scope", "count"), [("global", None), ("layer", 2)])
-    def test_every_kind_of_source_gives_the_same(self, scope: Any, count: int | None) -> None:
-        ensemble, batches = model_and_batches((3,) * 6)
-        images, labels = joined(batches)
-
-        class Stream(IterableDataset[Any]):
-            def __iter__(self) -> Iterator[Any]:
-                yield from zip(images, labels, strict=True)
-
-        stream: DataLoader[Any] = DataLoader(Stream(), batch_size=3)
-        first, *others = (
-            taylor(ensemble, source, budget=3, scope=scope, seed=1, calibration_batches=count)
-            for source in (batches, iter(batches), stream)
-        )
-        assert len(first.provenance["batches"]) == (count or 6)
-        for other in others:
-            assert (other.heads, other.scores) == (first.heads, first.scores)
-            assert other.provenance["batches"] == first.provenance["batches"]
-
     def test_seeds_draw_different_batches(self) -> None:
         ensemble, batches = model_and_batches((3,) * 8)
         options: dict[str, Any] = {"budget": 3, "scope": "global"}
@@ -159,7 +139,7 @@ class TestCalibrationData:
         assert again == first
         assert other.provenance["data"] != first.provenance["data"]
 
-    def test_a_loader_reads_only_what_is_drawn(self) -> None:
+    def test_a_loader_reads_only_what_is_drawn_and_a_stream_gives_the_same(self) -> None:
         ensemble, batches = model_and_batches((3,) * 6)
         images, labels = joined(batches)
         read: list[int] = []
@@ -171,6 +151,7 @@ class TestCalibrationData:
         loader: DataLoader[Any] = DataLoader(range(18), batch_size=3, collate_fn=collate)  # type: ignore[arg-type]
         ranking = taylor(ensemble, loader, budget=3, seed=1, calibration_batches=2)
         assert ranking == taylor(ensemble, batches, budget=3, seed=1, calibration_batches=2)
+        assert ranking == taylor(ensemble, iter(batches), budget=3, seed=1, calibration_batches=2)
         assert read == [3 * batch + sample for batch in ranking.provenance["batches"] for sample in range(3)]
 
 
