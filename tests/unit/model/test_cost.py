@@ -68,15 +68,6 @@ def test_memory_on_a_gpu_is_weights_and_the_most_beside_them():
     assert other.weight.is_cuda
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_an_optimized_model_allocates_as_the_module_behind_it(dtype):
-    inputs = torch.randn(2, 3, 8, 8)
-    runner = built(single()).eval().optimize(inputs, dtype=dtype)
-    module, taken = cost._allocating_model(runner, inputs)
-    assert isinstance(module, nn.Module)
-    torch.testing.assert_close(module(taken), runner(inputs))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_memory_of_an_optimized_model_is_not_that_of_its_answers(dtype):

@@ -3,9 +3,8 @@
 import warnings
 from collections import UserDict
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor
 import hydra_ensembles as he
 from hydra_ensembles.baselines.start import joined
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
-from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration
 from random_ensembles import CLASSES, random_ensemble
@@ -34,7 +32,6 @@ LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
 BATCH = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": SEGMENTS}
 PIXELS = torch.randn(2, 3, 4, 6, generator=GENERATOR)
 SIZES = (4, 6), (8, 6), (8, 12)  # the model's size, another, and the preprocessing's
-RECIPE = he.Recipe(learning_rate=0.1, epochs=1)
 
 
 @cache
@@ -82,12 +79,6 @@ def test_predict_takes_mask_and_segments_where_forward_does(runner: Callable[[he
         runner(model(IMAGE)).predict(PIXELS, torch.ones(2))
 
 
-LONG_WORK: dict[str, Callable[[he.Ensemble, Any], Any]] = {
-    "evaluate": lambda one, batch: evaluate(one, [(batch, LABELS)], progress=False).numbers(),
-    "finetune": lambda one, batch: dict(he.finetune(one, [(batch, LABELS)], RECIPE, progress=False).state_dict()),
-}
-
-
 # --- read in every form ----------------------------------------------------------------------------------------
 
 
@@ -113,18 +104,6 @@ def test_every_form_gives_the_same_answer_everywhere(form: str) -> None:
         torch.testing.assert_close(run(one, given), run(one, BATCH), rtol=1e-4, atol=1e-5, msg=way)
     without = one({"input_ids": IDS})
     assert not torch.allclose(one(batch), without, atol=1e-3)  # mask and segments have an effect
-
-
-@pytest.mark.parametrize("work", LONG_WORK)
-def test_long_work_reads_arrays_and_refuses_what_it_would_not_read(work: str) -> None:
-    run, one = LONG_WORK[work], model()
-    found, expected = (run(one, batch) for batch in ({**BATCH, **FORMS["lists"]}, BATCH))
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[name], expected[name], equal_nan=True) for name in found)
-    misspelt = {"input_ids": IDS, "attention_masks": MASK.numpy()}
-    for batch, token in ((misspelt, "attention_mask"), ({**BATCH, "input_ids": IDS + 9}, "vocabulary")):
-        with pytest.raises(DataError, match=token):
-            run(one, batch)
 
 
 def test_the_keywords_of_a_tokenizer_and_of_an_image_processor() -> None:
@@ -274,10 +253,8 @@ def test_the_default_device_of_torch_changes_no_answer_and_batches_are_not_read_
         one.save_pretrained(tmp_path)
         assert torch.equal(he.load(tmp_path).predict([picture])[[0]].probs, expected)
         assert he.convert(original).predict(images).probs.device.type == "cpu"
-        recipe = he.Recipe(learning_rate=1e-4, steps=1)
-        for use in (he.calibrate, partial(evaluate, progress=False), partial(he.finetune, recipe=recipe)):
-            with pytest.raises(ConfigError, match=r"default device is meta.*set_default_device\('cpu'\) first"):
-                use(one, [(PIXELS, LABELS[:2])])
+        with pytest.raises(ConfigError, match=r"default device is meta.*set_default_device\('cpu'\) first"):
+            he.calibrate(one, [(PIXELS, LABELS[:2])])
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------
@@ -305,17 +282,3 @@ def test_on_a_gpu_data_are_checked_before_they_leave_the_cpu_and_not_read_back()
         torch.cuda.set_sync_debug_mode("default")
     for answer in answers:
         torch.testing.assert_close(answer.probs, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda one, _: one.predict(PIXELS),
-        lambda one, folder: one.save_pretrained(folder / "a"),
-        lambda one, _: he.fuse([one, one]),
-        lambda one, _: he.evaluate(one, [(PIXELS, LABELS[:2])], progress=False),
-    ],
-)
-def test_a_model_without_values_is_refused_where_they_count(use: Any, tmp_path: Path) -> None:
-    with pytest.raises(he.HydraError, match="meta"):
-        use(deepcopy(model(IMAGE)).to("meta"), tmp_path)

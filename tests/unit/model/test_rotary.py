@@ -9,18 +9,7 @@ from torch import Tensor
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.config import RotaryConfig
 from hydra_ensembles.model.layers import Context, attend, near_tokens
-from hydra_ensembles.model.rotary import FrozenRotary, Rotary
 from random_ensembles import ALL_SHAPES, encoder, random_batches, random_ensemble
-
-
-def test_tables_give_what_is_computed_also_for_other_sizes() -> None:
-    like = torch.zeros(1, dtype=torch.float64)
-    for shape, native, sizes in (("image-rotary", (2, 3), [(2, 3), (4, 1)]), ("text-rotary-local", (8,), [(8,), (3,)])):
-        rotary = Rotary(ALL_SHAPES[shape])
-        frozen = FrozenRotary(rotary, native, like)
-        for size in sizes:
-            for expected, found in zip(rotary(size, like), frozen(size, like), strict=True):
-                assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("read", [None, slice(0, 2)], ids=["all", "two"])

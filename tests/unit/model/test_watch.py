@@ -1,9 +1,6 @@
 """Detection of edited weights: when it starts and ends, and hooks; test_ensemble.py shows what counts as an edit."""
 
-import copy
-import threading
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +56,3 @@ def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(
     assert with_valid_metadata(computed, "exported") is computed  # exported files trace the model
     with pytest.raises(ConfigError, match=r"readout\.classifier.*shape none expected, got \[1, 1, 1\]"):
         he.Ensemble.from_state(random_ensemble().config, computed.state_dict())
-
-
-def test_a_copy_has_hooks_too_and_what_is_optimized_needs_none_that_can_be_copied() -> None:
-    model = random_ensemble()
-    images = random_batches(model)
-    plain = model.predict(images[0][0]).probs
-    handle = model.encoder.layers[1].register_forward_hook(lambda module, given, found: found * 2)
-    for one in (model, copy.deepcopy(model)):
-        assert not torch.equal(one.predict(images[0][0]).probs, plain)
-    uncopied = model.encoder.register_forward_hook(partial(lambda *_: None, threading.Lock()))
-    with pytest.warns(HydraWarning, match="optimized does not run it"):
-        torch.testing.assert_close(model.optimize().predict(images[0][0]).probs, plain)
-    handle.remove()
-    uncopied.remove()
-    model.optimize()
