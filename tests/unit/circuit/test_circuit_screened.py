@@ -84,8 +84,6 @@ def test_a_fraction_of_the_naive_work(problem: Problem, score: Score) -> None:
 
 def test_products_are_precise_again_after_screening() -> None:
     before = torch.get_float32_matmul_precision()
-    with fast_products(torch.device("cpu")):
-        assert torch.get_float32_matmul_precision() == before
     within = fast_products(torch.device("cuda"))
     within.__enter__()
     assert torch.get_float32_matmul_precision() == "high"

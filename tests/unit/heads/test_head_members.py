@@ -117,7 +117,6 @@ SOME = {"ranking": ranking(EVERY), "prune": 48, "pool": 100, "members": 3}
         (circuit_members, {"rankings": circuits() | {"acc": circuits()["ood"]}, "prune": 48, "members": 2}, "swap"),
         (circuit_members, {"rankings": OF_TWO_MODELS, "prune": 48, "members": 2}, "one model"),
         (sampled_members, SOME | {"pool": 47}, "prune is 48, but there are 47 heads"),
-        (sampled_members, SOME | {"pool": 145}, "the ranking has 144"),
         (random_members, {"model": ONE, "prune": 4, "members": 2, "layers": [1]}, "`layers`"),
         (random_members, {"model": joined([ONE, ONE], Sharing()), "prune": 1, "members": 1}, "2 members"),
     ],
