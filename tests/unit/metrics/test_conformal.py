@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.metrics import LabelSets, Reference, conformal_threshold, fit_sets, label_scores, p_values
-from hydra_ensembles.metrics.conformal import KEPT, chance_of_fewer, rank_for, samples_for
+from hydra_ensembles.metrics.conformal import KEPT, rank_for, samples_for
 
 KINDS = ["lac", "aps", "raps"]
 
@@ -100,18 +100,3 @@ def test_few_samples_of_a_class_keep_its_label_in() -> None:
 def test_what_cannot_be_used_is_named(call, error, token) -> None:
     with pytest.raises(error, match=token):
         call()
-
-
-@pytest.mark.parametrize(("share", "held_out", "samples"), [(0.9, 50, 20), (0.5, 7, 40)])
-def test_how_many_new_samples_are_accepted_is_known_exactly(share, held_out, samples):
-    generator = torch.Generator().manual_seed(0)
-    draws = [torch.rand(held_out + samples, generator=generator) for _ in range(3000)]
-    accepted = torch.tensor([int((d[held_out:] <= conformal_threshold(d[:held_out], share)).sum()) for d in draws])
-    promised = rank_for(share, held_out) / (held_out + 1)
-    assert promised >= share - 1e-9
-    assert accepted.double().mean() / samples == pytest.approx(promised, abs=0.01)
-    for count in range(samples + 1):
-        found = float((accepted <= count).double().mean())
-        assert chance_of_fewer(count, samples, share, held_out) == pytest.approx(found, abs=0.035)
-    assert chance_of_fewer(samples, samples, share, held_out) == pytest.approx(1)
-    assert (chance_of_fewer(4, 5, 0.95, 18), chance_of_fewer(5, 5, 0.95, 18)) == (0, 1)  # too few to refuse any
