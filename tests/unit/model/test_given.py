@@ -87,7 +87,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "lists": {"attention_mask": MASK.tolist(), "token_type_ids": SEGMENTS.tolist()},
     "bool": {"attention_mask": MASK.bool(), "token_type_ids": SEGMENTS.bool()},
     "floats of 0 and 1": {"attention_mask": MASK.float()},
-    "narrow ids": {"input_ids": IDS.to(torch.uint8), "token_type_ids": SEGMENTS.to(torch.int16)},
     "ids in an array": {"input_ids": IDS.numpy().astype(np.int32)},
     "labels and other columns": {"labels": LABELS, "idx": torch.arange(6), "special_tokens_mask": 1 - MASK},
     "nothing where nothing is read": {"position_ids": None, "inputs_embeds": None},

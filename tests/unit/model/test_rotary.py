@@ -1,31 +1,10 @@
 """Local attention windows against their definition, and behaviour of rotary models beyond the contract tests."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.model.config import RotaryConfig
-from hydra_ensembles.model.layers import Context, attend, near_tokens
-from random_ensembles import ALL_SHAPES, encoder, random_batches, random_ensemble
-
-
-@pytest.mark.parametrize("read", [None, slice(0, 2)], ids=["all", "two"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_window_hides_what_is_farther_away(masked: bool, read: slice | None) -> None:
-    mask = torch.tensor([[True] * 7, [True] * 3 + [False] * 4]) if masked else None
-    q, k, v = torch.randn(3, 2, 7, 3, 4, dtype=torch.float64).unbind()
-    seen = Context(near=near_tokens(7, 2, q.device)).of(mask).seen(True, read)
-    found = attend(q if read is None else q[:, read], k, v, seen, 1, causal=False)
-    for sample in range(2):
-        for token in range(found.shape[1]):
-            may = [mask is None or bool(mask[sample, at]) or at == token for at in range(7)]
-            there = [at for at in range(7) if abs(at - token) <= 2 and may[at]]
-            weights = torch.einsum("hd,khd->hk", q[sample, token], k[sample, there]) / 2
-            expected = torch.einsum("hk,khd->hd", weights.softmax(-1), v[sample, there])
-            assert torch.allclose(found[sample, token], expected)
+from random_ensembles import random_batches, random_ensemble
 
 
 def test_padding_far_from_all_words_stays_a_number_and_changes_no_answer() -> None:
@@ -59,8 +38,3 @@ def test_autocast_trains_what_it_turns(shape: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         model(inputs.float() if isinstance(inputs, Tensor) else inputs).square().sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_heads_that_cannot_be_turned_are_refused() -> None:
-    with pytest.raises(ConfigError, match="multiple of 4"):
-        replace(ALL_SHAPES["image-cls"], encoder=encoder(rotary=RotaryConfig(10.0), head_dim=6))

@@ -1,6 +1,5 @@
-"""Detection of edited weights: when it starts and ends, and hooks; test_ensemble.py shows what counts as an edit."""
+"""Hooks and computed weights, of which a new model knows nothing; test_ensemble.py shows what counts as an edit."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,6 @@ import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, HydraWarning
 from hydra_ensembles.model.ensemble import with_valid_metadata
 from random_ensembles import random_batches, random_ensemble
-
-
-def test_once_it_is_left_unwatched_nothing_is_an_edit() -> None:
-    for left in (False, True):
-        model = random_ensemble().with_metadata(metrics={"accuracy": 1.0})
-        if left:
-            model.leave_unwatched()
-        with torch.no_grad():
-            model.readout.classifier.weight.mul_(2.0)
-        with nullcontext() if left else pytest.warns(HydraWarning, match="weights of this ensemble were edited"):
-            assert bool(model.metadata.metrics) is left
-        model.readout.classifier.weight.data.mul_(2.0)
-        assert bool(model.verified_metadata().metrics) is left
-
 
 DEEDS: list[tuple[str, Any]] = [
     ("saved", lambda one, folder: one.save_pretrained(folder)),

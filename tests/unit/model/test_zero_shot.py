@@ -195,15 +195,6 @@ def test_members_made_one_by_one_keep_what_is_equal_once() -> None:
     assert all(side.member(index) == member.metadata.text_side for index, member in enumerate(members))
 
 
-@torch.no_grad()
-def test_a_shared_readout_stays_shared() -> None:
-    pixels = OPEN_CLIP.pixels()
-    members = [he.zero_shot(dual, NAMES) for dual in three()[:2]]
-    fused = he.fuse(members, stem="separate", mlp="separate", readout="mean")
-    assert fused.readout.class_embeddings.weight.shape[0] == 1  # type: ignore[union-attr]
-    assert relative_error(he.retarget(fused, NAMES)(pixels), fused(pixels)) < 1e-5
-
-
 def test_text_sides_that_do_not_belong_together_are_dropped() -> None:
     dual = one_dual()
     one, other = he.zero_shot(dual, NAMES), he.zero_shot(dual, NAMES, "the {label}")

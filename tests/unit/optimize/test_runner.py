@@ -24,12 +24,6 @@ EVEN: KeptHeads = (((0, 1), (0, 3), (1, 2)),) * 3
 UNEVEN: KeptHeads = (((0, 1, 2), (0, 3), (1,)), ((0, 2), (0, 1, 2, 3), (2, 3)), ((1,), (3,), (0, 1, 2)))
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
-
-
 def hydra(shape: str = "image-cls", heads: KeptHeads = UNEVEN) -> Ensemble:
     return random_ensemble(shape, heads, Sharing(stem=True, mlp=True), dtype=torch.float32)
 
@@ -117,7 +111,7 @@ def test_padding_masks_and_changing_lengths(shape: str) -> None:
 
 
 @pytest.fixture
-def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def graphs_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Compile with a backend that runs graphs as they are, and record each graph."""
     made: list[Any] = []
     real = torch.compile
@@ -127,7 +121,8 @@ def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", lambda module, **options: real(module, **{**options, "backend": backend}))
-    return made
+    yield made
+    torch.compiler.reset()
 
 
 def test_graphs_are_kept_up_to_a_limit_and_recorded_anew_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
