@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
-from checkpoint_models import ensemble, single, text
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.fingerprints import tensors_digest
 from hydra_ensembles.heads.vectors import head_vectors
-from hydra_ensembles.model.config import output_width
 from unit.pipeline import build_cases as cases
 
 CIRCUIT: dict[str, Any] = {"score": "acc", "budget": 2, "progress": False, "screen_size": 2}
@@ -127,12 +125,3 @@ def test_classes_in_another_order_than_the_models_are_refused(name: str) -> None
     folders.classes = ("blue", "green", "red")  # like torchvision's ImageFolder
     with pytest.raises(DataError, match=r"class 0 of .* is 'blue', .* class 2"):
         FUNCTIONS[name](cases.image_model(), DataLoader(folders, 4))
-
-
-@pytest.mark.parametrize("name", ["finetune", "taylor", "calibrate"])
-def test_what_is_no_classifier_is_told_how_to_become_one(name: str) -> None:
-    widths = [output_width(config) for config in (single(), text())]
-    dual = he.DualEncoder(ensemble(single()), ensemble(text()), he.Projections.fresh(*widths, 4))
-    for model, token in ((dual, r"zero_shot\(\w+, class_names\)"), (nn.Linear(2, 2), f"{name} takes.*Linear.*convert")):
-        with pytest.raises(ConfigError, match=token):
-            FUNCTIONS[name](model, cases.batches())

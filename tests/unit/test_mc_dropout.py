@@ -73,15 +73,6 @@ def test_dropout_sits_where_the_baseline_and_the_model_have_it():
     assert (config.encoder.attention_dropout, config.readout.dropout) == (0.3, 0.3)
 
 
-def test_text_repeats_masks_and_segments_too():
-    ids = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(3, 6, dtype=torch.long)
-    mask[1:, 4:] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
-    view = mc_dropout(tiny(kind="text"), 0.2, 3)
-    torch.testing.assert_close(view({**inputs, "input_ids": ids * mask}), view(inputs))
-
-
 def test_predict_gives_uncertainty_and_no_foreign_calibration():
     view = mc_dropout(tiny(), 0.3, 8)
     assert view.metadata.calibration is None
