@@ -7,11 +7,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import timm
 import torch
-from torch import nn
 
 import hydra_ensembles as he
 from architectures import perturbed
@@ -45,7 +43,7 @@ def tuned(base: he.Ensemble, member: int, groups: tuple[str, ...] = GROUPS) -> h
     return moved(he.prune(base, [(0, member % 4), (1, (member + 1) % 4)]), 100 + member, groups)
 
 
-@pytest.mark.parametrize(("members", "group"), [(1, "mlp"), (8, "mlp"), (3, "norms"), (3, "readout"), (3, "stem")])
+@pytest.mark.parametrize(("members", "group"), [(8, "mlp"), (3, "norms"), (3, "readout"), (3, "stem")])
 @torch.no_grad()
 def test_what_is_fused_is_the_arithmetic_mean(members: int, group: str) -> None:
     parts = [tuned(small(), m, ("stem", *GROUPS)) for m in range(members)]
@@ -59,41 +57,6 @@ def test_what_is_fused_is_the_arithmetic_mean(members: int, group: str) -> None:
         assert torch.allclose(fused.get_parameter(name).double(), mean, rtol=0, atol=1e-7)
 
 
-@torch.no_grad()
-def test_with_everything_separate_it_is_a_stack() -> None:
-    parts = [tuned(small(), m) for m in range(3)]
-    fused = he.fuse(parts, stem="separate", mlp="separate", norms="separate", readout="separate")
-    stacked = he.Ensemble.stack(parts)
-    assert fused.config == stacked.config
-    assert all(torch.equal(tensor, stacked.state_dict()[name]) for name, tensor in fused.state_dict().items())
-
-
-@pytest.mark.parametrize("trunk", [0, 1, 2, 3])
-@torch.no_grad()
-def test_the_trunk_is_found_exactly_when_it_exists(trunk: int) -> None:
-    parts = [he.prune(small(), []) for _ in range(3)]
-    if trunk < 3:
-        for member, part in enumerate(parts):
-            part.get_parameter(f"encoder.layers.{trunk}.norm2.bias").add_(member * 1e-3)
-    fused = he.fuse(parts)
-    assert fused.config.trunk == trunk
-    assert he.fuse(parts, trunk=1).config.trunk == min(trunk, 1)  # the limit keeps equal layers separate
-    expected = torch.cat([part(IMAGES) for part in parts])
-    assert torch.allclose(fused(IMAGES), expected, atol=1e-5)
-    stored = {name: p.shape[0] for name, p in fused.named_parameters() if name.endswith("norm1.weight")}
-    assert stored == {f"encoder.layers.{i}.norm1.weight": 1 if i < trunk else 3 for i in range(3)}
-
-
-def test_equal_stems_before_a_trunk_are_one_also_where_stems_are_to_be_separate() -> None:
-    """Otherwise the trunk would get one input per member and run for each."""
-    parts = [moved(small(), member, ("stem", *GROUPS)) for member in range(3)]
-    fused = he.fuse(parts, stem="separate", mlp="separate", average=2)
-    assert fused.stem(IMAGES).shape[0] == 1
-    assert torch.equal(fused(IMAGES), he.fuse(parts, mlp="separate", average=2)(IMAGES))
-    apart = he.fuse(parts, stem="separate", mlp="separate", average=2, trunk=0)  # kept apart for training
-    assert apart.stem(IMAGES).shape[0] == 3
-
-
 def pruned(heads: list[tuple[int, int]]) -> he.Ensemble:
     return he.prune(small(), heads)
 
@@ -101,26 +64,13 @@ def pruned(heads: list[tuple[int, int]]) -> he.Ensemble:
 @pytest.mark.parametrize(
     ("join", "members", "settings", "token"),
     [
-        (
-            he.fuse,
-            lambda: [tuned(small(), one, ("stem",)) for one in range(2)],
-            {},
-            r"differ in stem\..*average 0.8",
-        ),
+        (he.fuse, lambda: [moved(small(), one, ("stem",)) for one in range(2)], {}, r"differ in stem\..*average 0.8"),
         (he.fuse, lambda: [small(), small(norm_first=False)], {}, r"encoder\.norm_first: True and False"),
-        (he.fuse, lambda: [small()] * 2, {"trunk": -1}, "trunk"),
-        (he.fuse, lambda: [small(), small(1)], {"average": 4}, "3 layers"),
         (he.fuse, lambda: [pruned([(1, 0)]), small(1)], {"average": 2}, "layer 1"),
-        (he.fuse, lambda: [small(), small(1)], {"average": -1}, "average"),
-        (he.fuse, lambda: [small(), small(1)], {"average": 1.0}, "average"),
         (he.fuse, lambda: [small(), small(1)], {"average": 0.1}, "of 3 layers is none"),
-        (he.fuse, lambda: [small(), small(1)], {"average": 0.9}, "of 3 layers is all"),
         (he.soup, lambda: [small(), pruned([(0, 1)])], {}, "the same heads"),
-        (he.soup, lambda: [small(), small(norm_eps=1e-3)], {}, "norm_eps"),
-        (he.soup, list, {}, "at least one"),
         (he.soup, lambda: [he.fuse([small()] * 2)], {}, "2 members"),
         (he.prune, lambda: pruned([(0, 1)]), {"heads": [(0, 1)]}, "not in this model"),
-        (he.prune, small, {"heads": [(0, 0), (0, 0)]}, "twice"),
         (he.prune, lambda: he.fuse([small(), pruned([(0, 1)])]), {"heads": [(0, 2)]}, "one member"),
     ],
 )
@@ -143,15 +93,11 @@ def test_members_of_different_dtypes_or_devices_are_refused_by_number(join: Join
 @pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack, he.soup], ids=["fuse", "stack", "soup"])
 def test_members_may_have_been_trained_with_different_dropout(join: Join) -> None:
     """Fine-tunings of one model often are; it changes no answer. The first member's rates are kept."""
-    kinds = ("attention", "projection", "activation", "output")
-    rates: dict[str, Any] = {"drop_path": (0.0, 0.1, 0.2), **{f"{kind}_dropout": 0.1 for kind in kinds}}
-    rates["readout"] = {"dropout": 0.3}
+    rates: dict[str, Any] = {"drop_path": (0.0, 0.1, 0.2), "attention_dropout": 0.1, "readout": {"dropout": 0.3}}
     parts = [moved(small(), 1, ("mlp", "readout")), moved(small(**rates), 2, ("mlp", "readout"))]
     same = [parts[0], moved(small(), 2, ("mlp", "readout"))]
     assert torch.equal(join(parts)(IMAGES), join(same)(IMAGES))
     assert join(parts[::-1]).config.encoder.drop_path == rates["drop_path"]
-    with pytest.warns(he.HydraWarning, match="equal"):
-        he.fuse([small(), small(**rates)])
 
 
 @pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack, he.soup], ids=["fuse", "stack", "soup"])
@@ -162,11 +108,7 @@ def test_models_of_other_libraries_are_converted(join: Join) -> None:
     torch.nn.init.normal_(other.head.weight)
     images = torch.randn(2, 3, 160, 160)
     expected = join([he.convert(model), he.convert(other)])
-    wrapped = nn.DataParallel(he.convert(other))  # type: ignore[arg-type]
-    for members in ([model, he.convert(other)], iter([model, wrapped])):
-        assert torch.equal(join(members)(images), expected(images))
-    with pytest.raises(ConfigError, match="a single VisionTransformer"):
-        join(model)
+    assert torch.equal(join([model, he.convert(other)])(images), expected(images))
 
 
 LOOKS = [he.ImagePreprocessing((8, 8), mean=(mean,) * 3, std=(0.5,) * 3) for mean in (0.5, 0.4)]
@@ -238,9 +180,7 @@ def test_a_mean_trunk_is_a_soup_below_and_the_members_above(mlp: Any) -> None:
             torch.testing.assert_close(got[index], alone(inputs)[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("average", "layers"), [(0.8, 2), (0.5, 2), (0.34, 1), (np.float32(0.8), 2), (0.0, 0), (3, 3), (np.int64(1), 1)]
-)
+@pytest.mark.parametrize(("average", "layers"), [(0.8, 2), (0.5, 2), (0.34, 1), (0.0, 0)])
 def test_a_share_of_the_layers_or_their_number_is_averaged(average: float, layers: int) -> None:
     """The share is rounded to whole layers, of three; the result equals asking for their number."""
     members = [moved(small(), seed, ("mlp",)) for seed in range(2)]

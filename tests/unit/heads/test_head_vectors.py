@@ -73,15 +73,6 @@ def test_distances_are_those_of_scipy() -> None:
     assert found.mahalanobis == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("inside", "outside"),
-    [(torch.zeros(1, 3), torch.zeros(2, 3)), (torch.zeros(4, 3), torch.zeros(2, 2)), (torch.zeros(3), torch.zeros(3))],
-)
-def test_vectors_that_have_no_distance_are_refused(inside: torch.Tensor, outside: torch.Tensor) -> None:
-    with pytest.raises(DataError, match="vectors"):
-        centroid_distance(inside, outside)
-
-
 def test_a_feature_that_never_varies_leaves_a_number() -> None:
     inside = torch.cat([torch.randn(20, 2, generator=torch.Generator().manual_seed(1)), torch.ones(20, 1)], 1)
     assert np.isfinite(centroid_distance(inside, inside + 1).mahalanobis)

@@ -1,6 +1,5 @@
 """Masking heads and removing the mask, and listing heads."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from hydra_ensembles.fingerprints import model_fingerprint
 from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.metadata import Calibration
 from random_ensembles import HEADS, LAYERS, random_batches, random_ensemble, without_heads
 
 UNEQUAL = (((0, 2), (1,), (0, 1, 2, 3)), ((1, 2, 3), (), (0, 3)))  # two members
@@ -48,22 +46,6 @@ def test_masks_add_up_and_come_off_in_any_order(first_off: int) -> None:
     torch.testing.assert_close(ensemble(inputs), without_heads(ensemble, heads[1 - first_off])(inputs))
     masks[1 - first_off].__exit__(None, None, None)
     assert model_fingerprint(ensemble) == before
-
-
-def test_masks_of_many_threads_leave_every_bit_and_the_calibration() -> None:
-    ensemble = random_ensemble().with_metadata(calibration=Calibration((2.0,), 0.5))
-    before = model_fingerprint(ensemble)
-
-    def work(seed: int) -> None:
-        for turn in range(20):
-            with masked(ensemble, [(1, (seed + turn) % HEADS), (2, 0)]):
-                assert ensemble.metadata.calibration is not None
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert model_fingerprint(ensemble) == before
-    assert ensemble.metadata.calibration is not None
-    assert not ensemble._masks
 
 
 def test_gradients_inside_and_across_the_end_of_a_mask() -> None:
@@ -115,11 +97,8 @@ def test_each_member_answers_as_it_does_alone_without_its_heads(
 @pytest.mark.parametrize(
     ("heads", "member", "error", "token"),
     [
-        ([(3, 0)], None, HeadError, r"3\.0 .* 0 to 2"),
         ([(0, 9)], None, HeadError, r"0\.9 does not exist.*\[0, 2\].*\[1, 2, 3\]"),
         ([(0, 3)], 0, HeadError, r"0\.3 was pruned.*\[0, 2\]"),
-        ([(1, 1)], 1, HeadError, r"1\.1 was pruned"),
-        ([(0, 2), (0, 2)], None, HeadError, "twice"),
         ([(0, 2, "text")], None, HeadError, "'text'"),
         ([(0, 2)], 2, ConfigError, "member 2"),
     ],

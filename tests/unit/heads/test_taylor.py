@@ -1,7 +1,6 @@
 """Taylor scores against plain autograd, the data they use, and every mistake a caller can make."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from hydra_ensembles.data.batching import batches as data_batches
-from hydra_ensembles.errors import ConfigError, DataError, HeadError
-from hydra_ensembles.fingerprints import data_fingerprint, model_fingerprint
+from hydra_ensembles.errors import DataError, HeadError
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import taylor
 from hydra_ensembles.model.ensemble import Ensemble
@@ -110,39 +108,9 @@ class TestScores:
         rough = taylor(ensemble, batches, budget=3, scope="global", dtype=dtype)
         found, expected = (dict(zip(one.heads, one.scores, strict=True)) for one in (rough, exact))
         assert found == pytest.approx(expected, rel=1e-4 if dtype is torch.float32 else 0.1)
-        assert rough.provenance["dtype"] == str(dtype)
-
-
-def test_provenance() -> None:
-    ensemble, batches = model_and_batches()
-    ranking = taylor(ensemble, batches, budget=3, removed=[(0, 0)], seed=7)
-    assert (ranking.method, ranking.score) == ("taylor/layer", "taylor")
-    made = {"model": model_fingerprint(ensemble), "data": data_fingerprint(batches), "dtype": "torch.float64"}
-    drawn = {"samples": 12, "batches": [0, 1, 2], "calibration_batches": None, "seed": 7}
-    assert ranking.provenance == {**made, **drawn, "budget": 3, "layers": [0, 1, 2], "removed": [[0, 0, "main"]]}
 
 
 class TestCalibrationData:
-    @pytest.mark.parametrize(("scope", "count"), [("global", None), ("layer", 2)])
-    def test_every_kind_of_source_gives_the_same(self, scope: Any, count: int | None) -> None:
-        ensemble, batches = model_and_batches((3,) * 6)
-        images, labels = joined(batches)
-
-        class Stream(IterableDataset[Any]):
-            def __iter__(self) -> Iterator[Any]:
-                yield from zip(images, labels, strict=True)
-
-        mappings = [{"pixel_values": inputs, "labels": labels} for inputs, labels in batches]
-        loaders = DataLoader(Stream(), batch_size=3), DataLoader(batches, batch_size=None)  # type: ignore[arg-type,var-annotated]
-        first, *others = (
-            taylor(ensemble, source, budget=3, scope=scope, seed=1, calibration_batches=count)
-            for source in (batches, iter(batches), mappings, *loaders)
-        )
-        assert len(first.provenance["batches"]) == (count or 6)
-        for other in others:
-            assert (other.heads, other.scores) == (first.heads, first.scores)
-            assert other.provenance["batches"] == first.provenance["batches"]
-
     def test_seeds_draw_different_batches(self) -> None:
         ensemble, batches = model_and_batches((3,) * 8)
         options: dict[str, Any] = {"budget": 3, "scope": "global"}
@@ -152,20 +120,15 @@ class TestCalibrationData:
         chosen = drawn[0].provenance["batches"]
         assert taylor(ensemble, [batches[index] for index in chosen], **options).scores == drawn[0].scores
 
-    @pytest.mark.parametrize(
-        ("kind", "count"), [("global", 2), ("shuffle", None), ("sampler", 2), ("batch_sampler", None), ("library", 2)]
-    )
+    @pytest.mark.parametrize(("kind", "count"), [("global", 2), ("batch_sampler", None), ("library", 2)])
     def test_a_shuffling_loader_follows_the_seed(self, kind: str, count: int | None) -> None:
         """Whether it uses PyTorch's global generator or its own."""
         ensemble = random_ensemble()
         images, labels = joined(random_batches(ensemble, (30,)))
         data = TensorDataset(images, labels)  # type: ignore[arg-type]
-        generator = torch.Generator().manual_seed(3)
-        sampler = RandomSampler(data, generator=generator)
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(3))
         source = {
             "global": DataLoader(data, batch_size=4, shuffle=True),
-            "shuffle": DataLoader(data, batch_size=4, shuffle=True, generator=generator),
-            "sampler": DataLoader(data, batch_size=4, sampler=sampler),
             "batch_sampler": DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False)),
             "library": data_batches(list(zip(images, labels.tolist(), strict=True)), torch.stack, 4, shuffle=True),
         }[kind]
@@ -176,7 +139,7 @@ class TestCalibrationData:
         assert again == first
         assert other.provenance["data"] != first.provenance["data"]
 
-    def test_a_loader_reads_only_what_is_drawn(self) -> None:
+    def test_a_loader_reads_only_what_is_drawn_and_a_stream_gives_the_same(self) -> None:
         ensemble, batches = model_and_batches((3,) * 6)
         images, labels = joined(batches)
         read: list[int] = []
@@ -188,6 +151,7 @@ class TestCalibrationData:
         loader: DataLoader[Any] = DataLoader(range(18), batch_size=3, collate_fn=collate)  # type: ignore[arg-type]
         ranking = taylor(ensemble, loader, budget=3, seed=1, calibration_batches=2)
         assert ranking == taylor(ensemble, batches, budget=3, seed=1, calibration_batches=2)
+        assert ranking == taylor(ensemble, iter(batches), budget=3, seed=1, calibration_batches=2)
         assert read == [3 * batch + sample for batch in ranking.provenance["batches"] for sample in range(3)]
 
 
@@ -202,21 +166,12 @@ def test_dropout_is_off() -> None:
     ("settings", "error", "token"),
     [
         ({"budget": 4}, HeadError, "evenly"),
-        ({"budget": 8, "layers": [0, 1], "removed": [(1, 0)]}, HeadError, "7 heads"),
         ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 can lose only 2"),
-        *(({"layers": layers}, HeadError, "layers") for layers in ([], [0, 0], [3], [-1])),
+        ({"layers": [3]}, HeadError, "layers"),
         ({"calibration_batches": 4}, DataError, "3 batches"),
-        ({"dtype": torch.int64}, ConfigError, "dtype"),
     ],
 )
 def test_settings_that_cannot_work_together(settings: dict[str, Any], error: type[Exception], token: str) -> None:
     ensemble = random_ensemble()
     with pytest.raises(error, match=token):
         taylor(ensemble, random_batches(ensemble), **{"budget": 3} | settings)
-
-
-@pytest.mark.parametrize(("scope", "passes"), [("global", 1), ("layer", LAYERS)])
-def test_the_bar_moves_with_every_batch(scope: Any, passes: int, capsys: pytest.CaptureFixture[str]) -> None:
-    ensemble, batches = model_and_batches()
-    taylor(ensemble, batches, budget=LAYERS, scope=scope, progress=True)
-    assert f"{passes * len(batches)}/{passes * len(batches)} " in capsys.readouterr().err

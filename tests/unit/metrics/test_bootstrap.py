@@ -55,8 +55,6 @@ def test_mean_interval_has_the_width_of_the_standard_error_and_a_basic_one_is_mi
     assert (interval.high - interval.low) / 2 == pytest.approx(1.96 * values.std().item() / 20, rel=0.1)
     narrower = bootstrap_metric(mean, [values], level=0.5)
     assert interval.low < narrower.low < narrower.value < narrower.high < interval.high
-    assert interval.value in interval
-    assert interval.high + 1 not in interval
     wrong = torch.rand(400, generator=torch.Generator().manual_seed(1)) < 0.5  # wrong half the time, yet confident
     error = (lambda sure, right: mean(sure) - mean(right)), torch.ones(400), ~wrong
     plain, basic = bootstrap_metric(error[0], error[1:], resamples=100), bootstrap_calibration(*error, 100)
@@ -66,7 +64,7 @@ def test_mean_interval_has_the_width_of_the_standard_error_and_a_basic_one_is_mi
     assert together.low == 1  # several arrays are resampled together
 
 
-@pytest.mark.parametrize(("count", "draws_at_once"), [(1, 7), (24, 4_000_000), (31, 310), (500, 1)])
+@pytest.mark.parametrize(("count", "draws_at_once"), [(1, 7), (31, 310)])
 def test_mean_of_paired_differences_is_the_difference_of_means(monkeypatch, count, draws_at_once):
     """With the same draws, however many at once: for correctness values, also where the result is due to chance."""
     monkeypatch.setattr("hydra_ensembles.metrics.bootstrap._DRAWS_AT_ONCE", draws_at_once)
@@ -124,19 +122,8 @@ def test_paired_difference_is_sharper_than_two_intervals():
 ONES = torch.ones(3)
 
 
-@pytest.mark.parametrize(
-    ("call", "token"),
-    [
-        (lambda: bootstrap_ood("auroc", ONES, T([])), "no OOD scores"),
-        (lambda: bootstrap_ood("auroc", T([]), ONES), "no ID scores"),
-        (lambda: bootstrap_ood("auroc", ONES, []), "no OOD set"),
-        (lambda: bootstrap_ood("auroc", ONES, ONES, minus=(ONES, ONES[:2])), r"\[3, 2\]"),
-        (lambda: bootstrap_metric(mean, [ONES, ONES[:2]]), "2 rows in array 1"),
-        (lambda: bootstrap_metric(mean, [ONES], minus=[ONES[:2]]), "2 rows in array 1"),
-        (lambda: bootstrap_metric(mean, [ONES[:0]]), "no samples"),
-        (lambda: bootstrap_metric(mean, []), "no arrays"),
-    ],
-)
-def test_bad_input(call, token):
-    with pytest.raises(DataError, match=token):
-        call()
+def test_pairs_of_different_numbers_are_refused():
+    with pytest.raises(DataError, match=r"\[3, 2\]"):
+        bootstrap_ood("auroc", ONES, ONES, minus=(ONES, ONES[:2]))
+    with pytest.raises(DataError, match="2 rows in array 1"):
+        bootstrap_metric(mean, [ONES, ONES[:2]])

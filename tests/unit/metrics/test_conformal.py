@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.metrics import LabelSets, Reference, conformal_threshold, fit_sets, label_scores, p_values
-from hydra_ensembles.metrics.conformal import KEPT, chance_of_fewer, rank_for, samples_for
+from hydra_ensembles.metrics.conformal import KEPT, rank_for, samples_for
 
 KINDS = ["lac", "aps", "raps"]
 
@@ -38,7 +38,6 @@ def test_p_values_by_hand_and_of_many_samples() -> None:
     assert p_values(shifted.repeat(20_000), torch.zeros(1).half()).item() == pytest.approx(0.25, abs=1e-4)
     many = torch.randn(7 * KEPT + 13, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     reference, fresh = Reference.of(many), torch.linspace(-5, 5, 400, dtype=torch.float64)
-    assert len(repr(reference)) < 100
     exact, rounded = p_values(many, fresh), reference.p_values(fresh)
     assert (len(reference.values), reference.samples) == (KEPT, len(many))
     assert (rounded >= exact - 1e-12).all()  # never too small, as promised
@@ -60,9 +59,9 @@ def test_scores_of_labels_and_sets_agree_with_torch_uncertainty(conformal_refere
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("by_class", [False, True])
 def test_sets_hold_the_right_label(kind: str, by_class: bool) -> None:
-    """Mean coverage over 1,000 draws of held-out and fresh samples; by class, over 100, for each class."""
+    """Mean coverage over 400 draws of held-out and fresh samples; by class, over 100, for each class."""
     covered = []
-    for seed in range(100 if by_class else 1000):
+    for seed in range(100 if by_class else 400):
         probs, labels = answers(360, seed=seed)
         sets = fit_sets(probs[:240], labels[:240], 0.8, kind, by_class=by_class)  # type: ignore[arg-type]
         found, wanted = sets(probs[240:]), labels[240:]
@@ -71,7 +70,7 @@ def test_sets_hold_the_right_label(kind: str, by_class: bool) -> None:
         groups = [inside[wanted == one].mean().item() for one in range(6)] if by_class else [inside.mean().item()]
         covered.append(groups)
     means = np.nanmean(covered, axis=0)
-    assert (means >= 0.8 - (0.015 if by_class else 0.005)).all(), means
+    assert (means >= 0.8 - (0.015 if by_class else 0.008)).all(), means
     if kind == "aps":
         assert means.max() < 0.97  # not trivially 1
 
@@ -85,20 +84,14 @@ def test_few_samples_of_a_class_keep_its_label_in() -> None:
     with pytest.raises(DataError, match=r"\[2\]"):
         fit_sets(probs[labels != 2], labels[labels != 2], by_class=True)
     assert LabelSets((0.5,))(torch.tensor([[0.6, 0.4], [0.5, 0.5]])).tolist() == [[True, False], [True, True]]
-    assert LabelSets((0.5,))(torch.empty(0, 2)).shape == (0, 2)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "token"),
     [
-        (lambda: conformal_threshold(torch.ones(3), 0.0), ConfigError, "share"),
         (lambda: conformal_threshold(torch.ones(0), 0.9), DataError, "no scores"),
         (lambda: conformal_threshold(torch.tensor([1.0, math.nan]), 0.9), DataError, "NaN"),
-        (lambda: p_values(torch.ones(3), torch.ones(2, 2)), DataError, "vector"),
-        (lambda: label_scores(torch.ones(1, 2) / 2, "thr"), ConfigError, "thr"),  # type: ignore[arg-type]
-        (lambda: fit_sets(torch.ones(1, 2) / 2, torch.tensor([0]), penalty=-1), ConfigError, "penalty"),
         (lambda: fit_sets(torch.ones(1, 2), torch.tensor([0])), DataError, "sum to one"),
-        (lambda: label_scores(torch.tensor([[2.0, -1.0]])), DataError, "softmax"),
         (lambda: LabelSets((0.5,))(torch.tensor([[2.0, -1.0]])), DataError, "softmax"),
         (lambda: LabelSets((0.5, 0.5, 0.5))(torch.ones(1, 2) / 2), DataError, "3 classes"),
         (lambda: Reference((2.0, 1.0), 2), ConfigError, "sorted"),
@@ -107,18 +100,3 @@ def test_few_samples_of_a_class_keep_its_label_in() -> None:
 def test_what_cannot_be_used_is_named(call, error, token) -> None:
     with pytest.raises(error, match=token):
         call()
-
-
-@pytest.mark.parametrize(("share", "held_out", "samples"), [(0.9, 50, 20), (0.95, 19, 5), (0.5, 7, 40), (0.8, 99, 20)])
-def test_how_many_new_samples_are_accepted_is_known_exactly(share, held_out, samples):
-    generator = torch.Generator().manual_seed(0)
-    draws = [torch.rand(held_out + samples, generator=generator) for _ in range(3000)]
-    accepted = torch.tensor([int((d[held_out:] <= conformal_threshold(d[:held_out], share)).sum()) for d in draws])
-    promised = rank_for(share, held_out) / (held_out + 1)
-    assert promised >= share - 1e-9
-    assert accepted.double().mean() / samples == pytest.approx(promised, abs=0.01)
-    for count in range(samples + 1):
-        found = float((accepted <= count).double().mean())
-        assert chance_of_fewer(count, samples, share, held_out) == pytest.approx(found, abs=0.035)
-    assert chance_of_fewer(samples, samples, share, held_out) == pytest.approx(1)
-    assert (chance_of_fewer(4, 5, 0.95, 18), chance_of_fewer(5, 5, 0.95, 18)) == (0, 1)  # too few to refuse any

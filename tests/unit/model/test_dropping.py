@@ -1,6 +1,5 @@
 """Many threads may query one model in training mode; each gets the answers of eval mode."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -46,28 +45,14 @@ def test_a_model_compiled_in_place_drops_nothing_in_predict_and_goes_on_dropping
     torch.compiler.reset()
 
 
-def test_what_one_thread_is_told_holds_there_alone_and_ends_with_an_error() -> None:
+def test_predict_drops_nothing_in_training_mode_and_training_goes_on_after_an_error() -> None:
     model = dropping_model()
     batch, _ = random_batches(model, (5,))[0]
     expected = model.predict(batch).member_logits
-    for run in (model.train(), model.optimize(plans=["batched"])):  # predict drops nothing, even in training mode
+    for run in (model.train(), model.optimize(plans=["batched"])):
         assert torch.allclose(run.predict(batch).member_logits, expected, rtol=1e-4, atol=1e-5)
-    with dropping(False), ThreadPoolExecutor(1) as pool:
+    with dropping(False):
         assert torch.allclose(model(batch), expected)
-        assert not torch.allclose(pool.submit(model, batch).result(), expected, atol=1e-3)
     with pytest.raises(RuntimeError, match="stop"), dropping(False):
         raise RuntimeError("stop")
     assert not torch.allclose(model(batch), expected, atol=1e-3)
-
-
-def test_blocks_that_drop_are_compiled_for_any_batch_size() -> None:
-    """With a generator argument, even None, a compiled torch.rand is fixed to one shape."""
-    block = dropping_model().train().encoder.layers[-1]
-    compiled = torch.compile(block._drop, backend="eager", dynamic=True)
-    for count in (6, 9):
-        branch = torch.ones(2, count, 4, 24)
-        torch.manual_seed(count)
-        expected = block._drop(branch)
-        torch.manual_seed(count)
-        assert torch.equal(compiled(branch), expected)
-        assert set(expected.unique().tolist()) == {0.0, 2.0}

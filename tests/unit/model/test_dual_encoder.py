@@ -17,10 +17,8 @@ from hydra_ensembles.model.stem_readout import Projections
 from zero_shot_models import relative_error
 
 VARIED = (
-    "transformers-quickgelu",
     "transformers-end-not-highest",
     "open_clip-mean",
-    "open_clip-layer-scale",
     "open_clip-qk-norm",
     "open_clip-sincos",
     "open_clip-custom-siglip-text",
@@ -164,27 +162,17 @@ def test_what_does_not_fit_together_is_refused() -> None:
     image, text = separate_towers()
     projections = Projections.fresh(40, 32, 8)
     for make, token in [
-        (lambda: fused(members).member(3), "member 3"),
-        (lambda: members[0].member("0"), "member '0'"),
         (lambda: fused([members[0], he.convert(open_clip_model())]), "float32|logit bias|architecture"),
         (lambda: DualEncoder(two, rest, members[0].projections), "2 members and the text tower 3"),
         (lambda: members[0].predict(torch.zeros(1, 3, 32, 32)), "zero_shot"),
         (lambda: DualEncoder(image, text), "width 40.*width 32"),
-        (lambda: DualEncoder(image, text, Projections.fresh(32, 32, 8)), "width 32.* 40"),
         (lambda: DualEncoder(text, image), "text and image"),
-        (lambda: DualEncoder(torch.nn.Linear(2, 2), text), "got a Linear"),
-        (lambda: he.zero_shot(image, ["a", "b"]), "got Ensemble; convert a CLIP model"),
         (lambda: DualEncoder(image, text, projections, logit_bias=torch.zeros(2)), "logit_bias 2"),
-        (lambda: DualEncoder(image, text, projections, logit_scale=torch.zeros(2)), "scale_copies"),
-        (lambda: fused([DualEncoder(image, text, Projections.fresh(40, 32, width)) for width in (8, 9)]), "shapes"),
     ]:
         with pytest.raises(ConfigError, match=token):
             make()
     dual = he.convert(open_clip_model())
     with pytest.raises(DataError, match="preprocessing"):
         dual.encode_text(["a photo"])
-    for given in (["a photo"], torch.zeros(2, 3, 32, 32), torch.zeros(1, 2, 23)):
-        with pytest.raises(DataError, match=r"1, B, 24\], got .*dual\(images, texts\)"):
-            dual.logits(torch.zeros(1, 2, 24), given)
-    assert repr(dual).startswith("DualEncoder(members=1, embedding=24, image=Ensemble(image, members=1")
-    assert dual.describe_towers()["image"].parameters == sum(parameter.numel() for parameter in dual.image.parameters())
+    with pytest.raises(DataError, match=r"1, B, 24\], got .*dual\(images, texts\)"):
+        dual.logits(torch.zeros(1, 2, 24), ["a photo"])

@@ -1,9 +1,5 @@
-"""Detection of edited weights: when it starts and ends, and hooks; test_ensemble.py shows what counts as an edit."""
+"""Hooks and computed weights, of which a new model knows nothing; test_ensemble.py shows what counts as an edit."""
 
-import copy
-import threading
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +10,6 @@ import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, HydraWarning
 from hydra_ensembles.model.ensemble import with_valid_metadata
 from random_ensembles import random_batches, random_ensemble
-
-
-def test_once_it_is_left_unwatched_nothing_is_an_edit() -> None:
-    for left in (False, True):
-        model = random_ensemble().with_metadata(metrics={"accuracy": 1.0})
-        if left:
-            model.leave_unwatched()
-        with torch.no_grad():
-            model.readout.classifier.weight.mul_(2.0)
-        with nullcontext() if left else pytest.warns(HydraWarning, match="weights of this ensemble were edited"):
-            assert bool(model.metadata.metrics) is left
-        model.readout.classifier.weight.data.mul_(2.0)
-        assert bool(model.verified_metadata().metrics) is left
-
 
 DEEDS: list[tuple[str, Any]] = [
     ("saved", lambda one, folder: one.save_pretrained(folder)),
@@ -59,18 +41,3 @@ def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(
     assert with_valid_metadata(computed, "exported") is computed  # exported files trace the model
     with pytest.raises(ConfigError, match=r"readout\.classifier.*shape none expected, got \[1, 1, 1\]"):
         he.Ensemble.from_state(random_ensemble().config, computed.state_dict())
-
-
-def test_a_copy_has_hooks_too_and_what_is_optimized_needs_none_that_can_be_copied() -> None:
-    model = random_ensemble()
-    images = random_batches(model)
-    plain = model.predict(images[0][0]).probs
-    handle = model.encoder.layers[1].register_forward_hook(lambda module, given, found: found * 2)
-    for one in (model, copy.deepcopy(model)):
-        assert not torch.equal(one.predict(images[0][0]).probs, plain)
-    uncopied = model.encoder.register_forward_hook(partial(lambda *_: None, threading.Lock()))
-    with pytest.warns(HydraWarning, match="optimized does not run it"):
-        torch.testing.assert_close(model.optimize().predict(images[0][0]).probs, plain)
-    handle.remove()
-    uncopied.remove()
-    model.optimize()

@@ -14,7 +14,6 @@ from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.config import ReadoutConfig
-from hydra_ensembles.model.metadata import join_text_sides
 from hydra_ensembles.model.stem_readout import Projections
 from zero_shot_models import NAMES, OTHER_NAMES, TEMPLATES, dual_of, relative_error, tokenizer_for
 
@@ -22,9 +21,7 @@ CASES = {case.name: case for case in DUAL_CASES}
 OPEN_CLIP = CASES["open_clip-nonscalar"]  # with a logit bias
 VARIED = (  # test_dual_encoder.py compares the towers of all cases
     "transformers-quickgelu",
-    "transformers-padded-with-end",
     "open_clip-nonscalar",
-    "open_clip-first-token",
     "open_clip-custom-siglip-text",
     "open_clip-no-text-projection",
     "open_clip-timm-linear-bias",
@@ -127,7 +124,6 @@ def test_it_is_pruned_fused_optimised_saved_and_asked_with_pictures(tmp_path: Pa
     fused.save_pretrained(tmp_path)
     picture = Image.new("RGB", (40, 30), (200, 30, 90))
     assert he.Ensemble.from_pretrained(tmp_path).predict([picture]).names()[0] in NAMES
-    assert "he.retarget" in (tmp_path / "README.md").read_text()
 
 
 @torch.no_grad()
@@ -144,9 +140,7 @@ def test_it_runs_and_is_re_targeted_in_bfloat16() -> None:
     [
         (["cat"], "{label}", "1 names"),
         (["cat", "dog", "cat"], "{label}", "twice"),
-        (["cat", " "], "{label}", r"class_names\[1\]"),
         (NAMES, ["a photo"], r"templates\[0\]"),
-        (NAMES, ["{label}", "{}"], "twice"),  # both are the same template
         (["cat", "green okapi", "dog", "green quokka"], "{label}", "green okapi.*green quokka"),  # unknown words
     ],
 )
@@ -186,8 +180,6 @@ def test_it_answers_as_if_it_had_been_made_for_the_new_classes(name: str, tmp_pa
         again = he.retarget(one, OTHER_NAMES, TEMPLATES)
         assert torch.equal(again(pixels), expected(pixels))
         assert (again.metadata.labels, again.metadata.calibration) == (OTHER_NAMES, None)
-        back = he.retarget(he.retarget(again, NAMES, "A photo of a {label}."), NAMES)
-        assert torch.equal(back(pixels), he.zero_shot(dual, NAMES)(pixels))
 
 
 @torch.no_grad()
@@ -200,20 +192,7 @@ def test_members_made_one_by_one_keep_what_is_equal_once() -> None:
     side = fused.metadata.text_side
     tower = side.settings.tower
     assert (tower.members, tower.sharing.mlp, tower.sharing.stem, side.settings.projection.copies) == (3, True, True, 1)  # type: ignore[union-attr]
-    for index, heads in enumerate(PRUNED):
-        one = side.member(index)
-        assert one == members[index].metadata.text_side
-        assert sum(map(len, one.settings.tower.heads[0])) == 8 - sum(head[2] == "text" for head in heads)
-    assert side != side.member(0)
-
-
-@torch.no_grad()
-def test_a_shared_readout_stays_shared() -> None:
-    pixels = OPEN_CLIP.pixels()
-    members = [he.zero_shot(dual, NAMES) for dual in three()[:2]]
-    fused = he.fuse(members, stem="separate", mlp="separate", readout="mean")
-    assert fused.readout.class_embeddings.weight.shape[0] == 1  # type: ignore[union-attr]
-    assert relative_error(he.retarget(fused, NAMES)(pixels), fused(pixels)) < 1e-5
+    assert all(side.member(index) == member.metadata.text_side for index, member in enumerate(members))
 
 
 def test_text_sides_that_do_not_belong_together_are_dropped() -> None:
@@ -222,4 +201,3 @@ def test_text_sides_that_do_not_belong_together_are_dropped() -> None:
     without = he.zero_shot(dual, NAMES, keep_text=False)
     for second in (other, without):
         assert he.Ensemble.stack([one, second]).metadata.text_side is None
-    assert join_text_sides([]) is None

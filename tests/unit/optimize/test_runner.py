@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,12 +22,6 @@ from random_ensembles import random_batches, random_ensemble
 
 EVEN: KeptHeads = (((0, 1), (0, 3), (1, 2)),) * 3
 UNEVEN: KeptHeads = (((0, 1, 2), (0, 3), (1,)), ((0, 2), (0, 1, 2, 3), (2, 3)), ((1,), (3,), (0, 1, 2)))
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
 
 
 def hydra(shape: str = "image-cls", heads: KeptHeads = UNEVEN) -> Ensemble:
@@ -62,8 +56,6 @@ def test_a_shape_is_measured_once_and_its_choice_kept(monkeypatch: pytest.Monkey
         fast(images(batch))
     assert [len(call.args[1][0]) for call in measured.call_args_list] == [2, 3, 1]
     assert set(fast.choice_for(images(3)).seconds) == {"batched", "loop"}
-    assert repr(fast).startswith("OptimizedEnsemble(plans=['batched', 'loop'], compile=False, graphs=False")
-    assert "[2, 3, 4, 6]: " in fast.describe_plans()
 
 
 def test_copies_and_pickles_answer_the_same_and_measure_anew() -> None:
@@ -92,7 +84,6 @@ def test_beyond_a_number_of_shapes_the_nearest_batch_size_decides(monkeypatch: p
     for key, plan in zip(fast.choices, ("loop", "batched", "batched"), strict=True):  # 1, 8 and 6 images
         fast.choices[key] = Choice(plan)
     assert (fast.choice_for(images(5)).plan, fast.choice_for(images(2)).plan) == ("batched", "loop")
-    assert "nearest" in str(fast.choice_for(images(5)))
 
 
 def test_a_plan_that_fails_drops_out_and_where_all_fail_the_error_is_shown() -> None:
@@ -102,7 +93,6 @@ def test_a_plan_that_fails_drops_out_and_where_all_fail_the_error_is_shown() -> 
     fast._plain["grouped"] = failing
     assert close(fast(images(3)), ensemble(images(3)))
     assert fast.choice_for(images(3)).plan == "loop"
-    assert "grouped failed: strides" in fast.describe_plans()
     fast._plain["loop"] = failing
     with pytest.raises(NotImplementedError, match="multiple of 16"):
         fast(images(2))
@@ -121,7 +111,7 @@ def test_padding_masks_and_changing_lengths(shape: str) -> None:
 
 
 @pytest.fixture
-def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def graphs_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Compile with a backend that runs graphs as they are, and record each graph."""
     made: list[Any] = []
     real = torch.compile
@@ -131,7 +121,8 @@ def graphs_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", lambda module, **options: real(module, **{**options, "backend": backend}))
-    return made
+    yield made
+    torch.compiler.reset()
 
 
 def test_graphs_are_kept_up_to_a_limit_and_recorded_anew_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,71 +136,19 @@ def test_graphs_are_kept_up_to_a_limit_and_recorded_anew_beyond_it(monkeypatch: 
         assert [len(call.args[0][0]) for call in record.call_args_list] == expected
 
 
-def test_graphs_are_recorded_and_replayed_on_the_device_of_the_ensemble(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the current device, which decides about streams and recordings. The GPUs are mocked."""
-    cuda, device = MagicMock(), torch.device("cuda", 1)
-    for name in ("device", "Stream", "current_stream", "stream", "graph", "CUDAGraph"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    cuda.run = Mock(side_effect=lambda x: (x,))
-    runner._recording_stream.cache_clear()
-    fast = hydra().optimize(plans=["batched"])
-    fast._graphed, fast.device = True, device
-    run = fast._with_graphs(cuda.run)
-    for batch in (2, 3, 2):
-        run(images(batch))
-    runner._recording_stream.cache_clear()
-    assert [call.args for call in cuda.device.call_args_list] == [(device,)] * 3
-    done, entered = [name for name, *_ in cuda.mock_calls], 0
-    for name in done:
-        entered += {"device().__enter__": 1, "device().__exit__": -1}.get(name, 0)
-        assert entered == 1 or name.startswith("device")
-    assert (done.count("run"), done.count("CUDAGraph().replay")) == (2 * 4, 3)
-    # torch's default stream would belong to the device of the first recording
-    assert [call.args[2] for call in cuda.graph.call_args_list] == [cuda.Stream.return_value] * 2
-
-
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("options", "batches", "compiled", "graphs"),
-    [
-        ({"compiled_shapes": 2}, (1, 2, 3, 2), [True, True, False], {2}),  # beyond the compiler's limit and ours
-        pytest.param({"compiled_shapes": 1, "dynamic": True}, (5, 2), [True] * 2, {1}, marks=pytest.mark.slow),
-    ],
-)
-def test_code_is_compiled_once_a_shape_up_to_a_limit_or_for_all(
-    options: Any, batches: Any, compiled: list[bool], graphs: set[int], graphs_made: list[Any]
-) -> None:
+def test_code_is_compiled_once_a_shape_up_to_a_limit(graphs_made: list[Any]) -> None:
     ensemble = hydra()
-    fast = ensemble.optimize(compile=True, plans=["batched"], **options)
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for batch in batches:
+    fast = ensemble.optimize(compile=True, plans=["batched"], compiled_shapes=2)
+    with torch._dynamo.config.patch(recompile_limit=1):  # ours is beyond the compiler's
+        for batch in (1, 2, 3, 2):
             assert close(fast(images(batch)), ensemble(images(batch)))
-    assert [choice.compiled for choice in fast.choices.values()] == compiled
-    assert len(graphs_made) in graphs
-    assert ("maximum" in fast.describe_plans()) == (not all(compiled))
-    graphs_made.clear()
+    assert [choice.compiled for choice in fast.choices.values()] == [True, True, False]
+    assert len(graphs_made) == 2
     texts = hydra("text-post-norm")
     batch = random_batches(texts, (3,))[0][0]  # with masks
     assert close(texts.optimize(compile=True, plans=["batched"])(batch), texts(batch))
-    assert len(graphs_made) == 1
-
-
-def test_the_chosen_plan_alone_is_compiled_and_limits_are_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules, limits = [], []
-
-    def compiled(module: Any, **options: Any) -> Any:
-        modules.append(module)
-        return lambda *arguments: limits.append(torch.compiler.config.recompile_limit) or module(*arguments)
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    fast, usual = hydra().optimize(compile=True), torch.compiler.config.recompile_limit
-    assert not modules
-    for _ in range(2):
-        fast(images(2))
-    assert modules == [fast.module(fast.choice_for(images(2)).plan)]
-    assert len(limits) == 3  # one to compile, and two calls
-    assert all(limit > usual for limit in limits)
-    assert torch.compiler.config.recompile_limit == usual
+    assert len(graphs_made) == 3
 
 
 @torch.no_grad()
@@ -233,12 +172,9 @@ def test_memory_counts_what_plans_share_once() -> None:
     assert uneven.optimize(plans=["loop", "batched"]).memory_bytes > uneven.optimize(plans=["loop"]).memory_bytes
 
 
-@pytest.mark.parametrize(("options", "token"), [({"dtype": torch.int8}, "floating"), ({"graphs": True}, "CUDA")])
-def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], token: str) -> None:
-    with pytest.raises(ConfigError, match=token):
-        hydra().optimize(**options)
-    with pytest.raises(ConfigError, match="grouped"):
-        hydra().optimize().module("grouped")
+def test_graphs_without_a_gpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match="CUDA"):
+        hydra().optimize(graphs=True)
 
 
 def test_later_changes_of_the_ensemble_do_not_reach_it() -> None:
@@ -253,5 +189,3 @@ def test_later_changes_of_the_ensemble_do_not_reach_it() -> None:
     assert torch.equal(after.probs, before.probs)
     assert torch.equal(after.accept, before.accept)
     assert (fast.metadata, fast.describe()) == (remembered, description)
-    assert (fast.kind, fast.num_members, fast.num_classes) == ("image", 3, 4)
-    assert fast.dtype == torch.float32
