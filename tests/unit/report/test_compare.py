@@ -217,9 +217,3 @@ def test_the_terminal_table_never_cuts_a_number(comparison, width):
     for row in comparison.rows:
         assert all(cell.text in text for cell in row.cells)
     assert (text.count("Method") == 1) == (width == 240)
-
-
-def test_the_terminal_table_reads_no_markup_in_names():
-    console = Console(width=240, file=io.StringIO())
-    console.print(to_rich(compare([evaluation("[red]a[/red]", seed=4)])))
-    assert "[red]a[/red]" in console.file.getvalue()
