@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from hydra_ensembles.arguments import Checked, Range, checked
 from hydra_ensembles.data.batching import TrainTransform
 from hydra_ensembles.demo import DemoSettings
 from hydra_ensembles.errors import ConfigError, DataError
-from unit.pipeline.build_cases import recipe, samples
+from unit.pipeline.build_cases import recipe
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,3 @@ WHOLE = recipe(train_groups=("stem", "attention", "mlp", "norms", "readout"))
 def test_settings_that_do_not_go_together_are_refused(kind: Any, changes: dict[str, Any], token: str) -> None:
     with pytest.raises(ConfigError, match=token):
         kind(**{**GOOD.get(kind, {}), **changes})
-
-
-def test_numbers_may_be_those_of_numpy() -> None:
-    (own,), (other,) = (he.data.synthetic_ood([samples(6, seed=9)], seed=seed)[0] for seed in (3, np.int64(3)))
-    assert torch.equal(own, other)
