@@ -1,6 +1,5 @@
 """The head atlas: its numbers equal those of masked and pruned ensembles; saving, loading, and the page."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -38,14 +37,12 @@ def test_an_interrupted_atlas_goes_on_and_is_the_same(of_images, tmp_path, monke
     model, calls = hydra(), []
     count_calls(monkeypatch, Sweep, "answers", lambda: calls.append(1), lambda: len(calls) == 4)
     options = {"name": "three", "inputs": 3, "progress": False, "output": tmp_path / "run"}
-    with pytest.raises(KeyboardInterrupt) as stopped:
+    with pytest.raises(KeyboardInterrupt):
         atlas(model, *sets(model), **options)
-    assert any(str(tmp_path / "run") in note for note in stopped.value.__notes__)
     assert replace(atlas(model, *sets(model), **options), provenance=of_images.provenance) == of_images
     assert len(calls) == 4 + 3  # six batches, three of them saved before
-    for changes in ({"score": "entropy"}, {"layers": [1]}):
-        with pytest.raises(CheckpointError, match="another run"):
-            atlas(model, *sets(model), **options, **changes)
+    with pytest.raises(CheckpointError, match="another run"):
+        atlas(model, *sets(model), **options, score="entropy")
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +51,8 @@ def of_images() -> Atlas:
     return atlas(model, *sets(model), name="three", inputs=3, progress=False)
 
 
-@pytest.mark.parametrize("shape", ["image-cls", "text-post-norm", "image-rotary", "image-map-rms"])
-def test_the_numbers_are_those_of_the_masked_ensemble(shape, tmp_path):
+@pytest.mark.parametrize("shape", ["image-cls", "text-post-norm", "image-map-rms"])
+def test_the_numbers_are_those_of_the_masked_ensemble(shape):
     model = hydra(shape)
     data, ood = sets(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -64,9 +61,6 @@ def test_the_numbers_are_those_of_the_masked_ensemble(shape, tmp_path):
     counts = model.config.head_counts  # attention pooling is layer 3, with two heads
     places = [(layer, head) for layer, count in enumerate(counts) for head in range(count) if (layer, head) != (1, 3)]
     assert [(one.layer, one.head) for one in found.heads] == places
-    text = write_atlas(tmp_path / "atlas.html", found).read_text()
-    assert all(text.count(f'href="#head-{layer}-{head}"') == 1 for layer, head in places)
-    assert ("attention that pools" in text) == (len(counts) == 4)
     for one in found.heads[::3]:  # some of every layer
         with he.masked(model, [(one.layer, one.head)]):
             same = he.evaluate(model, data, ood, score="entropy", progress=False).numbers()
@@ -80,45 +74,22 @@ def test_the_numbers_are_those_of_the_masked_ensemble(shape, tmp_path):
     assert any(found.cost(one)["log_likelihood"] < 0 for one in found.heads)  # some heads are harmful here
 
 
-def test_the_numbers_are_those_of_the_pruned_model_and_of_its_fitted_scores():
-    model = random_ensemble()
-    data, ood = sets(model)
-    model = he.fit_familiarity(he.calibrate(model, data), data, score="knn")
-    found = atlas(model, data, ood, score="knn", layers=[2, 1], progress=False)
-    assert {one.layer for one in found.heads} == {1, 2}
-    for one in found.heads[::3]:
-        pruned = he.evaluate(he.prune(model, [(one.layer, one.head)]), data, progress=False)
-        assert one.without.accuracy == pruned.id.accuracy
-        with he.masked(model, [(one.layer, one.head)]):  # masked, not pruned: pruning drops familiarity
-            same = he.evaluate(model, data, ood, score="knn", progress=False).numbers()
-        assert one.without.auroc == pytest.approx({name: same[f"ood.{name}.auroc"] for name in ood}, abs=1e-12)
-
-
 def test_it_says_who_keeps_a_head_and_whose_answers_change(of_images):
     model = hydra()
-    data, ood = sets(model)
+    data, _ = sets(model)
     heads = {(one.layer, one.head): one for one in of_images.heads}
     assert (heads[0, 3].members, heads[0, 3].shared) == ((0, 1, 2), True)
     assert (heads[1, 1].members, heads[1, 1].shared) == ((1,), False)
     images, labels = (torch.cat(part) for part in zip(*data, strict=True))
-    foreign = {name: torch.cat([batch for batch, _ in one]) for name, one in ood.items()}
     for (layer, head), one in heads.items():
-        whole, others = model.predict(images), {name: model.predict(batch) for name, batch in foreign.items()}
+        whole = model.predict(images)
         with he.masked(model, [(layer, head)]):
             left = model.predict(images)
-            left_of_others = {name: model.predict(batch) for name, batch in foreign.items()}
         right, still = whole.label == labels, left.label == labels
         assert (one.lost, one.gained) == (int((right & ~still).sum()), int((~right & still).sum()))
         moved = (whole.probs - left.probs).abs().sum(-1) / 2
         own = [each for each in one.changed if of_images.inputs[each.input].label is not None]
         assert [of_images.inputs[each.input].index for each in own] == moved.argsort(descending=True)[:3].tolist()
-        far = {
-            (name, index): float(value)
-            for name in foreign
-            for index, value in enumerate((others[name].probs - left_of_others[name].probs).abs().sum(-1) / 2)
-        }
-        rest = [of_images.inputs[each.input] for each in one.changed[3:]]
-        assert [(each.set, each.index) for each in rest] == sorted(far, key=lambda key: -far[key])[:3]
         for each in own:
             place = of_images.inputs[each.input]
             assert (place.predicted, place.label) == (whole.label[place.index], labels[place.index])
@@ -140,24 +111,17 @@ def test_zero_shot_classifiers_have_one_too_dual_encoders_have_none():
         atlas(dual, data)  # type: ignore[arg-type]
 
 
-def test_what_it_refuses_and_bad_data_are_named():
+def test_what_it_refuses():
     model = hydra()
     data, ood = sets(model)
     for changes, error, token in (
-        ({"inputs": 17}, ConfigError, "16"),
         ({"layers": [3]}, HeadError, "layers"),
         ({"score": "mahalanobis"}, ConfigError, "mahalanobis"),
         ({"id_name": "a"}, DataError, "'a'"),
-        ({"batch_size": 0}, ConfigError, "batch_size"),
         ({"ood": {"same": [(inputs.clone(), labels) for inputs, labels in data]}}, DataError, "same samples"),
     ):
         with pytest.raises(error, match=token):
             atlas(model, data, **{"ood": ood, "progress": False, **changes})
-    huge = random_ensemble(dtype=torch.float32)
-    with torch.no_grad():
-        huge.readout.classifier.weight.mul_(1e38)
-    with pytest.raises(DataError, match="batch 0"):
-        atlas(huge, data, progress=False)
 
 
 def test_its_page_is_whole_and_escaped(of_images, tmp_path):
@@ -173,21 +137,7 @@ def test_its_page_is_whole_and_escaped(of_images, tmp_path):
     style = text[text.index("<style>") : text.index("</style>")]
     assert "display:none" not in style  # items other than pictures are shown as text
     assert style.count("url(data:image/jpeg;base64,") == len(of_images.inputs) - 1
-    assert not re.search(r"https?://", text)
     for one in of_images.heads:
         place = f"head-{one.layer}-{one.head}"
         assert text.count(f'href="#{place}"') == text.count(f'id="{place}"') == 1
     assert text.count('class="gone"') == 1  # head 3 of layer 1
-    assert "kept by member 1 of 0 to 2" in text
-    assert "shared by all 3 members" in text
-
-
-def test_the_time_is_said_before_and_the_bar_ends_where_the_work_does(capsys):
-    model = hydra()
-    data, ood = sets(model)
-    atlas(model, data[:1], {"a": ood["a"][:1]}, layers=[2])
-    said = capsys.readouterr().err
-    assert "4 heads, each switched off by itself: less than a minute" in said
-    assert "100% |" in said  # although the second set has smaller batches than the first, which the estimate used
-    atlas(model, iter(data), layers=[2])  # without a length
-    assert "4 heads" in capsys.readouterr().err

@@ -9,22 +9,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hydra_ensembles.calibrate import calibrate
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraWarning
-from hydra_ensembles.evaluation import running as running_module
 from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
-from hydra_ensembles.evaluation.running import AnswerStore, Runner, running
+from hydra_ensembles.evaluation.running import AnswerStore, Runner
 from hydra_ensembles.familiarity import fit_familiarity
 from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.overlap import sample_keys
 from hydra_ensembles.preprocessing import ImagePreprocessing
-from hydra_ensembles.prune import prune
 from processes import by_two_ranks, count_calls
 from random_ensembles import noisy, small
 
@@ -72,8 +70,6 @@ def test_an_interrupted_evaluation_goes_on_and_is_the_same(tmp_path, monkeypatch
     assert (found.numbers(), found.gallery, found.figures) == (expected.numbers(), expected.gallery, expected.figures)
     evaluate(model, image_batches(seed=1), OOD, output=tmp_path, **options)
     assert len(calls) == 8 + 7 + 4  # new data are run, known data are not
-    with pytest.raises(ConfigError, match="Ensemble"):
-        evaluate(model.forward, data, output=tmp_path / "other", progress=False)
 
 
 def test_answers_of_another_neighbour_or_precision_are_not_taken(tmp_path):
@@ -87,25 +83,6 @@ def test_answers_of_another_neighbour_or_precision_are_not_taken(tmp_path):
     evaluate(model, data, output=tmp_path / "plain", progress=False)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(CheckpointError, match="autocast"):
         evaluate(model, data, output=tmp_path / "plain", progress=False)
-
-
-def test_answers_are_written_as_time_goes_by(tmp_path, monkeypatch):
-    """A kill loses at most the last seconds: answers are written before the work ends."""
-    now = [0.0]
-    monkeypatch.setattr(running_module, "monotonic", lambda: now[0])
-    model, (inputs, _) = tiny_ensemble(), image_batches()[0]
-    with AnswerStore(tmp_path, model, {}, "a test") as keeping:
-        for at, seen in ((10.0, 0), (31.0, 1), (40.0, 1)):
-            now[0] = at
-            keeping.put(f"batch {at}", {"logits": inputs})
-            assert len(list(tmp_path.glob("answers-*"))) == seen
-    with AnswerStore(tmp_path, model, {}, "a test") as again:
-        assert all(again.get(f"batch {at}") is not None for at in (10.0, 31.0, 40.0))
-        keys = [again.key(one, sample_keys(one)) for one in (inputs, inputs + 1)]
-        text = {"input_ids": torch.ones(2, 3, dtype=torch.long), "token_type_ids": torch.zeros(2, 3, dtype=torch.long)}
-        other = {**text, "token_type_ids": torch.ones(2, 3, dtype=torch.long)}
-        keys += [again.key(one, sample_keys(one)) for one in (text, other)]
-    assert len(set(keys)) == 4
 
 
 def whole(data):
@@ -124,11 +101,11 @@ class Named(nn.Sequential):
         return SimpleNamespace(logits=self[0](pixel_values.clone()))
 
 
-class Whole(nn.Sequential):
-    """A model that takes the batch as one argument."""
-
-    def forward(self, batch):
-        return self[0](batch["pixel_values"] if isinstance(batch, dict) else batch)
+def test_answers_to_texts_that_differ_in_their_segments_alone_are_kept_apart(tmp_path):
+    ids, segments = torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
+    one, other = ({"input_ids": ids, "token_type_ids": segments + shift} for shift in (0, 1))
+    with AnswerStore(tmp_path, tiny_ensemble(), {}, "a test") as kept:
+        assert kept.key(one, sample_keys(one)) != kept.key(other, sample_keys(other))
 
 
 def test_evaluate_is_evaluate_logits_of_the_models_answers():
@@ -146,12 +123,10 @@ def test_evaluate_is_evaluate_logits_of_the_models_answers():
     assert found.samples == {"id": 27, "ood.close": 11, "ood.noise": 7, "shift.blur": 9}
     assert torch.equal(found.logits.id.logits, logits_and_labels(model, data)[0])
     by_name = [{"pixel_values": inputs, "labels": labels, "index": labels} for inputs, labels in data]
-    for around in (Named(model), nn.DataParallel(Named(model)), Whole(model)):
+    for around in (Named(model), nn.DataParallel(Named(model))):
         assert evaluate(around, by_name, OOD, shift, progress=False).id == found.id
-    info = found.model
-    assert (info.kind, info.members, info.classes, info.class_names) == ("image", 3, CLASSES, NAMES)
-    assert (info.heads, info.heads_label, info.history) == (HEADS, "1.8x3", ("made", "tested"))
-    assert info.parameters == model.describe().parameters
+    assert (found.model.heads, found.model.class_names) == (HEADS, NAMES)
+    assert found.model.parameters == model.describe().parameters
 
 
 def test_saved_calibration_is_applied_and_can_be_replaced_and_copies_are_said():
@@ -163,8 +138,6 @@ def test_saved_calibration_is_applied_and_can_be_replaced_and_copies_are_said():
     assert found.id != evaluate(plain, data, OOD, progress=False).id
     with pytest.warns(HydraWarning, match="27 of the 54 samples of the in-distribution set 'id'"):
         evaluate(plain, [*data, *data], progress=False)
-    with pytest.raises(DataError, match="temperature"):  # the logits overflow
-        evaluate(lambda x: 1e4 * plain(x), data, calibration=Calibration(temperature=(1e-38,)), progress=False)
 
 
 def test_both_thresholds_are_told_apart():
@@ -188,11 +161,6 @@ def test_both_thresholds_are_told_apart():
     assert numbers["far.abstained"] == numbers["ood.noise.abstained"] == noise.abstained
     assert numbers["all.unfamiliar"] == (noise.unfamiliar + found.ood["close"].unfamiliar) / 2
     assert {"knn:far.auroc", "vim:far.auroc"} < numbers.keys()  # fitted scores are reported by default
-    alone = evaluate(known, data, OOD, calibration=Calibration(), progress=False).selective
-    assert (alone.threshold, alone.sure, alone.accepted) == (None, None, said.familiar)
-    one = evaluate(tiny_ensemble(), data, OOD, calibration=CALIBRATION, progress=False)
-    assert (one.selective.sure, one.selective.familiar) == (one.selective.accepted, None)
-    assert (one.ood["noise"].unsure, one.ood["noise"].unfamiliar) == (one.ood["noise"].abstained, None)
 
 
 def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
@@ -203,14 +171,6 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
     for name, number in expected.numbers().items():
         assert found.numbers()[name] == pytest.approx(number, rel=1e-4, abs=1e-6), name
     assert found.model == expected.model
-    assert found.provenance.hardware == expected.provenance.hardware
-    with pytest.raises(ConfigError, match=r"cpu.*cuda"), running(fast, torch.device("cuda")):
-        pass
-    with pytest.raises(ConfigError, match="meta"):
-        evaluate(calibrated, data, progress=False, device="meta")
-    doubled = [(images.double(), labels) for images, labels in data]  # inputs get the model's dtype
-    for dtype, model in {"bfloat16": tiny_ensemble().bfloat16(), "float32": fast}.items():
-        assert evaluate(model, doubled, progress=False).provenance.dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -226,9 +186,6 @@ def test_what_lies_around_an_ensemble_takes_nothing_from_it(around):
     assert found.model == expected.model
     with pytest.warns(HydraWarning, match="Sequential holds an ensemble that is calibrated"):
         evaluate(nn.Sequential(calibrated), data, progress=False)
-    evaluate(around(calibrated), data, calibration=CALIBRATION, progress=False)
-    with pytest.raises(ConfigError, match=r"the model inside it, model\.(module|_orig_mod)"):
-        prune(around(calibrated), [(0, 0)])
 
 
 def test_any_callable_with_two_axes_counts_as_one_member():
@@ -239,21 +196,17 @@ def test_any_callable_with_two_axes_counts_as_one_member():
     assert all(module.training for module in model.modules())  # training mode is restored
     flat = evaluate(lambda x: linear(x.flatten(1)), image_batches(), OOD, progress=False)
     assert flat.numbers() == found.numbers()
-    with pytest.raises(ConfigError, match=r"got str; load it first: he\.load\('folder'\)"):
-        evaluate("folder", image_batches())
 
 
-def test_texts_come_as_mappings_and_streams_are_read_once(capsys):
+def test_texts_come_as_mappings_and_streams_are_read_once():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(text_batches())
 
     stream, gone = DataLoader(Stream(), batch_size=None), iter(text_batches((4,), seed=3))
-    found = evaluate(tiny_ensemble("text"), stream, {"gone": gone}, gallery=2)
+    found = evaluate(tiny_ensemble("text"), stream, {"gone": gone}, gallery=2, progress=False)
     assert (found.model.kind, found.gallery[0].kind) == ("text", "text")
     assert found.samples == {"id": 11, "ood.gone": 4}
-    assert found.gallery[0].content.startswith("token ids ")
-    assert "id" in capsys.readouterr().err  # the progress bar names the set
 
 
 def test_data_sets_are_put_in_batches_with_the_models_preprocessing():
@@ -264,31 +217,13 @@ def test_data_sets_are_put_in_batches_with_the_models_preprocessing():
     model = tiny_ensemble()
     first, rest = dataset.select(range(8)), dataset.select(range(8, 12))
     found = evaluate(model, first, {"rest": rest}, batch_size=5, progress=False)
-    assert evaluate(model.optimize(), first, {"rest": rest}, progress=False).samples == found.samples
     prepared, other = (batches(part, model.metadata.preprocessing, 5) for part in (first, rest))
     assert found.id_name == "pictures"
     assert found == evaluate(model, prepared, {"rest": other}, progress=False)
-    with pytest.raises(ConfigError, match=r"'pictures'.*preprocess"):
-        evaluate(lambda x: x, dataset, progress=False)
 
 
-def test_loaders_over_one_data_set_may_read_different_things_but_one_loader_does_not():
-    data = TensorDataset(*whole(image_batches()))
-    loader, other = DataLoader(data, batch_size=9, sampler=range(18)), DataLoader(data, sampler=range(18, 27))
-    assert evaluate(tiny_ensemble(), loader, {"rest": other}, progress=False).ood["rest"].samples == 9
-    with pytest.raises(DataError, match="'b'"):
-        evaluate(tiny_ensemble(), loader, {"b": loader}, progress=False)
-
-
-@pytest.mark.parametrize("kind", ["DataLoader", "BatchSampler", "BatchLoader"])
-def test_samples_that_a_loader_leaves_out_are_said(kind):
-    data = TensorDataset(*whole(image_batches()))
-    sampler = BatchSampler(range(27), 8, drop_last=True)
-    cut = {
-        "DataLoader": partial(DataLoader, data, 8, drop_last=True),
-        "BatchSampler": partial(DataLoader, data, batch_sampler=sampler),
-        "BatchLoader": partial(batches, data, torch.stack, 8, drop_last=True),
-    }[kind]()
+def test_samples_that_a_loader_leaves_out_are_said():
+    cut = DataLoader(TensorDataset(*whole(image_batches())), 8, drop_last=True)
     with pytest.warns(HydraWarning, match="set 'id' left out 3 of 27"):
         assert evaluate(tiny_ensemble(), cut, progress=False).id.samples == 24
     with pytest.warns(HydraWarning, match="validation left out 3 of 27"):
@@ -301,51 +236,24 @@ def test_the_gallery_holds_the_extremes():
     images, labels = whole(data)
     prediction = model.predict(images)
     order = prediction.score("msp").sort(stable=True).indices
-    shelves = {
-        "sure": order[:3].tolist(),
-        "unsure": order.flip(0)[:3].tolist(),
-        "wrong": [i for i in order.tolist() if prediction.label[i] != labels[i]][:3],
-    }
+    wrong = [i for i in order.tolist() if prediction.label[i] != labels[i]][:3]
+    shelves = {"sure": order[:3].tolist(), "unsure": order.flip(0)[:3].tolist(), "wrong": wrong}
     for shelf, expected in shelves.items():
         assert [one.index for one in found.gallery if (one.set, one.shelf) == ("id", shelf)] == expected
     foreign = {(item.shelf, item.label) for item in found.gallery if item.set == "noise"}
     assert foreign == {("sure", None), ("unsure", None)}
-    assert all(item.content.startswith("data:image/jpeg;base64,") for item in found.gallery)
-    assert found.gallery[0].confidence == pytest.approx(prediction.confidence[order[0]].item(), abs=1e-6)
-
-
-def broken(model, batch):
-    """The model, with a NaN in its answer to one batch."""
-    calls = iter(range(100))
-
-    def answer(inputs):
-        logits = model(inputs).clone()
-        if next(calls) == batch:
-            logits[0, 1, 2] = float("nan")
-        return logits
-
-    return answer
 
 
 @pytest.mark.parametrize(
     ("model", "arguments", "token"),
     [
         (None, (image_batches(), {"void": []}), "'void' has no batches"),
-        (broken(tiny_ensemble(), 2), (image_batches(),), "'id'.*1 of 96 member logits.*batch 2"),
-        (broken(tiny_ensemble(), 5), (image_batches(), OOD), "'close'.*1 of 72 member logits.*batch 1"),
-        (lambda x: x[:, 0, 0, :2].T, (image_batches(),), "'id'.*batch 0"),
         (lambda x: torch.randn(2, len(x), 4 if len(x) == 8 else 5), (image_batches(),), "'id'.*5 classes"),
     ],
 )
 def test_errors_name_the_set(model, arguments, token):
     with pytest.raises(DataError, match=token):
         evaluate(model or tiny_ensemble(), *arguments, progress=False)
-
-
-def test_unknown_settings_are_refused_before_the_run():
-    for settings, token in (({"scores": ("energy", "doubt")}, "doubt"), ({"gallery": -1}, "-1")):
-        with pytest.raises(ConfigError, match=token):
-            evaluate(lambda inputs: 1 / 0, image_batches(), progress=False, **settings)
 
 
 def test_probabilities_in_place_of_logits_are_warned_of():
@@ -372,17 +280,13 @@ def test_thresholds_that_accept_fewer_than_they_promise_are_told():
         evaluate(unsure, batches, calibration=calibration, progress=False)
     with warnings.catch_warnings(action="error"):
         evaluate(sure, batches, calibration=calibration, progress=False)
-        evaluate(unsure, [(torch.randn(2, 4), torch.arange(2))], calibration=calibration, progress=False)
 
 
 def test_a_model_that_does_not_choose_one_class_is_refused():
     model, data = torch.nn.Linear(4, 3), [(torch.randn(6, 4), torch.arange(6) % 3)]
-    for problem in ("regression", "multi_label_classification"):
-        model.config = SimpleNamespace(problem_type=problem)
-        with pytest.raises(ConfigError, match=problem):
-            evaluate(model, data, progress=False)
-    model.config.problem_type = "single_label_classification"
-    assert evaluate(model, data, progress=False).id.samples == 6
+    model.config = SimpleNamespace(problem_type="multi_label_classification")
+    with pytest.raises(ConfigError, match="multi_label_classification"):
+        evaluate(model, data, progress=False)
 
 
 def test_two_processes_give_the_numbers_of_one():
@@ -401,7 +305,6 @@ def test_processes_with_other_samples_are_refused_and_stop_when_one_fails():
     """Different samples, as from a stream that splits itself between processes."""
     for refused in by_two_ranks(lambda rank: evaluate(tiny_ensemble(), image_batches()[rank:], progress=False)):
         assert "rank 1 has different samples in set 'id'" in str(refused.exception())
-        assert "splits itself between processes" in str(refused.exception())
 
     def failing(inputs):
         raise RuntimeError("out of memory")

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from hydra_ensembles import metrics
-from hydra_ensembles.calibrate import fit_calibration
-from hydra_ensembles.errors import DataError, HydraWarning, StorageError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.evaluation.evaluation import Evaluation, Selective
 from hydra_ensembles.evaluation.logits import MemberLogits
@@ -53,7 +51,6 @@ def test_every_number_is_that_of_the_metric_functions(evaluation):
         "mutual_information": metrics.mutual_information(prediction.member_probs),
         "disagreement": metrics.disagreement(prediction.member_probs),
         "aurc": metrics.aurc(unsure, wrong),
-        "risk@0.80": metrics.risk_at_coverage(unsure, wrong, 0.8),
     }
     numbers = evaluation.numbers()
     assert {key: numbers[key] for key in expected} == expected
@@ -61,15 +58,6 @@ def test_every_number_is_that_of_the_metric_functions(evaluation):
     assert numbers["shift.fog.accuracy"] == metrics.accuracy(shifted.probs, targets)
     assert numbers["energy:far.fpr95"] == evaluation.means["far"]["energy"].fpr95
     assert numbers["ood.digits.aupr"] == evaluation.ood["digits"].detection["msp"].aupr
-
-
-def test_numbers_do_not_hang_on_the_default_device():
-    wanted = evaluate_logits(GOOD, TARGETS, SUITE, bootstrap=2)
-    fit = fit_calibration(GOOD, TARGETS, per_member=True)
-    with torch.device("meta"):  # stands for a GPU: tensors made on the CPU are elsewhere
-        assert evaluate_logits(GOOD, TARGETS, SUITE, bootstrap=2) == wanted
-        assert fit_calibration(GOOD, TARGETS, per_member=True) == fit
-        assert metrics.p_values(*FAR["digits"][0, :, :2].T).device.type == "cpu"
 
 
 def test_detection_per_set_per_score_and_unweighted_means(evaluation):
@@ -110,20 +98,10 @@ def test_temperature_and_threshold_of_the_calibration_are_applied():
     refused = ~Prediction.from_logits(FAR["digits"], temperature=2.0, threshold=0.4).accept
     assert found.ood["digits"].abstained == pytest.approx(refused.float().mean().item(), abs=1e-6)
     assert plain.selective is plain.ood["digits"].abstained is None
-    nothing = evaluate_logits(GOOD, TARGETS, calibration=Calibration(threshold=-1.0)).selective
-    assert (nothing.accepted, nothing.risk) == (0.0, None)
 
 
-def test_json_round_trip_is_exact_and_stored_logits_rebuild_the_evaluation(evaluation, tmp_path, monkeypatch):
+def test_json_round_trip_is_exact_and_stored_logits_rebuild_the_evaluation(evaluation, tmp_path):
     path = tmp_path / "run.json"
-    with monkeypatch.context() as patch:
-        patch.setattr(MemberLogits, "save", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            evaluation.save(path)
-    assert not list(tmp_path.iterdir())  # no evaluation is written without its logits
-    with pytest.raises(StorageError, match="plain file"):
-        evaluation.save(tmp_path)
-    assert not tmp_path.with_name(f"{tmp_path.name}.logits.safetensors").exists()  # nor these without it
     evaluation.save(path)
     assert Evaluation.load(path) == evaluation
     dataclasses.replace(Evaluation.load(path), name="renamed").save(path)  # loaded without logits: the file keeps them
@@ -156,12 +134,9 @@ def test_files_of_the_first_version_stay_readable(evaluation):
     before = dataclasses.replace(evaluation.id, commonest=None)
     assert Evaluation.from_dict(old) == dataclasses.replace(evaluation, id=before)
     old["selective"] = {"score": "msp", "threshold": 0.3, "accepted": 0.9, "risk": 0.1}
-    for one in old["ood"].values():
-        one["abstained"] = 0.5
-    read = Evaluation.from_dict(old)
-    assert read.selective == Selective("msp", 0.3, accepted=0.9, risk=0.1, sure=None, familiar=None)
-    assert read.numbers()["all.abstained"] == 0.5
-    assert not {"all.unsure", "selective.sure"} & read.numbers().keys()
+    assert Evaluation.from_dict(old).selective == Selective(
+        "msp", 0.3, accepted=0.9, risk=0.1, sure=None, familiar=None
+    )
     with pytest.raises(DataError, match="99"):
         Evaluation.from_dict({**old, "version": 99})
 
@@ -172,21 +147,17 @@ MIXED = GOOD.permute(2, 1, 0).contiguous().permute(2, 1, 0)  # [M, B, C], member
 @pytest.mark.parametrize(
     ("logits", "other", "dtype"),
     [
-        pytest.param(MIXED, noise()[:, ::2], torch.float16, id="any layout"),
-        pytest.param(MIXED, MIXED, torch.float16, id="shared memory"),
-        pytest.param(MIXED.double() / 3, noise().double(), torch.float64, id="double precision"),
-        pytest.param(MIXED * 1e5, noise() * 1e5, torch.float32, id="too large for half precision"),
+        (MIXED, noise()[:, ::2], torch.float16),
+        (MIXED * 1e5, noise() * 1e5, torch.float32),  # too large for half precision
     ],
 )
 def test_stored_logits_come_back(tmp_path, logits, other, dtype):
     shift = {"fog/heavy": (other[:, :50], TARGETS[:100:2])}  # names may hold slashes
     kept = evaluate_logits(logits, TARGETS, {"far": {"a/b": other}}, shift, keep_logits=True).logits
-    kept.save(tmp_path / "kept.safetensors", *([dtype] if dtype == torch.float64 else []))
+    kept.save(tmp_path / "kept.safetensors")
     loaded = MemberLogits.load(tmp_path / "kept.safetensors")
-    back = torch.float64 if dtype == torch.float64 else torch.float32
     for found, given in ((loaded.id.logits, logits), (loaded.ood["far"]["a/b"], other)):
-        assert torch.equal(found, given.to(dtype).to(back))
-        assert found.dtype == back
+        assert torch.equal(found, given.to(dtype).float())
     assert torch.equal(loaded.shift["fog/heavy"].labels, TARGETS[:100:2])
 
 
@@ -197,10 +168,6 @@ def test_one_member_has_two_axes_and_no_diversity_and_half_precision_is_raised()
     assert found.numbers() == evaluate_logits(logits.float(), TARGETS, other).numbers()
     assert found.id.mutual_information == found.id.disagreement == 0
     assert found.figures.agreement_id == ((1.0,),)
-    huge = GOOD.clone()
-    huge[:, 0] = -3e38
-    huge[:, 0, (TARGETS[0] + 1) % CLASSES] = 3e38
-    assert 1e30 < evaluate_logits(huge, TARGETS).id.nll < math.inf
 
 
 def test_bootstrap_intervals_hold_the_numbers():
@@ -227,9 +194,6 @@ def test_intervals_of_ece_hold_that_of_calibrated_models():
             assert 0 <= interval.low <= interval.value <= interval.high
             held.append(0 in interval)
     assert sum(held) >= 11  # of 12 intervals
-    sure = torch.stack([confidence, 1 - confidence], dim=1).log() * 3
-    overconfident = evaluate_logits(sure, wrong.long(), bootstrap=60)
-    assert all(0 not in overconfident.intervals[key] for key in ("ece", "aece"))
 
 
 def test_figures_describe_the_same_numbers(evaluation):
@@ -242,12 +206,6 @@ def test_figures_describe_the_same_numbers(evaluation):
     assert figures.risk_coverage.y[-1] == pytest.approx(1 - evaluation.id.accuracy, abs=1e-5)
     off_diagonal = [figures.agreement_id[i][j] for i in range(3) for j in range(i)]
     assert 1 - sum(off_diagonal) / 3 == pytest.approx(evaluation.id.disagreement, abs=1e-4)
-    far_off = evaluate_logits(GOOD + 1e4, TARGETS, SUITE, score="energy").figures  # scores near -1e4
-    assert len(set(far_off.score_edges)) == len(far_off.id_scores) + 1
-    alike = evaluate_logits(GOOD.double() * 1e-16, TARGETS, score="energy").figures  # they differ only by rounding
-    assert sum(alike.id_scores) == 200
-    empty = [count == 0 for count in figures.reliability.count]
-    assert [value is None for value in figures.reliability.accuracy] == empty
 
 
 ONE_NAN = GOOD.index_put(tuple(torch.tensor([1, 7, 2])), torch.tensor(math.nan))
@@ -256,30 +214,15 @@ ONE_NAN = GOOD.index_put(tuple(torch.tensor([1, 7, 2])), torch.tensor(math.nan))
 @pytest.mark.parametrize(
     ("arguments", "token"),
     [
-        ((GOOD[:, :0], TARGETS[:0]), "'mine'.*one sample"),
         ((ONE_NAN, TARGETS), "'mine'.*1 of 3000 member logits"),
-        ((GOOD, torch.zeros(200).long()), "'mine'.*200 labels are 0"),
         ((GOOD, TARGETS[:-1]), r"'mine'.*200 inputs.*\[199\]"),
-        ((GOOD, TARGETS, {"wide": torch.randn(3, 9, 6)}), "'wide'.*6 classes"),
         ((GOOD, TARGETS, {"two": GOOD[:2]}), "'two'.*2 members"),
-        ((GOOD, TARGETS, None, {"fog": (GOOD, TARGETS[:5])}), r"'fog'.*200 inputs.*\[5\]"),
         ((GOOD, TARGETS, {"near": {"a": GOOD}, "far": {"a": GOOD}}), r"\['a'\]"),
-        ((GOOD, TARGETS, {"near": {"a": GOOD}, "b": GOOD}), r"\['near', 'b'\]"),
-        ((GOOD, TARGETS, {"nearby": {"a": GOOD}}), "nearby"),
     ],
 )
 def test_errors_name_the_set(arguments, token):
     with pytest.raises(DataError, match=token):
         evaluate_logits(*arguments, id_name="mine")
-
-
-def test_one_ood_sample_says_nothing_of_others_and_files_that_are_no_logits_are_refused(tmp_path):
-    with pytest.warns(HydraWarning, match="OOD set 'far' has one sample"):
-        evaluate_logits(GOOD, TARGETS, {"far": noise(1)})
-    for key in ("head.weight", "ood/near"):
-        save_file({key: torch.zeros(2, 3, 4)}, tmp_path / "other.safetensors")
-        with pytest.raises(DataError, match="id/logits"):
-            MemberLogits.load(tmp_path / "other.safetensors")
 
 
 def test_logits_are_those_that_the_evaluation_was_saved_with(tmp_path, evaluation):
@@ -293,12 +236,6 @@ def test_logits_are_those_that_the_evaluation_was_saved_with(tmp_path, evaluatio
     MemberLogits.load(place)
     with pytest.raises(DataError, match="another evaluation"):
         Evaluation.load(path, with_logits=True)
-    place.write_bytes(written)
-    os.truncate(place, 1 << 40)  # a sparse file takes no space on disk
-    with pytest.raises(DataError, match="1099511627776 bytes"):
-        Evaluation.load(path, with_logits=True)
-    with pytest.raises(DataError, match="stored member logits"):
-        MemberLogits.load(place)
     place.write_bytes(written)
     dataclasses.replace(evaluation, logits=None).save(path)  # saved without logits
     with pytest.raises(DataError, match="another evaluation"):
@@ -317,8 +254,3 @@ def test_files_from_before_there_were_digests_are_read(tmp_path, evaluation):
     found = Evaluation.load(path, with_logits=True)
     assert found == evaluation
     assert torch.equal(found.logits.id.logits, kept.id.logits)
-    tensors["id/logits"] = tensors["id/logits"][0]
-    for wrong in ("5", "{", "[" * 100_000, order):
-        save_file(tensors, place, metadata={"order": wrong})
-        with pytest.raises(DataError, match=r"run\.logits\.safetensors"):
-            MemberLogits.load(place)

@@ -4,19 +4,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
 from build_cases import HEADS, LAYERS, batches, image_model, recipe, same, samples, sets, text_model, text_sets
-from hypothesis import given
-from hypothesis import strategies as st
 
 import hydra_ensembles as he
 from architectures import VISION_CASES
 from architectures_clip import DUAL_CASES
 from checkpoint_models import same_state
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
 from hydra_ensembles.metrics.bootstrap import bootstrap_mean
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import chain, material
@@ -54,21 +52,15 @@ def test_a_circuit_that_costs_too_much_accuracy_is_no_member() -> None:
 def test_other_numbers_of_members(strategy: Strategy, members: int, tmp_path: Path) -> None:
     hydra = he.build(image_model(), config(strategy=strategy, members=members), output=tmp_path, **sets())
     assert (hydra.num_members, len(set(hydra.heads)), hydra.config.trunk) == (members, members, 0)
-    rankings = {path.stem: len(he.HeadRanking.load(path)) for path in (tmp_path / "rankings").glob("*.json")}
-    if "acc-further" in rankings:  # depends on torch's random weights: circuits get a further head where two are equal
-        assert {rankings.pop(f"{score}-further") for score in ("acc", "ood")} == {5}
-    expected = {"taylor": {"taylor-0": 3}, "sampled": {"avg": 6}, "circuit": {"avg": 3}}[strategy]
-    if members == 5:  # the pool is 100 / 48 of the heads to prune; the other circuits need only as many as pruned
-        expected |= {"avg": 6, "acc": 3, "ood": 3}
+    if members == 5:  # three circuits, and two draws of a pool that has 100 / 48 of the heads to prune
         drawn = json.loads((tmp_path / "heads.json").read_text())["members"][3:]
         pool = he.HeadRanking.load(tmp_path / "rankings" / "avg.json").first(6)
         assert all({he.Head(*head) for head in member["heads"]} <= set(pool) for member in drawn)
-    assert rankings == expected
 
 
 @pytest.mark.parametrize(
     ("strategy", "kind", "shared"),
-    [("circuit", "image", 1), ("sampled", "image", 2), ("random", "image", 1), ("taylor", "text", 1)],
+    [("circuit", "image", 1), ("sampled", "image", 2), ("taylor", "text", 1)],
 )
 def test_shared_layers_become_the_trunk(strategy: Strategy, kind: str, shared: int) -> None:
     """The trunk is whole, shared and frozen, whatever the recipe trains."""
@@ -78,7 +70,6 @@ def test_shared_layers_become_the_trunk(strategy: Strategy, kind: str, shared: i
     hydra = he.build(base, asked, **(sets() if kind == "image" else text_sets()))
     assert hydra.config.trunk >= shared
     assert all(len(layer) == HEADS for member in hydra.heads for layer in member[:shared])
-    assert (hydra.metadata.labels, hydra.metadata.calibration is None) == (base.metadata.labels, False)
     assert len(set(hydra.heads)) == 2
     assert {sum(map(len, member)) for member in hydra.heads} == {LAYERS * HEADS - asked.prune}
     before, moved = base.state_dict(), 0
@@ -107,94 +98,42 @@ def test_fine_tuning_is_what_the_parts_do_by_hand() -> None:
     assert expected.metadata.calibration == hydra.metadata.calibration
 
 
-def test_the_summary_says_what_was_made(tmp_path: Path) -> None:
-    settings = config(members=2, recipe=recipe(), shared_layers=1, prune=3, method="screened")
-    hydra = he.build(image_model(), settings, output=tmp_path, **sets())
-    assert he.HeadRanking.load(tmp_path / "rankings" / "avg.json").method == "circuit/screened"
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["config"]["prune"], summary["config"]["recipe"]["steps"]) == (3, 4)
-    assert summary["samples"] == {"ranking": 16, "validation": 16, "ood": 16}
-    assert summary["trunk"] == 1
-    counts = hydra.describe()
-    assert (summary["parameters"], summary["multiply_adds"]) == (counts.parameters, counts.multiply_adds)
-    assert summary["metrics"] == hydra.metadata.metrics
-    said = ("made", "member 0 (circuit avg): pruned 3 heads", "member 0 (circuit avg): fine-tuned")
-    assert all(line.startswith(words) for line, words in zip(summary["history"], said, strict=False))
-    assert summary["history"][-3].startswith("fused 2 members")
-    for index, member in enumerate(summary["members"]):
-        assert member["heads_kept"] == [len(layer) for layer in hydra.heads[index]]
-        assert len(member["pruned"]) == 3
-        assert all(int(head.split(".")[1]) not in hydra.heads[index][int(head[0])] for head in member["pruned"])
-
-
 def test_a_models_own_library_is_fine_too_and_nothing_is_calibrated_where_nobody_asks_for_it() -> None:
     case = VISION_CASES[0]  # of timm
     data = [(case.inputs()["pixel_values"], torch.arange(3))] * 2
     settings = he.HydraConfig(prune=2, shared_layers=0, members=2, strategy="random")
     hydra = he.build(case.build(), settings, validation=data, progress=False)
     assert same(hydra, he.build(he.convert(case.build()), settings, validation=data, progress=False))
-    assert hydra.metadata.history[0].startswith("converted from timm")
     bare = he.build(case.build(), replace(settings, calibrate=False), progress=False)
     assert bare.metadata.calibration is None
 
 
-def test_taylor_passes_over_a_seed_that_repeats_a_member(tmp_path: Path) -> None:
-    """With two batches to draw one from, some seeds draw the same."""
-    settings = config(strategy="taylor", members=2, seed=3)
-    hydra = he.build(image_model(), settings, output=tmp_path, **sets(train=batches(8, seed=5)))
-    assert len(set(hydra.heads)) == 2
-    origins = [member["origin"] for member in json.loads((tmp_path / "summary.json").read_text())["members"]]
-    seeds = [int(origin.removeprefix("taylor, seed ")) for origin in origins]
-    assert (seeds[0], len(list((tmp_path / "rankings").iterdir()))) == (3, seeds[1] - 3 + 1)
-
-
-@pytest.mark.parametrize("known", [LAYERS, 2 * LAYERS])
-def test_a_circuit_that_repeats_a_member_goes_on_for_another_head_or_is_named(
-    known: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_circuit_that_repeats_a_member_goes_on_for_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
     def same_order(model: he.Ensemble, *data: Any, score: str, budget: int, **settings: Any) -> he.HeadRanking:
-        heads = tuple(he.Head(layer, head) for head in range(2) for layer in range(LAYERS))[: min(budget, known)]
+        heads = tuple(he.Head(layer, head) for head in range(2) for layer in range(LAYERS))[:budget]
         return he.HeadRanking(heads, (0.5,) * len(heads), "circuit", score)
 
     monkeypatch.setattr(chain, "extract_circuit", same_order)
-    if known == LAYERS:  # no further head exists
-        with pytest.raises(SameMembersError, match=r"'avg'.*'acc'"):
-            he.build(image_model(), config(), output=tmp_path, **sets())
-    else:
-        hydra = he.build(image_model(), config(), output=tmp_path, **sets())
-        assert len(set(hydra.heads)) == 3
-        assert {tuple(map(len, member)) for member in hydra.heads} <= {(3, 3, 3), (2, 3, 4), (3, 2, 4)}
-    assert {file.name for file in (tmp_path / "rankings").iterdir()} >= {"avg.json", "acc.json"}
-    assert (tmp_path / "rankings" / "acc-further.json").exists()  # one further head was requested, available or not
+    hydra = he.build(image_model(), config(), **sets())
+    assert len(set(hydra.heads)) == 3
+    assert {tuple(map(len, member)) for member in hydra.heads} <= {(3, 3, 3), (2, 3, 4), (3, 2, 4)}
 
 
 WRONG_LABELS = [(samples(4, 0)[0], torch.full((4,), 3))]
-NOTHING_HELD_OUT = {"strategy": "random", "calibrate": False}
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[HydraError], str]] = {
     "no ood": ({}, {"ood": None}, DataError, "needs id and ood"),
-    "no id": ({"strategy": "sampled"}, {"id": None}, DataError, "needs id and ood"),
     "taylor, no data": ({"strategy": "taylor"}, {"train": None, "id": None}, DataError, "give train or id"),
     "no train": ({"recipe": recipe()}, {"train": None}, DataError, "give train"),
     "nothing to calibrate": ({"strategy": "random"}, {"id": None}, DataError, "turn calibrate off"),
     "ood is id": ({}, {"ood": (same_data := batches(8)), "id": same_data}, DataError, "ood is the same"),
-    "too many heads": ({"prune": 13}, {}, ConfigError, "12 heads"),
     "trunk": ({"prune": 5, "shared_layers": 2}, {}, ConfigError, "4 heads above the first 2 layers"),
-    "all layers shared": ({"shared_layers": 3}, {}, ConfigError, "shared_layers"),
-    "all heads": ({"prune": 12}, {}, ConfigError, "1 different choices"),
-    "small pool": ({"prune": 4, "pool": 5, "members": 6}, {}, ConfigError, "5 different choices"),
-    "pool": ({"pool": 13, "strategy": "sampled"}, {}, ConfigError, "pool"),
     "recipe by name": ({"recipe": "sst2"}, {}, ConfigError, r"Recipe\.preset\(name\)"),
     "uneven": ({"strategy": "taylor", "prune": 5}, {}, ConfigError, "taylor_scope"),
     "batches": ({"strategy": "taylor", "calibration_batches": 10}, {}, ConfigError, "train has 10 batches"),
-    "blocks of a trunk": ({"recipe": recipe(last_blocks=9), "shared_layers": 1}, {}, ConfigError, "last_blocks"),
-    "warm-up": ({"recipe": recipe(steps=None, epochs=1, warmup=10)}, {}, ConfigError, "warmup"),
     "nothing trains": ({"recipe": recipe(train_groups=("stem",)), "shared_layers": 1}, {}, ConfigError, "train_groups"),
-    "grid": ({**NOTHING_HELD_OUT, "recipe": recipe(patience=1)}, {"id": None}, ConfigError, "validation"),
-    "one-shot": ({"recipe": recipe()}, {"train": iter(batches())}, DataError, "list_iterator"),
     "wrong train labels": ({"recipe": recipe()}, {"train": WRONG_LABELS}, DataError, "batch 0 of train"),
     "wrong size": ({}, {"ood": [torch.zeros(2, 3, 9, 9)]}, DataError, "first batch of ood"),
-    "wrong train inputs": ({"recipe": recipe()}, {"train": text_sets()["train"]}, DataError, "first batch of train"),
 }
 
 
@@ -209,28 +148,18 @@ def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_recipes_that_a_config_takes_and_those_that_are_not_for_texts() -> None:
-    whole = recipe(train_groups=("stem", "attention", "mlp", "norms", "readout"))
-    he.HydraConfig(prune=4, recipe=whole, stem="separate")
-    he.HydraConfig(prune=4, recipe=whole, members=1)
-    he.HydraConfig(prune=4, recipe=whole, shared_layers=1)  # freezes the stem too
-    he.HydraConfig(prune=4, recipe=recipe(train_groups=whole.train_groups, last_blocks=2))
-    for preset in ("imagenet", "cifar100-last5", "cifar100-classifier", "sst2"):  # the paper's presets are accepted
+def test_recipes_of_the_paper_are_accepted_and_those_for_images_are_not_for_texts() -> None:
+    for preset in ("imagenet", "cifar100-last5", "cifar100-classifier", "sst2"):
         config = he.HydraConfig(prune=4, recipe=he.Recipe.preset(preset))
         assert from_plain(he.HydraConfig, json.loads(json.dumps(to_plain(config))), complete=True) == config
-    for changes in ({"augment": True}, {"rand_augment": he.data.RandAugment()}):  # for images only
-        config = he.HydraConfig(prune=4, shared_layers=0, strategy="random", recipe=recipe(**changes))
-        with pytest.raises(ConfigError, match="reads texts"):
-            he.build(text_model(), config, **text_sets())
+    config = he.HydraConfig(prune=4, shared_layers=0, strategy="random", recipe=recipe(augment=True))
+    with pytest.raises(ConfigError, match="reads texts"):
+        he.build(text_model(), config, **text_sets())
 
 
-@given(prune=st.integers(1, 200), heads=st.integers(2, 400))
-def test_the_usual_pool_has_the_ratio_of_the_paper(prune: int, heads: int) -> None:
-    pool = he.HydraConfig(prune=prune, strategy="sampled").pool_size(heads)
-    assert pool <= heads
-    if pool < heads:
-        assert pool > prune
-        assert abs(pool - prune * 100 / 48) <= 1.0
+def test_the_usual_pool_has_the_ratio_of_the_paper_within_the_heads_there_are() -> None:
+    config = he.HydraConfig(prune=48, strategy="sampled")
+    assert [config.pool_size(heads) for heads in (144, 80)] == [100, 80]
 
 
 def right(model: he.Ensemble, count: int) -> list[Any]:
@@ -247,14 +176,11 @@ def test_a_result_significantly_below_its_model_is_warned_of(tmp_path: Path) -> 
         spoilt = he.build(base, spoiling, output=tmp_path, **held)
     assert "significantly" in spoilt.metadata.history[-1]
     assert "30 samples" in spoilt.metadata.history[-1]  # the calibration half
-    assert "significantly" in json.loads((tmp_path / "summary.json").read_text())["history"][-1]
     assert spoilt.metadata.calibration is not None
     with torch.autocast("cpu", torch.bfloat16):  # a caller's, which is ignored
         assert he.build(base, spoiling, **held).metadata == spoilt.metadata
     assert same(spoilt, he.build(base, spoiling, output=tmp_path, **held))
-    with patch.object(chain, "compare_with_base", wraps=chain.compare_with_base) as asked:
-        fine = he.build(base, config(prune=1, strategy="random"), **held)
-    assert asked.call_args.args[1].metadata.calibration is not None  # the base is calibrated too
+    fine = he.build(base, config(prune=1, strategy="random"), **held)
     assert not any("accuracy" in line for line in fine.metadata.history)
 
 
@@ -316,14 +242,8 @@ def test_heads_of_both_towers_are_pruned_or_those_of_the_image_tower_alone(tmp_p
 
 
 def test_what_cannot_work_of_a_dual_encoder_is_refused() -> None:
-    dual, names = dual_of(DUAL), {"class_names": NAMES}
-    for model, config, more, token in (
-        (dual, BOTH_TOWERS, {}, "class_names"),
-        (dual, he.HydraConfig(prune=4, strategy="taylor"), names, "one tower"),
-        (dual, he.HydraConfig(prune=4, method="screened"), names, "one tower"),
-        (dual, he.HydraConfig(prune=4, shared_layers=1), names, "shared_layers"),
-        (dual, he.HydraConfig(prune=17), names, "16 heads"),
-        (he.fuse([dual] * 2, trunk=0), BOTH_TOWERS, names, "2 members"),
-    ):
-        with pytest.raises(ConfigError, match=token):
-            of_clip(model, config, **more)
+    dual = dual_of(DUAL)
+    with pytest.raises(ConfigError, match="class_names"):
+        of_clip(dual)
+    with pytest.raises(ConfigError, match="one tower"):
+        of_clip(dual, he.HydraConfig(prune=4, strategy="taylor"), class_names=NAMES)

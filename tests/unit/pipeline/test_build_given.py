@@ -8,24 +8,8 @@ from build_cases import batches, image_model, text_batches
 from hypothesis import given
 from hypothesis import strategies as st
 
-import hydra_ensembles as he
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.pipeline.chain import model_identity
-from hydra_ensembles.pipeline.material import BuildData, ReadBatch, halves, read_all, read_data, starting_model
-
-
-def test_a_start_is_changed_and_moved_in_a_copy_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = image_model().with_metadata(preprocessing=he.ImagePreprocessing((8, 8)))
-    start = starting_model(model, None, "{label}", None, {"mean": 0.25})
-    assert start.base.metadata.preprocessing == he.ImagePreprocessing((8, 8), mean=(0.25,) * 3)
-    assert model.metadata.preprocessing == he.ImagePreprocessing((8, 8))
-    told = starting_model(model.with_metadata(preprocessing_from="timm"), None, "{label}", None)
-    assert model_identity(told) == model_identity(starting_model(model, None, "{label}", None))  # as before
-    monkeypatch.setattr("hydra_ensembles.pipeline.material.require_device", torch.device)  # "meta" is normally refused
-    moved = starting_model(model, None, (), "meta").base
-    assert (moved.device.type, model.device.type) == ("meta", "cpu")
-    assert moved.metadata == model.metadata
-    assert starting_model(model, None, (), "cpu").base is model
+from hydra_ensembles.pipeline.material import BuildData, ReadBatch, halves, read_all, read_data
 
 
 def numbered(sizes: list[int]) -> list[ReadBatch]:
@@ -55,7 +39,7 @@ def test_halves_share_nothing_and_leave_nothing_out(sizes: list[int], seed: int)
     assert not cut_otherwise  # samples are not in memory twice
 
 
-def test_text_keeps_its_padding_and_batches_that_cannot_be_used_are_named() -> None:
+def test_text_keeps_its_padding() -> None:
     def rows(batch: Any) -> list[tuple[list[int], list[int]]]:
         return list(zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True))
 
@@ -63,13 +47,6 @@ def test_text_keeps_its_padding_and_batches_that_cannot_be_used_are_named() -> N
     assert all(set(inputs) == {"input_ids", "attention_mask"} for inputs, _ in first + second)
     found = [row for inputs, _ in first + second for row in rows(inputs)]
     assert sorted(found) == sorted(row for batch in text_batches() for row in rows(batch))
-    labels = torch.tensor([0, 1])
-    for batch, token in (
-        ({"text": ["a"], "labels": labels}, "text"),
-        ({"a": torch.zeros(2), "b": torch.zeros(3), "labels": labels}, "numbers of samples"),
-    ):
-        with pytest.raises(DataError, match=token):
-            read_all([batch], "id", 0, 3)
 
 
 def test_ood_data_comes_from_one_source_from_several_or_from_the_id_data() -> None:
@@ -87,13 +64,8 @@ def test_ood_data_comes_from_one_source_from_several_or_from_the_id_data() -> No
     assert made.fingerprints() == again.fingerprints() != other.fingerprints()
     with pytest.raises(DataError, match="give id"):
         read("synthetic", id=None)
-    for wrong, token in (
-        ({"few": [], "many": many}, r"ood\['few'\]"),
-        ({}, "mapping"),
-        ({"ids": few[0][0]}, "mapping"),
-    ):
-        with pytest.raises(DataError, match=token):
-            read(wrong)
+    with pytest.raises(DataError, match=r"ood\['few'\]"):
+        read({"few": [], "many": many})
 
 
 def test_validation_replaces_the_second_half() -> None:

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.states import member_config, member_state, place_of
-from hydra_ensembles.pipeline.material import starting_model
 
 EVERYTHING = ("stem", "attention", "mlp", "norms", "readout")
 # not AdamW: it normalises gradients, and that of a key bias is only rounding error
@@ -97,8 +96,6 @@ def test_members_start_from_pretrained_layers_above_the_trunk() -> None:
             torch.testing.assert_close(tensor, source.state_dict()[name], msg=name)
     with pytest.raises(ConfigError, match="pretrained"):
         he.build(base, settings, pretrained=text_model(), **sets())
-    with pytest.raises(ConfigError, match="pretrained"):
-        he.build(base, he.HydraConfig(strategy="random"), pretrained=before, **sets())
 
 
 def test_a_mean_trunk_is_trained_by_every_member_and_the_model_itself_is_one(tmp_path: Path) -> None:
@@ -126,23 +123,9 @@ def test_what_is_left_open_follows_the_model() -> None:
     assert not torch.equal(*apart.state_dict()[NORM])
 
 
-@pytest.mark.parametrize("settings", [{"prune": 1, "strategy": "random"}, {"prune": 0, "strategy": "branches"}])
-def test_a_trunk_that_is_lost_by_giving_prune_is_said(settings: dict[str, Any]) -> None:
-    """Giving prune its default value changes what members share, and so the price."""
-    chosen = {"members": 2, "recipe": recipe(), **settings}
-    start = starting_model(image_model(), None, None, None)
-    assert he.HydraConfig(**{**chosen, "prune": None}).settled(start).trunk == 2
-    with pytest.warns(he.HydraWarning, match="shared_layers to 0 .* or to 2"):
-        assert he.HydraConfig(**chosen).settled(start).trunk == 0
-    for depth in (0, 2):
-        assert he.HydraConfig(**chosen, shared_layers=depth).settled(start).trunk == depth
-
-
 def test_a_training_needs_data_and_classifiers_that_differ_and_takes_our_recipe() -> None:
-    """So `reads_train` tells callers, the command line included, that training data are needed."""
-    for training in ("together", "apart"):
-        settings = he.HydraConfig(training=training)
-        assert (settings.recipe, settings.reads_train) == (he.Recipe.preset("hydra"), True)
+    settings = he.HydraConfig(training="apart")
+    assert (settings.recipe, settings.reads_train) == (he.Recipe.preset("hydra"), True)
     together = he.HydraConfig(strategy="branches", training="together")
     with pytest.raises(DataError, match="train"):
         he.build(image_model(), together, **sets(train=None))

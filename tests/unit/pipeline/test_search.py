@@ -4,18 +4,17 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from build_cases import BLOCKS, batches, image_model, recipe, same, samples, text_batches, text_model
+from build_cases import batches, image_model, recipe, same, samples, text_batches, text_model
 
 import hydra_ensembles as he
 from checkpoint_models import same_state
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError, StorageError
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, StorageError
 from hydra_ensembles.files import locked
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import candidates as searching
@@ -23,7 +22,6 @@ from hydra_ensembles.pipeline import chain
 from hydra_ensembles.pipeline.choice import DEEP, FUSED, SOUP, YOURS, SearchRow
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
-from random_ensembles import noisy, small
 from unit.training.training_cases import tiny_dual
 
 PLAIN = {"shared_layers": 2, "strategy": "random", "prune": 1}
@@ -86,9 +84,7 @@ def first_numbers(monkeypatch: pytest.MonkeyPatch, trunk_2: float, trunk_1: floa
 
 def test_every_candidate_is_judged_beside_the_given_model_and_the_choice_is_ready(finished) -> None:
     folder, found = finished
-    assert found.rows[0].name == YOURS
-    assert found.rows[0].price == 1.0
-    assert len(found.rows) == 4
+    assert (found.rows[0].name, found.rows[0].price, len(found.rows)) == (YOURS, 1.0, 4)
     assert found.samples == {"ID": 124, "ood": 24}
     assert set(found.rows[0].numbers) == {"accuracy", "nll", "ece", "aurc", "all.auroc", "mahalanobis:all.auroc"}
     chosen = found.ensemble
@@ -123,8 +119,6 @@ def test_the_reason_says_whether_chance_could_choose_so(
     assert weighed.why.startswith(f"it is so; its NLL is {verdict} lower (")
     assert "for 2 candidates" in weighed.why
     assert [verdict in str(warning.message) for warning in caught] == [True] * (verdict == "not significantly")
-    kept = replace(decided, choice=YOURS)
-    assert searching._Search._with_significance(work, kept) is kept
 
 
 @pytest.mark.parametrize("first", [1 / STEPS, 1.0])
@@ -183,20 +177,12 @@ def test_one_that_is_worse_in_every_number_at_no_lower_price_stops_early(monkeyp
     assert stopped == "random ×3, trunk 1, 1 heads off, trained together"
     assert "20%" in next(row.note for row in found.rows if row.name == stopped)
     assert not list((tmp_path / "candidates").glob("random-3-trunk-1*"))
-    assert work["update"] == STEPS
     first_numbers(monkeypatch, 0.3, 0.2)  # a better but more expensive one does not stop a cheaper one
     assert not names(run(candidates=[TOGETHER, DEEPER]), "stopped early")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"candidates": [TOGETHER, BRANCHES]},  # branches get new classifiers and lag at first
-        {"candidates": [TOGETHER, DEEPER], "first": 1.0},
-    ],
-)
-def test_those_that_are_not_compared_early_train_once(changes, work) -> None:
-    assert not names(run(**changes), "stopped early")
+def test_branches_which_get_new_classifiers_and_lag_at_first_are_not_compared_early(work) -> None:
+    assert not names(run(candidates=[TOGETHER, BRANCHES]), "stopped early")
     assert work["finetune"] == 2
 
 
@@ -223,17 +209,6 @@ def test_circuits_are_extracted_once_for_all_that_can_use_them(work, tmp_path) -
     assert work["extract_circuit"] == 2  # for the score avg, and for acc
 
 
-def test_candidates_whose_members_would_be_equal_are_left_out_with_the_reason(monkeypatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise SameMembersError("they lose the same heads")
-
-    monkeypatch.setattr(chain.Chain, "_choose", refuse)
-    found = run()
-    assert found.choice == YOURS
-    assert len(names(found, "not possible")) == 3
-    assert "the same heads" in found.rows[1].note
-
-
 def test_soup_mean_trunk_and_deep_ensemble_of_given_models(tmp_path: Path) -> None:
     """The configuration that the documents recommend is among the candidates, as made by `fuse`."""
     models = [image_model(5), image_model(6)]
@@ -247,21 +222,6 @@ def test_soup_mean_trunk_and_deep_ensemble_of_given_models(tmp_path: Path) -> No
     assert prices[FUSED] < prices[DEEP]
 
 
-def test_the_usual_budget_admits_what_the_documents_recommend() -> None:
-    """With 12 layers, as in the documents; priced by multiply-adds, which are deterministic."""
-    deep = small(classes=3, **{**BLOCKS, "layers": 12})
-    own, *models = (noisy(deep, seed) for seed in range(3))
-    settings = {"id": SETS["id"], "train": SETS["train"], "price": "multiply_adds", "progress": False}
-    plan = he.search(own, models=models, dry_run=True, **settings)
-    rows = {row.name: row for row in plan.rows}
-    trained = rows["branches ×3, trunk 10, trained apart, trunk averaged, MLPs apart"]
-    for row in (rows[FUSED], trained):
-        assert row.state == "planned"
-        assert 1.25 < row.price < 1.35
-    assert rows[DEEP].state == "too dear"
-    assert trained.config.mlp == "separate"
-
-
 def test_without_ood_data_judges_are_made_from_the_half_that_judges() -> None:
     """They are labelled as synthetic; given judges are used as they are, whatever data the circuits use."""
     circuit = {"prune": 1, "shared_layers": 2, "members": 1, "method": "naive"}
@@ -270,7 +230,6 @@ def test_without_ood_data_judges_are_made_from_the_half_that_judges() -> None:
     found = he.search(image_model(), **given, **usual)
     assert found.samples == {"ID": 124, "synthetic": 124}
     assert names(found, "judged") == [row.name for row in found.rows]
-    assert "synthetic (124 samples)" in found.table().notes[0]
     judged = he.search(image_model(), **given, **usual, judge_ood=SETS["ood"], dry_run=True)
     assert judged.samples == {"ID": 124, "judge_ood": 48}
     several = {"near": SETS["ood"], "far": batches(24, size=24, seed=8, shift=4.0)}  # each is split in two
@@ -331,16 +290,12 @@ def test_a_search_that_is_stopped_again_and_again_goes_on_and_finds_the_same(
 def test_a_finished_search_is_read_back_and_its_folder_is_for_it_and_one_worker(finished, tmp_path, work) -> None:
     assert run(finished[0]) == finished[1]
     assert not work
-    assert not [path for path in finished[0].rglob("*") if path.name in searching.WORK]  # needed only by builds
     folder = Path(shutil.copytree(finished[0], tmp_path / "copy"))
     with pytest.raises(CheckpointError, match="tolerance"):
         run(folder, tolerance=0.1)
     with pytest.raises(CheckpointError, match="judges"):
         run(folder, id=batches(248, size=124, seed=9))
     with locked(folder, "run"), pytest.raises(StorageError, match="another"):
-        run(folder)
-    (folder / "search.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"search\.json"):
         run(folder)
 
 
@@ -350,24 +305,13 @@ def test_a_finished_search_is_read_back_and_its_folder_is_for_it_and_one_worker(
 @pytest.mark.parametrize(
     ("changes", "kind", "token"),
     [
-        ({"cost": 0.9}, ConfigError, "cost"),
-        ({"cost": float("inf")}, ConfigError, "cost"),
         ({"cost": 1.01}, ConfigError, "cheapest"),
-        ({"candidates": []}, ConfigError, "none"),
-        ({"candidates": [{**PLAIN, "trunk": 3}]}, ConfigError, "trunk"),
         ({"candidates": [{**PLAIN, "shared_layers": 3}]}, ConfigError, "shared_layers"),
-        ({"candidates": ["circuit"]}, ConfigError, r"candidates\[0\]"),
         ({"train": None}, DataError, "give train"),
-        ({"first": 0.0}, ConfigError, "first"),
-        ({"batch_size": 0}, ConfigError, "batch_size"),
-        ({"price": "euros"}, ConfigError, "multiply_adds"),
-        ({"ood": SETS["id"]}, DataError, "same samples"),
         ({"ood": [(images, labels) for images, labels in reversed(SETS["id"])]}, DataError, "same samples"),
         ({"judge_ood": SETS["ood"]}, DataError, "same samples"),
         ({"id": batches(20, seed=2)}, DataError, "24 or more"),
-        ({"ood": batches(3, seed=3, shift=1.5)}, DataError, "4 or more"),
         ({"id": [(samples(248, 2)[0], torch.zeros(248, dtype=torch.long))]}, DataError, "classes"),
-        ({"models": [text_model()]}, HydraError, "."),
         ({"model": tiny_dual()}, ConfigError, "zero_shot"),
     ],
 )

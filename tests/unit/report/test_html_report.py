@@ -1,21 +1,16 @@
 """The HTML report: self-contained, complete, escaped, accessible to screen readers."""
 
 import re
-import sys
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
-import matplotlib
 import pytest
 
-from hydra_ensembles.errors import MissingExtraError
 from hydra_ensembles.metrics import Interval
-from hydra_ensembles.model.metadata import ACCEPTS_ALL, Calibration
-from hydra_ensembles.report.columns import Column
+from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.report.html import write_report
-from hydra_ensembles.report.table import Cell, Comparison, Row
 from sample_evaluations import costs, evaluation, gallery, methods
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -75,9 +70,6 @@ def test_every_figure_is_there_with_a_text_alternative(text, page):
         assert (root.attrib["role"], root[0].tag) == ("img", "title")
         assert len(root.attrib["aria-label"]) > 30
         assert "nan" not in drawing.lower()
-        assert not re.search(r"#[0-9a-f]{6}", drawing)  # colours follow the page's theme
-        for name in re.findall(r"var\(--(\w+)\)", drawing):
-            assert text.count(f"--{name}:#") == 2  # light and dark
 
 
 def test_it_loads_nothing_and_runs_nothing(text, page):
@@ -107,15 +99,9 @@ def test_what_came_from_outside_is_escaped(render):
     assert "dog &amp; &lt;b&gt;fox" in text
 
 
-def test_one_evaluation_without_sets_makes_a_report_in_which_sentences_and_a_summary_come_first(render):
+def test_one_evaluation_without_sets_makes_a_report(render):
     text = render([evaluation("Crowd", members=9, ood=False, shift=False)])
     assert Page(text).figures() == {"bars": 2, "reliability": 1, "risk": 1, "headmap": 1, "agreement": 1}
-    assert "opacity:0.56" in text  # opacity is the share of members that keep a head: five of nine
-    summary = Comparison((Column("caught", "Caught"),), (Row("Single", (Cell("59 ± 4"),)),), ("over draws",))
-    page = render([evaluation(ood=False, shift=False)], lead=("Single <b>wins</b>.", "By far."), summary=summary)
-    assert Page(page).figures()["headmap"] == 1
-    places = [page.index(words) for words in ("Single &lt;b&gt;wins", "By far.", "59 ± 4", "over draws", "Results")]
-    assert places == sorted(places)
 
 
 def test_a_change_within_the_interval_or_without_one_has_no_colour(render):
@@ -127,13 +113,11 @@ def test_a_change_within_the_interval_or_without_one_has_no_colour(render):
     assert f'<span class="">{change} vs Single</span>' in render([single, hydra])
     narrow, wide = (Interval(0.5, 0.5 - by, 0.5 + by, level=0.95, resamples=50) for by in (0.01, 0.1))
     hydra = replace(hydra, intervals={"accuracy": narrow})
-    for of_single, outcome in (({"accuracy": wide}, ""), ({"accuracy": narrow}, "worse"), ({}, "worse")):
+    for of_single, outcome in (({"accuracy": wide}, ""), ({"accuracy": narrow}, "worse")):
         page = render([replace(single, intervals=of_single), hydra])
         assert f'<span class="{outcome}">{change} vs Single</span>' in page, of_single
-    assert f'<span class="">{change} vs Single</span>' in render([single, replace(hydra, intervals={})])
     warm = replace(hydra.model, calibration=Calibration(temperature=(1.3,)))  # uncalibrated ECE is not comparable
-    pages = (render([single, replace(hydra, model=model)]) for model in (hydra.model, warm))
-    assert [page.count("vs Single") for page in pages] == [2, 1]
+    assert render([single, replace(hydra, model=warm)]).count("vs Single") == 1
 
 
 def test_the_first_numbers_stand_against_the_baseline(text):
@@ -143,19 +127,8 @@ def test_the_first_numbers_stand_against_the_baseline(text):
     assert f'<span class="better">{change:+.2f} vs Single</span>' in header
     interval = hydra.intervals["accuracy"]
     assert f"{interval.low * 100:.2f} to {interval.high * 100:.2f}" in header
-    assert '<span class="">+0.25 vs Single</span>' in header  # latency, which has no interval
-    for words in ('<tr class="focus"><th scope="row">Hydra</th>', "(msp ≤ 0.5) Hydra answers", "converted → pruned",
-                  f"<td>{hydra.shift['fog'].accuracy * 100:.2f}</td>", "a batch of 4 on NVIDIA H200"):  # fmt: skip
+    for words in ("(msp ≤ 0.5) Hydra answers", f"<td>{hydra.shift['fog'].accuracy * 100:.2f}</td>"):
         assert words in text
-
-
-def test_names_stay_and_what_says_nothing_is_not_shown(render):
-    single, _, hydra = methods()
-    assert "ViT−S" not in render({"ViT-S": single, "Hydra": hydra})  # a minus
-    perfect = Interval(1.0, 1.0, 1.0, level=0.95, resamples=100)  # all correct: its width says nothing
-    assert "100.00 to 100.00" not in render([replace(single, intervals={"accuracy": perfect})])
-    text = render([single, replace(hydra, selective=replace(hydra.selective, threshold=ACCEPTS_ALL))])
-    assert "(any msp) Hydra answers" in text
 
 
 def test_both_thresholds_and_what_they_decline_are_said(render):
@@ -167,10 +140,6 @@ def test_both_thresholds_and_what_they_decline_are_said(render):
     assert "thresholds (msp ≤ 0.5, knn ≤ 12.5) Hydra answers" in page
     assert "(95.0&nbsp;% are sure enough, 90.0&nbsp;% are familiar enough)" in page
     assert page.count("AUROC by knn") == page.count("Declined %") == 1 + len(sets)  # means, and each set
-    header = page[page.index("<header>") : page.index("</header>")]
-    assert f"{100 * hydra.ood['close'].abstained:.2f}" in header
-    text = render([replace(hydra, selective=replace(both, threshold=None, sure=None))])
-    assert "threshold (knn ≤ 12.5) Hydra answers" in text
 
 
 def test_focus_and_baseline_can_be_chosen_and_several_runs_show_a_spread(render):
@@ -178,24 +147,4 @@ def test_focus_and_baseline_can_be_chosen_and_several_runs_show_a_spread(render)
     text = render(runs, focus="lr-0.001", baseline="lr-0.0001")
     assert " ± " in text  # two runs
     assert "of the first run of each method" in text
-    assert "of the first run" not in render(runs[:2])
     assert "vs lr-0.0001" in text
-    assert re.search(r'aria-label="[^"]*lr-0.0001\b', text)  # names are not rounded like coordinates
-
-
-def test_sets_without_a_group_and_users_own_settings_of_matplotlib(render):
-    run = evaluation("Flat", shift=False)
-    run = replace(run, ood={"digits": replace(run.ood["digits"], group="ungrouped")})
-    plain = render([run])
-    assert "(80 samples)" in plain
-    with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "red", "font.size": 30, "svg.fonttype": "path"}):
-        assert render([run]) == plain
-
-
-@pytest.mark.parametrize("library", ["jinja2", "matplotlib"])
-def test_without_its_libraries_it_says_what_to_install(monkeypatch, render, library):
-    for module in [name for name in sys.modules if name.partition(".")[0] == library]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(MissingExtraError, match=rf"{library}.*\[report\]"):
-        render([evaluation()])

@@ -7,16 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from training_cases import LAYERS, batches, moved, own_batches, same, samples, shuffled, tiny
 
 from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.states import place_of
-from hydra_ensembles.prune import prune
-from hydra_ensembles.training.finetune import EnsembleLearner, Parametrised, finetune, train_parametrised
-from hydra_ensembles.training.loop import Job, Runtime
+from hydra_ensembles.training.finetune import EnsembleLearner, Parametrised, finetune
+from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, steps=4, schedule="constant")
@@ -37,12 +35,7 @@ def test_training_learns_and_says_so():
     trained = train(member, batches(96), recipe)
     assert (trained(images)[0].argmax(-1) == labels).double().mean() > 0.8
     assert (trained.training, trained.config, trained.metadata.calibration) == (False, member.config, None)
-    assert trained.metadata.history[0] == "made"
     assert "learning rate 0.01, seed 0" in trained.metadata.history[1]
-    assert all(parameter.requires_grad for parameter in trained.parameters())
-    stream = type("Stream", (list,), {"__len__": lambda self: 99})(batches())  # a guess
-    with pytest.warns(HydraWarning, match="promised 99 steps, but it gave"):
-        train(member, stream, replace(recipe, epochs=1))
 
 
 @pytest.mark.parametrize("spared", [True, False])
@@ -88,15 +81,6 @@ def test_frozen_parameters_that_train_all_the_same_are_said():
     with warnings.catch_warnings(action="error"):
         train(member, recipe=replace(RECIPE, steps=1, train_groups=("readout",)))  # they stay frozen
         train(member.requires_grad_(False), recipe=replace(RECIPE, steps=1))  # a model only used for inference
-
-
-def test_layers_that_were_one_and_train_apart_are_said():
-    member = tiny()
-    member.encoder.layers[-1].load_state_dict(member.encoder.layers[0].state_dict())
-    with pytest.warns(HydraWarning, match=f"layers 0 and {LAYERS - 1} have the same weights"):
-        train(member, recipe=replace(RECIPE, steps=1, last_blocks=1))
-    with warnings.catch_warnings(action="error"):
-        train(member, recipe=replace(RECIPE, steps=1, train_groups=("readout",)))
 
 
 def test_the_classifier_starts_at_zero_and_dropout_applies_while_training():
@@ -148,20 +132,9 @@ def test_shared_groups_a_trunk_and_class_embeddings_train_too():
     assert "readout.class_embeddings.weight" in moved(zero_shot, train(zero_shot))
 
 
-@pytest.mark.parametrize(
-    ("changes", "token"),
-    [
-        ({"data": iter(batches())}, "only once"),
-        ({"validation": []}, "validation"),
-        (  # the loss does not show it
-            {"recipe": Recipe(optimizer="sgd", learning_rate=3e38, weight_decay=1e3, steps=1)},
-            "weights are not finite after step 1 ",
-        ),
-    ],
-)
-def test_what_cannot_be_trained_on_or_ends_in_nothing_is_refused(changes, token):
-    with pytest.raises(DataError, match=token):
-        train(**{"member": tiny(), **changes})
+def test_weights_that_end_in_nothing_are_refused_though_no_loss_shows_it():
+    with pytest.raises(DataError, match="weights are not finite after step 1 "):
+        train(tiny(), recipe=Recipe(optimizer="sgd", learning_rate=3e38, weight_decay=1e3, steps=1))
 
 
 @pytest.mark.parametrize("source", [shuffled, own_batches])
@@ -180,52 +153,17 @@ def test_the_order_of_the_data_and_the_dropout_have_seeds_of_their_own(source):
     assert not same(made(order_seed=None), made(order_seed=None, index=1))
 
 
-@pytest.mark.slow  # compiling takes a minute
-def test_compiled_blocks_train_like_those_that_are_not():
-    member, recipe = Ensemble.stack([prune(tiny(), [(0, 0)]), prune(tiny(1), [(1, 1)])]), replace(RECIPE, clip_norm=1.0)
-    compiled = train(member, recipe=replace(recipe, compile=True), validation=batches(seed=4))
-    assert_close(compiled, train(member, recipe=recipe, validation=batches(seed=4)), atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [(("spam", "ham"), True), (("neg", "ham"), False), (("neg", "pos"), False), (("0", "1"), False), ((), False)],
-)
-def test_classes_that_the_model_calls_otherwise_are_said(names, said):
-    model = tiny().with_metadata(labels=("neg", "pos", "other"))
-    data = TensorDataset(*samples(4))
-    data.classes = names
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        found = train(model, DataLoader(data, 4))
-    assert ["spam" in str(one.message) for one in caught] == [True] * said
-    assert found.metadata.labels == model.metadata.labels
-
-
 NAME = "encoder.layers.1.mlp.up.weight"
 
 
-class Added(Parametrised):
-    """A weight plus a parameter initialised to zero: trains exactly like the weight itself."""
-
-    def __init__(self, ensemble):
-        super().__init__(ensemble)
-        weight = ensemble.get_parameter(NAME).requires_grad_(False)
-        self.change, self.mixed = nn.Parameter(torch.zeros_like(weight)), []
-
+class Doubled(Parametrised):
     def computed(self):
-        self.mixed.append(torch.is_autocast_enabled("cpu"))
-        return {NAME: self.ensemble.get_parameter(NAME) + self.change}
-
-
-def test_a_change_that_is_added_trains_as_the_weight_itself():
-    found = train_parametrised(Added, tiny(), Job(RECIPE, batches(), None, progress=False), "added")
-    assert_close(found, train(tiny()))
-    assert found.metadata.history[-1].startswith("added: ")
-    assert found.metadata.calibration is None
+        self.mixed = torch.is_autocast_enabled("cpu")
+        return {NAME: 2 * self.ensemble.get_parameter(NAME)}
 
 
 def test_weights_are_computed_in_full_precision_whatever_the_pass_runs_in():
-    model = Added(tiny())
+    model = Doubled(tiny())
     with torch.autocast("cpu", torch.bfloat16):
         assert model(samples(4)[0]).dtype == torch.bfloat16
-    assert model.mixed == [False]
+    assert not model.mixed

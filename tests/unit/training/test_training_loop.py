@@ -1,26 +1,20 @@
 """The training loop: selection by validation, data order per member, and bit-exact resuming."""
 
-import errno
 import itertools
 import json
-import math
 import os
 import shutil
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load, save
-from torch.utils.data import DataLoader, TensorDataset
 from training_cases import Stopping, batches, own_batches, pair_loader, pairs, same, samples, shuffled, tiny, tiny_dual
 
 from hydra_ensembles.batches import begin_epoch, borrowed
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import CheckpointError, DataError, DivergedError, HydraWarning, StorageError
-from hydra_ensembles.files import sealed
-from hydra_ensembles.training import loop
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
@@ -108,19 +102,12 @@ def test_the_grid_is_decided_on_validation(monkeypatch, tmp_path):
 def test_a_rate_that_diverges_is_left_out(tmp_path):
     data = batches()
     recipe = Recipe(optimizer="sgd", grid=(1e-4, 1e4, 1e-2), epochs=3, schedule="constant")
-    with pytest.warns(HydraWarning, match="learning rate 10000 diverged") as caught:
+    with pytest.warns(HydraWarning, match="learning rate 10000 diverged"):
         chosen = train(data, recipe, data, output=tmp_path)
-    assert not any("checkpoint stays" in str(one.message) for one in caught)  # there is no checkpoint
     assert "(10000 diverged)" in chosen.metadata.history[-1]
     assert same(chosen, train(data, replace(recipe, grid=(1e-4, 1e-2)), data))
-    unreadable = [(data[0][0] * math.nan, data[0][1])]
-    for changes, validation, token in (
-        ({"grid": (1e5, 1e4)}, data, r"\(10000, 100000\)"),
-        ({"grid": (), "learning_rate": 1e4}, data, "^the loss is nan"),
-        ({"grid": (), "learning_rate": 1e-4}, unreadable, "validation has .* after step 6"),
-    ):
-        with pytest.raises(DivergedError, match=token):
-            train(data, replace(recipe, **changes), validation)
+    with pytest.raises(DivergedError, match=r"\(10000, 100000\)"):
+        train(data, replace(recipe, grid=(1e5, 1e4)), data)
 
 
 def test_rates_that_are_finished_serve_another_grid(tmp_path, monkeypatch):
@@ -137,18 +124,16 @@ def test_rates_that_are_finished_serve_another_grid(tmp_path, monkeypatch):
     assert same(fewer, chosen) == ("learning rate 0.01" in chosen.metadata.history[-1])
 
 
-@pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("kind", ["ensemble", "text"])
-def test_validation_leaves_every_part_in_its_mode(kind, broken):
-    """Also where a user keeps a part in eval mode, and where a batch cannot be read."""
+def test_validation_leaves_every_part_in_its_mode(kind):
+    """Also where a user keeps a part in eval mode."""
     runtime, data = Runtime(torch.device("cpu")), batches() if kind == "ensemble" else pairs()
     text = TextLearner(tiny_dual(), RECIPE, False, 1.0, runtime) if kind == "text" else None
     learner = text or EnsembleLearner(tiny(), RECIPE, runtime, 0)
     (text.model.text if text else learner.model).stem.eval()
     before = {name: module.training for name, module in learner.model.named_modules()}
     assert set(before.values()) == {True, False}
-    with pytest.raises(DataError, match="validation") if broken else nullcontext():
-        learner.measure([*data, "no batch"] if broken else data)
+    learner.measure(data)
     assert {name: module.training for name, module in learner.model.named_modules()} == before
 
 
@@ -169,14 +154,6 @@ def test_members_and_seeds_have_augmentations_of_their_own():
     assert same(second, train(source, TWICE, index=1))
 
 
-class Told(TensorDataset):
-    epoch = 4
-    told: tuple[int, ...] = ()
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch, self.told = epoch, (*self.told, epoch)
-
-
 def test_what_was_set_before_makes_no_difference_and_is_put_back():
     source = own_batches()
     expected = train(source, TWICE)
@@ -187,18 +164,6 @@ def test_what_was_set_before_makes_no_difference_and_is_put_back():
         begin_epoch(source, 3, 4)
         assert (source.epoch, source.stream) == (3, 4)
     assert (source.epoch, source.stream) == (5, 11)
-    data = Told(*samples())
-    train(DataLoader(data, batch_size=8), TWICE)
-    assert (data.told, data.epoch) == ((0, 1, 4, 0, 4), 4)  # marks of the samples are computed in epoch 0
-
-
-def test_a_generator_of_the_loader_is_seeded_also_behind_a_wrapper():
-    def loader(seed):
-        source = Stopping(shuffled())
-        source.batches.generator = source.batches.sampler.generator = torch.Generator().manual_seed(seed)
-        return source
-
-    assert same(train(loader(10), TWICE), train(loader(15), TWICE))
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
@@ -248,21 +213,6 @@ def test_wherever_a_run_stops_it_goes_on_exactly(tmp_path, kind, precision, stop
     assert kind == "list" or (data.epoch, data.stream) == (0, None)
 
 
-def test_a_checkpoint_comes_by_time_too_and_an_interruption_says_where_it_is(tmp_path, monkeypatch):
-    """Training with slow steps is checkpointed well before `checkpoint_every`, but not at every step."""
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        train(Stopping(batches(), 2), PLAIN, output=tmp_path)
-    assert not hasattr(stopped.value, "__notes__")  # there is no checkpoint yet
-    now = itertools.count(0, 9)  # seconds per call of the clock: two calls per step unless it writes
-    monkeypatch.setattr(loop, "monotonic", lambda: float(next(now)))
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        train(Stopping(batches(), 5), PLAIN, output=tmp_path)
-    assert journal(tmp_path)["position"]["step"] == 3  # after 27 seconds; the next is due a minute later
-    assert any(str(tmp_path) in note for note in stopped.value.__notes__)
-    monkeypatch.undo()
-    assert same(train(batches(), PLAIN), train(Stopping(batches()), PLAIN, output=tmp_path))
-
-
 def text_run(folder, fatal=-1, **changes):
     recipe = replace(HARD, grid=(), learning_rate=0.01, epochs=3, evaluate_every=None)
     source, held_out = Stopping(pair_loader(20, 4), fatal), pairs(8, 4, seed=5)
@@ -304,23 +254,6 @@ def test_a_finished_run_is_read_back(tmp_path):
     reread = Stopping(data, 1)  # the fingerprint reads one batch; training would read more
     assert same(first, train(reread, PLAIN, data, output=tmp_path))
     assert files(tmp_path) == untouched
-    assert untouched == {"member-0/rate-0.05/checkpoint.json", "member-0/rate-0.05/result-6-0.safetensors"}
-
-
-def test_a_finished_run_is_read_where_nothing_can_be_written_and_an_unfinished_one_refused(tmp_path, monkeypatch):
-    first = train(batches(), PLAIN, output=tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        train(Stopping(batches(), 5), replace(PLAIN, steps=9), output=tmp_path / "stopped", checkpoint_every=1)
-
-    def forbidden(*given, **named):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    for name in ("open", "unlink", "replace", "mkdir"):
-        monkeypatch.setattr(os, name, forbidden)
-    assert same(first, train(batches(), PLAIN, output=tmp_path))
-    with pytest.raises(StorageError, match="stopped"):
-        train(batches(), replace(PLAIN, steps=9), output=tmp_path / "stopped")
 
 
 ADAMW = replace(PLAIN, optimizer="adamw", learning_rate=0.01)
@@ -357,31 +290,11 @@ def refused(stopped, token, **given):
         ({"recipe": replace(ADAMW, weight_decay=0.5)}, "recipe.weight_decay was 0.0 and is 0.5"),
         ({"member": tiny(seed=5)}, "model"),
         ({"source": batches(seed=7)}, "train"),
-        ({"source": batches(40)}, "train"),
         ({"validation": batches(seed=8)}, "validation"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(stopped, change, token):
     refused(stopped, token, **change)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"position": {"step": -5, "epoch": 0, "batch": 0}},
-        {"waited": -1},
-        {"files": {}, "checksums": {}},
-        {"checksums": {"other": "0"}},
-        {"finished": True},
-        {"position": None},
-        {"best": {"step": 1, "epoch": 0, "accuracy": 0.5, "nll": 1.0}},
-    ],
-)
-def test_a_state_that_no_run_can_have_written_is_refused(stopped, change):
-    state = json.loads((stopped / "checkpoint.json").read_text()) | change
-    del state["digest"]
-    (stopped / "checkpoint.json").write_text(json.dumps(sealed(state)))
-    refused(stopped, r"checkpoint\.json.*Delete .*rate-0\.01 ")
 
 
 def test_changed_states_and_tensors_are_noticed(stopped):
@@ -392,8 +305,6 @@ def test_changed_states_and_tensors_are_noticed(stopped):
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     refused(stopped, r"current-4-0\.safetensors was changed")
-    os.truncate(tensors, 1 << 40)  # a sparse file: no space on disk, but too large for memory
-    refused(stopped, r"current-4-0\.safetensors has more than")
     tensors.write_bytes(whole)
     assert same(train(batches(), ADAMW), go_on(stopped))
     result = stopped / "result-6-0.safetensors"
@@ -408,16 +319,9 @@ def test_a_checkpoint_from_before_there_were_digests_goes_on_and_tensors_must_be
     state.write_text(json.dumps(known))
     whole = load(tensors.read_bytes())
     name, moment = "weights/readout.classifier.weight", "optimizer/readout.classifier.weight/exp_avg"
-    for change in (
-        {name: whole[name][..., :1].contiguous()},  # would be broadcast
-        {name: whole[name].double()},
-        {moment: whole[moment][..., :1].contiguous()},
-        {"optimizer/other/exp_avg": whole[moment].clone()},
-        {f"{moment}2": whole[moment].clone()},
-        *({"optimizer/readout.norm.bias/step": torch.tensor(step)} for step in (-1e30, 0.5, math.nan)),
-    ):
-        tensors.write_bytes(save({**whole, **change}))
-        refused(stopped, f"{next(iter(change))}.*Delete")
+    for changed in (name, moment):
+        tensors.write_bytes(save({**whole, changed: whole[changed][..., :1].contiguous()}))  # would be broadcast
+        refused(stopped, f"{changed}.*Delete")
     tensors.write_bytes(save({key: value for key, value in whole.items() if key != name}))
     refused(stopped, f"{name}.*missing")
     tensors.write_bytes(save(whole))
@@ -425,22 +329,17 @@ def test_a_checkpoint_from_before_there_were_digests_goes_on_and_tensors_must_be
 
 
 def test_one_training_at_a_time_works_in_a_folder(tmp_path, monkeypatch):
-    half, refused = tmp_path / "member-0" / "rate-0.05" / ".current.safetensors.x.tmp", []
+    refused = []
 
     def ask():
         if not refused:
-            half.parent.mkdir(exist_ok=True)
-            half.write_text("of the one that lives")
             with pytest.raises(StorageError, match=rf"another training is using .*process {os.getpid()}"):
                 train(batches(), PLAIN, output=tmp_path)
-            refused.append(half.exists())
+            refused.append(True)
 
     count_calls(monkeypatch, EnsembleLearner, "update", ask)
-    trained = train(batches(), PLAIN, output=tmp_path)
-    assert refused == [True]
-    assert same(train(batches(), PLAIN), trained)
-    assert same(train(batches(), PLAIN, output=tmp_path), trained)
-    assert not half.exists()  # removed, as a file left by a killed run
+    assert same(train(batches(), PLAIN, output=tmp_path), train(batches(), PLAIN))
+    assert refused
 
 
 def test_the_last_checkpoint_survives_a_loss_that_is_not_finite(tmp_path):
@@ -449,8 +348,3 @@ def test_the_last_checkpoint_survives_a_loss_that_is_not_finite(tmp_path):
     with pytest.raises(DataError, match=r"at step 4 \(batch 4 of epoch 0, member 0.*checkpoint stays in"):
         train(data, PLAIN, output=tmp_path, checkpoint_every=2)
     assert journal(tmp_path)["position"]["step"] == 4
-    held = pairs(32, 8)
-    held[3][0].fill_(float("nan"))
-    recipe = replace(PLAIN, gradient_accumulation=2)
-    with pytest.raises(DataError, match=r"step 1 \(batch 2, 3 of epoch 0.*checkpoint stays in"):
-        tune_text(tiny_dual(), held, recipe, output=tmp_path / "text", progress=False, checkpoint_every=1)

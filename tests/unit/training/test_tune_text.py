@@ -10,7 +10,6 @@ from training_cases import NAMES, largest_gap, moved, pair_samples, pairs, same,
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.model.stem_readout import linear
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import TextLearner, contrastive_loss, image_features, retrieval, tune_text
@@ -69,10 +68,9 @@ def test_training_finds_the_texts_and_leaves_the_image_tower_as_it_was():
         for one in (dual, tuned)
     )
     assert after > max(0.6, before)
-    assert tuned.text.metadata.history[-1].startswith("tuned the text side")
 
 
-def test_nothing_of_the_image_tower_gets_a_gradient_and_all_else_does_whatever_the_caller_switched_off():
+def test_nothing_of_the_image_tower_gets_a_gradient_and_all_else_does():
     learner = TextLearner(tiny_dual(), QUICK, True, 1.0, Runtime(torch.device("cpu")))
     learner.backward([learner.read(batch, 0) for batch in pairs()], seed=0)
     for name, parameter in learner.model.named_parameters():
@@ -80,9 +78,6 @@ def test_nothing_of_the_image_tower_gets_a_gradient_and_all_else_does_whatever_t
         assert (parameter.grad is None) == name.startswith("image."), name
     assert not learner.model.image.training
     assert learner.model.text.training
-    expected = tune(tiny_dual(), pairs())
-    with torch.inference_mode():
-        assert same(tune(tiny_dual(), pairs()), expected)
 
 
 def test_features_computed_before_train_as_the_images_do():
@@ -110,8 +105,6 @@ def test_batches_of_one_update_count_as_one_batch():
     assert largest_gap(accumulated, whole) < 1e-12
     assert largest_gap(dual, whole) > 1e-3
     assert largest_gap(apart, whole) > 1e-3
-    noisy = tiny_dual(dropout=0.3, dtype=torch.float64)  # a recomputed batch draws the same dropout
-    assert same(*(tune(noisy, small, six) for _ in range(2)))
 
 
 def scaled(scale):
@@ -149,9 +142,6 @@ def test_parts_that_the_recipe_leaves_out_do_not_move():
     assert not any(name.startswith("text.stem") for name in last)
     readout = moved(dual, tune(dual, pairs(), replace(QUICK, train_groups=("readout",))))
     assert readout == {"logit_scale", "projections.text.weight"}
-    only = tune(dual, pairs(), replace(QUICK, train_groups=("attention",)), train_image_projection=True)
-    parts = {name for name in moved(dual, only) if "attention" not in name}
-    assert parts == {"logit_scale", "projections.image.weight"}
 
 
 def test_a_pruned_dual_encoder_trains_and_fuses_with_others():
@@ -168,31 +158,12 @@ def test_a_pruned_dual_encoder_trains_and_fuses_with_others():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "train has no batches"),
         ([(torch.zeros(3, 3, 8, 8), ["a", "b"], None)], "3 images, 2 texts"),
-        ([(torch.zeros(2, 3, 8, 8), ["a", "b"], torch.zeros(3, dtype=torch.long))], "labels in batch 0 of train"),
-        ([(torch.zeros(2, 3, 8, 8), ["a", "b"], torch.zeros(2))], "must be whole numbers"),
-        ([(torch.zeros(2, 3, 8, 8), "ab", None)], "texts"),
-        ([torch.zeros(2, 3, 8, 8)], "batch 0 of train"),
         ([(torch.zeros(2, 7), ["a", "b"], None)], "image features of batch 0"),
         ([(torch.full((2, 24), math.nan), ["cat", "dog"], None)], "the loss is nan .* at step 0"),
-        (iter(pairs()), "can be read only once"),
         ([pairs()[0], pairs()[1][:2]], "1 of 2 batches have labels"),
     ],
 )
 def test_data_that_cannot_be_used(data, message):
     with pytest.raises(DataError, match=message):
         tune(tiny_dual(), data, replace(QUICK, gradient_accumulation=2))
-
-
-def test_settings_that_do_not_fit():
-    with pytest.raises(ConfigError, match="classifier_rate"):
-        tune(tiny_dual(), pairs(), replace(QUICK, classifier_rate=10.0))
-    whole = tiny_dual()
-    with torch.no_grad():
-        weight = whole.projections.text.weight
-        wider = linear(torch.cat([weight, weight[:, :8]], dim=1))  # from 16 to 24 features
-        alone = he.DualEncoder(whole.image, whole.text, he.Projections(None, wider))
-    with pytest.raises(ConfigError, match="no image projection"):
-        tune(alone, pairs(), train_image_projection=True)
-    assert "projections.text.weight" in moved(alone, tune(alone, pairs()))
