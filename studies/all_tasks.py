@@ -116,7 +116,7 @@ def summary_table(studies: Sequence[Study]) -> str:
         "[findings](findings.md#gains-with-intervals)."
     )
     return markdown(
-        [" / ".join(LEADING.values()), "trainings ↓", "price ↓", *(TITLES[one.name] for one in shown)], lines, note
+        [", ".join(LEADING.values()), "trainings ↓", "price ↓", *(TITLES[one.name] for one in shown)], lines, note
     )
 
 
