@@ -46,21 +46,6 @@ def test_options_win_over_the_file_and_another_build_is_not_overwritten(run_fold
     assert he.Ensemble.from_pretrained(tmp_path / "two" / "ensemble").num_members == 2
 
 
-def test_several_ood_sources_or_none(world, tmp_path):
-    flags = [*vit_flags(world / "mine.safetensors"), "--id", world / "val"]
-    flags += ["--members", 2, "--prune", 2, "--shared-layers", 0, "--method", "naive", "-q"]
-    sources = ["--ood", f"lines={world / 'stripes'}", "--ood", f"more={world / 'test'}"]
-    succeed("build", *flags, *sources, "--output", tmp_path / "several")
-    ranking = json.loads((tmp_path / "several" / "rankings" / "avg.json").read_text())["provenance"]
-    assert list(ranking["ood_sources"]) == ["ood_batches['lines']", "ood_batches['more']"]
-    succeed("build", *flags, "--ood", "synthetic", "--output", tmp_path / "none")
-    summary = json.loads((tmp_path / "none" / "summary.json").read_text())["samples"]
-    assert summary["ood"] == summary["ranking"]
-    config = yaml.safe_load((tmp_path / "none" / "config.yaml").read_text())
-    assert config["ood"] == ["synthetic"]
-    assert "synthetic" in fail("build", *flags, *sources, "--ood", "synthetic", "-o", tmp_path / "both")
-
-
 def test_a_recipe_of_a_file_is_changed_by_options_and_batches_are_no_larger_than_asked(world, tmp_path):
     """An update keeps its number of samples by reading more batches; files record the requested settings."""
     recipe = {"learning_rate": 0.1, "steps": 1, "batch_size": 8, "train_groups": ["mlp"]}

@@ -194,7 +194,7 @@ def test_an_interruption_names_the_line_that_goes_on(run_folder, world, tmp_path
     assert (tmp_path / result).exists()
 
 
-def test_an_atlas_of_images_and_of_texts(run_folder, text_folder, world, tmp_path):
+def test_an_atlas(run_folder, world, tmp_path):
     page = tmp_path / "new" / "heads.html"
     sets = ["--id", world / "test", "--ood", f"near:dots={world / 'dots'}", "--ood", f"far:stripes={world / 'stripes'}"]
     out = succeed("atlas", run_folder, *sets, "--inputs", 2, "--name", "Mine", "-o", page, "-q")
@@ -202,10 +202,4 @@ def test_an_atlas_of_images_and_of_texts(run_folder, text_folder, world, tmp_pat
     found = Atlas.load(page.with_suffix(".json"))
     assert found.samples == {"test": 12, "dots": 6, "stripes": 18}
     assert "What are the heads of Mine for?" in page.read_text()
-    text = tmp_path / "texts.html"
-    succeed("atlas", text_folder, "--id", world / "test.jsonl", "--layers", "0,2", "--limit", 10, "-o", text, "-q")
-    texts = Atlas.load(tmp_path / "texts.json")
-    assert {one.layer for one in texts.heads} == {0, 2}
-    assert texts.inputs[0].kind == "text"
-    assert "positive" in text.read_text()
     assert ".html" in fail("atlas", run_folder, *sets, "-o", tmp_path / "atlas.json", "-q")

@@ -50,12 +50,8 @@ def test_files_of_weights_of_one_timm_model_become_one_model(tmp_path) -> None:
     flags = ("--average", 0.8, "--mlp", "separate", "--output", tmp_path / "hydra")
     succeed("fuse", *vit_flags(first), *others, *flags)
     assert same_state(he.load(tmp_path / "hydra"), he.fuse(models, mlp="separate", average=0.8))
-    for models, token in (
-        ([*vit_flags(first), "timm:test_vit"], "0.safetensors"),  # it would have timm's weights
-        ([tmp_path / "hydra", *others], "weights"),
-        (["timm:test_vit", *others], "weights"),
-    ):
-        assert token in fail("fuse", *models, "--output", tmp_path / "new")
+    # the second would have timm's weights
+    assert "0.safetensors" in fail("fuse", *vit_flags(first), "timm:test_vit", "--output", tmp_path / "new")
 
 
 def test_a_model_is_calibrated_as_the_function_does(world, held_out, tmp_path) -> None:
@@ -74,17 +70,6 @@ def test_a_model_is_calibrated_as_the_function_does(world, held_out, tmp_path) -
     assert found.metadata.history[-1] in out
     assert "preprocessing  size" in out  # for the user to check
     assert "verdict" in succeed("predict", tmp_path / "ready", world / "test", "--format", "csv")
-
-
-def test_what_is_fused_is_calibrated_by_settings_of_a_file_and_texts_are_too(tunings, held_out, world, tmp_path):
-    succeed("fuse", *tunings, "--average", 0.8, "--mlp", "separate", "--output", tmp_path / "hydra")
-    (tmp_path / "settings.yaml").write_text(f"id: {held_out}\nshare: 0.8\nfamiliarity: null\n")
-    succeed("calibrate", tmp_path / "hydra", "--config", tmp_path / "settings.yaml", "--output", tmp_path / "ready")
-    found = he.load(tmp_path / "ready")
-    assert (found.num_members, found.metadata.familiarity) == (3, None)
-    assert found.metadata.calibration.accepted_share == 0.8
-    succeed("calibrate", world / "bert", "--id", world / "val.csv", "--share", 0.9, "--output", tmp_path / "text")
-    assert he.load(tmp_path / "text").metadata.calibration is not None
 
 
 def test_what_cannot_work_is_refused_in_a_line_and_nothing_is_written(tunings, held_out, world, tmp_path) -> None:

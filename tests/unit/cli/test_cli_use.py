@@ -60,8 +60,6 @@ def test_texts_from_options_files_tables_and_standard_input(text_folder, world, 
     assert len(result.stdout.splitlines()) == 2
     assert "2 blank lines of standard input were skipped" in result.stderr
     assert len(predicted(text_folder, tmp_path / "two.txt")) == 2
-    (tmp_path / "marked.txt").write_text("good film\n", encoding="utf-8-sig")
-    assert predicted(text_folder, tmp_path / "marked.txt") == predicted(text_folder, "--text", "good film")
     assert len(predicted(text_folder, tmp_path / "other.csv", "--column", "text=sentence")) == 1
     words = ["predict", str(text_folder), "-", "-f", "jsonl"]
     result = CliRunner(charset="latin-1").invoke(APP, words, "café ■".encode())  # of the locale; texts are UTF-8
