@@ -1,5 +1,4 @@
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +8,8 @@ from hypothesis import strategies as st
 
 import hydra_ensembles as he
 from hydra_ensembles.data import TextDataset, only_classes, split, subset, without_classes
-from hydra_ensembles.data.dataset import cut_position, hash_key, images_below, keyed_order
-from hydra_ensembles.errors import DataError, HydraError, HydraWarning
+from hydra_ensembles.data.dataset import cut_position, hash_key, keyed_order
+from hydra_ensembles.errors import DataError, HydraError
 
 seeds = st.integers(min_value=-(2**70), max_value=2**70)
 
@@ -140,11 +139,3 @@ def test_classes_can_be_left_out_or_kept() -> None:
         dataset.relabel({3: 0, 0: 1}, ["d", "a"])
     with pytest.raises(HydraError, match=r"\['x', 9\]; it has \['a', 'b'"):
         without_classes(dataset, ["a", "x", 9])
-
-
-def test_broken_links_below_a_folder_are_told_of(tmp_path: Path) -> None:
-    (tmp_path / "ant").mkdir()
-    (tmp_path / "ant" / "0.png").touch()
-    (tmp_path / "ant" / "1.png").symlink_to(tmp_path / "unmounted" / "1.png")
-    with pytest.warns(HydraWarning, match=r"broken links.*: 1, the first .*1\.png"):
-        assert len(images_below(tmp_path)) == 1

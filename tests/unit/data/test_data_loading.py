@@ -320,17 +320,6 @@ def test_torchvision_sets_that_take_train(tmp_path: Path, monkeypatch: pytest.Mo
     assert same_image(data[0][0], Image.new("L", (28, 28), 7))
 
 
-def test_torchvision_sets_that_take_split(tmp_path: Path) -> None:
-    base = tmp_path / "dtd" / "dtd"
-    (base / "labels").mkdir(parents=True)
-    for number, class_name in enumerate(("banded", "woven")):
-        (base / "images" / class_name).mkdir(parents=True)
-        picture(number).save(base / "images" / class_name / "0.jpg")
-    (base / "labels" / "test1.txt").write_text("banded/0.jpg\nwoven/0.jpg\n")
-    data = load("torchvision:DTD", "test", root=tmp_path)
-    assert (data.class_names, data.labels.tolist()) == (("banded", "woven"), [0, 1])
-
-
 @pytest.mark.parametrize(
     ("name", "split", "token"),
     [

@@ -107,18 +107,3 @@ def test_the_imagenet_validation_set_is_cut_once_for_good() -> None:
     assert (len(validation), len(test)) == (500, 49_500)
     assert not set(validation.rows) & set(test.rows)
     assert validation.rows[:5].tolist() == [281, 315, 462, 591, 731]
-
-
-def test_a_set_of_the_hub_may_lie_below_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trec").mkdir()
-    (tmp_path / "trec" / "test.jsonl").write_text('{"text": "Who?", "coarse_label": 3}\n{"text": "Where?"}\n')
-
-    def hub(*_: Any) -> None:
-        raise DataError("asked the hub")
-
-    monkeypatch.setattr("hydra_ensembles.data.loading._read_hub", hub)
-    (trec,) = (ref for ref in suite("paper-sst2").far if ref.name == "trec")
-    data = trec.load(tmp_path)
-    assert (data.name, [text for text, _ in data]) == ("trec", ["Who?", "Where?"])
-    with pytest.raises(DataError, match="asked the hub"):
-        trec.load(tmp_path / "trec")
