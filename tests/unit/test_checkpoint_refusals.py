@@ -126,6 +126,7 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
         (lambda c: c["metadata"]["calibration"].update(temperature=[1e-320]), "must be positive"),
         (lambda c: c["metadata"]["preprocessing"].update(tokenizer="{}"), "tokenizer"),
         (lambda c: c["metadata"]["preprocessing"].update(pad_id=11), "pad_id is 11"),
+        (lambda c: c.update(format_version=1, files={}), "checksums"),
         (sizes(300, encoder={"layers": 4096}), "4194304 bytes"),
     ],
     "tiny": [
@@ -136,6 +137,7 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
     ],
     "zero-shot": [
         (lambda c: c["metadata"].update(text_side=None), "tokenizer"),
+        (lambda c: c["files"].pop("tokenizer.json"), "tokenizer"),
         (lambda c: c["metadata"]["text_side"]["projection"].update(outputs=23), "width 23"),
     ],
 }

@@ -1,17 +1,13 @@
-"""Small helpers: modules keep their mode, and warnings point to the caller."""
+"""Small helpers: free memory, modes of modules, collected warnings."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
-import hydra_ensembles as he
 from hydra_ensembles._utils import collect_warnings, evaluation_mode, free_memory, warn
-from hydra_ensembles.demo import load_backbone
 from hydra_ensembles.errors import HydraWarning
-from hydra_ensembles.model.metadata import Calibration
 
 GB = 10**9
 GROUPS = "sys/fs/cgroup"
@@ -69,20 +65,3 @@ def test_what_is_noted_is_not_warned_of_and_only_by_this_thread() -> None:
     assert (outer, inner) == (["one"], ["two"])
     with pytest.warns(HydraWarning, match="four"):
         warn("four")
-
-
-def test_a_warning_names_the_line_of_the_caller_whatever_of_torch_and_python_lies_between() -> None:
-    def run(one: he.Ensemble) -> None:
-        one.predict(torch.randn(1, 3, 64, 64))  # runs inside torch.no_grad
-
-    def mask(one: he.Ensemble) -> None:
-        with he.masked(one, [(0, 0)]):  # a generator, run by contextlib
-            pass
-
-    for use in (run, mask):
-        base = load_backbone().with_metadata(calibration=Calibration((2.0,), 0.5))
-        with torch.no_grad():
-            next(base.parameters()).mul_(2.0)
-        with pytest.warns(HydraWarning, match="edited") as found:
-            use(base)
-        assert {one.filename for one in found} == {__file__}
