@@ -1,7 +1,6 @@
 """The comparison of logits at the end of a conversion: what it detects, reports and skips."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -130,9 +129,8 @@ def test_a_forward_replaced_on_a_class_is_compared_on_all_tokens(monkeypatch: py
     refused(model, "first differ in blocks.0;")
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_the_original_and_the_generators_are_as_before(wrong: bool, disturbed: list[str]) -> None:
-    disturbed += ["encoder.layers.0.mlp.down.bias"] if wrong else []
+def test_the_original_and_the_generators_are_as_before_also_after_a_refusal(disturbed: list[str]) -> None:
+    disturbed.append("encoder.layers.0.mlp.down.bias")
     model = vit(drop_rate=0.5).train()
     model.blocks[1].eval()
     flags = [module.training for module in model.modules()]
@@ -140,7 +138,7 @@ def test_the_original_and_the_generators_are_as_before(wrong: bool, disturbed: l
     torch.manual_seed(3)
     np.random.seed(3)
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
-    with pytest.raises(ConversionError) if wrong else nullcontext():
+    with pytest.raises(ConversionError):
         he.convert(model)
     assert [module.training for module in model.modules()] == flags
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
