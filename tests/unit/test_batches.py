@@ -116,9 +116,11 @@ def mark(source: Any) -> str:
 SOURCES: dict[str, Callable[[Tensor], Any]] = {
     "list": lambda labels: split(IMAGES, labels),
     "pairs": lambda labels: [(x, ["a text"] * 4, y) for x, y in split(IMAGES, labels)],
+    "mappings": lambda labels: [{"pixel_values": x, "labels": y} for x, y in split(IMAGES, labels)],
     "tensors": lambda labels: DataLoader(TensorDataset(IMAGES, labels), 4),
     "targets": lambda labels: DataLoader(Pictures(labels, "targets"), 4),
     "labels": lambda labels: data_batches(Pictures(labels, "labels"), torch.stack, 4),
+    "subset": lambda labels: DataLoader(Subset(Pictures(labels, "labels"), range(48)), 4),
     "joined": lambda labels: DataLoader(ConcatDataset([Pictures(labels, "targets"), Pictures(labels, "targets")]), 4),
 }
 

@@ -112,11 +112,12 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
         (lambda c: c["metadata"]["preprocessing"].update(tokenizer="{}"), "tokenizer"),
         (lambda c: c["metadata"]["preprocessing"].update(pad_id=11), "pad_id is 11"),
         (lambda c: c.update(format_version=1, files={}), "checksums"),
+        (lambda c: c.update(kind="dual_encoder"), "kind 'dual_encoder'"),
+        (lambda c: c["model"]["heads"].pop(), "3 temperatures"),
+        (lambda c: c["metadata"].update(labels=["one"]), "1 labels"),
         (lambda c: c["model"]["encoder"].update(width=1 << 24), "instead of"),
     ],
-    "dual": [
-        (lambda c: c["metadata"]["image"]["preprocessing"].update(crop_fraction=1e-9), "makes images of"),
-    ],
+    "dual": [(lambda c: c["metadata"]["image"]["preprocessing"].update(crop_fraction=1e-9), "makes images of")],
     "zero-shot": [
         (lambda c: c["metadata"].update(text_side=None), "tokenizer"),
         (lambda c: c["files"].pop("tokenizer.json"), "tokenizer"),

@@ -28,7 +28,6 @@ def host(groups: str, **files: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("files", "gigabytes"),
     [
-        ({"proc/meminfo": "nothing of use\n"}, None),
         (HOST, 40),
         (host("0::/\n", **limited(GROUPS, 8, 7, cached=4)), 5),
         # the limit of the user around a job

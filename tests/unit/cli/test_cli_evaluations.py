@@ -102,7 +102,6 @@ def test_a_suite(run_folder, world, tmp_path, monkeypatch):
         ([], "no data to evaluate on"),
         (["--id", "{world}/test", "--ood", "near:x={world}/dots", "--ood", "far:x={world}/stripes"], "called 'x'"),
         (["--id", "{world}/dots"], "without a class"),
-        (["--id", "{world}/test", "--also-score", "magic"], "scores[0] must be one of"),
     ],
 )
 def test_wrong_settings(run_folder, world, tmp_path, flags, says):
@@ -146,7 +145,6 @@ def test_names_in_the_settings_of_an_evaluation_mean_the_same_from_every_folder(
     assert written["ood"] == [f"near:x={tmp_path / 'a' / 'dots'}"]
     monkeypatch.chdir(tmp_path / "b")
     assert "another model" in fail(*line)  # from here it has the same name
-    assert "other data" in fail("evaluate", "../a/ensemble", *line[2:])
     succeed("evaluate", "--config", settings, "-o", "../evaluations", "-q")  # the same evaluation again
     assert Evaluation.load(out).numbers() == first.numbers()
     settings.unlink()  # as saved from Python
@@ -158,7 +156,6 @@ def saved(tmp_path):
     for index, one in enumerate(methods()):
         one.save(tmp_path / f"{index}.json")
     save_costs(tmp_path / "costs.json", costs())
-    (tmp_path / "settings.json").write_text('{"anything": "else"}')
     (tmp_path / "notes.txt").write_text("not read")
     return tmp_path
 
@@ -169,8 +166,6 @@ def test_a_comparison_in_each_format_and_a_report(saved):
         out = succeed("compare", saved, "--format", kind)
         assert out.startswith(start)
         assert "Deep Ensemble" in out
-    assert succeed("compare", saved, "--output", saved / "table") == ""
-    assert "Deep Ensemble" in (saved / "table").read_text()
     page, flags = saved / "out" / "report.html", ["--title", "My title", "--baseline", "Hydra"]
     assert f"wrote {page}" in succeed("report", saved, "--output", page, *flags, "--focus", "Single")
     assert "<h1>My title</h1>" in page.read_text()

@@ -64,8 +64,5 @@ def test_bad_candidates_and_data_given_twice_are_refused(flags, world, tmp_path)
     for content, token in (("- {trunk: 3}", "trunk"), ("a: 1", "list")):
         place.write_text(content)
         assert token in fail("search", *flags, "--candidates", place, "--output", tmp_path / "run")
-    for option, value, token in (
-        ("--judge-ood", world / "stripes", "same data"),
-        ("--ood", "synthetic", "not both"),
-    ):
+    for option, value, token in (("--judge-ood", world / "stripes", "same data"), ("--ood", "synthetic", "not both")):
         assert token in fail("search", *flags, option, value, "--output", tmp_path / "run")

@@ -36,11 +36,7 @@ def test_it_is_said_where_the_preprocessing_is_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "weights"),
-    [
-        ("vit_b_16", "IMAGENET1K_V1"),
-        ("vit_h_14", "IMAGENET1K_SWAG_LINEAR_V1"),
-    ],
+    ("model", "weights"), [("vit_b_16", "IMAGENET1K_V1"), ("vit_h_14", "IMAGENET1K_SWAG_LINEAR_V1")]
 )
 def test_of_torchvision_it_is_that_of_the_weights_of_this_shape(model: str, weights: str) -> None:
     import torchvision
@@ -76,10 +72,8 @@ def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], channels
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"image_size": (48, 32)}, {"size": (48, 32)}),
         ({"crop": 0.8, "interpolation": "bilinear"}, {"crop_fraction": 0.8, "interpolation": "bilinear"}),
-        ({"image_size": np.int64(48), "std": np.float32(0.5)}, {"size": (48, 48), "std": (0.5,) * 3}),
-        ({"mean": torch.tensor(0.25), "image_size": np.array(48)}, {"mean": (0.25,) * 3, "size": (48, 48)}),
+        ({"mean": torch.tensor(0.25), "image_size": np.array([48, 32])}, {"mean": (0.25,) * 3, "size": (48, 32)}),
     ],
 )
 def test_settings_are_changed_by_name_and_that_is_said(changes: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -98,16 +92,9 @@ def test_of_a_model_that_says_nothing_all_must_be_said() -> None:
         require_preprocessing(he.convert(vit(in_chans=4)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "token"),
-    [
-        ({"image_size": 30}, "patch size"),
-        ({"mean": (0.1, 0.2)}, "mean"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes: dict[str, Any], token: str) -> None:
-    with pytest.raises(he.HydraError, match=token):
-        he.convert(vit(), preprocessing=changes)
+def test_sizes_that_the_patches_do_not_divide_are_refused() -> None:
+    with pytest.raises(he.HydraError, match="patch size"):
+        he.convert(vit(), preprocessing={"image_size": 30})
 
 
 def test_texts_may_be_cut_shorter() -> None:

@@ -9,13 +9,7 @@ import torch
 from convert_cases import alike, near, refused
 
 import hydra_ensembles as he
-from architectures_clip import (
-    DualCase,
-    open_clip_from_timm,
-    open_clip_model,
-    transformers_clip,
-    transformers_siglip,
-)
+from architectures_clip import DualCase, open_clip_from_timm, open_clip_model, transformers_clip, transformers_siglip
 from hydra_ensembles.convert.processors import read_open_clip_tokenizer
 from hydra_ensembles.errors import HydraWarning
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, clean_text
@@ -36,6 +30,12 @@ def test_image_preprocessing_is_open_clips_own() -> None:
     given = ImagePreprocessing((32, 32), crop_fraction=0.5)
     dual = he.convert(model, processor=[given])
     assert (dual.image.metadata.preprocessing, dual.text.metadata.preprocessing) == (given, None)
+
+
+def test_a_dual_encoder_stands_apart_from_the_model_it_came_from() -> None:
+    model = open_clip_model()
+    theirs, dual = {parameter.data_ptr() for parameter in model.parameters()}, he.convert(model)
+    assert not theirs & {parameter.data_ptr() for parameter in dual.parameters()}
 
 
 CLASS_NAMES = ["tench", "black-and-gold garden spider", "St. Bernard", "jack-o'-lantern"]

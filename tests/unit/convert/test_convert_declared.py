@@ -184,7 +184,6 @@ ROTARY = {"rotary": he.RotaryConfig(100.0), "ignored": ("place",)}
         (OwnViT, but(OWN_VIT, None, **SWAPPED), r"0\.wide\.weight.*mlp\.down\.weight.*shape \[64, 32\] is not"),
         (OwnViT, but(OWN_VIT, {"answer": lambda model, batch: (model(batch["pixel_values"]),)}), "answer= returns"),
         (EncoderViT, but(ENCODER_VIT, None, encoder="patchify"), "nn.TransformerEncoder"),
-        (RopeBert, but(ROPE_BERT, {"max_tokens": None}), "max_tokens="),
     ],
 )
 def test_what_a_model_cannot_be_is_said(kind: Any, declaration: he.Declaration, token: str) -> None:

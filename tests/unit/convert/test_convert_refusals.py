@@ -7,10 +7,9 @@ import pytest
 import torch
 from convert_cases import changed, refused, vit
 from torch import nn
-from torch.nn.utils import parametrizations
 
 import hydra_ensembles as he
-from architectures import timm_model, torchvision_model
+from architectures import timm_model
 from architectures_clip import SIGLIP_IMAGE, open_clip_model, transformers_clip
 from architectures_transformers import TEXT, VISION, transformers_model
 from hydra_ensembles.convert.convert import ARCHITECTURES, DUAL_ARCHITECTURES
@@ -81,16 +80,11 @@ def with_adapters() -> Any:
 DEEP = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
 EXTRA, NAN, INF = nn.Parameter(torch.zeros(3)), float("nan"), float("inf")
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
-ELECTRA = "ElectraForSequenceClassification"
 VARIANTS: Rows = [
     (lambda: "vit_tiny_patch16_224", "str; load it"),
     (lambda: he.convert(vit()), "Ensemble already"),
     (lambda: vit(patch_drop_rate=0.5), "rate of 0, which gives the same"),
     (with_adapters, "peft.*merge_and_unload"),
-    (
-        lambda: changed(vit(), "blocks.1.mlp.fc1", parametrizations.weight_norm(nn.Linear(32, 64))),
-        "remove_parametrizations",
-    ),
     (lambda: vit(num_classes=1), "one output"),
     (lambda: changed(vit(), "head.bias", nn.Parameter(torch.tensor([0, 1, NAN, 2, INF]))), "2 of the 5 values of head"),
     (lambda: changed(vit(), "head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
@@ -100,17 +94,13 @@ VARIANTS: Rows = [
     (lambda: timm_model(EVA02, scale_attn_inner=True), r"scale_attn_inner .*no canonical place.*attn\.norm"),
     (lambda: hf("GteModel", TEXT, rope_parameters=LINEAR_ROPE), "linear"),
     (lambda: hf("AlbertModel", TEXT, embedding_size=16, num_hidden_groups=2), "num_hidden_groups, the model has"),
-    # torchvision
-    (lambda: torchvision_model(representation_size=16), r"representation_size, heads\."),
     # transformers
     (lambda: bert(is_decoder=True), "decoder"),
     (lambda: bert(hidden_act="mish"), "mish"),
     (lambda: vit(img_size=36, patch_size=8), r"36x36 is not a multiple .* 8x8.*set_input_size\(\(32, 32\)\)"),
     (lambda: hf("ViTForImageClassification", VISION, problem_type="multi_label_classification"), "multi_label"),
-    (lambda: hf("SiglipVisionModel", SIGLIP_IMAGE, vision_use_head=False), "vision_use_head"),
     # two towers
     (lambda: open_clip_model({"patch_dropout": 0.5}), "patch_dropout"),
-    (lambda: open_clip_model({"attentional_pool": True}), "attentional_pool, "),
     (lambda: open_clip_model({"layers": (1, 1, 1, 1)}), "the image tower is a ModifiedResNet"),
     (lambda: open_clip_model(text={"pool_type": "none"}), "pool_type is 'none'"),
     (lambda: transformers_clip({}, {"eos_token_id": 49407}), "eos_token_id.*49407"),

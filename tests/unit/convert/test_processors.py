@@ -210,7 +210,6 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
         ("ViT", {"size": SQUARE, "do_resize": False}, "do_resize"),
         ("ViT", {"size": {"height": 60, "width": 60}}, "8x8"),
         ("Bit", {"size": short, "do_center_crop": False}, "do_center_crop"),
-        ("Bit", {"size": short, "crop_size": {"height": 48, "width": 56}}, "same shape"),
         ("MobileViT", {"size": short, "crop_size": SQUARE}, "do_flip_channel_order"),
         ("EfficientNet", {"size": SQUARE}, "rules of its own"),
         ("Siglip2", {}, "shortest_edge"),

@@ -10,13 +10,7 @@ from hydra_ensembles.errors import DataError, HydraWarning
 from pictures import picture
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "said"),
-    [
-        ("Pos", "pos", "count as two"),
-        ("NA", "pos", "class 'NA'"),
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "said"), [("Pos", "pos", "count as two"), ("NA", "pos", "class 'NA'")])
 def test_classes_that_may_be_one_or_none_are_said(tmp_path: Path, one: str, other: str, said: str) -> None:
     (tmp_path / "t.csv").write_text(f"text,label\na,{one}\nb,{other}\n", encoding="utf-8")
     with pytest.warns(HydraWarning, match=said):

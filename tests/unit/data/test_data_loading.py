@@ -69,7 +69,6 @@ def test_files_and_splits_that_are_not_there(image_folder: Path, path: str, spli
         ("a.jsonl", '{"text": "a\u2028b", "label": 0}\n\n{"text": \n', r"a\.jsonl.*line 3"),
         ("a.jsonl", '{"text": "a", "label": 0, "label": 1}\n', r"a\.jsonl.*line 1.*'label' is given twice"),
         ("a.jsonl", '{"text": "a", "label": 1.0}\n{"text": "b", "label": NaN}\n', r"row 1 of .*\(got nan\)"),
-        ("a.jsonl", '{"text": "a", "label": 0.5}\n', "row 0 of .* label 0.5"),
         ("a.jsonl", '{"text": "a", "label": -1}\n{"text": "b"}\n', r"row 0 of .*\(got -1\); 2 rows have none"),
         ("a.txt", "a.png dog\n", "'path label'"),
     ],
@@ -266,6 +265,10 @@ def test_splits_among_other_folders_are_refused_and_a_class_called_train_is_not(
     make_classes(tmp_path / "mixed", {"raw": 1})
     with pytest.raises(DataError, match=r"\['test', 'train'\].*split="):
         load(tmp_path / "mixed")
+    make_classes(tmp_path / "one" / "train", {"dog": 1})
+    make_classes(tmp_path / "one", {"raw": 1})
+    with pytest.raises(DataError, match=r"\['train'\].*and also \['raw'\]"):
+        load(tmp_path / "one", labels="optional")
     vehicles = make_classes(tmp_path / "vehicles", {"train": 2, "bus": 1})
     assert load(vehicles).class_names == ("bus", "train")
 
