@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from hydra_ensembles.batches import borrowed, epoch_of, iterate, move, read_batch, require_labels
+from hydra_ensembles.batches import epoch_of, iterate, move, read_batch, require_labels
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.fingerprints import source_fingerprint
@@ -18,9 +18,7 @@ from hydra_ensembles.fingerprints import source_fingerprint
 X, Y = torch.randn(4, 3, 2, 2), torch.arange(4)
 
 
-@pytest.mark.parametrize(
-    "beside", [("0.png", "1.png", "2.png", "3.png"), torch.rand(4), torch.zeros(4, 2, 2).long(), Y[:3], {"boxes": [1]}]
-)
+@pytest.mark.parametrize("beside", [("0.png", "1.png", "2.png", "3.png"), torch.zeros(4, 2, 2).long(), Y[:3]])
 def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
     for batch in ((X, beside), [X], {"pixel_values": X, "label": beside}):
         inputs, labels = read_batch(batch, labelled=False)
@@ -31,11 +29,8 @@ def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
     for one, way in ((3, "DataLoader"), (Y[:, None], "squeeze")):  # items of a data set; a column of a table
         with pytest.raises(DataError, match=way):
             read_batch((X, one))
-    with pytest.raises(DataError, match=r"\['a', 'a', 'a', 'a'\]"):
-        read_batch((X, ["a"] * 4))
-    for single in ({"pixel_values": X, "labels": Y}, X, "pictures"):
-        with pytest.raises(DataError, match=rf"val must be batches: .*\[batch\].* got {type(single).__name__}"):
-            list(iterate(single, "val"))
+    with pytest.raises(DataError, match=r"val must be batches: .*\[batch\].* got dict"):
+        list(iterate({"pixel_values": X, "labels": Y}, "val"))
 
 
 def test_only_copies_towards_the_gpu_are_not_waited_for() -> None:
@@ -55,26 +50,12 @@ def test_what_is_named_like_an_input_is_read_or_refused_and_texts_are_left_out()
         "attention_mask": [[1, 1, 1], [1, 1, 1]],
     }
     assert labels is not None
-    for wrong in ([[1], [1, 2]], object(), np.array([object()]), [[10**30]]):
-        with pytest.raises(DataError, match="attention_mask of batch 3 of val"):
-            read_batch({**given, "attention_mask": wrong}, "val", 3)
-    for raw in ({"text": ["one", "two"], "labels": [0, 1]}, (["one", "two"], [0, 1])):
-        with pytest.raises(DataError, match=r"tensors.*data\.batches\("):
-            read_batch(raw)
+    with pytest.raises(DataError, match="attention_mask of batch 3 of val"):
+        read_batch({**given, "attention_mask": [[1], [1, 2]]}, "val", 3)
+    with pytest.raises(DataError, match=r"tensors.*data\.batches\("):
+        read_batch((["one", "two"], [0, 1]))
     for of_any_type in (np.arange(4, dtype=np.uint16), [0, 1, 2, 3], Y.to(torch.uint8)):
         assert torch.equal(require_labels(read_batch((X, of_any_type))[1], 4), Y)
-
-
-def test_a_generator_that_is_not_torchs_is_left_alone() -> None:
-    class Own(TensorDataset):
-        @property
-        def generator(self) -> object:
-            return object()  # a new one each time, without a setter
-
-    data = Own(X, Y)
-    with borrowed(data):
-        assert len(data) == 4
-    assert "generator" not in vars(data)
 
 
 class Noisy(Dataset[Tensor]):
@@ -134,8 +115,8 @@ def mark(source: Any) -> str:
 
 SOURCES: dict[str, Callable[[Tensor], Any]] = {
     "list": lambda labels: split(IMAGES, labels),
-    "mappings": lambda labels: [{"pixel_values": x, "labels": y} for x, y in split(IMAGES, labels)],
     "pairs": lambda labels: [(x, ["a text"] * 4, y) for x, y in split(IMAGES, labels)],
+    "mappings": lambda labels: [{"pixel_values": x, "labels": y} for x, y in split(IMAGES, labels)],
     "tensors": lambda labels: DataLoader(TensorDataset(IMAGES, labels), 4),
     "targets": lambda labels: DataLoader(Pictures(labels, "targets"), 4),
     "labels": lambda labels: data_batches(Pictures(labels, "labels"), torch.stack, 4),
@@ -167,14 +148,3 @@ def test_inputs_in_memory_rows_of_a_subset_and_texts_count() -> None:
     ]
     for one, other in different:
         assert mark(one) != mark(other)
-
-
-def test_what_a_source_happens_to_hold_does_no_harm() -> None:
-    class Odd(list[Any]):
-        labels = ("cat", "dog")
-        targets = (object(), object())
-        rows = ([1], [2, 3])
-        indices = "none"
-        generator = 5
-
-    assert mark(Odd(split(IMAGES, LABELS))) == mark(Odd(split(IMAGES, LABELS)))

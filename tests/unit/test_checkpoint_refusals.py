@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES, open_clip_model
-from checkpoint_models import ensemble, same_state, text, tiny
+from checkpoint_models import ensemble, same_state, text
 from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.files import checksum, sealed
 from hydra_ensembles.model.dual_encoder import DualEncoder
@@ -26,10 +25,9 @@ Change = Callable[[dict[str, Any]], object]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text ensemble, a tiny one, a dual encoder and a zero-shot classifier; not to be modified."""
+    """A folder with a text ensemble, a dual encoder and a zero-shot classifier; not to be modified."""
     folder = tmp_path_factory.mktemp("saved")
     ensemble(text()).save_pretrained(folder / "text")
-    ensemble(tiny()).save_pretrained(folder / "tiny")
     he.convert(open_clip_model()).save_pretrained(folder / "dual")
     dual = dual_of(next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar"))
     members = [he.prune(dual, heads) for heads in ([(0, 1, "image"), (1, 2, "text")], [(1, 0, "text")])]
@@ -59,19 +57,12 @@ def assert_refused(folder: str | Path, token: str, kind: type[Ensemble] | type[D
 def test_missing_folders_and_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert_refused(tmp_path / "nowhere", "does not exist")
-    assert_refused("nowhere-at-all", "owner/name")
-    for file in (folder / "config.json", f"{folder.name}/config.json"):  # the second looks like a hub id
-        assert_refused(file, "is a file")
+    assert_refused(f"{folder.name}/config.json", "is a file")  # it looks like a hub id
     assert_refused(folder.parent, f"no config.*wrote, one of {folder.name}$")
-    with pytest.raises(CheckpointError, match="revision"):
-        Ensemble.from_pretrained(folder, revision="main")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert_refused(folder, "pickles")  # which are never loaded
-    (folder / "pytorch_model.bin").unlink()
-    assert_refused(folder, "no model.safetensors")
-    for name in ("tokenizer.json", "config.json"):
-        (folder / name).unlink()
-        assert_refused(folder, f"no {name}")
+    (folder / "tokenizer.json").unlink()
+    assert_refused(folder, "no tokenizer.json")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -80,12 +71,6 @@ def test_only_plain_files_in_the_folder_are_read(name: str, folder: Path, tmp_pa
     (folder / name).symlink_to(tmp_path / name)
     assert_refused(folder, "outside")
     (folder / name).unlink()
-    (folder / name).symlink_to(folder / name)  # a symlink to itself
-    assert_refused(folder, f"no {name}|symbolic links")
-    (folder / name).unlink()
-    (folder / name).mkdir()
-    assert_refused(folder, "plain file")
-    (folder / name).rmdir()
     os.mkfifo(folder / name)  # opening it would block forever
     assert_refused(folder, "plain file")
 
@@ -108,12 +93,8 @@ def test_links_within_the_folder_and_within_the_cache_of_the_hub(folder: Path, t
 @pytest.mark.parametrize(
     ("content", "token"),
     [
-        (b"[]", "not written by hydra_ensembles"),
         (b'{"model_type": "vit"}', r"hydra_ensembles\.convert"),
         (b'{"format": "hydra_ensembles", "format_version": 3}', "version 3"),
-        (b'{"format": "hydra_ensembles", "format_version": true}', "version True"),
-        (b'{"format": "hydra_ensembles", "format_version": 1}', "lacks the fields"),
-        (b'{"format": "hydra_ensembles", "format_version": 2}', "digest"),
         (b"version https://git-lfs.github.com/spec/v1", "git-lfs"),
     ],
 )
@@ -122,69 +103,25 @@ def test_texts_that_are_no_config(content: bytes, token: str, folder: Path) -> N
     assert_refused(folder, token)
 
 
-HUGE = 1 << 24
-
-
-def sizes(members: int = 3, **parts: dict[str, Any]) -> Change:
-    def change(config: dict[str, Any]) -> None:
-        for part, values in parts.items():
-            config["model"][part].update(values)
-        config["metadata"].update(labels=[], calibration=None)
-        if layers := parts.get("encoder", {}).get("layers"):
-            config["model"]["heads"] = [[[]] * layers] * members
-
-    return change
-
-
 WRONG: dict[str, list[tuple[Change, str]]] = {
     "text": [
-        (lambda c: c.update(surprise=1), "surprise"),
-        (lambda c: c.update(kind="dual_encoder"), "kind 'dual_encoder'"),
-        (lambda c: c.pop("model"), "model"),
         (lambda c: c["files"].update({"../model.safetensors": "0" * 64}), "checksums"),
-        (lambda c: c["files"].update({"model.safetensors": "abc"}), "SHA-256"),
         (lambda c: c["model"]["encoder"].pop("causal"), "causal"),  # a missing field does not get its default
-        (lambda c: c["model"]["heads"].pop(), "3 temperatures"),
-        (lambda c: c["model"]["heads"][0].pop(), r"heads\[0\]"),
         (lambda c: c["model"]["heads"][0].__setitem__(0, [1, 0]), "ascending"),
-        (lambda c: c["model"]["heads"][0].__setitem__(0, [0]), r"instead of \[4, 3, 2, 8\]"),
-        (lambda c: c["model"].update(trunk=1), "share"),
-        (lambda c: c["metadata"].update(labels=["one"]), "1 labels"),
         (lambda c: c["metadata"]["calibration"].update(temperature=[1e-320]), "must be positive"),
-        (lambda c: c["metadata"]["calibration"].update(reference={"values": [1.0], "samples": 1 << 63}), "scores of"),
         (lambda c: c["metadata"]["preprocessing"].update(tokenizer="{}"), "tokenizer"),
-        (lambda c: c["metadata"].update(preprocessing=None), "tokenizer"),
-        (lambda c: c["metadata"].update(text_side=None), "text_side"),
         (lambda c: c["metadata"]["preprocessing"].update(pad_id=11), "pad_id is 11"),
         (lambda c: c.update(format_version=1, files={}), "checksums"),
-        (sizes(encoder={"width": HUGE, "head_dim": HUGE, "mlp_width": HUGE}), "instead of"),
-        (sizes(1, encoder={"layers": 4096}), "at least 4096"),
-        (sizes(100, encoder={"layers": 4096}), "values"),
-        (sizes(300, encoder={"layers": 4096}), "4194304 bytes"),
+        (lambda c: c.update(kind="dual_encoder"), "kind 'dual_encoder'"),
+        (lambda c: c["model"]["heads"].pop(), "3 temperatures"),
+        (lambda c: c["metadata"].update(labels=["one"]), "1 labels"),
+        (lambda c: c["model"]["encoder"].update(width=1 << 24), "instead of"),
     ],
-    "tiny": [
-        (sizes(encoder={"width": HUGE}, stem={"channels": HUGE, "patch_size": [4096] * 2}), "impossible model"),
-    ],
-    "dual": [
-        (lambda c: c.update(kind="ensemble"), "kind 'ensemble'"),
-        (lambda c: c["metadata"]["image"]["preprocessing"].update(crop_fraction=1e-9), "makes images of"),
-        (lambda c: c["metadata"].pop("text"), r"\['image'\]"),
-        (lambda c: c["model"].update(text_projection=None), "width 24"),
-        (lambda c: c["model"].update(scale_copies=2), "scale_copies"),
-        (lambda c: c["model"]["image_projection"].update(outputs=0), "outputs"),
-        (lambda c: c["model"].update(image=c["model"]["text"]), "text and text"),
-        (lambda c: c["metadata"]["image"].update(preprocessing={"kind": "text", "max_length": 5}), "preprocessing"),
-    ],
+    "dual": [(lambda c: c["metadata"]["image"]["preprocessing"].update(crop_fraction=1e-9), "makes images of")],
     "zero-shot": [
         (lambda c: c["metadata"].update(text_side=None), "tokenizer"),
         (lambda c: c["files"].pop("tokenizer.json"), "tokenizer"),
-        (lambda c: c["metadata"]["text_side"].pop("templates"), "templates"),
-        (lambda c: c["metadata"]["text_side"]["tower"]["encoder"].pop("causal"), "causal"),
-        (lambda c: c["metadata"]["text_side"].update(projection=None), "width 32"),
         (lambda c: c["metadata"]["text_side"]["projection"].update(outputs=23), "width 23"),
-        (lambda c: c["metadata"]["text_side"].update(logit_scale=[1.0] * 5), "once per member"),
-        (lambda c: c["model"]["readout"].pop("cosine"), "class embeddings"),
-        (lambda c: c["model"]["readout"]["cosine"].update(width=None, bias=False), "does not fit"),
     ],
 }
 
@@ -222,12 +159,7 @@ def test_a_changed_config_is_noticed_and_one_of_the_first_format_answers_as_befo
     assert torch.equal(loaded.predict("hello").probs, model.double().predict("hello").probs)
 
 
-def test_files_that_are_unreadable_or_of_absurd_size_are_not_read_through(folder: Path) -> None:
-    with patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")):
-        assert_refused(folder, "Permission denied")
-    for error in (MemoryError, RuntimeError("unable to mmap")):  # mmap failures
-        with patch("hydra_ensembles.checkpoint.safe_open", side_effect=error):
-            assert_refused(folder, "memory")
+def test_files_of_absurd_size_are_not_read_through(folder: Path) -> None:
     for name, token in (("model.safetensors", "damaged"), ("config.json", "4194304 bytes")):
         with (folder / name).open("r+b") as file:
             file.truncate(1 << 40)  # sparse: takes no space
@@ -240,9 +172,7 @@ def test_files_that_are_unreadable_or_of_absurd_size_are_not_read_through(folder
         (lambda t: t.pop("stem.words"), "lacks"),
         (lambda t: t.update(extra=torch.zeros(1)), "unknown 'extra'"),
         (lambda t: t.update({"stem.words": torch.zeros(1, 6, 11)}), r"instead of \[1, 11, 6\]"),
-        (lambda t: t.update({"stem.words": t["stem.words"].int()}), "I32"),
         (lambda t: t.update({"stem.words": t["stem.words"].double()}), r"F64 \(stem\.words\)"),
-        (lambda t: t.clear(), "0 tensors"),
     ],
 )
 def test_tensors_that_do_not_fit(change: Change, token: str, folder: Path) -> None:

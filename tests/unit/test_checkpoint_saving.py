@@ -2,8 +2,6 @@
 
 import json
 import os
-import resource
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -18,12 +16,10 @@ from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
 from checkpoint_models import CONFIGS, TOKENIZER, ensemble, inputs_for, ragged, same_bits, same_state, single, text
 from hydra_ensembles import checkpoint
-from hydra_ensembles.errors import CheckpointError, ConfigError, HydraError, StorageError
+from hydra_ensembles.errors import CheckpointError, HydraError, StorageError
 from hydra_ensembles.files import write_atomically
 from hydra_ensembles.model.dual_encoder import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.metadata import Metadata
-from hydra_ensembles.preprocessing import TextPreprocessing
 from processes import in_a_child
 
 TWO_LIBRARIES = [case for case in DUAL_CASES if case.name in ("transformers-quickgelu", "open_clip-nonscalar")]
@@ -92,27 +88,17 @@ def test_dtype_and_device_are_converted_on_request(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = Ensemble.from_pretrained(str(tmp_path), dtype=torch.bfloat16, device="cpu")
     assert_same_model(loaded, model.to(torch.bfloat16))
-    for wrong, token in (({"dtype": torch.int8}, "int8"), ({"device": "gpu"}, "gpu")):
-        with pytest.raises(ConfigError, match=token):
-            Ensemble.from_pretrained(tmp_path, **wrong)
 
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     good, mixed = ensemble(single()), ensemble(single())
     mixed.stem.double()
-    halved, unread = (
-        ensemble(text(), metadata=Metadata(preprocessing=TextPreprocessing(max_length=9, tokenizer=content)))
-        for content in ('{"a": "\ud800"}', "[]")
-    )
     good.save_pretrained(tmp_path)
     for make, token in (
         (lambda: good.with_metadata(metrics={"auroc": float("nan")}), "auroc"),
         (lambda: good.with_metadata(labels=("a", "b", "\ud800")), r"config\.json"),
-        (lambda: ensemble(single()).to(torch.float8_e4m3fn), "float8"),
         (lambda: ensemble(single()).to("meta"), "meta"),
         (lambda: mixed, r"float64 \(stem"),
-        (lambda: halved, r"tokenizer\.json"),
-        (lambda: unread, r"tokenizer\.json"),
     ):
         with pytest.raises(HydraError, match=token):
             make().save_pretrained(tmp_path)
@@ -120,22 +106,17 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     assert Ensemble.from_pretrained(tmp_path).metadata == good.metadata
 
 
-@pytest.mark.parametrize("content", ['{"model_type": "vit"}', '["format"]', "{", ""])
-def test_a_folder_of_another_library_is_left_alone(tmp_path: Path, content: str) -> None:
+def test_a_folder_of_another_library_is_left_alone(tmp_path: Path) -> None:
+    content = '{"model_type": "vit"}'
     for name in ("config.json", "README.md"):
         (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         ensemble(single()).save_pretrained(tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == [content] * 2
-    with pytest.raises(CheckpointError, match="is a file"):
-        ensemble(single()).save_pretrained(tmp_path / "README.md")
-    (tmp_path / "config.json").unlink()
-    ensemble(single()).save_pretrained(tmp_path)
-    assert Ensemble.from_pretrained(tmp_path).num_members == 1
 
 
-@pytest.mark.parametrize("mask", [0o077, 0o022])
-def test_files_and_folders_respect_the_umask(mask: int, tmp_path: Path) -> None:
+def test_files_and_folders_respect_the_umask(tmp_path: Path) -> None:
+    mask = 0o077
     before = os.umask(mask)
     try:
         write_atomically(tmp_path / "model/file", b"of any kind")
@@ -182,32 +163,10 @@ def test_a_save_cut_short_anywhere_leaves_one_model_whole_and_the_next_one_tidie
         assert ("new model" if committed else "earlier model") in str(caught.value)
     assert_same_model(Ensemble.from_pretrained(tmp_path), new if committed else old)
     assert committed or ending == "killed" or not list(tmp_path.glob(".*"))
-    (tmp_path / ".saving-1").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"config\.json"):  # a refused save cleans up too
         old.with_metadata(labels=("a", "b", "\ud800")).save_pretrained(tmp_path)
     assert_same_model(Ensemble.from_pretrained(tmp_path), new if committed else old)
     assert not list(tmp_path.glob(".*"))
-
-
-def test_a_full_disk_is_a_clear_error_and_the_earlier_model_stays(tmp_path: Path) -> None:
-    model = ensemble(single())
-    model.save_pretrained(tmp_path)
-    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def save() -> None:
-        for limit in (len(files["model.safetensors"]) - 1, 9):  # too little for the weights; for any file
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            with pytest.raises(StorageError, match="the earlier model"):
-                model.save_pretrained(tmp_path)
-
-    assert in_a_child(save) == 0
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
-
-
-def test_a_folder_that_vanishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_write_weights", lambda *_: shutil.rmtree(tmp_path / "model"))
-    with pytest.raises(StorageError, match="nothing was saved"):
-        ensemble(single()).save_pretrained(tmp_path / "model")
 
 
 @pytest.mark.parametrize("step", ["_read_record", "_name_of", "require_fit"])
@@ -232,20 +191,6 @@ def test_a_reader_overtaken_by_a_save_gets_one_model_whole(
     loaded = Ensemble.from_pretrained(tmp_path)
     assert overtaken
     assert_same_model(loaded, other if loaded.metadata.labels == ("x", "y", "z") else one)
-
-
-def test_a_folder_that_is_saved_to_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, looks = ensemble(single()), iter(range(99))
-    model.save_pretrained(tmp_path)
-
-    def overtake(*_: object) -> object:
-        model.with_metadata(source=f"save {next(looks)}").save_pretrained(tmp_path)
-        raise CheckpointError("mixed")
-
-    monkeypatch.setattr(checkpoint, "_read_record", overtake)
-    with pytest.raises(CheckpointError, match=f"{checkpoint.READ_ATTEMPTS} attempts"):
-        Ensemble.from_pretrained(tmp_path)
-    assert next(looks) == checkpoint.READ_ATTEMPTS
 
 
 WITHOUT_LIBRARIES = """

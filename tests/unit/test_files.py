@@ -9,33 +9,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from hydra_ensembles import data, files, load
-from hydra_ensembles.errors import CheckpointError, ConfigError, HydraWarning, StorageError
+from hydra_ensembles import files
+from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
 from processes import in_a_child
 
-DISK = {
-    errno.ENOSPC: "free some space",
-    errno.EROFS: "allow writing",
-    errno.ENOENT: "check what was moved",
-    errno.EIO: "another place",
-}
 
-
-@pytest.mark.parametrize("read", [files.expanded, load, data.load])
-def test_the_home_of_nobody_is_said_to_be_that(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert files.expanded("~/a") == Path("/home/me/a")
-    with pytest.raises(ConfigError, match="no home folder ~nosuchuser here; give the whole path"):
-        read("~nosuchuser/a")
-
-
-@pytest.mark.parametrize("number", DISK)
-def test_what_the_disk_refuses_is_an_error_of_ours(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_disk_refuses_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"old")
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, os.strerror(number))))
-    with pytest.raises(StorageError, match=DISK[number]):
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(StorageError, match="free some space"):
         files.write_atomically(tmp_path / "file", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
 
@@ -59,23 +41,11 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
     assert {one.name for one in tmp_path.iterdir()} == {"file", ".other.0123.tmp"}
 
 
-def test_a_disk_that_flushes_files_alone_is_good_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EINVAL, "Invalid argument")))
-    files.flush(tmp_path)
-    with pytest.raises(OSError, match="Invalid"):
-        files.flush(tmp_path / "file")
-
-
-def test_what_is_no_file_is_not_replaced_by_one_and_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # like a device, it must not be replaced
     with pytest.raises(StorageError, match="not a plain file"):
         files.write_atomically(tmp_path / "pipe", b"content")
     assert (tmp_path / "pipe").is_fifo()
-    (tmp_path / "file").touch()
-    for use in (lambda file: files.write_atomically(file / "inside", b""), enter):
-        with pytest.raises(StorageError, match="file"):
-            use(tmp_path / "file")
 
 
 def enter(folder: Path, **settings: Any) -> None:
@@ -94,20 +64,8 @@ def test_the_second_worker_is_told_and_the_lock_leaves_nothing(tmp_path: Path) -
     assert not list(folder.iterdir())
 
 
-def test_a_lock_is_not_written_where_a_link_leads(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("text")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(StorageError, match="cannot be written"):
-        enter(tmp_path / "a")
-    assert (tmp_path / "precious").read_text() == "text"
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_disk_without_locks_is_worked_on_and_told_of(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number))))
+def test_a_disk_without_locks_is_worked_on_and_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with pytest.warns(HydraWarning, match="no locks"), files.locked(tmp_path, "build", wait=True):
         files.write_atomically(tmp_path / "file", b"content")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -154,16 +112,9 @@ def test_those_who_wait_come_one_at_a_time(tmp_path: Path) -> None:
     ("content", "token"),
     [
         (b"{", "not valid JSON"),
-        (b"\xff\xfe{}", "utf-8"),
-        (b"\xef\xbb\xbf{}", "BOM"),
         (b"[" * 100_000, "too deeply"),
-        (b"[" * 500 + b"]" * 500, "too deeply"),
         (b'{"a": 1, "a": 2}', "twice"),
         (b'{"a": NaN}', "NaN"),
-        (b'{"a": 1e999}', "too large"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b'{"a": "\\ud800"}', "surrogates"),
-        (b'{"\\udfff": 1}', "surrogates"),
     ],
 )
 def test_text_that_is_not_strictly_json(content: bytes, token: str) -> None:
@@ -171,23 +122,16 @@ def test_text_that_is_not_strictly_json(content: bytes, token: str) -> None:
         files.parse_json(content, "file")
 
 
-def test_json_comes_back_and_files_are_read_within_limits(tmp_path: Path) -> None:
+def test_json_comes_back_and_only_plain_files_are_read(tmp_path: Path) -> None:
     path = tmp_path / "new/file.json"
     value = {"lists": [[0, 1], [], [3]], "empty": {}, "deep": {"words": ["word " * 12] * 3}, "ü": None}
     files.write_json(path, value)
-    for bad in (float("nan"), {1, 2}, "\ud800"):
-        with pytest.raises(CheckpointError, match="file"):
-            files.write_json(path, [bad])
+    with pytest.raises(CheckpointError, match="file"):
+        files.write_json(path, [float("nan")])
     assert files.read_json(path) == value
-    with pytest.raises(CheckpointError, match=path.name):
-        files.read_file(path, 4)
-    for wrong in (tmp_path / "new", tmp_path / "none.json", Path("/dev/zero")):
-        for read in (files.read_file, files.read_json):
-            with pytest.raises(CheckpointError, match=wrong.name):
-                read(wrong)
-    os.truncate(path, 1 << 40)  # a sparse file takes no space on disk
-    with pytest.raises(CheckpointError, match="limit"):
-        files.checksum(path, 1 << 20)
+    for wrong in (tmp_path / "none.json", Path("/dev/zero")):
+        with pytest.raises(CheckpointError, match=wrong.name):
+            files.read_json(wrong)
 
 
 def test_a_seal_shows_every_change_of_content_and_none_of_layout() -> None:
@@ -200,14 +144,3 @@ def test_a_seal_shows_every_change_of_content_and_none_of_layout() -> None:
         for required in (True, False):
             with pytest.raises(CheckpointError, match="digest"):
                 files.unsealed(changed, "file", required=required)
-    with pytest.raises(CheckpointError, match="digest"):
-        files.digest_of([float("inf")])
-
-
-def test_a_sealed_file_is_an_object_with_its_digest(tmp_path: Path) -> None:
-    files.write_sealed(tmp_path / "file", {"a": 1})
-    assert files.read_sealed(tmp_path / "file", required=True) == {"a": 1}
-    for content in ("[1]", '{"a": 1, "digest": "0"}', '{"a": 1}'):
-        (tmp_path / "file").write_text(content)
-        with pytest.raises(CheckpointError, match="file"):
-            files.read_sealed(tmp_path / "file", required=True)

@@ -72,13 +72,6 @@ def test_numbers_of_no_known_range_are_refused(dtype: Any) -> None:
         plain(3)(of_numbers([[0, 255]], dtype))
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "1", "LA", "CMYK"])
-def test_other_modes_become_grey_as_pillow_does_it(mode: str) -> None:
-    colours = np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    image = Image.fromarray(colours).convert(mode)
-    assert np.array_equal(np.asarray(to_grey(image)), np.asarray(image.convert("L")))
-
-
 def test_texts_that_are_cut_or_without_a_word_are_warned_of() -> None:
     """A tokenizer with special tokens makes tokens from an empty text, and models answer it."""
     words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "cat": 3}, unk_token="[UNK]"))
@@ -116,44 +109,23 @@ def test_images_stored_on_their_side_are_warned_of(orientation: Any, turned: boo
     assert ["at least one image" in message for message in messages] == [True] * turned
 
 
-def test_a_transparent_palette_gives_no_warning() -> None:
-    image = Image.fromarray(np.arange(4, dtype=np.uint8).reshape(2, 2)).convert("P")
-    image.info["transparency"] = bytes([0, 128] + [255] * 254)
-    for channels in (1, 3):
-        assert plain(channels)(image).shape == (1, channels, 2, 2)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda content: content["model"].update(unk_token="[NOWHERE]"),
-        lambda content: content["post_processor"].update(single=content["post_processor"]["single"] * 2),
-        lambda content: content["post_processor"]["special_tokens"].pop("[END]"),  # panics in some releases
-    ],
-    ids=["an unknown token is needed", "rows of other lengths", "a special token is lacking"],
-)
-def test_a_tokenizer_that_fails_at_a_text_is_named(spoil: Any) -> None:
+def test_a_tokenizer_that_fails_at_a_text_is_named() -> None:
     good = word_tokenizer(mask=True)
     content = json.loads(good.tokenizer)
-    spoil(content)
+    content["post_processor"]["special_tokens"].pop("[END]")  # panics in some releases
     with pytest.raises(ConfigError, match="cannot use this tokenizer"):
-        replace(good, tokenizer=json.dumps(content))(["a photo of a cat", "xyzzy"])
+        replace(good, tokenizer=json.dumps(content))(["a photo of a cat"])
 
 
-def test_nothing_images_without_a_pixel_and_texts_that_cannot_be_read_are_refused() -> None:
+def test_images_without_a_pixel_and_texts_that_cannot_be_read_are_refused() -> None:
     images, texts = plain(3), TextPreprocessing(max_length=5, tokenizer=TOKENIZER)
-    for preprocessing, given in ((images, []), (texts, []), (TextPreprocessing(5), ["a"])):
-        with pytest.raises(DataError, match=r"no images|no texts|without a tokenizer"):
-            preprocessing(given)  # type: ignore[operator]
-    for given, kind in (({"hello", "there"}, "set"), (b"hello", "bytes")):  # answers in which order? for each byte?
-        with pytest.raises(DataError, match=f"item 0 is a {kind}"):
-            texts(given)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="item 0 is a set"):  # answers in which order?
+        texts({"hello", "there"})  # type: ignore[arg-type]
     with pytest.raises(DataError, match="image 1 is"):
         images([Image.new("RGB", (2, 2)), Image.new("RGB", (0, 5))])
-    for text, token in (("", "text 1.*no tokens"), ("  ", "no tokens"), ("a \ud83d b", "surrogate")):
-        for given in (["hello", text], [("hello", "hello"), ("", text)]):
-            with pytest.raises(DataError, match=token):
-                texts(given)
+    for text, token in (("", "text 1.*no tokens"), ("a \ud83d b", "surrogate")):
+        with pytest.raises(DataError, match=token):
+            texts(["hello", text])
     repaired = TextPreprocessing(max_length=5, tokenizer=TOKENIZER, cleaning="whitespace")
     assert repaired("hello \ud83d")["input_ids"].tolist() == [[1, 0]]  # as open_clip reads it
 
@@ -170,6 +142,5 @@ def test_preprocessing_does_not_follow_the_usual_type_of_tensors() -> None:
 
 
 def test_a_path_is_refused_with_the_call_that_opens_it() -> None:
-    for given in ("photo.jpg", ["photo.jpg"], Path("photo.jpg")):
-        with pytest.raises(DataError, match=r"PIL\.Image\.open\('photo\.jpg'\)"):
-            plain(3)(given)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"PIL\.Image\.open\('photo\.jpg'\)"):
+        plain(3)(Path("photo.jpg"))  # type: ignore[arg-type]

@@ -69,33 +69,16 @@ def test_defaults_fill_gaps_unless_the_data_must_be_complete() -> None:
 @pytest.mark.parametrize(
     ("change", "token"),
     [
-        ({"shape": {"side": 1}}, "config.shape.kind"),
         ({"shape": {"kind": "star"}}, "'star'"),
         ({"shape": {"kind": "circle"}}, "['radius']"),
-        ({"shape": {"kind": "circle", "radius": 10**400}}, "config.shape.radius"),
         ({"shape": {"kind": "circle", "radius": float("nan")}}, "got nan"),
-        ({"shape": {"kind": "circle", "radius": True}}, "got True"),
-        ({"shape": {"kind": "square", "side": 1.0}}, "config.shape.side"),
         ({"colour": "green"}, "'green'"),
-        ({"colour": ["red"]}, "config.colour"),
         ({"size": [1]}, "config.size"),
-        ({"size": "12"}, "'12'"),
         ({"points": [[1], [2, None]]}, "config.points[1][1]"),
-        ({"title": 3}, "config.title"),
-        ({"filled": 1}, "config.filled"),
-        ({"filled": "x" * 200}, "xxx..."),
-        ({"weights": [1]}, "config.weights"),
         ({"weights": {"a": "b"}}, "config.weights.a"),
-        ({"scale": "x"}, "; or "),
         ({"texture": 1, "z": 2}, "['texture', 'z']"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_place(change: dict[str, Any], token: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(token)):
         from_plain(Drawing, to_plain(FULL) | change)
-
-
-def test_a_dataclass_needs_an_object_of_its_kind() -> None:
-    for data in (None, [], {"kind": "circle"}):
-        with pytest.raises(ConfigError, match="here"):
-            from_plain(Square, data, "here")

@@ -50,12 +50,8 @@ def test_files_of_weights_of_one_timm_model_become_one_model(tmp_path) -> None:
     flags = ("--average", 0.8, "--mlp", "separate", "--output", tmp_path / "hydra")
     succeed("fuse", *vit_flags(first), *others, *flags)
     assert same_state(he.load(tmp_path / "hydra"), he.fuse(models, mlp="separate", average=0.8))
-    for models, token in (
-        ([*vit_flags(first), "timm:test_vit"], "0.safetensors"),  # it would have timm's weights
-        ([tmp_path / "hydra", *others], "weights"),
-        (["timm:test_vit", *others], "weights"),
-    ):
-        assert token in fail("fuse", *models, "--output", tmp_path / "new")
+    # the second would have timm's weights
+    assert "0.safetensors" in fail("fuse", *vit_flags(first), "timm:test_vit", "--output", tmp_path / "new")
 
 
 def test_a_model_is_calibrated_as_the_function_does(world, held_out, tmp_path) -> None:
@@ -76,48 +72,16 @@ def test_a_model_is_calibrated_as_the_function_does(world, held_out, tmp_path) -
     assert "verdict" in succeed("predict", tmp_path / "ready", world / "test", "--format", "csv")
 
 
-def test_what_was_calibrated_on_is_known_again(world, held_out, tmp_path) -> None:
-    """Also with another batch size and by another command: a warning, and a note in the table and in the file."""
-    succeed("calibrate", *vit_flags(world / "mine.safetensors"), "--id", held_out, "-o", tmp_path / "ready")
-    flags = ["-o", tmp_path / "found.json", "--batch-size", 7]
-    with pytest.warns(he.HydraWarning, match="about 100 % fitted the calibration"):
-        told = succeed("evaluate", tmp_path / "ready", "--id", held_out, *flags)
-    assert "about 100 %" in told
-    assert he.Evaluation.load(tmp_path / "found.json").reused == 1.0
-    assert "about" not in succeed("evaluate", tmp_path / "ready", "--id", world / "test", *flags)
-
-
-def test_what_is_fused_is_calibrated_by_settings_of_a_file_and_texts_are_too(tunings, held_out, world, tmp_path):
-    succeed("fuse", *tunings, "--average", 0.8, "--mlp", "separate", "--output", tmp_path / "hydra")
-    (tmp_path / "settings.yaml").write_text(f"id: {held_out}\nshare: 0.8\nfamiliarity: null\n")
-    succeed("calibrate", tmp_path / "hydra", "--config", tmp_path / "settings.yaml", "--output", tmp_path / "ready")
-    found = he.load(tmp_path / "ready")
-    assert (found.num_members, found.metadata.familiarity) == (3, None)
-    assert found.metadata.calibration.accepted_share == 0.8
-    succeed("calibrate", world / "bert", "--id", world / "val.csv", "--share", 0.9, "--output", tmp_path / "text")
-    assert he.load(tmp_path / "text").metadata.calibration is not None
-
-
 def test_what_cannot_work_is_refused_in_a_line_and_nothing_is_written(tunings, held_out, world, tmp_path) -> None:
     new, model = tmp_path / "new", vit_flags(world / "mine.safetensors")
     for arguments, token in (
         ((*tunings, "--output", new), "average 0.8"),
-        ((*tunings, "--average", 2.5, "--output", new), "below 1"),
         ((*tunings, "--average", "1.0", "--output", new), "below 1"),  # as in Python, where 1 is one layer
-        ((*tunings, "--set", "average=2.0", "--output", new), "below 1"),
-        ((*tunings, "--average", "some", "--output", new), "average"),
-        ((*tunings, "--average", 7, "--output", new), "3 layers"),
-        ((*tunings, "--average", -1, "--output", new), "average"),
-        ((tunings[0], tmp_path / "none", "--output", new), "no model"),
         ((*tunings, "--average", 0.8, "--output", tunings[0]), "new folder"),
-        ((*tunings, "--average", 0.8), "output"),
     ):
         assert token in fail("fuse", *arguments)
     for arguments, token in (
-        (("--output", new), "id"),
-        (("--id", held_out, "--share", 0, "--output", new), "share"),
         (("--id", held_out, "--output", held_out / "ready"), "among the id data"),
-        (("--id", world / "stripes", "--output", new), "stripes"),
         (("--id", held_out, "--output", world), "new folder"),
     ):
         assert token in fail("calibrate", *model, *arguments)

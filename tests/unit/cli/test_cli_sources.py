@@ -29,8 +29,6 @@ from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import small
 
-SMALL = [f"--model-option={name}={value}" for name, value in VIT_OPTIONS.items()]
-
 
 def test_weights_of_a_file_and_a_folder_of_timm_answer_as_timm_does(world, tmp_path):
     import timm
@@ -58,33 +56,16 @@ def test_a_run_folder_stands_for_its_result(run_folder, tmp_path):
     assert load_classifier(ModelSettings(str(run_folder))).num_members == 3
     (tmp_path / "run.json").write_bytes((run_folder / "run.json").read_bytes())
     assert "no finished ensemble" in fail("info", tmp_path)
-    (tmp_path / "runs/checkpoint-10").mkdir(parents=True)
-    (tmp_path / "runs/checkpoint-10/config.json").write_text("{}")
-    assert "it contains such folders: checkpoint-10" in fail("info", tmp_path / "runs")
-    (tmp_path / "runs/adapter_config.json").write_text("{}")
-    assert "merge_and_unload" in fail("info", tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["timm:vit_base_patch16_225"], "did you mean vit_base_patch16_22"),
-        (["test/redd"], "did you mean red"),
-        (["{world}/mine.safetensors"], "no such folder"),
-        (["{world}/val"], "no config.json"),
-        (["bert", "--weights", "mine.safetensors"], "leave out weights"),
         (["timm:resnet18"], "convolutional network.\nIt does not fit: it has no attention heads"),
-        (["timm:swinv2_tiny_window8_256"], "hierarchical"),
         (["timm:test_vit", "--model-option", "num_classes=7"], "untrained classifier"),
-        (["timm:test_vit", "--model-option", "pretrained=true"], "pretrained"),
-        (["timm:test_vit", "--model-option", "depth"], "name=value"),
-        (["timm:test_vit", "--weights", "x.safetensors"], "cannot be read"),
         (["timm:test_vit", "--weights", "old.pth"], "safetensors"),
-        (["timm:test_vit", "--weights", "/dev/null"], "not a plain file"),
-        (["timm:test_vit", "--weights", "half\udcff"], "safetensors"),
         (["timm:test_vit", "--weights", "mine.safetensors"], "do not fit timm:test_vit"),
-        (["timm:test_vit", "--weights", "mine.safetensors", *SMALL, "--model-option", "num_classes=7"], "head.bias"),
-        (["timm:test_vit", "--weights", "mine.safetensors", "--model-option", "colour=red"], "check model_options"),
         (["timm:vit_tiny_patch16_224"], "timm could not make vit_tiny_patch16_224"),  # offline
         (["timm:test_vit", "--device", "gpu"], "device 'gpu'"),
     ],
@@ -95,7 +76,7 @@ def test_models_that_cannot_be_had(world, monkeypatch, arguments, says):
     assert says in fail("info", *(argument.format(world=world) for argument in arguments))
 
 
-def test_models_of_timm_are_refused_by_architecture_never_by_tag_owner_or_folder(tmp_path, monkeypatch):
+def test_models_of_timm_are_refused_by_architecture_never_by_tag(monkeypatch):
     """`openai` is a decoder and `sam` predicts masks; but a ViT with weights from them is a ViT."""
     import timm
 
@@ -107,30 +88,17 @@ def test_models_of_timm_are_refused_by_architecture_never_by_tag_owner_or_folder
     for name in tagged:
         with pytest.raises(CheckpointError, match="timm could not make"):
             load_model(ModelSettings(f"timm:{name}"))
-    config = tmp_path / "my.gpt" / "config.json"
-    config.parent.mkdir()
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", Mock(return_value=str(config)))
-    config.write_text(json.dumps({"architecture": "vit_base_patch16_clip_224"}))
-    for name in ("hub:timm/vit_base_patch16_clip_224.openai", str(config.parent)):
-        with pytest.raises(CheckpointError, match="timm could not make"):
-            load_model(ModelSettings(name))
-    assert made.call_count == len(tagged) + 2
-    config.write_text(json.dumps({"architecture": "swin_tiny_patch4_window7_224"}))
-    for name in ("hub:someone/my_vit", str(config.parent), "timm:swin_tiny_patch4_window7_224.ms_in1k"):
-        with pytest.raises(ConversionError, match=r"timm\.swin_tiny_patch4_window7_224 is a hierarchical"):
-            load_model(ModelSettings(name))
-    assert made.call_count == len(tagged) + 2  # nothing was downloaded
+    with pytest.raises(ConversionError, match=r"timm\.swin_tiny_patch4_window7_224 is a hierarchical"):
+        load_model(ModelSettings("timm:swin_tiny_patch4_window7_224.ms_in1k"))
+    assert made.call_count == len(tagged)  # nothing was downloaded
 
 
 def test_folders_that_are_no_model_or_no_classifier(tmp_path):
     for model_type, architecture, says in (
         ("bert", "BertModel", "AutoModelFor"),
-        ("vit_mae", "ViTMAEModel", "he.convert(model, num_labels="),
         ("clip", "CLIPModel", "he.zero_shot("),
-        ("t5", "T5EncoderModel", "relative position bias"),
         ("bert", "BertForSequenceClassification", "could not load"),
         ("gpt2", "GPT2ForSequenceClassification", "a decoder"),
-        ("rembert", "RemBertForSequenceClassification", "own_model.md"),
     ):
         towers = {"text_config": {}, "vision_config": {}} if model_type == "clip" else {}
         config = {"model_type": model_type, "architectures": [architecture], **towers}
@@ -138,33 +106,20 @@ def test_folders_that_are_no_model_or_no_classifier(tmp_path):
         said = fail("info", tmp_path)
         assert says in said
         assert ("It does not fit" in said) == ("nearest way that works" in said)
-    for config, says in (("{", "not valid JSON"), ("{}", "is not the config of a model")):
-        (tmp_path / "config.json").write_text(config)
-        assert says in fail("info", tmp_path)
-    headless = small_vit()
-    headless.reset_classifier(0)
-    he.convert(headless).save_pretrained(tmp_path / "headless")
-    assert "has no classifier" in fail("bench", tmp_path / "headless")
 
 
-def test_without_a_library_its_extra_is_named(world, monkeypatch):
+def test_without_a_library_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    for name, extra in (("timm:test_vit", "timm"), (str(world / "bert"), "transformers")):
-        with pytest.raises(MissingExtraError, match=rf"hydra-ensembles\[{extra}\]"):
-            load_model(ModelSettings(name))
+    with pytest.raises(MissingExtraError, match=r"hydra-ensembles\[timm\]"):
+        load_model(ModelSettings("timm:test_vit"))
 
 
 def test_a_split_is_written_behind_a_path(tmp_path):
     for split, seed in (("train", 1), ("test", 2)):
         save_images(tmp_path / "data" / split, 2, seed)
-        (tmp_path / f"{split}.jsonl").write_text(f'{{"text": "{split}", "label": 0}}\n\n{{"text": "b", "label": 1}}\n')
     assert len(load_data(f"{tmp_path / 'data'}:test", DataSettings())) == 6
     with pytest.raises(DataError, match="split"):
         load_data(str(tmp_path / "data"), DataSettings())
-    shutil.rmtree(tmp_path / "data")
-    data = load_data(f"{tmp_path}:test", DataSettings())
-    assert [data[index] for index in range(2)] == [("test", 0), ("b", 1)]
 
 
 def test_the_hub_by_name_configuration_and_split(monkeypatch):
@@ -182,10 +137,7 @@ def test_the_hub_by_name_configuration_and_split(monkeypatch):
     assert asked.call_args_list == expected
 
 
-def test_data_that_cannot_be_had_and_limits_that_keep_the_proportions_of_classes(world, tmp_path):
-    for spec, says in (("hub:a:b:c:d", "hub:NAME"), ("tset", "no such file"), ("torchvision:CIFAR10:test", "CIFAR10")):
-        with pytest.raises(DataError, match=says):
-            load_data(spec, DataSettings(root=str(tmp_path)))
+def test_limits_keep_the_proportions_of_classes(world):
     data = load_data(str(world / "val"), DataSettings(limit=9))
     assert sorted(data.labels.tolist()) == [0] * 3 + [1] * 3 + [2] * 3
     assert len(load_data(str(world / "dots"), DataSettings(limit=5), labelled=False)) == 5
@@ -209,9 +161,8 @@ def classifier(labels=()):
 
 
 def test_classes_that_do_not_fit_and_folders_called_by_numbers_that_are_places():
-    for names, says in ((("red",), "at least two classes"), (("green", "red"), "the model has 11 without names")):
-        with pytest.raises(DataError, match=says):
-            fit_to_model(pictures(names, range(len(names))), classifier(), DataSettings())
+    with pytest.raises(DataError, match="the model has 11 without names"):
+        fit_to_model(pictures(("green", "red")), classifier(), DataSettings())
     data, places = pictures(("10", "2")), DataSettings(by_position=True)
     assert fit_to_model(data, classifier(), places).labels.tolist() == [0, 1]
     assert with_labels_of(classifier(), data).metadata.labels == ()
@@ -249,7 +200,6 @@ CODE = "import pathlib\npathlib.Path({mark!r}).touch()\nclass Own:\n    pass\n"
     [
         ("config.json", {"auto_map": {"AutoModelForSequenceClassification": "own.Own"}}),
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.Own", None]}}),
-        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}),
     ],
 )
 @pytest.mark.parametrize("model_type", ["bert", "vit"])  # transformers has no tokenizer for vit

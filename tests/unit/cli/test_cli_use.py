@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import shutil
 
 import pytest
 from PIL import Image
@@ -11,10 +10,7 @@ from typer.testing import CliRunner
 
 import hydra_ensembles as he
 from cli_cases import APP, COLOURS, fail, run, succeed, vit_flags
-from hydra_ensembles.cli.use import KEPT, PRUNED, _value, find_inputs
-from hydra_ensembles.data.loading import Columns
-from hydra_ensembles.errors import DataError
-from hydra_ensembles.model.metadata import ACCEPTS_ALL
+from hydra_ensembles.cli.use import KEPT, PRUNED
 from hydra_ensembles.report.compare import load_costs
 
 
@@ -23,7 +19,7 @@ def predicted(*arguments, **settings):
     return [json.loads(line) for line in lines]
 
 
-def test_predict_says_what_the_library_says(run_folder, world, monkeypatch):
+def test_predict_says_what_the_library_says(run_folder, world):
     file = world / "test" / "red" / "0.png"
     (row,) = predicted(run_folder, file)
     expected = he.Ensemble.from_pretrained(run_folder / "ensemble").predict(Image.open(file))
@@ -32,10 +28,6 @@ def test_predict_says_what_the_library_says(run_folder, world, monkeypatch):
         assert row[key] == pytest.approx(getattr(expected, key).item(), abs=1e-6)
     assert row["verdict"] == ("accept" if expected.accept.item() else "abstain")
     assert predicted(run_folder, "-", input=file.read_bytes()) == [{**row, "input": "-"}]
-    with monkeypatch.context() as patch:
-        patch.setattr("sys.stdin", None)
-        with pytest.raises(DataError, match="closed"):
-            find_inputs("image", ["-"], (), Columns())
     result = run("predict", run_folder, world / "news.txt", file, "-f", "jsonl")  # the image is still answered
     assert (json.loads(result.stdout), result.exit_code) == (row, 2)
     assert "1 of 2 inputs have no answer, the others do; the first: " in result.stderr
@@ -68,21 +60,10 @@ def test_texts_from_options_files_tables_and_standard_input(text_folder, world, 
     assert len(result.stdout.splitlines()) == 2
     assert "2 blank lines of standard input were skipped" in result.stderr
     assert len(predicted(text_folder, tmp_path / "two.txt")) == 2
-    (tmp_path / "marked.txt").write_text("good film\n", encoding="utf-8-sig")
-    assert predicted(text_folder, tmp_path / "marked.txt") == predicted(text_folder, "--text", "good film")
     assert len(predicted(text_folder, tmp_path / "other.csv", "--column", "text=sentence")) == 1
-    for charset in ("latin-1", "ascii"):  # of the locale; texts are always UTF-8
-        words = ["predict", str(text_folder), "-", "-f", "jsonl"]
-        result = CliRunner(charset=charset).invoke(APP, words, "café ■".encode())
-        assert json.loads(result.stdout_bytes)["input"] == "café ■"
-
-
-def test_names_that_are_no_text_are_written_with_question_marks(run_folder, world, tmp_path):
-    file = tmp_path / os.fsdecode(b"b\xff.png")
-    shutil.copy(world / "dots" / "0.png", file)
-    succeed("predict", run_folder, file, "-f", "jsonl", "-o", tmp_path / "out.jsonl")
-    assert json.loads((tmp_path / "out.jsonl").read_text())["input"].endswith("/b?.png")
-    assert predicted(run_folder, file)[0]["input"].endswith("/b?.png")
+    words = ["predict", str(text_folder), "-", "-f", "jsonl"]
+    result = CliRunner(charset="latin-1").invoke(APP, words, "café ■".encode())  # of the locale; texts are UTF-8
+    assert json.loads(result.stdout_bytes)["input"] == "café ■"
 
 
 def test_no_threshold_no_verdict(run_folder, world):
@@ -99,26 +80,16 @@ def test_no_threshold_no_verdict(run_folder, world):
 @pytest.mark.parametrize(
     ("kind", "inputs", "says"),
     [
-        ("image", ["{empty}"], "has no images in it"),
         ("image", ["--text", "good"], "the model reads images"),
-        ("image", [], "got nothing to predict"),
         ("image", ["{world}/val.csv"], "holds texts, but the model reads images"),
-        ("image", ["{world}/dots/O.png"], "did you mean"),
         ("image", ["{world}/news.txt"], "news.txt cannot be decoded as an image (30 bytes): unknown format"),
         ("text", ["good"], "write --text 'good'"),
-        ("text", ["{world}/dots"], "is a folder, but the model reads text"),
         ("text", ["{world}/dots/0.png"], "is not UTF-8 text"),
-        ("text", ["-"], "standard input has no text"),
-        ("text", ["{world}/val.csv", "--column", "words=text"], "words"),
-        ("image", ["{world}/dots/0.png", "--column", "text"], "name=value"),
         ("image", ["{empty}/pipe.png"], "not a plain file"),
-        ("text", ["{empty}/pipe.txt"], "not a plain file"),
-        ("text", ["{empty}/pipe.csv"], "plain file"),
     ],
 )
 def test_what_is_no_input_for_the_model(run_folder, text_folder, world, tmp_path, kind, inputs, says):
-    for suffix in ("png", "txt", "csv") if "pipe" in str(inputs) else ():
-        os.mkfifo(tmp_path / f"pipe.{suffix}")  # opening it would block forever
+    os.mkfifo(tmp_path / "pipe.png")  # opening it would block forever
     given = [one.format(world=world, empty=tmp_path) for one in inputs]
     assert says in fail("predict", run_folder if kind == "image" else text_folder, *given, input="\n")
 
@@ -147,20 +118,12 @@ def test_preprocessing_is_shown_with_where_it_is_from_and_changed_by_options(wor
     told = ("size 24, 16", "mean 0.1, 0.2, 0.3", "std 0.5, 0.5, 0.5", "crop_fraction 0.9", "said by the user: crop")
     assert all(token in shown for token in told), shown
     assert "max_length 5" in succeed("info", world / "bert", "--max-length", "5")
-    for arguments, token in (
-        ([*model, "--image-size", "20"], "patch size"),
-        ([*model, "--mean", "red"], "mean"),
-        ([*model, "--max-length", "5"], "max_length"),
-        ([world / "bert", "--crop", "0.9"], "crop"),
-    ):
-        assert token in fail("info", *arguments)
+    assert "patch size" in fail("info", *model, "--image-size", "20")
 
 
-def test_info_of_models_that_are_not_ours_or_accept_all(world, tmp_path):
+def test_info_of_models_that_are_not_ours(world, tmp_path):
     from architectures_clip import transformers_clip
 
-    told = _value({"kind": "x", "threshold": ACCEPTS_ALL, "share": 0.95, "reference": None, "marks": []})
-    assert told == "threshold that nothing exceeds, share 0.95"
     assert "3: without names" in succeed("info", *vit_flags(world / "mine.safetensors"))
     assert "2: negative, positive" in succeed("info", world / "bert")
     he.convert(transformers_clip({}, {})).save_pretrained(tmp_path / "clip")
@@ -169,19 +132,7 @@ def test_info_of_models_that_are_not_ours_or_accept_all(world, tmp_path):
     assert "is a dual encoder" in fail("bench", tmp_path / "clip")
 
 
-def test_info_shows_an_attention_that_pools(tmp_path):
-    from architectures import timm_model
-
-    he.prune(he.convert(timm_model("vit_base_patch16_siglip_224")), [(0, 1), (2, 3)]).save_pretrained(tmp_path)
-    out = succeed("info", tmp_path)
-    assert "heads kept: 10 of 12" in out
-    assert "the last row is the attention that pools" in out
-    rows = [line.split() for line in out.splitlines() if KEPT in line and "kept" not in line]
-    assert rows == [["0", KEPT + PRUNED + 2 * KEPT], ["1", 4 * KEPT], ["2", 3 * KEPT + PRUNED]]
-    assert "| pooling | 3 (without 3) |" in (tmp_path / "README.md").read_text()
-
-
-def test_bench_beside_baselines(run_folder, text_folder, tmp_path):
+def test_bench_beside_baselines(run_folder, tmp_path):
     out = succeed("bench", run_folder, "--batch", "1,2", "--baseline", "single", "--baseline", "deep",
                   "--optimize", "--repeats", 1, "-o", tmp_path / "costs.json")  # fmt: skip
     assert "inputs/s" in out
@@ -193,12 +144,4 @@ def test_bench_beside_baselines(run_folder, text_folder, tmp_path):
     assert (single.parameters, deep.parameters) == (base, 3 * base)
     assert base < (hydra.parameters or 0) < 3 * base
     assert single.latency_ratio == 1.0
-    printed = succeed("bench", text_folder, "--name", "small", "--repeats", 1, "--batch", 1, "--json")
-    assert [one["name"] for one in json.loads(printed)] == ["single", "small"]
-    for name, value, says in (
-        ("--batch", "many", "whole numbers"),
-        ("--batch", "9" * 5000, "digits"),
-        ("--batch", "0", "positive"),
-        ("--name", "single", "both called"),
-    ):
-        assert says in fail("bench", run_folder, name, value)
+    assert "whole numbers" in fail("bench", run_folder, "--batch", "many")

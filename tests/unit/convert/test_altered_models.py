@@ -19,7 +19,7 @@ CASES = {
     "timm": KNOWN["timm-vit"],
     "timm-siglip": KNOWN["timm-siglip"],
     "torchvision": KNOWN["torchvision-vit"],
-    **{name: KNOWN[f"transformers-{name}"] for name in ("vit", "dinov2", "bert", "roberta")},
+    **{name: KNOWN[f"transformers-{name}"] for name in ("vit", "bert", "roberta")},
     "clip": KNOWN["transformers-quickgelu"],
     "open_clip": KNOWN["open_clip-plain"],
     "open_clip-timm": KNOWN["open_clip-timm-linear"],
@@ -38,10 +38,6 @@ class Adapted(nn.Linear):
 class Quiet(nn.Identity):
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh()
-
-
-class Own(nn.LayerNorm):
-    """A subclass that computes the same until its author changes it."""
 
 
 def adapted(place: str) -> Change:
@@ -69,8 +65,7 @@ def replaced(place: str) -> Change:
 
 
 BLOCK, LAYER = "blocks.1.", "encoder.layers.encoder_layer_1."
-VIT, DINO, OPEN = "vit.layers.1.", "dinov2.encoder.layer.1.", "visual.transformer.resblocks.1."
-HF_IMAGE = "vision_model.encoder.layers.1."
+VIT, OPEN = "vit.layers.1.", "visual.transformer.resblocks.1."
 BEHIND_DROPOUT = nn.Sequential(nn.Dropout(0.25), nn.Linear(32, 5)).eval()
 
 # Model, change, and a token of the error; None where the conversion may succeed.
@@ -78,14 +73,9 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     # timm
     ("timm", put(BLOCK + "mlp.act", nn.ReLU()), "blocks.1.mlp.act"),
     ("timm", put(BLOCK + "norm1.eps", 0.1), "blocks.1.norm1.eps"),
-    ("timm", put("blocks.0.norm2.eps", 0.1, (BLOCK + "norm2.eps", 0.1)), "eps"),
     ("timm", lambda model: [put("attn.scale", 1.0)(block) for block in model.blocks], "scale 1.0"),
     ("timm", adapted(BLOCK + "attn.qkv"), "Adapted"),
-    ("timm", adapted("head"), "Adapted"),
-    ("timm", put("norm", Own(32)), "norm is a test_altered_models.Own"),
     ("timm", put(BLOCK + "drop_path1", nn.Tanh()), "drop_path1"),
-    ("timm", put(BLOCK + "attn.proj_drop", Quiet()), "proj_drop"),
-    ("timm", put("pos_drop", nn.Tanh()), "activation.Tanh"),
     ("timm", put("fc_norm", nn.LayerNorm(32)), "LayerNorm after it"),
     ("timm", put("patch_embed.proj.stride", (4, 4)), "cannot answer"),
     ("timm", replaced("forward_head"), "forward_head"),
@@ -93,53 +83,34 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", lambda model: put("blocks.0.forward", model.blocks[0].forward)(model), None),  # the original method again
     ("timm", lambda model: put("blocks.0", torch.compile(model.blocks[0]))(model), "compiled on its own"),
     ("timm", put(BLOCK + "attn.num_heads", 2), "num_heads"),
-    ("timm", put("blocks.1", nn.Identity()), "blocks.1 is a"),
     ("timm", lambda model: model.blocks.append(nn.Tanh()), "blocks.2"),
-    ("timm", lambda model: put("blocks", nn.Sequential())(model), "no blocks"),
     ("timm", put(BLOCK + "mlp.drop2", nn.Dropout(0.5)), "blocks.1.mlp.drop2.p"),
-    ("timm", lambda model: [put("mlp.drop1", nn.AlphaDropout(0.2))(block) for block in model.blocks], "AlphaDropout"),
     ("timm", lambda model: model.norm.register_forward_hook(lambda *given: given[2] * 2), "forward hook"),
     ("timm", put("pool_include_prefix", True, ("global_pool", "avg")), None),
     ("timm", put("no_embed_class", True), "stem.position"),
     ("timm", put("extra", Quiet()), None),
     ("timm", put("head", BEHIND_DROPOUT), None),
     ("timm", put("head", nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))), "not an nn.Linear"),
-    ("timm-siglip", put("attn_pool.norm.eps", 0.1), "eps"),
     ("timm-siglip", put("attn_pool.mlp.act", nn.Tanh()), "activation 'Tanh'"),
     ("timm-siglip", put("attn_pool.pool", "avg"), None),
     # torchvision
     ("torchvision", put(LAYER + "mlp.1", nn.ReLU()), "encoder_layer_1"),
-    ("torchvision", lambda model: [layer.mlp.append(nn.Tanh()) for layer in model.encoder.layers], "6 parts"),
-    ("torchvision", put("heads.extra", nn.Tanh()), "heads.extra is a"),
     ("torchvision", put("heads", nn.Linear(32, 7)), None),
     ("torchvision", put("heads", nn.Identity()), None),
-    ("torchvision", put("heads", BEHIND_DROPOUT), None),
     ("torchvision", put("heads.head", BEHIND_DROPOUT), None),
     # transformers
     ("vit", put(VIT + "mlp.activation_fn", nn.ReLU()), "activation_fn"),
-    ("vit", put("vit.layernorm.eps", 0.1), "vit.layernorm.eps"),
     ("vit", put("classifier", BEHIND_DROPOUT), None),
-    ("bert", put("classifier", BEHIND_DROPOUT), None),
     ("roberta", put("classifier", BEHIND_DROPOUT), "classifier is a"),
-    ("dinov2", put(DINO + "drop_path", nn.Tanh()), "drop_path"),
     ("bert", put("config.hidden_act", "relu"), "intermediate_act_fn"),
-    ("bert", put("config.num_attention_heads", 9), "configuration"),
     ("bert", lambda model: model.bert.embeddings.position_ids.copy_(torch.arange(23, -1, -1)[None]), "embedded"),
     ("bert", lambda model: model.bert.encoder.layer.pop(1), "model.config in agreement"),
     ("bert", lambda model: put("bert.encoder.layer.1", model.bert.encoder.layer[0])(model), None),  # layer used twice
     # dual encoders
-    ("clip", put(HF_IMAGE + "mlp.activation_fn", nn.ReLU()), "activation_fn"),
-    ("clip", adapted("text_projection"), "Adapted"),
     ("clip", put("text_model.eos_token_id", 7), "text_model.eos_token_id"),
     ("open_clip", put(OPEN + "mlp.gelu", nn.ReLU()), "gelu"),
-    (
-        "open_clip",
-        lambda model: [block.mlp.append(nn.Tanh()) for block in model.transformer.resblocks],
-        "resblocks.0.mlp.3 is a",
-    ),
     ("open_clip", put("attn_mask", torch.zeros(CONTEXT, CONTEXT)), "in transformer.resblocks.0"),
     ("open_clip", replaced("encode_text"), "encode_text"),
-    ("open_clip-timm", put("visual.trunk.blocks.1.mlp.act", nn.ReLU()), "mlp.act"),
     ("open_clip-timm", put("visual.head.extra", nn.Tanh()), "extra"),
 ]
 
@@ -165,7 +136,6 @@ BARE = nn.LayerNorm(32, elementwise_affine=False)
     ("name", "change", "token"),
     [
         ("timm", put("fc_norm", BARE), "LayerNorm after it"),
-        ("timm", put("blocks.0.ls2", nn.Tanh(), (BLOCK + "ls2", nn.Tanh())), "blocks.0.ls2 is a"),
         ("timm-siglip", put("attn_pool.mlp.norm", nn.Tanh()), "attn_pool.mlp.norm is a"),
         ("torchvision", put("heads.extra", nn.ReLU()), "heads.extra is a"),
         ("open_clip", put("visual.transformer.resblocks.0.ls_2", BARE, (OPEN + "ls_2", BARE)), "ls_2 is a"),

@@ -36,16 +36,7 @@ def test_it_is_said_where_the_preprocessing_is_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "weights"),
-    [
-        ("vit_b_16", "IMAGENET1K_V1"),
-        ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1"),
-        ("vit_l_16", "IMAGENET1K_V1"),
-        ("vit_l_16", "IMAGENET1K_SWAG_E2E_V1"),
-        ("vit_l_32", "IMAGENET1K_V1"),
-        ("vit_h_14", "IMAGENET1K_SWAG_E2E_V1"),
-        ("vit_h_14", "IMAGENET1K_SWAG_LINEAR_V1"),
-    ],
+    ("model", "weights"), [("vit_b_16", "IMAGENET1K_V1"), ("vit_h_14", "IMAGENET1K_SWAG_LINEAR_V1")]
 )
 def test_of_torchvision_it_is_that_of_the_weights_of_this_shape(model: str, weights: str) -> None:
     import torchvision
@@ -62,14 +53,10 @@ def test_of_torchvision_it_is_that_of_the_weights_of_this_shape(model: str, weig
     ("changes", "channels", "mean"),
     [
         ({"crop_mode": "border"}, 3, None),
-        ({"interpolation": "hamming"}, 3, None),
         ({"crop_mode": "squash", "interpolation": "bilinear"}, 3, (0.5,) * 3),
         ({"mean": None, "std": None, "interpolation": None}, 3, (0.5,) * 3),
-        ({"mean": MEAN}, 3, MEAN),
-        ({"mean": (0.5,), "std": (0.5,)}, 3, (0.5,) * 3),
         ({}, 1, (0.5,)),
         ({"mean": MEAN}, 1, None),
-        ({}, 4, None),
     ],
 )
 def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], channels: int, mean: Any) -> None:
@@ -85,14 +72,8 @@ def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], channels
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"image_size": 48}, {"size": (48, 48)}),
-        ({"image_size": (48, 32)}, {"size": (48, 32)}),
         ({"crop": 0.8, "interpolation": "bilinear"}, {"crop_fraction": 0.8, "interpolation": "bilinear"}),
-        ({"mean": MEAN, "std": list(STD)}, {"mean": MEAN, "std": STD}),
-        ({"mean": 0.25}, {"mean": (0.25,) * 3}),
-        ({"image_size": np.int64(48), "std": np.float32(0.5)}, {"size": (48, 48), "std": (0.5,) * 3}),
-        ({"mean": np.array([0.25, 0.5, 0.75], np.float32)}, {"mean": (0.25, 0.5, 0.75)}),
-        ({"mean": torch.tensor(0.25), "image_size": np.array(48)}, {"mean": (0.25,) * 3, "size": (48, 48)}),
+        ({"mean": torch.tensor(0.25), "image_size": np.array([48, 32])}, {"mean": (0.25,) * 3, "size": (48, 32)}),
     ],
 )
 def test_settings_are_changed_by_name_and_that_is_said(changes: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -107,38 +88,20 @@ def test_of_a_model_that_says_nothing_all_must_be_said() -> None:
     assert found == he.ImagePreprocessing((32, 32), MEAN, STD, "bilinear", 0.9)
     with pytest.raises(he.HydraError, match="also give std, interpolation"):
         he.convert(unknown(), preprocessing={"mean": MEAN, "crop": 0.9})
-    with pytest.raises(he.HydraError, match=r"4 channels.*tensors"):
-        he.convert(vit(in_chans=4), preprocessing={"mean": 0.5, "crop": 0.9})
     with pytest.raises(he.HydraError, match=r"no preprocessing.*tensors"):
         require_preprocessing(he.convert(vit(in_chans=4)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "token"),
-    [
-        ({"size": 32}, "did you mean image_size"),
-        ({"max_length": 5}, "max_length"),
-        ({"image_size": 30}, "patch size"),
-        *(({"image_size": wrong}, "image_size") for wrong in ((1, 2, 3), None, 32.0, ())),
-        *(({"mean": wrong}, "mean") for wrong in (None, "0.5", (0.1, 0.2))),
-        ({"std": [None] * 3}, "std"),
-        *(({"crop": wrong}, "crop") for wrong in (None, 1.5)),
-        ({"interpolation": "cubic"}, "interpolation"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes: dict[str, Any], token: str) -> None:
-    with pytest.raises(he.HydraError, match=token):
-        he.convert(vit(), preprocessing=changes)
+def test_sizes_that_the_patches_do_not_divide_are_refused() -> None:
+    with pytest.raises(he.HydraError, match="patch size"):
+        he.convert(vit(), preprocessing={"image_size": 30})
 
 
 def test_texts_may_be_cut_shorter() -> None:
     model = transformers_model("BertForSequenceClassification", TEXT)
     base = he.convert(model, processor=he.TextPreprocessing(max_length=20), preprocessing={"max_length": 7})
     assert base.metadata.preprocessing.max_length == 7
-    for changes, token in (({"max_length": 99}, "lower max_length"), ({"mean": 0.5}, "max_length")):
-        with pytest.raises(he.HydraError, match=token):
-            he.convert(model, processor=he.TextPreprocessing(max_length=20), preprocessing=changes)
-    with pytest.raises(he.HydraError, match="processor="):
-        he.convert(model, preprocessing={"max_length": 7})
+    with pytest.raises(he.HydraError, match="lower max_length"):
+        he.convert(model, processor=he.TextPreprocessing(max_length=20), preprocessing={"max_length": 99})
     with pytest.raises(he.HydraError, match=r"got a TextPreprocessing; .*processor="):
         he.convert(model, preprocessing=he.TextPreprocessing(max_length=20))

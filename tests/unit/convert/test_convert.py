@@ -57,10 +57,7 @@ def test_what_is_frozen_stays_frozen_unless_all_is(make: Any) -> None:
 
 def test_labels_are_checked() -> None:
     model = vit()
-    for labels, token in [
-        *((no_list, "labels") for no_list in ("abcde", set("abcde"), dict.fromkeys("abcde", 0), [0, 1, 2, 3, 4])),
-        *((list("abcd"), "4 labels"), (list("abcda"), "'a'"), (list("ab de"), r"labels\[2\]")),
-    ]:
+    for labels, token in ((set("abcde"), "labels"), (list("abcd"), "4 labels"), (list("abcda"), "'a'")):
         with pytest.raises(he.HydraError, match=token):
             he.convert(model, labels=labels)  # type: ignore[arg-type]
     assert he.convert(model, labels=list("abcde")).metadata.labels == tuple("abcde")
@@ -77,11 +74,11 @@ def test_the_names_of_the_model_in_another_order_are_refused() -> None:
 
 def with_classifier(model: Any, change: str) -> Any:
     """A model with trained layers and a classifier as libraries initialise it, or changed."""
-    head = model.head if hasattr(model, "head") else model.classifier
+    head = model.head
     with torch.no_grad():
         for norm in (part for part in model.modules() if isinstance(part, nn.LayerNorm)):
             nn.init.uniform_(norm.weight, *(1.0, 1.0) if change == "all drawn" else (0.5, 1.5))
-        nn.init.trunc_normal_(head.weight, std=0.3 if change == "weights" else 0.02)
+        nn.init.trunc_normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
         if change == "zeros":
             nn.init.zeros_(head.weight)
@@ -90,16 +87,8 @@ def with_classifier(model: Any, change: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", [hf_vit, vit])
-@pytest.mark.parametrize(
-    ("change", "said"), [("", True), ("zeros", True), ("bias", False), ("weights", False), ("all drawn", False)]
-)
-def test_a_classifier_that_nobody_trained_is_warned_of(make: Any, change: str, said: bool) -> None:
+@pytest.mark.parametrize(("change", "said"), [("", True), ("zeros", True), ("bias", False), ("all drawn", False)])
+def test_a_classifier_that_nobody_trained_is_warned_of(change: str, said: bool) -> None:
     with warnings.catch_warnings(record=True, action="always") as caught:
-        he.convert(with_classifier(make(), change))
+        he.convert(with_classifier(vit(), change))
     assert ["looks untrained" in str(one.message) for one in caught] == [True] * said
-
-
-def test_a_new_classifier_is_in_the_history() -> None:
-    new, own = he.convert(vit(num_classes=0), num_labels=4), he.convert(vit())
-    assert ["untrained" in one.metadata.history[-1] for one in (new, own)] == [True, False]

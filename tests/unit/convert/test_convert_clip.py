@@ -9,17 +9,9 @@ import torch
 from convert_cases import alike, near, refused
 
 import hydra_ensembles as he
-from architectures_clip import (
-    SIGLIP_TEXT,
-    DualCase,
-    open_clip_from_timm,
-    open_clip_model,
-    transformers_clip,
-    transformers_siglip,
-)
-from architectures_transformers import transformers_model
+from architectures_clip import DualCase, open_clip_from_timm, open_clip_model, transformers_clip, transformers_siglip
 from hydra_ensembles.convert.processors import read_open_clip_tokenizer
-from hydra_ensembles.errors import ConversionError, HydraWarning
+from hydra_ensembles.errors import HydraWarning
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, clean_text
 from zero_shot_models import NAMES, word_tokenizer
 
@@ -35,8 +27,6 @@ def test_image_preprocessing_is_open_clips_own() -> None:
     read = he.convert(model).image.metadata.preprocessing
     expected = ImagePreprocessing((32, 32), (0.5,) * 3, (0.25,) * 3, interpolation="bilinear", resize_mode="squash")
     assert read == expected
-    model.visual.preprocess_cfg = {**settings, "resize_mode": "longest"}  # type: ignore[union-attr,assignment]
-    assert he.convert(model).image.metadata.preprocessing is None
     given = ImagePreprocessing((32, 32), crop_fraction=0.5)
     dual = he.convert(model, processor=[given])
     assert (dual.image.metadata.preprocessing, dual.text.metadata.preprocessing) == (given, None)
@@ -54,20 +44,13 @@ TEXTS = [
     *("", " ", "\t\n", "a", "<START_OF_TEXT>", "x" * 500, "1" * 100),
     "it's we're I've I'm you'll he'd don't CAN'T O'Brien's",
     "!!! ??? ... -- (a) [b] {c} <d> #e @f $g %h ^i &j *k _l ~m `n |o \\p /q",
-    "3.14159 2,000 100% 1st 2nd ½ ² Ⅷ ٣ 10km 0x1F",
     "café naïve Ångström façade jalapeño Dvořák Łódź İstanbul ẞtraße ΣΊΣΥΦΟΣ",
     "e\u0301 n\u0303 A\u030a",  # decomposed accents
-    "Привет мир, 你好世界, こんにちは, 안녕하세요, שלום, مرحبا, नमस्ते",
     "😀 👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 🇩🇪 ❤️ a😀b",
     "“curly” ‘quotes’ it’s – dash — dash … «guillemets»",
-    "ﬁne oﬃce Ĳssel ǆ ﬆop",
-    "ＦＵＬＬ　ｗｉｄｔｈ ﾊﾝｶｸ",
     "&amp; &lt;b&gt; &eacute; &#39; &#x27; &amp;amp; &quot;hi&quot; &nosuch; &copy 2020 AT&T",
-    "line\r\nbreak\u2028and\u2029more\x0b\x0cend\u00a0nbsp\u3000wide\u200bzero",
     "nul\x00 bell\x07 bom\ufeff esc\x1b[31mred\x1b[0m del\x7f",
     "<start_of_text> in the middle <end_of_text>",
-    "</w> a</w>b </w></w>",
-    "    leading and   inner    spaces   ",
     "word " * 200,
     *("a " * count + "b" for count in (74, 75, 76)),  # one below the limit, at it, above it
 ]
@@ -103,23 +86,6 @@ def test_mojibake_is_left_alone_and_lone_surrogates_do_not_break_it() -> None:
     assert clean_text("cafÃ©", "lower") == "cafã©"
     assert clean_text("a\ud83d\ude00b \udc00", "lower") == "a😀b \ufffd"
     assert ours()("a\ud83d\ude00")["input_ids"].tolist() == open_clip_tokenizer()("a😀").tolist()
-    assert clean_text("  A &amp; B  ", "none") == "  A &amp; B  "
-
-
-def test_the_file_alone_is_a_tokenizer() -> None:
-    """Loaded without this library, `tokenizer.json` gives CLIP's ids, padded and truncated."""
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer.from_str(ours().tokenizer)
-    plain = [text for text in TEXTS if text == clean_text(text, "whitespace") and "Σ" not in text]
-    assert len(plain) > 15
-    ids = [encoding.ids for encoding in tokenizer.encode_batch(plain)]
-    assert ids == open_clip_tokenizer()(plain).tolist()
-
-
-def test_tokenizers_that_do_more_are_refused() -> None:
-    with pytest.raises(ConversionError, match="reduction"):
-        read_open_clip_tokenizer(open_clip_tokenizer(reduction_mask="simple"))
 
 
 def test_a_model_with_clips_vocabulary_gets_clips_tokenizer_or_the_given_one() -> None:
@@ -130,8 +96,6 @@ def test_a_model_with_clips_vocabulary_gets_clips_tokenizer_or_the_given_one() -
     with torch.no_grad():
         expected = model.encode_text(open_clip_tokenizer(context_length=16)(texts), normalize=True)  # type: ignore[operator]
         near(dual.encode_text(tuple(texts))[0], expected)
-    given = he.convert(model, processor=open_clip_tokenizer(context_length=10)).text.metadata.preprocessing
-    assert given.max_length == 10
     refused(model, "16", processor=open_clip_tokenizer())
 
 
@@ -153,8 +117,6 @@ def test_transformers_tokenizer_and_processor() -> None:
     with torch.no_grad():
         features = model.get_text_features(**expected).pooler_output  # type: ignore[operator]
         alike(dual.encode_text(texts, normalize=False)[0], features)
-    separate = he.convert(model, processor=[tokenizer, images])
-    assert (separate.text.metadata, separate.image.metadata) == (dual.text.metadata, dual.image.metadata)
 
 
 @torch.no_grad()
@@ -171,11 +133,9 @@ def test_texts_are_padded_to_the_length_that_is_read_at_the_end() -> None:
 
     core = Tokenizer.from_str(word_tokenizer().tokenizer)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[END]", model_max_length=64)
-    for model in (transformers_siglip(), transformers_model("SiglipTextModel", SIGLIP_TEXT)):
-        converted = he.convert(model, processor=tokenizer)
-        preprocessing = getattr(converted, "text", converted).metadata.preprocessing
-        assert (preprocessing.pad_to_max, preprocessing.attention_mask) == (True, False)
-        assert {name: list(one.shape) for name, one in preprocessing(["a cat"]).items()} == {"input_ids": [1, 12]}
+    preprocessing = he.convert(transformers_siglip(), processor=tokenizer).text.metadata.preprocessing
+    assert (preprocessing.pad_to_max, preprocessing.attention_mask) == (True, False)
+    assert {name: list(one.shape) for name, one in preprocessing(["a cat"]).items()} == {"input_ids": [1, 12]}
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """The comparison of logits at the end of a conversion: what it detects, reports and skips."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -13,15 +12,14 @@ from convert_cases import changed, convert_wrongly, look_for_no_remedy, refused,
 from torch import nn
 
 import hydra_ensembles as he
-from architectures import ArchitectureCase, timm_model, torchvision_model
+from architectures import ArchitectureCase, torchvision_model
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
 from architectures_own import ENCODER_VIT, EncoderViT, own
-from architectures_transformers import DINOV3, DISTILBERT, MODERNBERT, TEXT, VISION, transformers_model
+from architectures_transformers import MODERNBERT, TEXT, VISION, transformers_model
 from contract.all_architectures import ALL_CASES
 from contract.models import original
 from hydra_ensembles.convert import probe
 from hydra_ensembles.errors import ConversionError
-from hydra_ensembles.model.layers import Block
 
 
 def bare(family: str, settings: dict[str, Any] = VISION) -> Callable[[], Any]:
@@ -30,12 +28,9 @@ def bare(family: str, settings: dict[str, Any] = VISION) -> Callable[[], Any]:
 
 BARE: dict[str, Callable[[], Any]] = {
     "timm": lambda: vit(num_classes=0),
-    "timm-distilled": lambda: timm_model("deit_tiny_distilled_patch16_224", num_classes=0),
     "torchvision": lambda: changed(torchvision_model(), "heads", nn.Sequential()),
-    **{family: bare(family) for family in ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "ViTMAE", "CLIPVision")},
-    **{family: bare(family, TEXT) for family in ("Bert", "Roberta", "Electra", "Albert", "Gte")},
-    "DistilBert": bare("DistilBert", DISTILBERT),
-    "DINOv3": bare("DINOv3ViT", DINOV3),
+    **{family: bare(family) for family in ("ViT", "Dinov2", "ViTMAE", "CLIPVision")},
+    **{family: bare(family, TEXT) for family in ("Bert", "Albert", "Gte")},
     "ModernBert": bare("ModernBert", MODERNBERT),
     "open_clip-text": lambda: open_clip_model(text={"proj_type": "none", "width": 24}, custom=True).text,
 }
@@ -80,13 +75,7 @@ def test_features_are_compared_where_the_classifier_is_fresh(name: str, disturbe
     refused(model, r"features.*in .*[._ ]1;", num_labels=3)
 
 
-@pytest.mark.parametrize("parameter", ["readout.norm.bias", "readout.classifier.bias"])
-def test_a_difference_after_the_last_block_is_named_too(parameter: str, disturbed: list[str]) -> None:
-    disturbed.append(parameter)
-    refused(vit(), "after blocks.1")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_types_are_compared_within_their_rounding(dtype: torch.dtype, disturbed: list[str]) -> None:
     model = vit().to(dtype)
     assert he.convert(model).dtype == dtype
@@ -94,38 +83,13 @@ def test_other_types_are_compared_within_their_rounding(dtype: torch.dtype, dist
     refused(model, r"blocks\.1")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_small_change_does_not_pass_for_the_rounding_of_half_precision(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_change_does_not_pass_for_the_rounding_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """On small logits, a tanh changes them by less than rounding does."""
     model = torchvision_model()
     nn.init.normal_(model.heads.head.weight, std=0.02)
     forward = type(model).forward
     monkeypatch.setattr(type(model), "forward", lambda model, x: forward(model, x).tanh())
-    refused(model.to(dtype), "of their size")
-
-
-@pytest.mark.parametrize(
-    ("build", "part", "place"),
-    [
-        (BARE["Bert"], "embeddings", "before encoder.layer.0"),
-        (BARE["Bert"], "encoder.layer.0.output", "in encoder.layer.0"),
-        (BARE["Bert"], "pooler", "after encoder.layer.1"),
-        (BARE["Dinov2"], "encoder.layer.0.layer_scale1", "in encoder.layer.0"),
-        (BARE["timm"], "blocks.1.mlp", "in blocks.0"),
-        (BARE["timm"], "patch_embed", "before blocks.0"),
-    ],
-)
-def test_a_class_patched_by_somebody_is_found_out(
-    build: Callable[[], Any], part: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build()
-    patched = type(model.get_submodule(part))
-    original = patched.forward
-    monkeypatch.setattr(patched, "forward", lambda self, *given, **named: original(self, *given, **named) * 1.5)
-    refused(model, place)
-    assert he.convert(model, probe=False).num_layers == 2
+    refused(model.to(torch.bfloat16), "of their size")
 
 
 def test_models_that_cannot_answer_are_clear_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,20 +114,6 @@ def test_a_classifier_of_zeros_proves_nothing(disturbed: list[str]) -> None:
     refused(model, "in encoder.layers.encoder_layer_1;")
 
 
-@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.kind == "image"], ids=str)
-def test_blocks_that_agree_see_few_tokens_of_an_image(case: ArchitectureCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    block = Block.forward
-    monkeypatch.setattr(probe, "_FEW_TOKENS", 6)
-    monkeypatch.setattr(Block, "forward", lambda self, x, *given: (seen.append(x.shape[2]), block(self, x, *given))[1])
-    converted = he.convert(original(case), **case.convert_kwargs)
-    # two images, one image alone, and images of two other ranges
-    passes = 4 if "declaration" in case.convert_kwargs else 1
-    assert len(seen) == passes * converted.num_layers
-    all_tokens = converted.config.encoder.rotary is not None or "declaration" in case.convert_kwargs
-    assert set(seen) <= ({converted.config.stem.max_tokens} if all_tokens else set(range(1, 7)))
-
-
 def test_tokens_that_the_blocks_do_not_see_are_compared_before(monkeypatch: pytest.MonkeyPatch) -> None:
     convert_wrongly(monkeypatch, lambda ensemble: ensemble.stem.position[..., -1, :].add_(torch.linspace(-3, 3, 32)))
     monkeypatch.setattr(probe, "_FEW_TOKENS", 2)
@@ -179,9 +129,8 @@ def test_a_forward_replaced_on_a_class_is_compared_on_all_tokens(monkeypatch: py
     refused(model, "first differ in blocks.0;")
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_the_original_and_the_generators_are_as_before(wrong: bool, disturbed: list[str]) -> None:
-    disturbed += ["encoder.layers.0.mlp.down.bias"] if wrong else []
+def test_the_original_and_the_generators_are_as_before_also_after_a_refusal(disturbed: list[str]) -> None:
+    disturbed.append("encoder.layers.0.mlp.down.bias")
     model = vit(drop_rate=0.5).train()
     model.blocks[1].eval()
     flags = [module.training for module in model.modules()]
@@ -189,7 +138,7 @@ def test_the_original_and_the_generators_are_as_before(wrong: bool, disturbed: l
     torch.manual_seed(3)
     np.random.seed(3)
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
-    with pytest.raises(ConversionError) if wrong else nullcontext():
+    with pytest.raises(ConversionError):
         he.convert(model)
     assert [module.training for module in model.modules()] == flags
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -197,8 +146,3 @@ def test_the_original_and_the_generators_are_as_before(wrong: bool, disturbed: l
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert (np.random.get_state()[1] == numpy_state).all()  # type: ignore[index]
-
-
-def test_answers_are_compared_outside_of_autocast() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert he.convert(vit()).num_classes == 5

@@ -7,7 +7,7 @@ from convert_cases import alike, convert_wrongly, refused
 import hydra_ensembles as he
 from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
 from architectures_clip import TOWER_VARIANTS
-from architectures_transformers import DINOV3, MODERNBERT, TEXT, VARIANTS, token_batch, transformers_model
+from architectures_transformers import DINOV3, MODERNBERT, VARIANTS, transformers_model
 from hydra_ensembles.model.dropping import dropping
 
 CASES = [*VISION_VARIANTS, *VARIANTS, *TOWER_VARIANTS]
@@ -53,14 +53,3 @@ def test_positions_move_in_training_as_those_of_the_original() -> None:
 def test_a_window_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     convert_wrongly(monkeypatch, lambda ensemble: setattr(ensemble.encoder, "window", 3))
     refused(transformers_model("ModernBertForSequenceClassification", MODERNBERT), r"layers\.1")
-
-
-@torch.no_grad()
-def test_a_plan_runs_texts_of_any_length_and_refuses_longer_ones() -> None:
-    converted = he.convert(transformers_model("GteForSequenceClassification", TEXT))
-    fast = converted.optimize()
-    for tokens in (5, 24):
-        batch = token_batch(1, segments=False, tokens=tokens)
-        assert torch.allclose(fast(batch), converted(batch), atol=1e-5)
-    with pytest.raises(he.HydraError, match="25 tokens"):
-        fast(token_batch(1, segments=False, tokens=25))

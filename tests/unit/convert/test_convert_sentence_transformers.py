@@ -57,11 +57,6 @@ def test_what_is_not_known_around_the_encoder_is_refused(folder: Path) -> None:
         refused(model, token)
 
 
-def test_the_module_of_the_encoder_is_converted_as_the_encoder(folder: Path) -> None:
-    first: nn.Module = sentence_model(folder, "mean")[0]
-    assert he.convert(first, num_labels=3).config == he.convert(first.model, num_labels=3).config  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("pooling", ["mean", "lasttoken"])
 def test_padding_may_stand_on_the_left(folder: Path, pooling: str) -> None:
     model = sentence_model(folder, pooling)
@@ -95,13 +90,3 @@ def test_a_cross_encoder_keeps_its_tokenizer_and_its_classes(folder: Path, tmp_p
     near(he.convert(model).predict(pairs).probs, base.predict(pairs).probs)
     model.activation_fn = nn.Sigmoid()  # several classes may be correct
     refused(model, "Sigmoid")
-
-
-def test_what_holds_no_encoder_is_refused(folder: Path) -> None:
-    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
-
-    words = sentence_model(folder, "mean").tokenizer.backend_tokenizer
-    static = library.SentenceTransformer(modules=[StaticEmbedding(words, embedding_dim=8)], device="cpu")
-    for model, token in ((static, "StaticEmbedding"), (Pooling(32), "Pooling")):
-        refused(model, token)

@@ -19,9 +19,7 @@ DISTILBERT_RATES = {**DISTILBERT, "dropout": 0.1, "attention_dropout": 0.2, "seq
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("ViT", {**VISION, **RATES}),
-    "deit": ("DeiT", {**VISION, **RATES}),
     "dinov2": ("Dinov2", {**VISION, **RATES, "drop_path_rate": 0.3}),
-    "registers": ("Dinov2WithRegisters", VISION),
     **{name.lower(): (name, TEXT_RATES) for name in ("Bert", "Roberta", "Electra")},
     "distilbert": ("DistilBert", DISTILBERT_RATES),
 }
@@ -76,19 +74,9 @@ def test_vit_reads_its_pooler_for_features_only() -> None:
     assert torch.allclose(he.convert(model, num_labels=3).features(inputs)[0], token, atol=1e-5)
     unpooled = transformers_model("ViTModel", VISION, add_pooling_layer=False)
     assert torch.allclose(he.convert(unpooled)(inputs)[0], unpooled(**inputs).last_hidden_state[:, 0], atol=1e-5)
-    for settings, word in (({"pooler_act": "sigmoid"}, "sigmoid"), ({"pooler_output_size": 16}, "width 16")):
-        other = transformers_model("ViTModel", {**VISION, **settings})
-        refused(other, word)
-        assert he.convert(other, num_labels=3).num_classes == 3  # the family's classifier does not use it
-
-
-@torch.no_grad()
-def test_what_a_family_may_lack_is_no_obstacle() -> None:
-    settings = {**TEXT, "embedding_size": 16}
-    albert = transformers_model("AlbertModel", settings, add_pooling_layer=False)
-    inputs = token_batch(pad=0, segments=True)
-    assert torch.allclose(he.convert(albert)(inputs)[0], albert(**inputs).last_hidden_state[:, 0], atol=1e-5)
-    assert assert_same_logits(build("registers", num_register_tokens=0), images(32, 32)).config.stem.registers == 0
+    other = transformers_model("ViTModel", {**VISION, "pooler_act": "sigmoid"})
+    refused(other, "sigmoid")
+    assert he.convert(other, num_labels=3).num_classes == 3  # the family's classifier does not use it
 
 
 @pytest.mark.parametrize(
@@ -125,17 +113,13 @@ def test_labels_are_taken_when_they_are_names() -> None:
     assert he.convert(build("vit")).metadata.labels == ()  # LABEL_0, LABEL_1, …
     model.config.id2label = dict(enumerate(["crane", "dog", "crane", "", "ant"]))
     assert he.convert(model).metadata.labels == ("crane (0)", "dog", "crane (2)", "(3)", "ant")
-    model.config.id2label = ["crane", None, "dog", "fish", "ant"]
-    assert he.convert(model).metadata.labels == ("crane", "(1)", "dog", "fish", "ant")
     for odd in ({name: at for at, name in enumerate(names)}, {2 * at: name for at, name in enumerate(names)}):
         model.config.id2label = odd  # label2id by mistake, and ids with gaps: the order of classes is unknown
         assert he.convert(model).metadata.labels == ()
     assert he.convert(model.base_model, num_labels=5).metadata.labels == ()  # a new classifier has no names
 
 
-@pytest.mark.parametrize(
-    "make", [partial(transformers_clip, {}, {}), *(partial(build, one) for one in ("vit", "bert", "distilbert"))]
-)
+@pytest.mark.parametrize("make", [partial(transformers_clip, {}, {}), partial(build, "bert")])
 def test_outputs_are_named_whatever_the_configuration_says(make: Any) -> None:
     expected, model = he.convert(make()).state_dict(), make(return_dict=False)
     found = he.convert(model).state_dict()
@@ -143,16 +127,9 @@ def test_outputs_are_named_whatever_the_configuration_says(make: Any) -> None:
     assert model.config.return_dict is False
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"hidden_act": activation} for activation in ("gelu", "gelu_new", "relu", "silu", "quick_gelu")),
-        {"chunk_size_feed_forward": 3, "problem_type": "single_label_classification"},
-    ],
-)
-def test_bert_variants_keep_their_logits(changes: dict[str, Any]) -> None:
-    inputs = {name: tensor[:, :9] for name, tensor in batch("bert").items()}  # a multiple of the chunk
-    assert_same_logits(build("bert", **changes), inputs)
+@pytest.mark.parametrize("activation", ["gelu_new", "relu", "silu", "quick_gelu"])
+def test_every_activation_of_bert_keeps_its_logits(activation: str) -> None:
+    assert_same_logits(build("bert", hidden_act=activation), batch("bert"))
 
 
 def test_tables_and_classifiers_count_not_the_configuration() -> None:
@@ -163,9 +140,3 @@ def test_tables_and_classifiers_count_not_the_configuration() -> None:
     replaced = build("vit", image_size=(24, 40))
     replaced.classifier = nn.Linear(32, 7, bias=False)
     assert assert_same_logits(replaced, images(24, 40)).num_classes == 7
-
-
-def test_settings_under_names_of_other_families_mean_nothing() -> None:
-    strays = {"activation": "gelu", "hidden_act": "relu", "attention_probs_dropout_prob": 0.9}
-    encoder = assert_same_logits(build("distilbert", **strays), batch("distilbert")).config.encoder
-    assert (encoder.activation, encoder.attention_dropout) == ("gelu", 0.2)

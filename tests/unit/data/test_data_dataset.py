@@ -1,7 +1,4 @@
-import os
 import pickle
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +8,8 @@ from hypothesis import strategies as st
 
 import hydra_ensembles as he
 from hydra_ensembles.data import TextDataset, only_classes, split, subset, without_classes
-from hydra_ensembles.data.dataset import cut_position, hash_key, images_below, keyed_order
-from hydra_ensembles.errors import DataError, HydraError, HydraWarning, StorageError
+from hydra_ensembles.data.dataset import cut_position, hash_key, keyed_order
+from hydra_ensembles.errors import DataError, HydraError
 
 seeds = st.integers(min_value=-(2**70), max_value=2**70)
 
@@ -33,10 +30,8 @@ def test_knows_items_labels_and_names(letters: TextDataset) -> None:
     assert letters.class_names == ("x", "y", "z")
     assert letters.labelled
     assert letters.kind == "text"
-    assert repr(letters) == "TextDataset('letters', 6 items, 3 classes)"
-    for index in (6, -7):
-        with pytest.raises(IndexError, match="letters"):
-            letters[index]
+    with pytest.raises(IndexError, match="letters"):
+        letters[6]
     with pytest.raises(DataError, match=r"slice\(1, 3, None\); for several use select"):
         letters[1:3]
 
@@ -48,12 +43,8 @@ def test_select_keeps_the_order_given_and_remembers_source_rows(letters: TextDat
     assert twice.labels.tolist() == [1, 2]
     assert len(letters) == 6
     assert list(pickle.loads(pickle.dumps(twice))) == [("b", 1), ("f", 2)]
-    with pytest.raises(DataError, match=r"0\.\.1, got 0\.\.2"):
-        twice.select([0, 2])
     masked = letters.select(letters.labels == 1)  # a mask, not positions
     assert (set(masked.labels.tolist()), len(masked)) == ({1}, int((letters.labels == 1).sum()))
-    with pytest.raises(DataError, match=r"axis is 6 .* 2"):
-        letters.select([True, False])
 
 
 def test_rows_of_pandas_are_taken_by_their_place() -> None:
@@ -63,12 +54,9 @@ def test_rows_of_pandas_are_taken_by_their_place() -> None:
 
 
 def test_labels_must_fit_are_copied_and_cannot_be_written() -> None:
-    for labels, names, token in (([0], (), "2 items"), ([0, 2], ("x", "y"), "row 1"), ([-2, 0], (), "label -2")):
+    for labels, names, token in (([0], (), "2 items"), ([0, 2], ("x", "y"), "row 1")):
         with pytest.raises(DataError, match=token):
             TextDataset(list("ab"), labels, names)
-    for source in ("ab", {"a": 0, "b": 1}):
-        with pytest.raises(DataError, match="as a list has; got"):
-            TextDataset(source, [0, 1])
     given = np.array([-1, 1])
     dataset = TextDataset(list("ab"), given)
     given[0] = 9
@@ -132,9 +120,8 @@ def test_halves() -> None:
     assert np.bincount(first.labels).tolist() == np.bincount(second.labels).tolist() == [2, 3]
     assert cut_position(0.5, 5) == 3
     assert cut_position(0.29, 100) == 29  # 0.29 * 100 is 28.999999999999996
-    for fractions in ([0.7, 0.7], -0.1):
-        with pytest.raises(DataError, match="fractions"):
-            split(dataset, fractions, 0)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="fractions"):
+        split(dataset, [0.7, 0.7], 0)
 
 
 def test_classes_can_be_left_out_or_kept() -> None:
@@ -150,28 +137,5 @@ def test_classes_can_be_left_out_or_kept() -> None:
     assert without_classes(numbered([0, 5], ()), [5]).labels.tolist() == [0]
     with pytest.raises(DataError, match=r"labels \[1, 2\]"):
         dataset.relabel({3: 0, 0: 1}, ["d", "a"])
-    for names, classes, token in (
-        (("a", "b", "c"), ["a", "x", 9], r"\['x', 9\]; it has \['a', 'b', 'c'\]"),
-        (("ab", "b"), "ab", "a list"),
-        ((), [3], r"\[0, 1\]"),
-    ):
-        with pytest.raises(HydraError, match=token):
-            without_classes(numbered([0, 1], names), classes)
-
-
-def test_what_is_missing_below_a_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ant").mkdir()
-    (tmp_path / "ant" / "0.png").touch()
-    (tmp_path / "ant" / "1.png").symlink_to(tmp_path / "unmounted" / "1.png")
-    with pytest.warns(HydraWarning, match=r"broken links.*: 1, the first .*1\.png"):
-        assert len(images_below(tmp_path)) == 1
-    scan = os.scandir
-
-    def denied(path: str) -> Any:
-        if path.endswith("ant"):
-            raise PermissionError(13, "Permission denied", path)
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", denied)
-    with pytest.raises(StorageError, match=r"ant cannot be read \(Permission denied\)"):
-        images_below(tmp_path)
+    with pytest.raises(HydraError, match=r"\['x', 9\]; it has \['a', 'b'"):
+        without_classes(dataset, ["a", "x", 9])

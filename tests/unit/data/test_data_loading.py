@@ -4,11 +4,9 @@ import json
 import math
 import pickle
 import sys
-import warnings
 from contextlib import nullcontext
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +17,7 @@ from PIL import Image
 from datasets_stand_in import Table, stand_in_hub
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset, images_below
 from hydra_ensembles.data.loading import Columns, load
-from hydra_ensembles.errors import DataError, HydraWarning, MissingExtraError
-from hydra_ensembles.overlap import Known, warn_if_shared
+from hydra_ensembles.errors import DataError, MissingExtraError
 from pictures import WriteParquet, encoded, picture
 
 
@@ -50,10 +47,8 @@ def test_a_folder_with_a_file_for_each_split(image_folder: Path) -> None:
     ("path", "split", "token"),
     [
         ("pictures/test.parquet", "train", "no split 'train'"),
-        ("pictures", "validation", r"found: \['test', 'train'\]"),
         ("pictures", None, r"\['test', 'train'\]; choose one"),
         ("pictures/nothing.parquet", None, "does not exist"),
-        ("owner/reviews", None, "does not exist.*hub:"),
     ],
 )
 def test_files_and_splits_that_are_not_there(image_folder: Path, path: str, split: str | None, token: str) -> None:
@@ -66,34 +61,20 @@ def test_files_and_splits_that_are_not_there(image_folder: Path, path: str, spli
     [
         ("a.parquet", "PAR1 no", "Parquet"),
         ("a.json", "{}", r"accepted suffixes: \.parquet"),
-        ("a.csv", "text,label\nonly one field\n", "header line"),
         ("a.csv", "text,label\n", "no rows"),
         ("a.csv", "picture,label\nx,0\n", r"'image' or 'text'; it has \['picture', 'label'\]"),
         ("a.csv", "text,class\nx,0\n", r"label column 'label'; it has \['text', 'class'\]"),
         ("a.csv", "text,label,text\nhello,1,x\nbye,0,y\n", "'text'"),
-        ("a.csv", "text,label,label\nhello,1,0\nbye,0,1\n", "'label'"),
         ("a.csv", "text,label\nhello,1000000000000\nbye,0\n", "1000000000000"),
-        ("a.csv", "text,label\nhello,1000000000000000000000000\nbye,0\n", "id"),
         ("a.jsonl", '{"text": "a\u2028b", "label": 0}\n\n{"text": \n', r"a\.jsonl.*line 3"),
-        ("a.jsonl", "[1]\n", r"a\.jsonl.*line 1"),
         ("a.jsonl", '{"text": "a", "label": 0, "label": 1}\n', r"a\.jsonl.*line 1.*'label' is given twice"),
-        ("a.jsonl", '{"text": "\udcff\udcfe", "label": 0}\n', r"a\.jsonl.*utf-8"),
-        ("a.jsonl", '{"text": "a", "label": 0}\n{"text": "b", "label": [1]}\n', r"a\.jsonl.*list"),
-        ("a.jsonl", '{"text": "a", "label": [1]}\n', "row 0 of .* label"),
-        ("a.jsonl", '{"text": "a", "label": 0}\n{"text": "b", "label": Infinity}\n', "row 1 of .* label inf"),
         ("a.jsonl", '{"text": "a", "label": 1.0}\n{"text": "b", "label": NaN}\n', r"row 1 of .*\(got nan\)"),
-        ("a.jsonl", '{"text": "a", "label": 0.5}\n', "row 0 of .* label 0.5"),
         ("a.jsonl", '{"text": "a", "label": -1}\n{"text": "b"}\n', r"row 0 of .*\(got -1\); 2 rows have none"),
-        ("a.jsonl", '{"text": "a", "label": -1000000000000}\n', "id"),
-        ("a.txt", "a.png 1000000000000000000000000\n", "a.png"),
-        ("a.txt", "a.png -1\n", r"row 0 of .*a\.txt"),
         ("a.txt", "a.png dog\n", "'path label'"),
-        ("a.txt", "\n", "no images"),
-        ("a.txt", "a.png 0\n\udce9.png 1\n", "UTF-8"),
     ],
 )
 def test_files_that_are_broken_or_lack_something(tmp_path: Path, name: str, content: str, token: str) -> None:
-    (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogateescape")
+    (tmp_path / name).write_text(content, encoding="utf-8")
     (tmp_path / "a.png").touch()
     with pytest.raises(DataError, match=token):
         load(tmp_path / name)
@@ -181,10 +162,6 @@ def test_csv_with_quotes_and_tsv_without(tmp_path: Path) -> None:
     data = load(tsv, columns=Columns(text="sentence"))
     assert list(data) == [('"unbalanced, quote', 0), ("fine", 1)]
     assert data.class_names == ("neg", "pos")
-    long_text = "word " * 400_000  # longer than a block of the reader
-    csv.write_text(f"text,label\n{long_text},1.0\nb,0\nc,\n")
-    data = load(csv, labels="optional")
-    assert (data[0][0], data.labels.tolist()) == (long_text, [1, 0, -1])
 
 
 @pytest.mark.parametrize(
@@ -192,23 +169,16 @@ def test_csv_with_quotes_and_tsv_without(tmp_path: Path) -> None:
     [
         ("01 02 01", [0, 1, 0], ("01", "02")),
         ("true false", [1, 0], ("false", "true")),
-        ("10 9 a", [0, 1, 2], ("10", "9", "a")),
-        ("1 0 2", [1, 0, 2], ("0", "1", "2")),
         ("1.0 0. NA", [1, 0, -1], ("0", "1")),
         ("-1 1", [-1, 1], ("0", "1")),
-        ("NA nan null", [-1, -1, -1], ()),
         ("yes NA", [1, 0], ("NA", "yes")),
         ("1e2 3", "row 0 of .* has the label '1e2'; labels must be whole numbers", None),
-        ("0.5 1e-05", "row 1 of .* has the label '1e-05'", None),
-        ("12:30 07:15:00", "row 0 of .*'12:30'", None),
     ],
 )
-@pytest.mark.parametrize("suffix", ["csv", "tsv"])
-def test_labels_are_taken_letter_by_letter(tmp_path: Path, suffix: str, written: str, labels: Any, names: Any) -> None:
+def test_labels_are_taken_letter_by_letter(tmp_path: Path, written: str, labels: Any, names: Any) -> None:
     """Labels are integers only if all are written so; column types once turned 01 and 02 into other classes."""
-    path = tmp_path / f"t.{suffix}"
-    comma = "," if suffix == "csv" else "\t"
-    path.write_text(f"text{comma}label\n" + "".join(f"a{comma}{one}\n" for one in written.split()))
+    path = tmp_path / "t.csv"
+    path.write_text("text,label\n" + "".join(f"a,{one}\n" for one in written.split()))
     if isinstance(labels, str):
         with pytest.raises(DataError, match=labels):
             load(path)
@@ -231,20 +201,6 @@ def test_texts_of_digits_keep_every_letter(tmp_path: Path, suffix: str) -> None:
     assert named[2] == (("2024-01-01", ""), 1)
 
 
-def test_json_lines_end_at_line_ends_alone_and_are_read_as_written(tmp_path: Path) -> None:
-    rows = [
-        {"text": "one\u2028text", "label": "2020-01-01"},
-        {"text": "an\u0085other", "label": "2019-12-31", "more": [1]},
-        {"text": "2021-05-05"},
-    ]
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    for end in ("\n", "\r\n"):
-        (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + end.join([*lines, ""]).encode())
-        data = load(tmp_path / "a.jsonl", labels="optional")
-        assert [text for text, _ in data] == [row["text"] for row in rows]
-        assert (data.class_names, data.labels.tolist()) == (("2019-12-31", "2020-01-01"), [1, 0, -1])
-
-
 # --- folders and lists of images ---------------------------------------------------------------------------
 
 
@@ -265,11 +221,6 @@ def test_a_class_for_each_subfolder(tmp_path: Path) -> None:
     assert (data.class_names, data.labels.tolist(), data.name) == (("ant", "dog"), [0, 0, 0, 1, 1, 1], "animals")
     assert same_image(data[4][0], picture(1))
     assert load(folder, class_names=["dog", "ant", "bee"]).labels.tolist() == [0, 0, 0, 1, 1, 1]
-    with pytest.raises(DataError, match=r"subfolders \['ant'\]"):
-        load(folder, class_names=["dog"])
-    (folder / "dog" / "0.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"row 3 of .*0\.png"):
-        load(folder)[3]
 
 
 def test_images_are_those_of_the_folder_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +241,6 @@ def test_subfolders_without_images_and_images_without_subfolders(tmp_path: Path)
     with pytest.raises(DataError, match=r"\['zzz'\].* give class_names"):
         load(folder)
     assert load(folder, class_names=["dog", "zzz"]).class_names == ("dog", "zzz")
-    assert load(folder, labels="optional").class_names == ("dog",)
     loose = tmp_path / "loose"
     loose.mkdir()
     picture(1).save(loose / "a.png")
@@ -302,13 +252,11 @@ def test_subfolders_without_images_and_images_without_subfolders(tmp_path: Path)
 def test_splits_above_the_classes_with_litter_beside_them(tmp_path: Path) -> None:
     for split, count in (("train", 2), ("val", 1)):
         make_classes(tmp_path / split, {"dog": count, "ant": 1})
-    for litter in (".cache", "__MACOSX", ".ipynb_checkpoints"):
-        (tmp_path / litter).mkdir()
+    (tmp_path / ".cache").mkdir()
     data = load(tmp_path, "train")
     assert (len(data), data.class_names) == (3, ("ant", "dog"))
-    for split, token in (("test", r"found: \['train', 'val'\]"), (None, r"\['train', 'val'\]; choose one")):
-        with pytest.raises(DataError, match=token):
-            load(tmp_path, split)
+    with pytest.raises(DataError, match=r"\['train', 'val'\]; choose one"):
+        load(tmp_path)
 
 
 def test_splits_among_other_folders_are_refused_and_a_class_called_train_is_not(tmp_path: Path) -> None:
@@ -317,7 +265,6 @@ def test_splits_among_other_folders_are_refused_and_a_class_called_train_is_not(
     make_classes(tmp_path / "mixed", {"raw": 1})
     with pytest.raises(DataError, match=r"\['test', 'train'\].*split="):
         load(tmp_path / "mixed")
-    assert load(tmp_path / "mixed", class_names=["raw", "test", "train"]).labels.tolist() == [0, 1, 2]
     make_classes(tmp_path / "one" / "train", {"dog": 1})
     make_classes(tmp_path / "one", {"raw": 1})
     with pytest.raises(DataError, match=r"\['train'\].*and also \['raw'\]"):
@@ -326,7 +273,7 @@ def test_splits_among_other_folders_are_refused_and_a_class_called_train_is_not(
     assert load(vehicles).class_names == ("bus", "train")
 
 
-def test_litter_inside_classes_and_beside_tables_is_no_data(tmp_path: Path) -> None:
+def test_litter_inside_classes_is_no_data(tmp_path: Path) -> None:
     """Notebook checkpoints, macOS metadata, folders named like images; symlinks to folders are followed."""
     folder = make_classes(tmp_path / "animals", {"dog": 2, "ant": 1})
     make_classes(folder / "dog", {".ipynb_checkpoints": 1, "__MACOSX": 1, "folder.png": 0, "more": 0})
@@ -339,9 +286,6 @@ def test_litter_inside_classes_and_beside_tables_is_no_data(tmp_path: Path) -> N
     assert all(image.mode == "RGB" for image, _ in data)
     assert len(load(folder, labels="optional")) == 4
     assert [file.name for file in images_below(folder / "dog")] == ["0.png", "1.png", "0.png"]
-    for name in ("train.csv", "._train.csv"):
-        (tmp_path / "elsewhere" / name).write_text("text,label\na,0\nb,1\n")
-    assert len(load(tmp_path / "elsewhere")) == 2
 
 
 def test_an_image_list(tmp_path: Path) -> None:
@@ -361,11 +305,8 @@ def test_an_image_list(tmp_path: Path) -> None:
 # --- torchvision -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "prefix", "called"), [("MNIST", "", "2 - two"), ("EMNIST", "letters-", "b")])
 @pytest.mark.parametrize("part", ["train", "test"])
-def test_torchvision_sets_that_take_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, prefix: str, called: str, part: str
-) -> None:
+def test_torchvision_sets_that_take_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """EMNIST takes a split and passes `train` and `download` on: it once always gave the training set."""
     taken: dict[str, Any] = {}
 
@@ -376,35 +317,17 @@ def test_torchvision_sets_that_take_train(
 
     datasets = pytest.importorskip("torchvision.datasets")
     monkeypatch.setattr(datasets.MNIST, "__init__", begin)
-    data = load(f"torchvision:{name}", f"{prefix}{part}", root=tmp_path, download=True)
+    data = load("torchvision:EMNIST", f"letters-{part}", root=tmp_path, download=True)
     assert taken == {"train": part == "train", "download": True}
-    assert (data.class_names[2], data.labels.tolist()) == (called, [2])
+    assert (data.class_names[2], data.labels.tolist()) == ("b", [2])
     assert same_image(data[0][0], Image.new("L", (28, 28), 7))
-
-
-def test_torchvision_sets_that_take_split_or_neither(tmp_path: Path) -> None:
-    base = tmp_path / "dtd" / "dtd"
-    (base / "labels").mkdir(parents=True)
-    for number, class_name in enumerate(("banded", "woven")):
-        (base / "images" / class_name).mkdir(parents=True)
-        picture(number).save(base / "images" / class_name / "0.jpg")
-    (base / "labels" / "test1.txt").write_text("banded/0.jpg\nwoven/0.jpg\n")
-    data = load("torchvision:DTD", "test", root=tmp_path)
-    assert (data.class_names, data.labels.tolist()) == (("banded", "woven"), [0, 1])
-    folder = tmp_path / "eurosat" / "2750" / "River"
-    folder.mkdir(parents=True)
-    picture(0).save(folder / "River_1.jpg")
-    assert load("torchvision:EuroSAT", root=tmp_path).class_names == ("River",)
 
 
 @pytest.mark.parametrize(
     ("name", "split", "token"),
     [
         ("EMNIST", "letters", "letters-test"),
-        ("EMNIST", None, "NAME-train"),
         ("MNIST", "validation", r"\['test', 'train'\]"),
-        ("DTD", "dev", "DTD.*dev"),
-        ("EuroSAT", "test", "no splits"),
         ("CIFAR10", "test", "Dataset not found.*download=True"),
         ("CIFAR11", "test", "CIFAR11.*CIFAR10"),
     ],
@@ -441,33 +364,18 @@ def test_the_hub_gives_texts_images_and_class_names(calls: list[tuple[Any, ...]]
 
 
 def test_what_the_hub_lacks(calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, split, token in (
-        ("hub:owner/reviews", None, r"\['test', 'train'\]; choose one"),
-        ("hub:owner/nothing", "test", "Couldn't find"),
-    ):
-        with pytest.raises(DataError, match=token):
-            load(name, split)
-    with pytest.raises(DataError, match=r"row 0 of hub data set 'translations'.*dict"):
-        load("hub:translations", "test", columns=Columns(image="translation"), labels="optional")[0]
+    with pytest.raises(DataError, match=r"\['test', 'train'\]; choose one"):
+        load("hub:owner/reviews")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match="datasets"):
         load("hub:owner/reviews", "test")
 
 
-def test_a_hub_set_that_only_a_script_reads_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    (tmp_path / "trec").mkdir()
-    (tmp_path / "trec" / "trec.py").write_text("raise SystemExit('it ran')\n")
-    with pytest.raises(DataError, match=r"trec\.py.*Parquet"):
-        load(f"hub:{tmp_path / 'trec'}", "test")
-
-
 def test_numbers_that_may_be_names_or_places_are_refused(tmp_path: Path) -> None:
     for labels, names, refused in (
         ((2, 1), ("2", "1", "0"), True),  # the class called 2, or index 2?
-        ((1, 2), ("1", "2", "3"), True),
         ((0, 1, 2), ("1", "2", "3"), False),  # no class is called 0: indices
         ((0, 1), ("0", "1"), False),
-        ((2, 1), ("a", "b", "c"), False),
     ):
         (tmp_path / "t.csv").write_text("text,label\n" + "".join(f"a,{one}\n" for one in labels))
         with pytest.raises(DataError, match="may mean the class called") if refused else nullcontext():
@@ -485,12 +393,6 @@ def test_items_that_two_sets_share_are_counted_as_they_are_stored(tmp_path: Path
         for name, seed in files.items():
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / name).write_bytes(encoded(picture(seed + shift)))
-    (tmp_path / "b" / "two" / "broken.png").write_bytes(b"no image")
     one, other = load(tmp_path / "a"), load(tmp_path / "b")
-    assert other.shared_with(one) == (1, 4)
+    assert other.shared_with(one) == (1, 3)
     assert ImageDataset([picture(0)], [0]).shared_with(one) == (0, 0)  # in-memory pictures are not compared
-    with pytest.warns(HydraWarning, match="1 of 2 samples of validation"):
-        warn_if_shared("train", Known.of(train), "validation", Known.of(SimpleNamespace(dataset=val)), "so")  # type: ignore[arg-type]
-    with warnings.catch_warnings(action="error"):
-        warn_if_shared("train", Known.of(train), "validation", Known.of(val.select([1])), "so")
-        warn_if_shared("train", Known([1], None), "validation", Known.of(val), "so")

@@ -27,11 +27,9 @@ def test_the_papers_suites_are_there_and_unknown_ones_are_refused() -> None:
 
 def test_a_suite_checks_itself() -> None:
     one, two, three = (SetRef(letter, letter) for letter in "abc")
-    for near, far, token in (((two,), (two,), "twice"), ((two,), (three,), "'c'"), ((two,), (), "one far")):
+    for near, far, token in (((two,), (two,), "twice"), ((two,), (three,), "'c'")):
         with pytest.raises(DataError, match=token):
             Suite("x", id=one, circuit_ood=three, near=near, far=far, notes="")
-    with pytest.raises(DataError, match="share"):
-        SetRef("a", "a", share=(0.5, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -39,15 +37,11 @@ def test_a_suite_checks_itself() -> None:
     [
         ({"share": (0.0, 0.6)}, {"share": (0.5, 1.0)}, True),
         ({"share": (0.0, 0.5)}, {"share": (0.5, 1.0)}, False),
-        ({"share": (0.0, 0.1)}, {}, True),
-        ({"rows": (0, None)}, {}, True),
-        ({"rows": (None, 3000)}, {"rows": (3000, None)}, False),
         ({"rows": (None, 3001)}, {"rows": (3000, None)}, True),
         ({"rows": (-200, -100)}, {"rows": (-100, None)}, False),
         ({"rows": (None, 100)}, {"rows": (-100, None)}, True),  # with fewer than 200 rows they overlap
         ({"rows": (0, 10), "share": (0.0, 0.5)}, {"rows": (5, 20), "share": (0.5, 1.0)}, False),
         ({"split": "test"}, {"split": "train"}, False),
-        ({"split": "test"}, {}, True),
         ({"config": "de"}, {"config": "en"}, False),
         ({"without": ("a",)}, {"name": "other"}, True),
     ],
@@ -113,20 +107,3 @@ def test_the_imagenet_validation_set_is_cut_once_for_good() -> None:
     assert (len(validation), len(test)) == (500, 49_500)
     assert not set(validation.rows) & set(test.rows)
     assert validation.rows[:5].tolist() == [281, 315, 462, 591, 731]
-
-
-def test_a_set_of_the_hub_may_lie_below_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trec").mkdir()
-    (tmp_path / "trec" / "test.jsonl").write_text('{"text": "Who?", "coarse_label": 3}\n{"text": "Where?"}\n')
-
-    def hub(*_: Any) -> None:
-        raise DataError("asked the hub")
-
-    monkeypatch.setattr("hydra_ensembles.data.loading._read_hub", hub)
-    (trec,) = (ref for ref in suite("paper-sst2").far if ref.name == "trec")
-    data = trec.load(tmp_path)
-    assert (data.name, [text for text, _ in data]) == ("trec", ["Who?", "Where?"])
-    monkeypatch.chdir(tmp_path)
-    for root in (None, tmp_path / "trec"):  # a folder of that name elsewhere does not count
-        with pytest.raises(DataError, match="asked the hub"):
-            trec.load(root)

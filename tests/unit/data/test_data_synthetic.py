@@ -1,7 +1,5 @@
 """OOD data made from ID data: the same shapes, corrupted in every way, deterministically."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ def pictures(count: int = 20, size: tuple[int, int] = (18, 14), dtype: torch.dty
     return (waves * 20 if dtype == torch.uint8 else waves).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_images_keep_their_shape_and_lose_their_sense(dtype: torch.dtype) -> None:
     images = pictures(dtype=dtype)
     made = he.data.synthetic_ood([(images[:7], torch.zeros(7)), {"pixel_values": images[7:], "name": ["a"] * 13}])
@@ -96,15 +94,6 @@ def test_the_vocabulary_of_a_model_is_used() -> None:
     assert model(made["input_ids"], made["attention_mask"]).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("batches", "token"),
-    [
-        ([torch.zeros(3, 5)], "torch.float32"),
-        ([{"audio": torch.zeros(3, 5)}], "audio"),
-        ([torch.zeros(2, 3, 8, 8), torch.ones(2, 5, dtype=torch.long)], "some batches"),
-        ([], "no batches"),
-    ],
-)
-def test_what_is_neither_image_nor_text_is_refused(batches: Any, token: str) -> None:
-    with pytest.raises(DataError, match=token):
-        he.data.synthetic_ood(batches)
+def test_what_is_neither_image_nor_text_is_refused() -> None:
+    with pytest.raises(DataError, match=r"torch\.float32"):
+        he.data.synthetic_ood([torch.zeros(3, 5)])
