@@ -240,7 +240,7 @@ def translate(
             require_finite_weights(foreign[path], path)
         try:
             state[name] = source.read([foreign[path] for path in source.names], shape).reshape(shape)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             misfits.append(f"{list(source.names)} cannot become the canonical parameter {name} {list(shape)}: {error}")
     unused = [name for name in stored if name not in used and not name.startswith(architecture.ignored)]
     problems = [f"no tensor {path} for {name}{perhaps_meant(path, unused)}" for path, name in missing.items()] + misfits

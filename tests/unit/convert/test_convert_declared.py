@@ -148,7 +148,7 @@ def test_all_that_does_not_fit_is_said_at_once_with_the_nearest_name() -> None:
         ("vit", {"head_layout": "qkv h d"}, "'h qkv d'"),
         ("vit", {"pool": "mean", "pool_prefix": True}, "'cls', pool_prefix=False|pool_prefix=False, pool='cls'"),
         ("vit-scaled", {"attention_scale": None}, r"attention_scale=0\.17"),
-        ("neighbours-bert", {"rotary_pairs": "halves"}, "rotary_pairs='neighbours'"),
+        ("normed-neighbours-bert", {"rotary_pairs": "halves"}, "rotary_pairs='neighbours'"),
         ("bert", {"activation": "silu"}, "activation='gelu'"),  # its blocks are never called as modules
     ],
 )
