@@ -45,7 +45,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    ("part", "least", "rest"), [(bad_inputs, 450, 15), (bad_settings, 13_000, 800), (bad_data, 100, 15)]
+    ("part", "least", "rest"), [(bad_inputs, 300, 15), (bad_settings, 10_000, 800), (bad_data, 80, 15)]
 )
 def test_all_that_must_be_refused_is_and_some_of_the_rest_is_answered_rightly(part: Any, least: int, rest: int) -> None:
     """Every wrong input, setting and set of batches, so that tests of single functions need not repeat them."""
