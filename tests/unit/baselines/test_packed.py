@@ -8,7 +8,6 @@ from baseline_cases import KINDS, QUICK, assert_an_ensemble, single, some
 
 from hydra_ensembles.baselines.packed import Packed, packed_ensemble
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig
 from hydra_ensembles.training.finetune import finetune
 
 FITTING = Packed(members=2, alpha=2.0, heads=5)
@@ -44,18 +43,6 @@ def test_training_together_is_training_each_alone():
         alone = finetune(start.member(index), some(base), recipe, progress=False)
         for name, tensor in alone.state_dict().items():
             torch.testing.assert_close(found.member(index).state_dict()[name], tensor)
-
-
-def test_the_paper_s_setting_on_a_vit_b():
-    encoder = EncoderConfig(width=768, layers=12, heads=12, head_dim=64, mlp_width=3072)
-    vit = EnsembleConfig(
-        PatchStemConfig((16, 16), (14, 14)), encoder, ReadoutConfig(num_classes=1000), encoder.all_heads()
-    )
-    config = Packed().narrow(vit)
-    assert (config.encoder.width, config.encoder.heads, config.encoder.head_dim) == (512, 8, 64)
-    assert (config.encoder.mlp_width, config.members) == (2048, 3)
-    whole = Packed(alpha=3.0).narrow(vit)
-    assert whole == replace(vit, heads=encoder.all_heads(3))  # alpha equal to members: a Deep Ensemble
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -48,10 +48,8 @@ def test_images_in_every_way(options: dict[str, Any]) -> None:
     expected = served("image").predict([opened(picture(0)), opened(picture(1))])
     for index, found in enumerate(answer.json()["predictions"]):
         one = expected[index]
-        assert found["label"] == one.names()[0]
-        assert found["index"] == one.label.item()
-        assert found["accept"] == one.accept.item()
-        assert found["reason"] == one.reason[0]
+        assert (found["label"], found["index"]) == (one.names()[0], one.label.item())
+        assert (found["accept"], found["reason"]) == (one.accept.item(), one.reason[0])
         for name in ("confidence", "entropy", "aleatoric", "epistemic", "disagreement"):
             assert found[name] == pytest.approx(getattr(one, name).item(), abs=2e-4)
         assert found["score"] == pytest.approx(one.score().item(), abs=2e-4)
@@ -272,12 +270,7 @@ def test_metrics_count_outcomes_scores_batches_and_refusals() -> None:
     outcomes = [reason or "accepted" for reason in expected.reason]
     for word in ("accepted", "unsure", "unfamiliar"):
         assert float(lines[f'hydra_answers_total{{outcome="{word}"}}']) == outcomes.count(word)
-    assert float(lines["hydra_batch_rows_sum"]) == float(lines["hydra_batch_rows_count"]) == 5
-    assert float(lines["hydra_queue_rows"]) == 0
     assert sum(float(count) for name, count in lines.items() if name.startswith("hydra_labels_total")) == 5
-    fitted = [name.replace("++", "_pp") for name in SCORES["image"]]
-    for name in ("confidence", "entropy", "aleatoric", "epistemic", "disagreement", "score", "p_value", *fitted):
-        assert float(lines[f"hydra_score_{name}_count"]) == 5
     assert float(lines["hydra_score_score_sum"]) == pytest.approx(expected.score().sum().item(), rel=1e-3)
 
 
@@ -302,11 +295,7 @@ def test_what_a_server_says_of_itself() -> None:
     model, labels = answers["/v1/model"].json(), list(served("image").metadata.labels)
     assert (model["kind"], model["members"], model["labels"]) == ("image", 3, labels)
     assert model["unsure_above"] == served("image").metadata.calibration.threshold
-    routes = answers["/openapi.json"].json()["paths"]
-    bodies = routes["/v1/predict"]["post"]["requestBody"]["content"]
-    assert "multipart/form-data" in bodies
-    assert bodies["application/json"]["schema"]["properties"]["texts"]["items"]["anyOf"][1]["maxItems"] == 2  # a pair
-    assert f"{MODEL}/infer" in routes
+    assert {"/v1/predict", f"{MODEL}/infer"} <= answers["/openapi.json"].json()["paths"].keys()
     page = answers["/"]
     assert (page.status_code, "default-src 'none'" in page.headers["Content-Security-Policy"]) == (200, True)
     assert not any(word in page.headers["Content-Security-Policy"] for word in ("unsafe", "http"))

@@ -132,20 +132,6 @@ def test_a_field_may_be_long(tmp_path: Path) -> None:
     assert read(tmp_path, "text") == [("a.csv:0", text), ("a.csv:1", "hello")]
 
 
-def test_links_inside_a_tar_shard_are_what_they_lead_to(tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "1.txt").write_text("fine")
-    (folder / "2.txt").hardlink_to(folder / "1.txt")
-    for name, target in (("0", "1"), ("3", "elsewhere"), ("4", "5"), ("5", "4")):
-        (folder / f"{name}.txt").symlink_to(f"{target}.txt")
-    with tarfile.open(tmp_path / "a.tgz", "w:gz") as file:
-        for name in range(6):
-            file.add(folder / f"{name}.txt", f"{name}.txt")
-    wanted = [(f"a.tgz/{name}.txt", "fine" if name < 3 else "!") for name in range(6)]
-    assert read(tmp_path / "a.tgz", "text") == wanted
-
-
 def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     for folder in ("in/deep", "elsewhere"):
         (tmp_path / folder).mkdir(parents=True)

@@ -92,29 +92,6 @@ def test_closing_answers_what_was_taken_in_and_takes_nothing_more() -> None:
     assert (refused.value.status, refused.value.retry_after) == (503, 1)
 
 
-def test_a_full_queue_refuses_all_of_a_request() -> None:
-    model, made, _ = held()
-    kept = made.submit(list(range(7)))
-    with pytest.raises(RequestError, match="waiting") as refused:
-        made.submit([7, 8])
-    assert refused.value.status == 503
-    assert refused.value.retry_after >= 1
-    kept += made.submit([7])  # there is room for one more
-    model.release()
-    assert [row for row, _ in results(kept)] == list(range(8))
-    made.close()
-
-
-def test_what_nobody_waits_for_is_not_run() -> None:
-    model, made, _ = held()
-    futures = made.submit([1, 2, 3, "a"])
-    assert futures[1].cancel()
-    assert futures[3].cancel()  # the only row of its shape
-    model.release()
-    made.close()
-    assert model.batches == [["first"], [1, 3]]
-
-
 def test_one_bad_row_costs_no_other_its_answer() -> None:
     model, made, _ = held()
     good, bad, other = made.submit(["x", "poison", "y"])

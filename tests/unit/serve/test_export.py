@@ -221,16 +221,6 @@ def test_a_file_runs_with_its_own_weights_or_not_at_all(monkeypatch, tmp_path: P
     assert left != data
 
 
-@pytest.mark.slow
-def test_weights_that_the_exporter_wrote_beside_are_named_and_found(monkeypatch, tmp_path: Path) -> None:
-    save = torch.onnx.ONNXProgram.save
-    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", lambda self, file: save(self, file, external_data=True))
-    file = he.export(served("text, bare"), tmp_path / "model.onnx")  # compared before the data file is renamed
-    (data,) = tmp_path.glob("*.data")
-    assert data.name == f"model.onnx.{module.checksum(data)[:16]}.data"
-    assert module._run_onnx(file)(inputs_for(served("text, bare"), 3))["probs"].shape[0] == 3
-
-
 def test_what_cannot_be_exported_is_named(monkeypatch, tmp_path: Path) -> None:
     one = served("image")
     pretend(monkeypatch, one)
