@@ -178,13 +178,17 @@ def test_texts_do_not_depend_on_their_neighbours(masked: bool, monkeypatch: pyte
     assert len(Scorer(one).prepare({"text": [texts[row] for row in good]}).parts) == 1
 
 
-def test_columns_to_keep_with_the_name_of_an_answer() -> None:
+def test_columns_to_keep_with_the_name_of_an_answer(tmp_path: Path) -> None:
     batch = {"text": ["hello"], "label": [7], "mahalanobis": ["x"], "error": ["mine"], "id": [3]}
     found = Scorer(served("text"), keep=["label", "mahalanobis", "error", "id", "text"])(batch)
     assert [found[name].tolist() for name in ("kept_label", "kept_mahalanobis", "kept_error", "id", "text")] == [
         [7], ["x"], ["mine"], [3], ["hello"]]  # fmt: skip
     same(found, scalars(served("text").predict(["hello"])))
     assert found["error"].tolist() == [""]
+    (tmp_path / "in.csv").write_text("input,text\nI,hello\n")
+    score(tmp_path / "in.csv", tmp_path / "out", scorer=Scorer(served("text"), keep=["input"]))
+    (row,), _ = written(tmp_path / "out")
+    assert (row["input"], row["kept_input"]) == ("in.csv:0", "I")
     with pytest.raises(ConfigError, match="kept_label"):
         Scorer(served("text"), keep=["label", "kept_label"])({**batch, "kept_label": [0]})
     column = [[1], [2, 3]]  # without a plain NumPy dtype
@@ -297,16 +301,6 @@ def test_an_archive_becomes_shards(source: Path, output: Path) -> None:
     (source / "notes.md").write_text("of another kind")
     for _ in range(2):  # the output may be inside the archive
         assert score(source, source / "out") == replace(found, ignored=1)
-
-
-def test_kept_columns_of_an_archive_lose_nothing(output: Path, tmp_path: Path) -> None:
-    names = ["input", "label", "class_name", "error", "text"]
-    (tmp_path / "in.csv").write_text(",".join(names) + "\nI,L,C,E,hello\nshort\n")
-    score(tmp_path / "in.csv", output, scorer=Scorer(served("text"), keep=names))
-    (row,), _ = written(output)
-    assert [row[f"kept_{name}"] for name in names[:4]] == ["I", "L", "C", "E"]
-    assert (row["input"], row["text"], row["label"]) == ("in.csv:0", "hello", served("text").predict(["hello"]).label)
-    assert json.loads((output / "about.json").read_text())["kept"]["kept_label"] == "label"
 
 
 def test_pairs_stay_pairs_however_batches_are_cut(tmp_path: Path) -> None:
