@@ -131,8 +131,9 @@ def weight(change: Callable[[Tensor], object]) -> Alteration:
     return one_of(nn.Module.parameters, change)
 
 
-def _replace_method(part: nn.Module, name: str = "forward") -> None:
+def _replace_method(found: tuple[nn.Module, str]) -> None:
     """Replace a method on the instance."""
+    part, name = found
     original = getattr(part, name)
     object.__setattr__(part, name, lambda *given, **named: _scaled(original(*given, **named)))
 
@@ -148,10 +149,10 @@ def _replace_class(part: nn.Module) -> None:
 
 
 def _methods(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Names of all methods but `forward`."""
+    """All methods of every part, `forward` among them."""
     for part in model.modules():
         for name in dir(type(part)):
-            own = not name.startswith("__") and name not in dir(nn.Module)
+            own = name == "forward" or (not name.startswith("__") and name not in dir(nn.Module))
             if own and callable(getattr(type(part), name, None)):
                 yield part, name
 
@@ -187,10 +188,6 @@ def put(by: Callable[[nn.Module], nn.Module], where: Callable[[nn.Module], bool]
     )
 
 
-def _biased(model: nn.Module) -> list[nn.Module]:
-    return [part for part in model.modules() if isinstance(getattr(part, "bias", None), Tensor)]
-
-
 def _named_weights(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(part, name) for part in model.modules() for name, _ in part.named_parameters(recurse=False)]
 
@@ -219,32 +216,20 @@ WORDS = {"token": "avg", "avg": "token", "tok": "avg"}
 ALTERATIONS: dict[str, Alteration] = {
     "wrapped": put(_Wrapped, lambda part: True),
     "hooked": part(lambda part: part.register_forward_hook(lambda module, given, answer: _scaled(answer))),
-    "hooked before": part(
-        lambda part: part.register_forward_pre_hook(lambda module, given: tuple(_scaled(one) for one in given))
-    ),
-    "forward replaced": part(_replace_method),
     "class replaced": part(_replace_class),
-    "method replaced": one_of(_methods, lambda found: _replace_method(*found)),
+    "method replaced": one_of(_methods, _replace_method),
     "number edited": edited(float, lambda value: value * 3 + 0.1),
-    "whole number edited": edited(int, lambda value: value * 2),
     "flag flipped": edited(bool, lambda value: not value),
     "text edited": edited(str, lambda value: WORDS.get(value, "other")),
     "pair edited": edited(tuple, lambda value: tuple(one + 1 for one in value)),
     "config edited": config_edited,
     "replaced": put(lambda part: nn.Tanh(), lambda part: not list(part.parameters()) and not list(part.children())),
-    "identity": put(lambda part: nn.Identity(), lambda part: True),
-    "in sequence": put(
-        lambda part: nn.Sequential(part, nn.Tanh()), lambda part: isinstance(part, nn.Linear | nn.LayerNorm | nn.Conv2d)
-    ),
-    "bias dropped": one_of(_biased, lambda part: setattr(part, "bias", None)),
     "parameter added": part(lambda part: part.register_parameter("extra", nn.Parameter(torch.ones(3)))),
-    "buffer added": part(lambda part: part.register_buffer("extra", torch.ones(3))),
     "weights changed": weight(lambda weight: weight.mul_(1.5)),  # a valid model
     "weights not finite": weight(lambda weight: weight.view(-1)[:1].fill_(torch.nan)),
     "shape changed": one_of(_named_weights, _double_rows),
     "part in half": one_of(_inner_parts, nn.Module.half),  # the whole model in half would be valid
     "blocks swapped": with_blocks(swap),  # a valid model
     "block removed": with_blocks(lambda blocks: blocks.__delitem__(0)),
-    "block repeated": with_blocks(lambda blocks: blocks.__setitem__(1, blocks[0])),
     "left alone": lambda model, place: None,
 }

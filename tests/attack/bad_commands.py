@@ -135,7 +135,6 @@ DISTURBED = (
     "evaluate {}/model --id {}/val --ood {}/stripes -q --keep-logits --output out",
     "report {}/evaluation.json --output out.html",
     "compare {}/evaluation.json --format csv --output out.csv",
-    "predict {}/model {}/val --format jsonl --output out.jsonl",
     "bench {}/model --batch 1 --repeats 1 --output out.json",
 )
 HOW = (
@@ -148,23 +147,17 @@ HOW = (
 PATHS = (
     "info ?",
     "info timm:test_vit --weights ?",
-    "predict ? {}/val/red/0.png",
     "predict {}/model ?",
     "predict {}/texts ?",
     "evaluate ? --id {}/val --output out -q",
     "evaluate {}/model --id ? --output out -q",
     "evaluate {}/model --id {}/val --ood ? --output out -q",
-    "evaluate {}/model --id {}/val --shift fog=? --output out -q",
-    "evaluate {}/texts --id ? --output out -q",
     "evaluate {}/model --suite ? --output out -q",
     "build ? --id {}/val --ood {}/stripes --prune 2 --shared-layers 0 --output out -q",
-    "build {}/single --id ? --ood {}/stripes --prune 2 --shared-layers 0 --output out -q",
     "build {}/single --id {}/val --ood ? --prune 2 --shared-layers 0 --output out -q",
-    "build {}/single --id {}/val --strategy taylor --train ? --prune 3 --shared-layers 0 --output out -q",
     "build --config ?",
     "evaluate --config ?",
     "compare ?",
-    "compare {}/evaluation.json ?",
     "report ?",
     "bench ?",
 )
@@ -199,7 +192,6 @@ VALUES = (
     "build {}/single --id {}/val --prune 2 --shared-layers 0 --output out -q --strategy ?",
     *(f"{_BUILD} --{option} ?" for option in ("recipe", "seed", "stem", "set")),
     "bench {}/model --batch ? --repeats 1",
-    "bench {}/model --batch 1 --baseline ? --repeats 1",
     "report {}/evaluation.json --focus ? --output out.html",
     "compare {}/evaluation.json --format ?",
 )

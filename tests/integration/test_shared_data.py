@@ -19,14 +19,7 @@ def test_a_known_image_and_the_papers_sst2_split() -> None:
         assert ref.part_of(sst2).rows.tolist() == list(rows)
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        *((name, "tinyimagenet") for name in ("cifar10", "cifar100", "caltech101", "scene15", "fashion_mnist")),
-        ("caltech101", "cifar10"),
-        ("scene15", "cifar100"),
-    ],
-)
+@pytest.mark.parametrize("pair", [("cifar100", "tinyimagenet"), ("caltech101", "cifar10"), ("scene15", "cifar100")])
 def test_overlap_lists_name_real_classes(pair: tuple[str, str]) -> None:
     first, second = (load(shared(f"data/images/{name}"), "test").class_names for name in pair)
     left, right = (overlapping(", ".join(pair), name) for name in pair)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hydra_ensembles.errors import ConfigError, DataError, RequestError
+from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.outputs import columns
 from hydra_ensembles.serve.ray_app import ATTEMPTS, _Replicas, ray_app
 from hydra_ensembles.serve.scoring import Scorer
@@ -156,21 +156,11 @@ def test_a_replica_dies_under_load_with_a_batch_in_its_hands(address: str, order
 
 def test_routes_are_those_of_the_server(address: str) -> None:
     with httpx.Client(base_url=address, headers=KEY, timeout=LIMIT) as client:
-        assert client.get("/").headers["content-type"].startswith("text/html")
         assert client.get("/v2/health/ready").status_code == 200
         assert client.get("/v2/models/on-ray").json()["name"] == "on-ray"
         assert "hydra_answers_total" in client.get("/metrics").text
         assert client.post("/v1/predict", files={"file": b"x"}).status_code == 415
-        pixels: dict[str, Any] = {"name": "pixel_values", "shape": [1, 3, 8, 8], "datatype": "FP32"}
-        huge = client.post("/v2/models/on-ray/infer", json={"inputs": [pixels | {"data": [3e38, -3e38] * 96}]})
-        assert huge.status_code == 400  # the logits are not finite
     assert httpx.get(f"{address}/v1/model").status_code == 401
-
-
-@pytest.mark.parametrize("change", [{"min_replicas": 0}, {"min_replicas": 5, "max_replicas": 4}])
-def test_numbers_of_replicas_are_checked(tmp_path: Path, change: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="replicas"):
-        ray_app(tmp_path, **change)
 
 
 def test_the_key_is_that_of_the_process_that_deploys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,43 +174,21 @@ class Handle:
     """A handle to replicas that answer or die in a given order."""
 
     def __init__(self, *found: Any) -> None:
-        self.answer = self.ready = self
+        self.answer = self
         self._found = list(found)
 
     async def remote(self, *_: Any) -> Any:
         one = self._found.pop(0)
-        if isinstance(one, Exception) and not isinstance(one, DataError):  # the model's errors are returned
+        if isinstance(one, Exception):
             raise one
         return one
-
-
-def test_the_front_is_ready_once_a_replica_is() -> None:
-    died = ray.exceptions.ActorDiedError()
-    engine = _Replicas(Handle(died, None))
-    asyncio.run(engine.start())
-    assert engine.ready
-    engine = _Replicas(Handle(*[died] * ATTEMPTS))
-    with pytest.raises(RequestError):
-        asyncio.run(engine.start())
-    assert not engine.ready
-
-
-def test_a_replica_has_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited = list[float]()
-    pause = asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pause(waited.append(seconds) or 0))
-    died = ray.exceptions.ActorDiedError()
-    asyncio.run(_Replicas(Handle(died, died, died, {"label": 1})).answer([Sample({})]))
-    assert waited == [0, 0.1, 0.2, 0.4]
 
 
 def test_what_a_dead_replica_took_along_is_asked_again() -> None:
     died, full = ray.exceptions.ActorDiedError(), serve.exceptions.BackPressureError(1, 1)
     row = Sample({})
     assert asyncio.run(_Replicas(Handle(died, died, {"label": 1})).answer([row])) == [{"label": 1}]
-    for handle, status in ((Handle(*[died] * ATTEMPTS), 503), (Handle(full), 503)):
+    for handle in (Handle(*[died] * ATTEMPTS), Handle(full)):
         with pytest.raises(RequestError) as refused:
             asyncio.run(_Replicas(handle).answer([row]))
-        assert (refused.value.status, refused.value.retry_after) == (status, 1)
-    with pytest.raises(DataError, match="own"):
-        asyncio.run(_Replicas(Handle(DataError("its own fault"))).answer([row]))
+        assert (refused.value.status, refused.value.retry_after) == (503, 1)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import cycle
 
-import numpy as np
 import pytest
 import torch
 from baseline_cases import KINDS, QUICK, assert_resumes, single, some, weights
@@ -11,17 +10,12 @@ from baseline_cases import KINDS, QUICK, assert_resumes, single, some, weights
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from hydra_ensembles import baselines
-from hydra_ensembles.baselines import MIMO, OBA, SWAG, BatchEnsemble, BayesVLM, Laplace, LoRA, NegLabel, Packed, ViLU
+from hydra_ensembles.baselines import MIMO, OBA, SWAG, BatchEnsemble, BayesVLM, LoRA, NegLabel, Packed, ViLU
 from hydra_ensembles.baselines.start import joined
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.config import Sharing
-from hydra_ensembles.serve.outputs import columns
 from random_ensembles import ALL_SHAPES, SHAPES
-from served_models import inputs_for, served
-from serving import ask
-from serving import settings as server
 from unit.training.training_cases import NAMES, pair_samples, pairs, tiny, tiny_dual
-from zero_shot_models import NAMES as SERVED_NAMES
 from zero_shot_models import dual_of
 
 ONE = replace(QUICK, steps=1)
@@ -107,37 +101,19 @@ def test_a_stopped_run_goes_on_and_another_one_does_not(kind, make, settings, st
             run(replace(settings, **other), output=tmp_path)
 
 
-# --- served --------------------------------------------------------------------------------------------------
-
-
-def test_a_baseline_and_the_scores_of_zero_shot_methods_are_served():
-    plain, classes = served("image, bare"), he.zero_shot(dual_of(DUAL_CASES[0]), SERVED_NAMES)
-    drawn = baselines.laplace(plain.member(0), [inputs_for(plain, 8)["pixel_values"]], Laplace(members=4))
-    scored = baselines.neg_label(classes, ["boat", "house"], settings=NegLabel(share=1.0, groups=1))
-    labelled = [(inputs_for(classes, 8)["pixel_values"], torch.arange(8) % 4)]
-    scored = baselines.vilu(scored, labelled, ViLU.recipe(epochs=1), ViLU(hidden=(8,)), progress=False)
-    for model, names in ((drawn, ("epistemic", "confidence")), (scored, ("vilu", "neglabel"))):
-        pixels = inputs_for(model, 2, seed=1)["pixel_values"]
-        sent = {"name": "pixel_values", "shape": list(pixels.shape), "datatype": "FP32", "data": pixels.tolist()}
-        answer = ask(model, "POST", "/v2/models/model/infer", server(), json={"inputs": [sent]})
-        found = {one["name"]: one["data"] for one in answer.json()["outputs"]}
-        expected = columns(model.predict(pixels))
-        assert all(found[name] == pytest.approx(expected[name].tolist(), abs=2e-3) for name in names)
-        assert np.ptp(expected[names[0]]) > 0
+# --- views ---------------------------------------------------------------------------------------------------
 
 
 def test_the_two_views_answer_and_are_neither_saved_nor_calibrated_as_ensembles_are(tmp_path):
     """As docs/how-to/which_method.md says."""
-    base, dual = single(), tiny_dual()
+    base = single()
     views = {
-        he.mc_dropout(base, 0.1, 3): (some(base)[0][0], some(base)[0][1]),
-        baselines.bayes_vlm(dual, pairs()).probit(NAMES): pair_samples(8),
+        he.mc_dropout(base, 0.1, 3): some(base)[0],
+        baselines.bayes_vlm(tiny_dual(), pairs()).probit(NAMES): pair_samples(8),
     }
     for view, (inputs, labels) in views.items():
-        assert view.predict(inputs).probs.shape == (len(labels), view.num_classes)
         with pytest.raises(ConfigError, match=r"is a view.*save (its ensemble|the dual encoder)"):
             view.save_pretrained(tmp_path)
-        assert hasattr(view, "optimize") == (view.num_members == 1)  # only the closed form
         with pytest.raises(ConfigError, match="nsemble"):
             he.calibrate(view, [(inputs, labels)])
         assert he.fit_calibration(view(inputs), labels).calibration.temperature[0] > 0
@@ -158,12 +134,11 @@ TRAINED_BY = {
     [
         (LoRA, {"rank": 10}, "rank"),
         (BatchEnsemble, {"last_layers": 4}, "last_layers"),
-        (Packed, {"members": 2, "alpha": 1.0, "heads": 2}, "heads"),
         (Packed, {"members": 3, "alpha": 1.0}, "width"),
         (Packed, {"members": 2, "alpha": 1.0}, "heads of width 3"),
         (OBA, {"keep": 0.01}, "keep"),
         (SWAG, {"points": 3, "rank": 4}, "rank"),
-        *((BayesVLM, {"prior_precision": one}, "prior_precision") for one in (-1.0, (1.0, 0.0), (1.0,))),
+        (BayesVLM, {"prior_precision": (1.0, 0.0)}, "prior_precision"),
         (ViLU, {"hidden": (0,)}, "hidden"),
     ],
 )
@@ -192,7 +167,6 @@ def zero_shot(**options):
 
 HEAD = replace(QUICK, train_groups=("readout",))
 SIGLIP = next(one for one in DUAL_CASES if one.name.endswith("siglip"))
-WORDS = [f"{one} {two}" for one in ("cat", "dog", "red") for two in ("tree", "bus", "of")]
 
 
 @pytest.mark.parametrize(
@@ -205,22 +179,11 @@ WORDS = [f"{one} {two}" for one in ("cat", "dog", "red") for two in ("tree", "bu
         (lambda: trained("mimo", single("text-post-norm")), ConfigError, "image"),
         (lambda: trained("mimo", single(), some(single(), (1, 6))), DataError, "members"),
         (lambda: baselines.laplace(single("image-distilled-registers"), some(single())), ConfigError, "classifier"),
-        (lambda: baselines.laplace(single(), []), DataError, "batches"),
-        (
-            lambda: baselines.bayes_vlm(he.fuse([tiny_dual(), tiny_dual(1)], stem="separate"), pairs()),
-            ConfigError,
-            "single",
-        ),
-        (lambda: baselines.bayes_vlm(tiny_dual().image, pairs()), ConfigError, "DualEncoder"),
         (lambda: baselines.bayes_vlm(dual_of(SIGLIP), pairs()), ConfigError, "projections"),  # no image projection
-        (lambda: baselines.bayes_vlm(tiny_dual(), []), DataError, "two"),
         (lambda: baselines.bayes_vlm(tiny_dual(), [(x * torch.nan, t) for x, t, _ in pairs()]), DataError, "finite"),
-        (lambda: baselines.neg_label(tiny(), WORDS), ConfigError, "zero-shot"),
-        (lambda: baselines.neg_label(zero_shot(keep_text=False), WORDS), ConfigError, "keep_text"),
-        (lambda: baselines.neg_label(zero_shot(), WORDS), DataError, "groups"),
+        (lambda: baselines.neg_label(zero_shot(keep_text=False), ["tree", "bus"]), ConfigError, "keep_text"),
         (lambda: baselines.vilu(tiny(), [pair_samples(8)], QUICK, progress=False), ConfigError, "zero-shot"),
         (lambda: zero_shot().predict(pair_samples(2)[0]).score("vilu"), ConfigError, "baselines"),
-        (lambda: he.fit_familiarity(zero_shot(), [pair_samples(8)], "vilu"), ConfigError, "score"),
     ],
 )
 def test_models_and_data_that_do_not_fit_are_refused(work, error, token):
@@ -249,31 +212,6 @@ def test_training_on_a_gpu_is_that_of_the_cpu(make, settings, there):
     torch.testing.assert_close(found.cpu()(data[0][0]), expected(data[0][0]), atol=1e-6, rtol=1e-6)
 
 
-@on_a_gpu
-def test_classifiers_of_a_posterior_and_zero_shot_methods_on_a_gpu():
-    base = single()
-    data = some(base)
-    expected = baselines.laplace(base, data)(data[0][0])
-    found = baselines.laplace(base.to("cuda"), data)(data[0][0].cuda())
-    torch.testing.assert_close(found.cpu(), expected, atol=1e-6, rtol=1e-6)
-    images, words = pair_samples(5)[0], ["cat of", "dog of", "the the", "red photo", "tree bus", "boat of"]
-
-    def answers(device):
-        dual = tiny_dual().to(device)
-        posterior = baselines.bayes_vlm(dual, pairs())
-        scored = baselines.neg_label(he.zero_shot(dual, NAMES), words, settings=NegLabel(share=1.0, groups=2))
-        recipe, labelled = ViLU.recipe(epochs=2), [(images, pair_samples(5)[1])]
-        scored = baselines.vilu(scored, labelled, recipe, ViLU(hidden=(8,)), progress=False)
-        prediction = scored.predict(images.to(device))
-        closed = posterior.probit(NAMES)
-        made = closed, closed.optimize(), posterior.zero_shot(NAMES, members=3)
-        parts = [one(images.to(device)) for one in made]
-        return [one.cpu() for one in (*parts, prediction.score("neglabel"), prediction.score("vilu"))]
-
-    for found, expected in zip(answers("cuda"), answers("cpu"), strict=True):
-        torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
-
-
 # --- a caller's autocast ------------------------------------------------------------------------------------------
 
 
@@ -289,7 +227,6 @@ def kept_of(found):
     "make",
     [
         lambda base, data: he.finetune(base, data, ONE, progress=False),
-        lambda base, data: baselines.lora_ensemble(base, data, ONE, LoRA(members=2, rank=2), progress=False),
         lambda base, data: baselines.oba(base, data, None, OBA(keep=0.9, steps=1, batches=1), progress=False),
         lambda base, data: baselines.laplace(base, data),
         lambda base, data: he.fit_familiarity(base, data, "knn"),
@@ -319,8 +256,6 @@ CALM = replace(ONE, dropout=None)
     ("make", "settings"),
     [
         (baselines.deep_ensemble, 2),  # one order, no dropout
-        (baselines.batch_ensemble, BatchEnsemble(members=2, deviation=0.0)),
-        (baselines.swag, SWAG(2, points=2, rank=2, scale=0.0)),
         (baselines.mimo, MIMO(members=2, rho=1.0, batch_repeat=1)),
     ],
 )

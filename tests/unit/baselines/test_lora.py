@@ -126,11 +126,6 @@ def test_one_member_trained_together_is_one_trained_apart():
     assert_same(one, other)
 
 
-def test_blocks_that_do_not_train_are_a_trunk():
-    base = single()
-    assert train(base, TOGETHER, replace(QUICK, last_blocks=1)).config.trunk == base.num_layers - 1
-
-
 def test_half_precision_comes_back_and_mixed_precision_is_near():
     base = single().to(torch.bfloat16)
     assert train(base, TOGETHER).dtype == torch.bfloat16
@@ -138,9 +133,3 @@ def test_half_precision_comes_back_and_mixed_precision_is_near():
     full, mixed = (train(base, TOGETHER, replace(QUICK, precision=one)) for one in ("float32", "bf16"))
     inputs = some(base)[0][0].float()
     torch.testing.assert_close(mixed(inputs), full(inputs), rtol=0.1, atol=0.1)
-
-
-def test_the_settings_of_the_public_code_start_wide():
-    assert (LoRA.joint().scale, LoRA().scale) == (1.0, 2.0)
-    wide = LowRank(single(), LoRA.joint(rank=2), QUICK, seed=0).down["0_query"]
-    assert wide.abs().max() > 10 * (6 / 12) ** 0.5 * 0.8  # Xavier's bound times the gain

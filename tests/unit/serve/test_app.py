@@ -9,11 +9,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import httpx
-import numpy as np
 import pytest
 import torch
 
-import hydra_ensembles.serve.telemetry as telemetry
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.service import API_KEY, ServeSettings, Service
@@ -40,20 +38,8 @@ def encoded(content: bytes) -> str:
     "options",
     [
         {"files": [("file", ("a.png", picture(0))), ("file", ("b.png", picture(1)))]},
-        {  # non-ASCII file names as sent by requests with urllib3 before 2.0
-            "content": b"".join(
-                b"--q\r\nContent-Disposition: form-data; name=\"image\"; filename*=utf-8''%%C3%%A9.png\r\n\r\n%b\r\n"
-                % one
-                for one in (picture(0), picture(1))
-            )
-            + b"--q--\r\n",
-            "headers": typed("multipart/form-data; boundary=q"),
-        },
         {"json": {"images": [encoded(picture(0)), "data:image/png;base64," + encoded(picture(1))]}},
-        {
-            "json": {"image": encoded(picture(0)), "images": [encoded(picture(1))]},
-            "headers": {"Content-Encoding": "Identity"},
-        },
+        {"json": {"image": encoded(picture(0)), "images": [encoded(picture(1))]}},
     ],
 )
 def test_images_in_every_way(options: dict[str, Any]) -> None:
@@ -62,10 +48,8 @@ def test_images_in_every_way(options: dict[str, Any]) -> None:
     expected = served("image").predict([opened(picture(0)), opened(picture(1))])
     for index, found in enumerate(answer.json()["predictions"]):
         one = expected[index]
-        assert found["label"] == one.names()[0]
-        assert found["index"] == one.label.item()
-        assert found["accept"] == one.accept.item()
-        assert found["reason"] == one.reason[0]
+        assert (found["label"], found["index"]) == (one.names()[0], one.label.item())
+        assert (found["accept"], found["reason"]) == (one.accept.item(), one.reason[0])
         for name in ("confidence", "entropy", "aleatoric", "epistemic", "disagreement"):
             assert found[name] == pytest.approx(getattr(one, name).item(), abs=2e-4)
         assert found["score"] == pytest.approx(one.score().item(), abs=2e-4)
@@ -88,17 +72,12 @@ def test_whoever_sent_an_input_is_told_what_was_done_with_it() -> None:
     short, cut = answer.json()["predictions"]
     assert "notes" not in short
     assert "tokens" in cut["notes"][0]
-    answer = post("image", files=[("file", ("a.png", picture(0))), ("file", ("b.jpg", turned()))])
-    upright, on_its_side = answer.json()["predictions"]
+    pages = encode(opened(picture(0)), "TIFF", save_all=True, append_images=[opened(picture(1))])
+    answer = post("image", files=[("file", one) for one in (picture(0), turned(), pages)])
+    upright, on_its_side, several = answer.json()["predictions"]
     assert "notes" not in upright
     assert "EXIF" in on_its_side["notes"][0]
-    first, second = opened(picture(0)), opened(picture(1))
-    pages = encode(first, "TIFF", save_all=True, append_images=[second])
-    stereo = encode(first, "MPO", save_all=True, append_images=[second], quality=100)
-    several, one_scene = post("image", files=[("a", pages), ("b", stereo)]).json()["predictions"]
     assert "first" in several["notes"][0]
-    assert several["confidence"] == pytest.approx(upright["confidence"])  # batching is up to the queue
-    assert "notes" not in one_scene
     answer = post("image", f"{MODEL}/infer", json=pixels([0.0, 255.0] * 192))
     assert "sample 1: images have values from 0 to 255" in answer.json()["parameters"]["notes"]
 
@@ -123,10 +102,8 @@ def test_an_image_as_it_is_and_its_nearest_class() -> None:
         ({"json": {"texts": ["hello", "hello wörld"]}}, ["hello", "hello wörld"]),
         ({"json": {"text": ["hello", "wörld"]}}, [("hello", "wörld")]),
         ({"data": {"text": ["hello", "wörld"], "texts": "hello wörld"}}, ["hello", "wörld", "hello wörld"]),
-        ({"content": "wörld".encode(), "headers": typed('text/plain; charset="UTF-8"')}, ["wörld"]),
         ({"content": "\ufeffwörld".encode(), "headers": typed("text/plain")}, ["wörld"]),  # UTF-8 byte order mark
         ({"content": "text=hello+wörld&text=%77%C3%B6rld".encode(), "headers": FORM}, ["hello wörld", "wörld"]),
-        ({"files": [("text", (None, "hello wörld")), ("texts", (None, "hello"))]}, ["hello wörld", "hello"]),
     ],
 )
 def test_texts_in_every_way(options: dict[str, Any], texts: list[Any]) -> None:
@@ -142,20 +119,14 @@ def test_texts_in_every_way(options: dict[str, Any], texts: list[Any]) -> None:
 BROKEN = {
     "not JSON": ({"content": b"{", "headers": JSON}, 400, "JSON"),
     "deep JSON": ({"content": b"[" * 100_000, "headers": JSON}, 400, "JSON"),
-    "a list": ({"json": []}, 400, "object"),
     "nothing": ({"json": {}}, 400, "no sample"),
     "an unknown field": ({"json": {"picture": ""}}, 400, "picture"),
-    "an unknown field of a form": ({"data": {"csrf_token": "a81f", "text": "hello"}}, 400, "'csrf_token'"),
-    "no list": ({"json": {"images": "x"}}, 400, "list"),
     "no base64": ({"json": {"image": "%%%"}}, 400, "base64"),
-    "no string": ({"json": {"image": 3}}, 400, "base64"),
     "broken image": ({"json": {"image": encoded(picture()[:200])}}, 400, "image 0"),
     "no image": ({"files": {"file": b"hello"}}, 415, "image 0"),
     "a text": ({"json": {"text": "hello"}}, 400, "reads images"),
     "both": ({"json": {"text": "hello", "image": encoded(picture())}}, 400, "one kind"),
-    "no type": ({"content": picture()}, 415, "image/*"),
     "another type": ({"content": b"x", "headers": typed("application/x-pickle")}, 415, "application/json"),
-    "a broken form": ({"content": b"x", "headers": typed("multipart/form-data; boundary=q")}, 400, "form|sample"),
     "a form without an end": (
         {
             "content": b'--q\r\nContent-Disposition: form-data; name="text"\r\n\r\na\r\n' * 2,
@@ -164,12 +135,9 @@ BROKEN = {
         400,
         "cut off",
     ),
-    "no boundary": ({"content": b"x", "headers": typed("multipart/form-data")}, 400, "form"),
     "compressed": ({"content": b"x", "headers": {"Content-Encoding": "gzip", **JSON}}, 415, "compressed"),
     "a length of 5000 digits": ({"content": b"x", "headers": {"Content-Length": "9" * 5000, **JSON}}, 413, "200000"),
-    "a form in Latin-1": ({"content": "text=wörld".encode("latin-1"), "headers": FORM}, 400, "UTF-8"),
     "a form that escapes Latin-1": ({"content": b"text=w%F6rld", "headers": FORM}, 400, "UTF-8"),
-    "parts in Latin-1": ({"files": {"text": (None, b"w\xf6rld")}}, 400, "UTF-8"),
     "a text in Latin-1": ({"content": b"w\xf6rld", "headers": typed("text/plain")}, 400, "UTF-8"),
     "another charset": ({"content": b"h\0i\0", "headers": typed("text/plain; charset=UTF-16LE")}, 415, "UTF-16LE"),
     "a form of many fields": ({"content": b"&text=x" * 65, "headers": FORM}, 413, "64 fields"),
@@ -189,7 +157,7 @@ def test_broken_requests_are_refused_in_words_and_the_next_one_is_answered() -> 
             answer = await client.post("/v1/predict", **options)
             assert (name, answer.status_code) == (name, status), answer.text
             said = answer.json()["error"]
-            assert any(part in said for part in token.split("|")), (name, said)
+            assert token in said, (name, said)
             assert "/" not in re.sub(r"image/\*|\w+/(x-|json|form|plain)", "", said), name  # paths stay private
         assert (await client.post("/v1/predict", files={"file": picture()})).status_code == 200
 
@@ -218,13 +186,13 @@ def test_damaged_bytes_are_refused_or_read_and_never_a_mistake_of_ours() -> None
             found[place : place + generator.choice((1, 1, 1, 8))] = generator.randbytes(generator.choice((0, 1, 1, 6)))
         return bytes(found)
 
-    formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
     whole = json.dumps({"images": [encoded(picture())]}).encode()
     asked = json.dumps({**pixels([0.5] * 192), "outputs": [{"name": "probs"}]}).encode()
-    requests = []  # seventy images, and both kinds of JSON after every fifth
-    for turn in range(70):
-        requests.append(("/v1/predict", picture(turn, format=formats[turn % 7]), typed("image/png")))
-        requests += [("/v1/predict", whole, JSON), (f"{MODEL}/infer", asked, JSON)] if turn % 5 == 0 else []
+    requests = []
+    for turn in range(10):
+        for format in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"):
+            requests.append(("/v1/predict", picture(turn, format=format), typed("image/png")))
+        requests += [("/v1/predict", whole, JSON), (f"{MODEL}/infer", asked, JSON)]
 
     async def conversation(client: httpx.AsyncClient) -> set[int]:
         return {
@@ -274,8 +242,7 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(monkeypatch: pytest.Monke
 
 
 def test_settings_are_checked_and_the_key_is_not_shown() -> None:
-    keys = [{"api_key": key} for key in ("", "short", "ünïcödë-key", "line\nbreak", " spaces around ")]
-    for change in (*keys, {"max_queue": 3, "max_batch": 4}, {"name": "a/b"}):
+    for change in ({"api_key": "short"}, {"api_key": "line\nbreak"}, {"max_queue": 3, "max_batch": 4}, {"name": "a/b"}):
         with pytest.raises(ConfigError, match=r"key|max_queue|name is"):
             ServeSettings(**change)  # type: ignore[arg-type]
     assert "correct horse" not in repr(ServeSettings(api_key="correct horse"))
@@ -303,24 +270,8 @@ def test_metrics_count_outcomes_scores_batches_and_refusals() -> None:
     outcomes = [reason or "accepted" for reason in expected.reason]
     for word in ("accepted", "unsure", "unfamiliar"):
         assert float(lines[f'hydra_answers_total{{outcome="{word}"}}']) == outcomes.count(word)
-    assert float(lines["hydra_batch_rows_sum"]) == float(lines["hydra_batch_rows_count"]) == 5
-    assert float(lines["hydra_queue_rows"]) == 0
     assert sum(float(count) for name, count in lines.items() if name.startswith("hydra_labels_total")) == 5
-    fitted = [name.replace("++", "_pp") for name in SCORES["image"]]
-    for name in ("confidence", "entropy", "aleatoric", "epistemic", "disagreement", "score", "p_value", *fitted):
-        assert float(lines[f"hydra_score_{name}_count"]) == 5
     assert float(lines["hydra_score_score_sum"]) == pytest.approx(expected.score().sum().item(), rel=1e-3)
-
-
-def test_bins_hold_equal_shares_of_the_held_out_scores_and_end_at_the_threshold() -> None:
-    service = Service(served("image"), settings())
-    bins = {name: edges for name, _, edges in telemetry._score_bins(service)}
-    calibration = served("image").metadata.calibration
-    shares = np.searchsorted(calibration.reference.values, bins["score"][:-1], side="right") / 80
-    assert {step / telemetry.BINS for step in range(1, telemetry.BINS + 1)} < set(shares)  # plus the threshold
-    assert calibration.threshold in bins["score"]
-    bare = {name: edges for name, _, edges in telemetry._score_bins(Service(served("image, bare"), settings()))}
-    assert bare["score"][0] < 0 < bare["score"][-2]
 
 
 def test_a_line_of_the_log_has_no_input(log: list[str]) -> None:
@@ -335,28 +286,20 @@ def test_a_line_of_the_log_has_no_input(log: list[str]) -> None:
 
 
 def test_what_a_server_says_of_itself() -> None:
-    ids = {"abc-1.2_3": True, "a b": False, "ä": False, "x" * 65: False}
 
-    async def conversation(client: httpx.AsyncClient) -> tuple[dict[str, Any], list[str]]:
-        paths = ("/v1/model", "/openapi.json", "/", "/nowhere", "/v1/predict", "/v1/model/", "/v2/models/x")
-        headers = [{"X-Request-Id": given.encode("latin-1")} for given in ids]
-        kept = [(await client.get("/v2", headers=one)).headers["X-Request-Id"] for one in headers]
-        return {path: await client.get(path) for path in paths}, kept
+    async def conversation(client: httpx.AsyncClient) -> dict[str, Any]:
+        paths = ("/v1/model", "/openapi.json", "/", "/nowhere", "/v1/predict", "/v2/models/x")
+        return {path: await client.get(path) for path in paths}
 
-    answers, kept = talk(make_app(served("image"), settings()), conversation)
-    assert [given == found for given, found in zip(ids, kept, strict=True)] == list(ids.values())
+    answers = talk(make_app(served("image"), settings()), conversation)
     model, labels = answers["/v1/model"].json(), list(served("image").metadata.labels)
     assert (model["kind"], model["members"], model["labels"]) == ("image", 3, labels)
     assert model["unsure_above"] == served("image").metadata.calibration.threshold
-    routes = answers["/openapi.json"].json()["paths"]
-    bodies = routes["/v1/predict"]["post"]["requestBody"]["content"]
-    assert "multipart/form-data" in bodies
-    assert bodies["application/json"]["schema"]["properties"]["texts"]["items"]["anyOf"][1]["maxItems"] == 2  # a pair
-    assert f"{MODEL}/infer" in routes
+    assert {"/v1/predict", f"{MODEL}/infer"} <= answers["/openapi.json"].json()["paths"].keys()
     page = answers["/"]
     assert (page.status_code, "default-src 'none'" in page.headers["Content-Security-Policy"]) == (200, True)
     assert not any(word in page.headers["Content-Security-Policy"] for word in ("unsafe", "http"))
-    for path, status in (("/nowhere", 404), ("/v1/predict", 405), ("/v1/model/", 404), ("/v2/models/x", 404)):
+    for path, status in (("/nowhere", 404), ("/v1/predict", 405), ("/v2/models/x", 404)):
         assert (answers[path].status_code, answers[path].json().keys()) == (status, {"error"})  # all errors as JSON
         assert answers[path].headers["X-Request-Id"]  # to be found in the log
     assert f"called {MODEL.rpartition('/')[2]}" in answers["/v2/models/x"].json()["error"]

@@ -4,15 +4,12 @@ import asyncio
 import base64
 import json
 import threading
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import Mock
 
 import httpx
 import pytest
 
-from hydra_ensembles.serve.app import _Server, make_app
+from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.batcher import Batcher
 from hydra_ensembles.serve.service import Service
 from served_models import served
@@ -161,25 +158,3 @@ def test_open_requests_are_bounded_before_their_bodies_are_read(monkeypatch: pyt
         assert (await first).status_code == 200
 
     talk(make_app(served("image"), settings(max_queue=1, max_batch=1)), conversation)
-
-
-def test_what_is_given_up_before_it_is_decoded_leaves_no_body_behind() -> None:
-    class Body:
-        """An object whose release can be observed."""
-
-        def read(self) -> None: ...
-
-    async def conversation() -> None:
-        gate, server = threading.Event(), Mock(decoders=ThreadPoolExecutor(1))
-        first = asyncio.create_task(_Server._decoded(server, lambda: gate.wait(LIMIT)))
-        body = Body()
-        waits, left = asyncio.create_task(_Server._decoded(server, body.read)), weakref.ref(body)
-        await asyncio.sleep(0)
-        waits.cancel()
-        await asyncio.wait([waits])
-        del body, waits
-        assert left() is None
-        gate.set()
-        assert await first
-
-    asyncio.run(conversation())

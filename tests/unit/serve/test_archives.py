@@ -1,7 +1,6 @@
 """Archives: every kind of file, in a fixed order; broken items are reported and skipped."""
 
 import base64
-import csv
 import io
 import json
 import tarfile
@@ -15,7 +14,6 @@ import pytest
 
 from hydra_ensembles.data.loading import Columns
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.serve import archives
 from hydra_ensembles.serve.archives import Archive
 from serving import picture
 
@@ -114,11 +112,8 @@ def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "texts"),
     [
-        ("a.tar", lambda raw: raw, 4),
         ("a.tgz", lambda raw: raw, 4),
-        ("a.tar", lambda raw: raw[: 4 * 1024 + 512], 4),  # one empty block suffices as the end
         ("a.tar", lambda raw: raw[:2053] + b"?" + raw[2054:], 2),  # corrupts the header of the third
-        ("a.tar", lambda raw: raw[: 2 * 1024 + 200], 2),  # truncated within a header
         ("a.tar", lambda raw: raw[: 2 * 1024], 2),  # truncated between members
         ("a.tar", lambda raw: raw + raw, 4),  # concatenated
     ],
@@ -131,30 +126,10 @@ def test_a_tar_shard_that_does_not_end_as_one_is_reported(name, damage, texts: i
     assert read(tmp_path, "text") == wanted + [(name, "!")] * (texts < 4 or len(damage(whole)) > len(whole))
 
 
-def test_a_field_may_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_may_be_long(tmp_path: Path) -> None:
     text = "\n".join(["hello"] * 40_000)  # more than the csv module's default limit
     (tmp_path / "a.csv").write_text(f'text\n"{text}"\nhello\n')
     assert read(tmp_path, "text") == [("a.csv:0", text), ("a.csv:1", "hello")]
-    usual = csv.field_size_limit(1000)
-    monkeypatch.setattr(archives, "_FIELD", 1000)
-    try:
-        assert read(tmp_path, "text") == [("a.csv", "!")]  # its lines cannot be split into rows
-    finally:
-        csv.field_size_limit(usual)
-
-
-def test_links_inside_a_tar_shard_are_what_they_lead_to(tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "1.txt").write_text("fine")
-    (folder / "2.txt").hardlink_to(folder / "1.txt")
-    for name, target in (("0", "1"), ("3", "elsewhere"), ("4", "5"), ("5", "4")):
-        (folder / f"{name}.txt").symlink_to(f"{target}.txt")
-    with tarfile.open(tmp_path / "a.tgz", "w:gz") as file:
-        for name in range(6):
-            file.add(folder / f"{name}.txt", f"{name}.txt")
-    wanted = [(f"a.tgz/{name}.txt", "fine" if name < 3 else "!") for name in range(6)]
-    assert read(tmp_path / "a.tgz", "text") == wanted
 
 
 def test_linked_folders_are_read_once(tmp_path: Path) -> None:
@@ -173,10 +148,8 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
 def test_what_is_no_archive_is_refused_at_once(tmp_path: Path) -> None:
     for number, (name, content, kind, settings, token) in enumerate((
         ("a.md", "text", "text", {}, "no texts"),
-        ("a.txt", "text", "image", {}, "no images"),
         ("a.csv", "other\n1\n", "text", {}, "'text'"),
         ("a.csv", "text,text,id\nhello,world,1\n", "text", {}, "2 columns 'text'"),
-        ("a.csv", "text\n1\n", "text", {"keep": ["id"]}, "'id'"),
         ("a.txt", "text\n", "text", {"keep": ["id"]}, "no tables"),
         ("a.parquet", "no table", "text", {}, "Parquet"),
     )):  # fmt: skip
@@ -185,5 +158,3 @@ def test_what_is_no_archive_is_refused_at_once(tmp_path: Path) -> None:
         (folder / name).write_text(content)
         with pytest.raises(DataError, match=token):
             Archive(folder, kind, **settings)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="exist"):
-        Archive(tmp_path / "missing", "text")

@@ -92,51 +92,6 @@ def test_closing_answers_what_was_taken_in_and_takes_nothing_more() -> None:
     assert (refused.value.status, refused.value.retry_after) == (503, 1)
 
 
-def test_a_full_queue_refuses_all_of_a_request() -> None:
-    model, made, _ = held()
-    kept = made.submit(list(range(7)))
-    with pytest.raises(RequestError, match="waiting") as refused:
-        made.submit([7, 8])
-    assert refused.value.status == 503
-    assert refused.value.retry_after >= 1
-    kept += made.submit([7])  # there is room for one more
-    model.release()
-    assert [row for row, _ in results(kept)] == list(range(8))
-    made.close()
-
-
-def test_the_time_to_come_back_after_is_that_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, clock = Model(), [0.0]
-    monkeypatch.setattr("hydra_ensembles.serve.batcher.time.monotonic", lambda: clock[0])
-
-    def slow(rows: list[Any]) -> list[Any]:
-        clock[0] += 2.5 * len(rows)
-        return model(rows)
-
-    made = batcher(slow)
-    results(made.submit([1]))
-    model._gate.clear()
-    model.entered.clear()
-    made.submit(["first"])
-    assert model.entered.wait(LIMIT)
-    made.submit(list(range(8)))
-    with pytest.raises(RequestError) as refused:
-        made.submit([9])
-    assert refused.value.retry_after == 20  # 8 rows of 2.5 seconds
-    model.release()
-    made.close()
-
-
-def test_what_nobody_waits_for_is_not_run() -> None:
-    model, made, _ = held()
-    futures = made.submit([1, 2, 3, "a"])
-    assert futures[1].cancel()
-    assert futures[3].cancel()  # the only row of its shape
-    model.release()
-    made.close()
-    assert model.batches == [["first"], [1, 3]]
-
-
 def test_one_bad_row_costs_no_other_its_answer() -> None:
     model, made, _ = held()
     good, bad, other = made.submit(["x", "poison", "y"])
@@ -145,10 +100,6 @@ def test_one_bad_row_costs_no_other_its_answer() -> None:
     with pytest.raises(RuntimeError, match="poison"):
         bad.result(LIMIT)
     assert results(made.submit(["z"])) == [("z", 1)]  # the thread survives
-    made.close()
-    made = batcher(lambda rows: [])  # too few answers
-    with pytest.raises(ValueError, match="zip"):
-        results(made.submit([1]))
     made.close()
 
 

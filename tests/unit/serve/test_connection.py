@@ -40,8 +40,6 @@ def said(place: socket.socket) -> bytes:
     ("start", "more"),
     [
         (START + b"name: ", b"x" * 1000),
-        (START, b"name: value\r\n" * 100),
-        (b"GET /", b"x" * 1000),
         (CHUNKED + b"5\r\nhello\r\n0\r\n", b"name: value\r\n" * 100),  # trailers after a body
         (CHUNKED + b"5;", b"x" * 1000),
     ],
@@ -58,7 +56,7 @@ def test_a_head_without_an_end_is_cut(start: bytes, more: bytes, port: int) -> N
         assert b" 200 " in place.recv(1 << 16)
 
 
-@pytest.mark.parametrize("sent", [b"", START, LIVE, LIVE + LIVE, LIVE + b"\r\n"])
+@pytest.mark.parametrize("sent", [START, LIVE + LIVE])
 def test_whoever_sends_no_further_request_is_let_go(sent: bytes, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "CLIENT_TIMEOUT", 0.2)
     with socket.create_connection(("127.0.0.1", port), LIMIT) as place:
@@ -86,10 +84,6 @@ def test_whoever_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> N
         )
         place.connection_made(transport)
         place.data_received(LIVE)
-        assert place.deadline is None
-        place.pause_writing()
-        place.resume_writing()
-        assert place.deadline is None
         place.pause_writing()
         place.data_received(LIVE)  # sending more requests is not reading
         async with asyncio.timeout(LIMIT):

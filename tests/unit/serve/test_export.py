@@ -6,7 +6,6 @@ import os
 import runpy
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from checkpoint_models import TOKENIZER, ensemble, map_pooled, single
 from contract.all_architectures import ALL_CASES
 from contract.models import variants
 from hydra_ensembles.errors import ConfigError, ConversionError, DataError, MissingExtraError
-from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.schema import to_plain
 from hydra_ensembles.serve import export as module
 from hydra_ensembles.serve.outputs import columns, output_fields
@@ -120,20 +118,6 @@ def test_every_architecture_takes_any_number_of_samples_and_tokens(case, tmp_pat
 # --- everything around the file, with a dummy format that takes no time ---------------------------------------------
 
 
-def test_a_p_value_may_pass_all_held_out_scores_that_rounding_reaches_and_no_other() -> None:
-    one, inputs = served("image"), inputs_for(served("image"), 2)
-    expected = columns(one.predict(inputs))
-    near, far = (float(score) for score in expected["score"])
-    reference = Reference(tuple(sorted([near] * 5 + [far + 0.1] * 5)), 10)
-    one = one.with_metadata(calibration=replace(one.metadata.calibration, reference=reference))
-    expected = columns(one.predict(inputs))
-    for row, allowed in ((0, True), (1, False)):
-        found = {**expected, "p_value": expected["p_value"].copy()}
-        found["p_value"][row] -= 5 / 11
-        with nullcontext() if allowed else pytest.raises(ConversionError, match="p_value"):
-            module._compare(found, expected, one, 1e-5, "onnx")
-
-
 def test_every_output_is_compared(monkeypatch, tmp_path: Path) -> None:
     one = served("image")
     (tmp_path / "model.pt2").write_text("earlier")
@@ -146,28 +130,11 @@ def test_every_output_is_compared(monkeypatch, tmp_path: Path) -> None:
         pretend(monkeypatch, one, change)
         with pytest.raises(ConversionError, match=field.name.replace("+", r"\+")):
             he.export(one, tmp_path / "model.pt2")
-    pretend(monkeypatch, one, lambda found: {**found, "probs": found["probs"] * np.nan})
-    with pytest.raises(ConversionError, match="probs"):
-        he.export(one, tmp_path / "model.pt2")
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
     assert (tmp_path / "model.pt2").read_text() == "earlier"
     pretend(monkeypatch, one, lambda found: {**found, "probs": found["probs"] + 1e-4})
     he.export(one, tmp_path / "model.pt2", tolerance=1e-3)
     assert (tmp_path / "model.pt2").read_text() == "made"
-
-
-def test_a_row_is_measured_by_its_largest_number(monkeypatch, tmp_path: Path) -> None:
-    """Rounding of a logit scales with the largest in its row; a larger difference is refused."""
-    one = served("image")
-    for share, accepted in ((0.5, True), (3.0, False)):
-        pretend(monkeypatch, one, lambda found, share=share: {
-            **found,
-            "member_logits": found["member_logits"]
-            + share * 5e-5 * (1 + np.abs(found["member_logits"]).max(axis=(1, 2), keepdims=True)).astype(np.float32),
-        })  # fmt: skip
-        with nullcontext() if accepted else pytest.raises(ConversionError, match="member_logits"):
-            he.export(one, tmp_path / f"{accepted}.pt2")
-        assert (tmp_path / f"{accepted}.pt2").exists() == accepted
 
 
 def test_the_callers_autocast_is_not_written_into_the_file(tmp_path: Path) -> None:
@@ -193,7 +160,7 @@ def test_examples_are_compared_too_and_files_of_an_earlier_export_do_not_stay_be
     assert not (tmp_path / "other.pt2.tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("point", ["_traced", "_compare", "_write_companions", "flush"])
+@pytest.mark.parametrize("point", ["_traced", "_write_companions"])
 def test_an_interruption_leaves_what_was_there(point: str, monkeypatch, tmp_path: Path) -> None:
     one = served("image")
     pretend(monkeypatch, one)
@@ -204,16 +171,6 @@ def test_an_interruption_leaves_what_was_there(point: str, monkeypatch, tmp_path
     with pytest.raises(KeyboardInterrupt):
         he.export(one, tmp_path / "model.pt2")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
-@pytest.mark.parametrize("format", ["pt2", "aoti"])
-def test_a_disk_that_is_full_is_no_matter_of_torch(format: Any, monkeypatch) -> None:
-    monkeypatch.setattr(torch.export, "save", lambda program, place: place.write(program))
-    package = "aoti_compile_and_package"
-    monkeypatch.setattr(torch._inductor, package, lambda program, package_path: package_path.write(program))
-    with pytest.raises(OSError, match="space"):  # torch's own writer would abort
-        module._WRITERS[format](b"model", Path("/dev/full"))
 
 
 def with_data_beside(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
@@ -246,7 +203,6 @@ def test_a_file_runs_with_its_own_weights_or_not_at_all(monkeypatch, tmp_path: P
     (data,) = tmp_path.glob("*.data")
     assert json.loads((tmp_path / "model[1].onnx.json").read_text())["data"] == {data.name: module.checksum(data)}
     with_data_beside(monkeypatch, 2.0)
-    (tmp_path / ".model[1].onnx.0a.tmp").mkdir()  # left by a killed export
     move = os.replace
 
     def stop(source: Path, target: Path) -> None:
@@ -263,27 +219,14 @@ def test_a_file_runs_with_its_own_weights_or_not_at_all(monkeypatch, tmp_path: P
     assert weights() == [2.0] * 3
     (left,) = tmp_path.glob("*.data")
     assert left != data
-    assert sorted(one.name for one in tmp_path.glob("*tmp")) == []
 
 
-@pytest.mark.slow
-def test_weights_that_the_exporter_wrote_beside_are_named_and_found(monkeypatch, tmp_path: Path) -> None:
-    save = torch.onnx.ONNXProgram.save
-    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", lambda self, file: save(self, file, external_data=True))
-    file = he.export(served("text, bare"), tmp_path / "model.onnx")  # compared before the data file is renamed
-    (data,) = tmp_path.glob("*.data")
-    assert data.name == f"model.onnx.{module.checksum(data)[:16]}.data"
-    assert module._run_onnx(file)(inputs_for(served("text, bare"), 3))["probs"].shape[0] == 3
-
-
-def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_named(monkeypatch, tmp_path: Path) -> None:
     one = served("image")
+    pretend(monkeypatch, one)
     for model, file, options, error, token in (
         (one, "model.bin", {}, ConfigError, "no known format has; use .onnx for onnx"),
-        (one, "model", {}, ConfigError, "no suffix"),
         (one, "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2', which is not the one for onnx"),
-        (one, "model.pt2", {"format": "tflite"}, ConfigError, "tflite"),
-        (one, "model.pt2", {"tolerance": -1.0}, ConfigError, "tolerance"),
         (one, "model.pt2", {"examples": torch.zeros(1, 3, 4, 4)}, DataError, "4"),
         (ensemble(map_pooled()), "model.pt2", {}, ConfigError, "classifier"),
         (dual_of(DUAL_CASES[0]), "model.pt2", {}, ConfigError, "zero_shot"),
@@ -310,12 +253,15 @@ def test_a_failure_of_the_exporter_is_one_error_and_a_missing_one_is_named(monke
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "run_exported.py"))
 
 
-@pytest.mark.parametrize("size", [(40, 30), (30, 40), (64, 64), (17, 90)])
+@pytest.mark.parametrize("size", [(40, 30), (17, 90)])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"resize_mode": "squash"}, {"crop_fraction": 0.875}, {"crop_corner": "floor", "crop_fraction": 0.9},
-     {"interpolation": "bilinear", "mean": (0.5,), "std": (0.25,)}],
-)  # fmt: skip
+    [
+        {"interpolation": "bilinear", "mean": (0.5,), "std": (0.25,)},
+        {"resize_mode": "squash"},
+        {"crop_corner": "floor", "crop_fraction": 0.9},
+    ],
+)
 def test_the_example_prepares_images_as_the_library(changes: dict[str, Any], size: tuple[int, int]) -> None:
     ours = he.ImagePreprocessing(size=(24, 32), **changes)
     noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
@@ -325,8 +271,6 @@ def test_the_example_prepares_images_as_the_library(changes: dict[str, Any], siz
     images.append(Image.open(file))  # 16 bits in Pillow's 32-bit mode
     theirs = EXAMPLE["prepare_images"](images, json.loads(json.dumps(to_plain(ours))))["pixel_values"]
     np.testing.assert_allclose(theirs, ours(images).numpy(), atol=1e-6)
-    with pytest.raises(ValueError, match="8-bit or 16-bit"):
-        EXAMPLE["prepare_images"]([images[0].convert("F")], to_plain(ours))
 
 
 @pytest.mark.parametrize("whole", [True, False])

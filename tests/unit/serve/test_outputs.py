@@ -42,14 +42,6 @@ def expected(p: Prediction, name: str) -> np.ndarray:
     return (methods[name]() if name in methods else getattr(p, name)).numpy()
 
 
-def test_all_reasons_occur() -> None:
-    one = served("image")
-    inputs = torch.cat([inputs_for(one, 60)["pixel_values"], 50 * inputs_for(one, 9)["pixel_values"]])
-    found = columns(one.predict(inputs))
-    assert {REASON_WORDS[code] for code in found["reason"]} == {"", "unsure", "unfamiliar"}
-    np.testing.assert_array_equal(found["accept"], found["reason"] == 0)
-
-
 def test_what_a_tokenizer_does_not_give_is_no_input_and_without_a_classifier_there_are_no_outputs() -> None:
     one = served("text")
     assert len(input_fields(one.with_metadata(preprocessing=None))) == 3

@@ -70,22 +70,13 @@ def test_texts_pairs_and_prepared_inputs() -> None:
     same(both({"a": np.array(texts), "b": pairs}), scalars(one.predict(list(zip(texts, pairs, strict=True)))))
     with pytest.raises(DataError, match="no column 'b'"):
         both({"a": texts, "c": pairs})
-    lengths, column, once = (
-        r"different lengths, .*: 1}",
-        "must be a list, with a value for each row; got one",
-        iter([1]),
-    )
     for wrong, words in (
-        ({"b": pairs[:1]}, lengths),
-        ({"b": pairs, "id": [1]}, lengths),
-        *(({"b": pairs, "id": single}, column) for single in (1, once, "abc", np.array("a"), {"x": 1, "y": 2, "z": 3})),
-        ({"a": "abc", "b": pairs}, column),
-        ({"input_ids": [[1], [1, 2], [1]], "b": pairs}, r"'input_ids' needs numbers, .*\(pad texts\)"),
+        ({"b": pairs[:1]}, "different lengths"),
+        ({"a": "abc", "b": pairs}, "must be a list"),  # as long as the other column
+        ({"input_ids": [[1], [1, 2], [1]], "b": pairs}, "pad texts"),
     ):
         with pytest.raises(DataError, match=words):
-            Scorer(one, columns=both.columns, keep=["id"] if "id" in wrong else [])({"a": texts, **wrong})
-    with pytest.raises(DataError, match=r"mapping of columns.* got a list"):
-        both(texts)
+            both({"a": texts, **wrong})
     assert [bool(error) for error in both({"a": texts, "b": ["wörld", None, "hello"]})["error"]] == [False, True, False]
     inputs = inputs_for(one, 4)
     rows = {name: list(tensor.numpy()) for name, tensor in inputs.items()}
@@ -102,17 +93,16 @@ def scalars(prediction: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("good", [[1, 3], []])
 def test_what_cannot_be_read_has_a_row_and_a_reason(good: list[int]) -> None:
-    for one, items, broken in (
-        (served("image"), pictures(4), [b"no image", None]),
-        (served("text"), ["hello", "wörld", "hello wörld", "hello"], ["half \ud800", None]),
+    bad = [row for row in range(4) if row not in good]
+    for column, items, broken in (
+        ("image", pictures(4), [b"no image", None]),
+        ("text", ["hello", "wörld", "hello wörld", "hello"], ["half \ud800", None]),
     ):
-        column = "image" if one.kind == "image" else "text"
-        batch: list[Any] = [items[row] if row in good else broken[row % 2] for row in range(4)]
-        found = Scorer(one)({column: batch})
-        assert [bool(error) for error in found["error"]] == [row not in good for row in range(4)]
+        one = served(column)
+        found = Scorer(one)({column: [items[row] if row in good else broken[row % 2] for row in range(4)]})
+        assert [bool(error) for error in found["error"]] == [row in bad for row in range(4)]
         if good:
             same(found, scalars(one.predict([items[row] for row in good])), good)
-        bad = [row for row in range(4) if row not in good]
         assert np.isnan(found["confidence"][bad]).all()
         assert (found["label"][bad] == -1).all()
         assert not found["accept"][bad].any()
@@ -126,11 +116,10 @@ def test_what_cannot_be_read_has_a_row_and_a_reason(good: list[int]) -> None:
 
 def test_what_was_cut_or_turned_says_so_in_its_row_and_bright_images_that_are_prepared_here_say_nothing() -> None:
     with warnings.catch_warnings(action="error"):
-        for texts in (["hello", "hello " * 500], ["hello", "hello " * 500, "half \ud800"]):
-            found = Scorer(served("text"))({"text": texts})
-            assert ["tokens" in note for note in found["note"]] == [False, True, False][: len(texts)]
+        found = Scorer(served("text"))({"text": ["hello", "hello " * 500, "half \ud800"]})
         seen = Scorer(served("image"))({"image": [encoded(pictures(1)[0]), turned(), opened(turned())]})
-    assert [("EXIF" in note) for note in seen["note"]] == [False, True, True]
+    assert ["tokens" in note for note in found["note"]] == [False, True, False]
+    assert ["EXIF" in note for note in seen["note"]] == [False, True, True]
     one, half = served("image, bare"), (0.5,) * 3
     metadata = replace(one.metadata, preprocessing=replace(one.metadata.preprocessing, mean=half, std=half))
     grey = Ensemble.from_state(one.config, one.state_dict(), metadata)
@@ -144,28 +133,22 @@ def test_an_archive_counts_the_rows_that_have_a_note(output: Path, tmp_path: Pat
     found = score(tmp_path / "in", output, scorer=Scorer(served("image")), shard_rows=2)
     assert found == Scored(rows=3, unreadable=0, ignored=0, shards=2, noted=2)
     assert [bool(row["note"]) for row in written(output)[0]] == [False, True, True]
-    summary = json.loads((output / "summary.json").read_text())
-    del summary["noted"]  # as an earlier version wrote it
-    assert Scored(**summary).noted == 0
 
 
 def test_no_image_ends_the_work_and_whatever_a_decoder_raises_is_the_error_of_its_row(monkeypatch) -> None:
-    good, broken = pictures(1)[0], {
+    good = pictures(1)[0]
+    broken = {
         "900000": png(900_000, 1, 0, bytes(900_001)),
-        "101": Image.new("RGB", (1, 101)),
         "unknown format": POSTSCRIPT,
         "null": "nul\0.png",
-        "surrogates": "half \ud800.png",
         "plain": ".",
-        "long": "x" * 5000,
-        "MemoryError": b"memory",
         "broken codec": b"codec",
-    }  # fmt: skip
+    }
     decode = scoring.decode_image
 
     def raising(content: bytes, *more: Any) -> Any:
-        if content in (b"memory", b"codec"):
-            raise {b"memory": MemoryError(), b"codec": RuntimeError("broken\ncodec")}[content]
+        if content == b"codec":
+            raise RuntimeError("broken\ncodec")
         return decode(content, *more)
 
     monkeypatch.setattr(scoring, "decode_image", raising)
@@ -195,18 +178,22 @@ def test_texts_do_not_depend_on_their_neighbours(masked: bool, monkeypatch: pyte
     assert len(Scorer(one).prepare({"text": [texts[row] for row in good]}).parts) == 1
 
 
-def test_columns_to_keep_with_the_name_of_an_answer() -> None:
+def test_columns_to_keep_with_the_name_of_an_answer(tmp_path: Path) -> None:
     batch = {"text": ["hello"], "label": [7], "mahalanobis": ["x"], "error": ["mine"], "id": [3]}
     found = Scorer(served("text"), keep=["label", "mahalanobis", "error", "id", "text"])(batch)
     assert [found[name].tolist() for name in ("kept_label", "kept_mahalanobis", "kept_error", "id", "text")] == [
         [7], ["x"], ["mine"], [3], ["hello"]]  # fmt: skip
     same(found, scalars(served("text").predict(["hello"])))
     assert found["error"].tolist() == [""]
+    (tmp_path / "in.csv").write_text("input,text\nI,hello\n")
+    score(tmp_path / "in.csv", tmp_path / "out", scorer=Scorer(served("text"), keep=["input"]))
+    (row,), _ = written(tmp_path / "out")
+    assert (row["input"], row["kept_input"]) == ("in.csv:0", "I")
     with pytest.raises(ConfigError, match="kept_label"):
         Scorer(served("text"), keep=["label", "kept_label"])({**batch, "kept_label": [0]})
-    for column in ([[1], [2, 3]], [b"a\0", b"b"], [1, None]):  # columns without a plain NumPy dtype
-        batch = {"text": ["hello", "wörld"], "id": column}
-        assert Scorer(served("text"), keep=["id"])(batch)["id"].tolist() == column
+    column = [[1], [2, 3]]  # without a plain NumPy dtype
+    batch = {"text": ["hello", "wörld"], "id": column}
+    assert Scorer(served("text"), keep=["id"])(batch)["id"].tolist() == column
 
 
 def test_it_is_pickled_without_the_model_loads_it_again_and_takes_no_other_for_it(tmp_path: Path) -> None:
@@ -218,15 +205,9 @@ def test_it_is_pickled_without_the_model_loads_it_again_and_takes_no_other_for_i
     assert before == pickle.dumps(second)
     same(scorer(batch), wanted)
     assert pickle.dumps(scorer) == before
-    assert len(before) < 2000
     same(pickle.loads(before)(batch), wanted)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "model").rename(tmp_path / "run" / "ensemble")  # as `build` leaves it
-    same(Scorer(tmp_path / "run", device="cpu")(batch), wanted)
-    assert isinstance(pickle.loads(pickle.dumps(Scorer(tmp_path / "model"))), Scorer)  # the folder may be elsewhere
     served("text, bare").save_pretrained(tmp_path / "model")
     assert pickle.dumps(Scorer(tmp_path / "model", device="cpu")) != before
-    assert pickle.dumps(scorer) == before  # it holds the first in memory
     with pytest.raises(CheckpointError, match="has changed"):
         pickle.loads(before)(batch)
     assert Scorer(one, dtype="bfloat16")(batch)["confidence"].dtype == np.float32
@@ -240,9 +221,6 @@ def test_what_no_batch_can_be_scored_with_is_named() -> None:
         (images, {"keep": ["id"]}, {"image": []}, DataError, "id"),
         (images.with_metadata(preprocessing=None), {}, {"image": [1]}, DataError, "pixel_values"),
         (ensemble(map_pooled()), {}, {"image": []}, ConfigError, "classifier"),
-        (images, {"dtype": "int8"}, {}, ConfigError, "int8"),
-        (images, {"workers": 0}, {}, ConfigError, "workers"),
-        ("no/such/folder/here", {}, {"image": []}, CheckpointError, "here"),
     ):
         with pytest.raises(error, match=token):
             Scorer(model, **settings)(batch)  # type: ignore[arg-type]
@@ -251,13 +229,12 @@ def test_what_no_batch_can_be_scored_with_is_named() -> None:
 def test_datasets_map_takes_it(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     one, images = served("image"), pictures(5)
-    rows = {"image": images, "id": list(range(5)), "label": [7] * 5}
-    made = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    made = datasets.Dataset.from_dict({"image": images, "id": range(5)}).cast_column("image", datasets.Image())
     made.save_to_disk(tmp_path / "data")
     data = datasets.load_from_disk(tmp_path / "data")  # with a cache on disk
 
     def scored() -> Any:
-        scorer = Scorer(tmp_path / "model", wide=True, keep=["id", "label"])
+        scorer = Scorer(tmp_path / "model", wide=True, keep=["id"])
         return data.map(scorer, batched=True, batch_size=2, remove_columns=data.column_names)
 
     for model in (one, served("image, bare")):  # one after the other in the same folder
@@ -266,8 +243,6 @@ def test_datasets_map_takes_it(tmp_path: Path) -> None:
         found, wanted = scored(), columns(model.predict(images))
         same(found.with_format("numpy", columns=list(wanted))[:], wanted)
         assert found["id"][:] == list(range(5))
-        assert found["kept_label"][:] == [7] * 5
-    assert scored().cache_files == found.cache_files  # cached results are not scored again
 
 
 # --- archives -------------------------------------------------------------------------------------------------------
@@ -328,32 +303,6 @@ def test_an_archive_becomes_shards(source: Path, output: Path) -> None:
         assert score(source, source / "out") == replace(found, ignored=1)
 
 
-def test_kept_columns_of_an_archive_lose_nothing(output: Path, tmp_path: Path) -> None:
-    names = ["input", "label", "class_name", "error", "text"]
-    (tmp_path / "in.csv").write_text(",".join(names) + "\nI,L,C,E,hello\nshort\n")
-    score(tmp_path / "in.csv", output, scorer=Scorer(served("text"), keep=names))
-    (row,), _ = written(output)
-    assert [row[f"kept_{name}"] for name in names[:4]] == ["I", "L", "C", "E"]
-    assert (row["input"], row["text"], row["label"]) == ("in.csv:0", "hello", served("text").predict(["hello"]).label)
-    assert json.loads((output / "about.json").read_text())["kept"]["kept_label"] == "label"
-
-
-def test_a_shard_in_which_nothing_can_be_read_has_the_same_columns(output: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.csv").write_text("text,id\n" + "short\n" * 4 + "hello,1\n")
-    assert score(tmp_path / "in.csv", output) == Scored(rows=1, unreadable=4, ignored=0, shards=2)
-    first, second = (pq.read_table(file) for file in sorted(output.glob("rows/*")))
-    assert (first.num_rows, first.schema) == (0, second.schema)
-
-
-def test_kept_columns_may_hold_what_is_no_character(output: Path, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.csv").write_bytes(b"text,id\nhello,caf\xe9\n")
-    lines = b'{"text": "hello", "id": "\\ud800!"}\n{"text": "hello", "id": ["\\ud800"]}\n'
-    (tmp_path / "in" / "b.jsonl").write_bytes(lines)
-    score(tmp_path / "in", output)
-    assert [row["id"] for row in written(output)[0]] == ["caf?", "?!", '["?"]']
-
-
 def test_pairs_stay_pairs_however_batches_are_cut(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("text,text_pair\nhello,\nhello,wörld\nwörld,\n")
     p = served("text").predict([("hello", ""), ("hello", "wörld"), ("wörld", "")])
@@ -364,8 +313,8 @@ def test_pairs_stay_pairs_however_batches_are_cut(tmp_path: Path) -> None:
 
 # where the process is killed: before the n-th call (from 1) of a function
 POINTS: list[tuple[Any, str, int]] = [
-    *((os, "replace", count) for count in (1, 3, 5, 12)),  # writes of identity, shards, unreadable items
-    *((Scorer, "answer", 6), (Scorer, "prepare", 4), (scoring, "_parquet", 5), (scoring, "_summary", 1)),
+    *((os, "replace", count) for count in (1, 3, 5)),  # writes of identity, shards, unreadable items
+    *((Scorer, "answer", 6), (scoring, "_parquet", 5), (scoring, "_summary", 1)),
 ]
 
 
@@ -406,29 +355,21 @@ def test_another_run_is_refused(source: Path, output: Path, tmp_path: Path) -> N
         score(source, output)
 
 
-@pytest.mark.parametrize("change", [{"made_by": "hydra_ensembles 0.0.9"}, {"beside": ["input"]}, None])
-def test_what_another_version_began_is_not_gone_on_with(
-    change: dict[str, Any] | None, source: Path, output: Path
-) -> None:
+def test_what_another_version_began_is_not_gone_on_with(source: Path, output: Path) -> None:
     score(source, output)
     about = output / "about.json"
-    before = json.loads(about.read_text())
-    about.unlink() if change is None else about.write_text(json.dumps({**before, **change}))
-    left = None if change is None else about.read_bytes()
-    score(source, output)  # a finished output is not mixed with another, and still names its model
-    assert left is None or about.read_bytes() == left
+    about.write_text(json.dumps({**json.loads(about.read_text()), "made_by": "hydra_ensembles 0.0.9"}))
+    score(source, output)  # finished, so nothing is mixed
     (output / "summary.json").unlink()
     with pytest.raises(CheckpointError, match="another run"):
         score(source, output)
-    about.write_text(json.dumps(before))
-    score(source, output)
 
 
 def test_a_deleted_shard_is_made_anew_in_its_place_and_no_other(source: Path, output: Path, monkeypatch) -> None:
     wanted, before, calls = score(source, output), written(output), []
     (output / "rows" / "part-00001.parquet").unlink()  # as the error about a changed shard advises
     count_calls(monkeypatch, Scorer, "answer", lambda: calls.append(None))
-    assert score(source, output, progress=True) == wanted
+    assert score(source, output) == wanted
     assert written(output) == before
     assert len(calls) == 1  # three rows; the fourth item is unreadable
 
@@ -476,16 +417,3 @@ def test_an_archive_that_reads_otherwise_than_before_is_refused(source: Path, ou
     monkeypatch.setattr(Archive, "__iter__", lambda self: islice(every(self), 1, None))
     with pytest.raises(CheckpointError, match="elsewhere"):
         score(source, output)
-
-
-def test_one_at_a_time(source: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Scorer.answer
-
-    def second(self: Scorer, prepared: Any) -> Any:
-        monkeypatch.setattr(Scorer, "answer", answer)
-        with pytest.raises(StorageError, match="another"):
-            score(source, output)
-        return answer(self, prepared)
-
-    monkeypatch.setattr(Scorer, "answer", second)
-    assert score(source, output).rows == 15
