@@ -212,6 +212,31 @@ def test_training_on_a_gpu_is_that_of_the_cpu(make, settings, there):
     torch.testing.assert_close(found.cpu()(data[0][0]), expected(data[0][0]), atol=1e-6, rtol=1e-6)
 
 
+@on_a_gpu
+def test_classifiers_of_a_posterior_and_zero_shot_methods_on_a_gpu():
+    base = single()
+    data = some(base)
+    expected = baselines.laplace(base, data)(data[0][0])
+    found = baselines.laplace(base.to("cuda"), data)(data[0][0].cuda())
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-6, rtol=1e-6)
+    images, words = pair_samples(5)[0], ["cat of", "dog of", "the the", "red photo", "tree bus", "boat of"]
+
+    def answers(device):
+        dual = tiny_dual().to(device)
+        posterior = baselines.bayes_vlm(dual, pairs())
+        scored = baselines.neg_label(he.zero_shot(dual, NAMES), words, settings=NegLabel(share=1.0, groups=2))
+        recipe, labelled = ViLU.recipe(epochs=2), [(images, pair_samples(5)[1])]
+        scored = baselines.vilu(scored, labelled, recipe, ViLU(hidden=(8,)), progress=False)
+        prediction = scored.predict(images.to(device))
+        closed = posterior.probit(NAMES)
+        made = closed, closed.optimize(), posterior.zero_shot(NAMES, members=3)
+        parts = [one(images.to(device)) for one in made]
+        return [one.cpu() for one in (*parts, prediction.score("neglabel"), prediction.score("vilu"))]
+
+    for found, expected in zip(answers("cuda"), answers("cpu"), strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
 # --- a caller's autocast ------------------------------------------------------------------------------------------
 
 

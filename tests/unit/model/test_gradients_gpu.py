@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from random_ensembles import noisy, small
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LAYERS = 3
-BACKENDS = {  # of attention
+BACKENDS = {
     "default": None,
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "math": [SDPBackend.MATH],
 }
 SIZES = {"width": 384, "layers": LAYERS, "heads": 6, "head_dim": 64, "mlp_width": 768, "layer_scale": True}
 
@@ -43,12 +45,15 @@ def uneven(model: he.Ensemble, first: int = 0) -> he.Ensemble:
 
 KINDS: dict[str, Callable[[], he.Ensemble]] = {
     "single": image,
+    "single-257": lambda: image(side=16),
     "even": lambda: fused(image(), *([(layer, head) for layer in range(LAYERS)] for head in range(3))),
     "uneven": lambda: uneven(image()),
     "uneven-257": lambda: uneven(image(side=16)),
     "trunk": lambda: uneven(image(), first=1),
     "stacked": lambda: he.Ensemble.stack([image(seed) for seed in range(3)]),
+    "text": text,
     "text-uneven": lambda: uneven(text()),
+    "causal": lambda: text(causal=True),
     "causal-uneven": lambda: uneven(text(causal=True)),
 }
 
@@ -62,13 +67,15 @@ def inputs_of(model: he.Ensemble) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(0, 100, (32, 64), device="cuda"), "attention_mask": mask.long()}
 
 
-def trained(model: he.Ensemble, dtype: torch.dtype | None, backend: list[SDPBackend] | None) -> dict[str, Tensor]:
+def trained(
+    model: he.Ensemble, dtype: torch.dtype | None, backend: list[SDPBackend] | None, run: Any = None
+) -> dict[str, Tensor]:
     model.train().zero_grad()
     with (
         torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None),
         nullcontext() if backend is None else sdpa_kernel(backend),
     ):
-        logits = model(inputs_of(model))
+        logits = (model if run is None else run)(inputs_of(model))
     labels = torch.arange(logits.shape[1], device="cuda") % logits.shape[2]
     torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.repeat(len(logits))).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -90,3 +97,9 @@ def test_gradients_are_those_of_plain_attention_in_float32(kind, backend, dtype)
     model = KINDS[kind]().to("cuda")
     expected = trained(model, None, [SDPBackend.MATH])
     assert_alike(trained(model, dtype, BACKENDS[backend]), expected, 0.999999 if dtype is None else 0.995)
+
+
+def test_compiled_training_has_the_same_gradients():
+    model = uneven(image()).to("cuda")
+    expected = trained(model, None, [SDPBackend.MATH])
+    assert_alike(trained(model, torch.bfloat16, None, torch.compile(model)), expected, 0.995)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from training_cases import Stopping, batches, largest_gap, pairs, tiny, tiny_dual
 
+from hydra_ensembles.baselines.mc_dropout import mc_dropout
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.prune import prune
 from hydra_ensembles.training.finetune import finetune
@@ -39,6 +40,14 @@ def test_compiled_blocks_train_like_those_that_are_not(precision):
     torch.testing.assert_close(compiled(images), plain(images), atol=tolerance, rtol=tolerance)
 
 
+def test_compiled_blocks_train_with_stochastic_depth_and_batches_of_two_sizes():
+    member = tiny(drop_path=(0.0, 0.5))
+    trained = finetune(member, batches(44), replace(RECIPE, compile=True), device="cuda", progress=False)
+    images = batches()[0][0]
+    assert bool(trained(images).isfinite().all())
+    assert not torch.allclose(trained(images), member(images), atol=1e-3)
+
+
 @pytest.mark.parametrize("precision", ["float32", "fp16"])
 def test_a_run_on_a_gpu_is_repeatable_resumable_and_leaves_no_trace(tmp_path, precision):
     member = tiny(dropout=0.2).to("cuda")
@@ -54,6 +63,13 @@ def test_a_run_on_a_gpu_is_repeatable_resumable_and_leaves_no_trace(tmp_path, pr
     resumed = finetune(member, Stopping(plain), recipe, batches(seed=4), **options)
     for name, tensor in resumed.state_dict().items():
         torch.testing.assert_close(tensor, expected.state_dict()[name], atol=1e-5, rtol=1e-5)
+
+
+def test_mc_dropout_on_a_gpu_depends_on_the_seed_only():
+    images, view = batches()[0][0].to("cuda"), mc_dropout(tiny().to("cuda"), 0.3, 5)
+    answer = view(images)
+    torch.cuda.manual_seed(3)
+    torch.testing.assert_close(view(images), answer)
 
 
 def test_a_gpu_tunes_as_the_cpu_does():
