@@ -72,22 +72,28 @@ def renumbered(sets: Mapping[str, Batches | None], labels: Sequence[str], classe
     source; sources without names pass unchecked. Data sets of ours, alone or in a `BatchLoader`, are renumbered by
     name. Other sources in a different order are refused, because their loaders cannot be changed safely.
     """
-    ordered = dict[str, Any](sets)
-    known = {"the model": tuple(labels)}  # class names by their owner
+    result = dict[str, Any](sets)
+    references = {"the model": tuple(labels)}  # class names by their owner
     train = sets.get("train")
     if not labels and train is not None:
-        known["train"] = class_names_in(train, classes)
+        references["train"] = class_names_in(train, classes)
     for name, source in sets.items():
         for names in _class_names(source):
-            alike = [owner for owner in known if same_names(names, known[owner])]
-            if not alike:
+            owner, shares = _owner_of(names, references)
+            if not shares:
                 require_as_many(names, labels, classes, name, _UNNAMED)
-            named = [owner for owner in known if known[owner]]
-            owner = (alike or named or ["the model"])[0]  # whose numbers apply
-            ordered[name] = _numbered(ordered[name], names, known[owner], owner, name)
-            if not alike and (len(names) == classes or not are_numbers(names)):
-                known[name] = names
-    return ordered
+            result[name] = _numbered(result[name], names, references[owner], owner, name)
+            if not shares and (len(names) == classes or not are_numbers(names)):
+                references[name] = names
+    return result
+
+
+def _owner_of(names: Sequence[str], references: Mapping[str, Sequence[str]]) -> tuple[str, bool]:
+    """Whose class numbers apply, and whether the two share a name: of the first that does, else that has any names."""
+    for owner, theirs in references.items():
+        if same_names(names, theirs):
+            return owner, True
+    return next((owner for owner, theirs in references.items() if theirs), "the model"), False
 
 
 def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owner: str, name: str) -> Any:
