@@ -412,7 +412,8 @@ class Training(Generic[BatchT]):
         """Train from the current position to the end of the epoch, or of the run."""
         every, skipped = self.recipe.evaluate_every, self.state.position.batch
         batches = (self.learner.read(raw, index) for index, raw in enumerate(self.job.train))
-        next(islice(batches, skipped, skipped), None)  # read and skip batches from before the checkpoint
+        for _ in range(skipped):
+            next(batches, None)  # trained on before the checkpoint
         while not self._done():
             group = list(islice(batches, self.recipe.gradient_accumulation))
             if not group:
