@@ -133,8 +133,8 @@ class HydraConfig(Checked):
         recipe = self.recipe
         one_stem = self.stem == "shared" and self.members > 1 and self.training != "together"
         moves = recipe is not None and "stem" in recipe.train_groups and recipe.last_blocks is None
-        whole_depth = not self.shared_layers and (self.prune is not None or self.shared_layers is not None)
-        if one_stem and moves and whole_depth:
+        no_trunk = self.shared_layers == 0 or (self.shared_layers is None and self.prune is not None)
+        if one_stem and moves and no_trunk:
             raise ConfigError(
                 "the recipe trains the stem of every member, but the setting stem is 'shared': one for all; leave the "
                 "stem out of the recipe's train_groups, or set stem to 'mean' or 'separate'"
