@@ -167,9 +167,13 @@ def named_sources(sources: Sources, name: str) -> dict[str, Batches]:
     """Sources of batches by their name in messages: the single source given, or the entries of a mapping."""
     if not isinstance(sources, Mapping):
         return {name: sources}
-    if not sources or any(isinstance(batches, Tensor) for batches in sources.values()):
-        got = f"one with tensors {sorted(map(str, sources))}: that is a single batch" if sources else "an empty one"
-        raise DataError(f"{name} may be a mapping from the names of sources to their batches, got {got}; give a list")
+    if not sources:
+        raise DataError(f"{name} is an empty mapping; give {{name: batches}}, or the batches themselves")
+    if any(isinstance(batches, Tensor) for batches in sources.values()):
+        raise DataError(
+            f"{name} is a mapping with tensors {sorted(map(str, sources))}: that is a single batch; give a list of "
+            "batches, or {name: batches}"
+        )
     return {f"{name}[{key!r}]": batches for key, batches in sources.items()}
 
 
