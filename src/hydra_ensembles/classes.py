@@ -88,6 +88,11 @@ def renumbered(sets: Mapping[str, Batches | None], labels: Sequence[str], classe
     return result
 
 
+def in_model_order(batches: Any, name: str, model: Any) -> Any:
+    """One labelled set, called `name` in messages, with classes numbered as in an ensemble; see `renumbered`."""
+    return renumbered({name: batches}, model.metadata.labels, model.num_classes)[name]
+
+
 def _owner_of(names: Sequence[str], references: Mapping[str, Sequence[str]]) -> tuple[str, bool]:
     """Whose class numbers apply, and whether the two share a name: of the first that does, else that has any names."""
     for owner, theirs in references.items():

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ._utils import warn, without_autocast
 from .arguments import NotNegative, Rate, Seed, Whole, checked
 from .batches import Batches, Inputs, iterate, require_labels
-from .classes import a_few, renumbered
+from .classes import a_few, in_model_order
 from .errors import ConfigError, DataError, TooFewSamplesError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
@@ -186,7 +186,7 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
     With several processes, each reads all batches.
     """
     if labelled:
-        batches = renumbered({name: batches}, ensemble.metadata.labels, ensemble.num_classes)[name]
+        batches = in_model_order(batches, name, ensemble)
     with dropping(False), torch.no_grad():
         for index, (inputs, targets) in enumerate(iterate(batches, name, labelled)):
             features, logits = ensemble.features_and_logits(ensemble.prepare(inputs))

@@ -17,7 +17,7 @@ from .._distributed import is_sharded
 from .._utils import derive_seed
 from ..arguments import Checked, Rate, Whole
 from ..batches import Batches, Inputs, borrowed, epoch_of, labelled, require_rereadable
-from ..classes import renumbered
+from ..classes import in_model_order
 from ..errors import ConfigError, DataError
 from ..files import expanded
 from ..fingerprints import model_fingerprint, source_fingerprint
@@ -95,7 +95,7 @@ def oba(
     require_single(model, "oba")
     settings.check(model)
     require_rereadable(train, "train")
-    train = renumbered({"train": train}, model.metadata.labels, model.num_classes)["train"]
+    train = in_model_order(train, "train", model)
     if recipe is None and validation is not None:
         raise ConfigError("validation chooses between weights in training; give a recipe, too, or leave it out")
     if recipe is not None:
