@@ -246,7 +246,7 @@ def warn_if_cut(batches: Batches, name: str, samples: int) -> None:
 
 
 @contextmanager
-def borrowed(*sources: Batches | None) -> Iterator[None]:
+def restored(*sources: Batches | None) -> Iterator[None]:
     """Restore data sources afterwards: their generators, and `epoch` and `stream` where they can be read."""
     parts = list(chain.from_iterable(map(parts_of, sources)))
     saved = [(part, name, getattr(part, name)) for part in parts for name in _KEPT if hasattr(part, name)]
@@ -275,7 +275,7 @@ def epoch_of(batches: Batches, epoch: int, seed: int, device: torch.device) -> I
 @contextmanager
 def first_epoch(batches: Batches, seed: int) -> Iterator[None]:
     """Read a source from its start, on the CPU, in the order given by a seed; its state is restored afterwards."""
-    with borrowed(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
+    with restored(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
         yield
 
 

@@ -27,7 +27,7 @@ from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
 from .model.watch import valid_metadata
-from .overlap import Keys, marked, marks_of, reused_of, sample_keys, warn_of_copies
+from .overlap import Keys, marks_of, reused_of, sample_keys, warn_of_copies, with_smallest_hashes
 
 FEW_PER_CLASS = 20  # samples per class below which the covariance is shrunk more
 RARE = 10  # samples below which a class mean is so rough that inputs of the class look unfamiliar
@@ -323,7 +323,7 @@ class Fitting:
 
     def mark(self, keys: Keys) -> None:
         """Remember digests of some of the samples that were added."""
-        self.marks = marked(np.concatenate([self.marks, keys]))
+        self.marks = with_smallest_hashes(np.concatenate([self.marks, keys]))
 
     @property
     def counts(self) -> Tensor:

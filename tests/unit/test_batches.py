@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from hydra_ensembles.batches import borrowed, epoch_of, iterate, move, read_batch, require_labels
+from hydra_ensembles.batches import epoch_of, iterate, move, read_batch, require_labels, restored
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.fingerprints import source_fingerprint
@@ -72,7 +72,7 @@ def test_a_generator_that_is_not_torchs_is_left_alone() -> None:
             return object()  # a new one each time, without a setter
 
     data = Own(X, Y)
-    with borrowed(data):
+    with restored(data):
         assert len(data) == 4
     assert "generator" not in vars(data)
 

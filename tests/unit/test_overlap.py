@@ -262,13 +262,11 @@ def test_texts_are_known_in_batches_of_other_lengths() -> None:
 
 def test_marks_are_drawn_evenly_and_from_parts_as_from_the_whole() -> None:
     keys = np.arange(10_000, dtype=np.int64)
-    found = overlap.marked(keys)
-    assert np.array_equal(
-        found, overlap.marked(np.concatenate([overlap.marked(keys[:3000]), overlap.marked(np.repeat(keys[::-1], 2))]))
-    )
+    found, *parts = map(overlap.with_smallest_hashes, (keys, keys[:3000], np.repeat(keys[::-1], 2)))
+    assert np.array_equal(found, overlap.with_smallest_hashes(np.concatenate(parts)))
     assert len(found) == overlap.MARKS
     assert 3500 < found.mean() < 6500
-    assert np.array_equal(np.sort(overlap.marked(keys[:5])), keys[:5])
+    assert np.array_equal(np.sort(overlap.with_smallest_hashes(keys[:5])), keys[:5])
 
 
 @pytest.mark.parametrize(("fitted", "new"), [(700, 250), (6_000, 1_000), (500, 2_000)])

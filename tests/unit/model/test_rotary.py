@@ -28,7 +28,7 @@ def test_tables_give_what_is_computed_also_for_other_sizes() -> None:
 def test_a_window_hides_what_is_farther_away(masked: bool, read: slice | None) -> None:
     mask = torch.tensor([[True] * 7, [True] * 3 + [False] * 4]) if masked else None
     q, k, v = torch.randn(3, 2, 7, 3, 4, dtype=torch.float64).unbind()
-    seen = Context(near=near_tokens(7, 2, q.device)).of(mask).seen(True, read)
+    seen = Context(near=near_tokens(7, 2, q.device)).with_mask(mask).seen(True, read)
     found = attend(q if read is None else q[:, read], k, v, seen, 1, causal=False)
     for sample in range(2):
         for token in range(found.shape[1]):
@@ -43,7 +43,8 @@ def test_what_local_layers_see_is_worked_out_once_a_pass(monkeypatch: pytest.Mon
     model = random_ensemble("text-rotary-local")
     (inputs, _), *_ = random_batches(model, (3,))
     calls: list[Context] = []
-    monkeypatch.setattr(Context, "of", lambda self, mask, of=Context.of: calls.append(self) or of(self, mask))
+    own = Context.with_mask
+    monkeypatch.setattr(Context, "with_mask", lambda self, mask: calls.append(self) or own(self, mask))
     model(inputs)
     assert (len(calls), sum(model.config.encoder.local)) == (1, 2)
 
