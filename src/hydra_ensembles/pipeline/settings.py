@@ -295,15 +295,23 @@ class HydraConfig(Checked):
             counts = [len(start.base.heads[0][layer]) for layer in layers]
             each, rest = divmod(self.lost, len(counts))
             if rest or min(counts) < each:
-                raise ConfigError(
-                    f"prune is {self.prune}, not the same number in each of {len(counts)} layers with "
-                    f"{min(counts)} heads or more; use a multiple of {len(counts)}, or the taylor_scope 'global'"
-                )
+                raise _uneven_error(self.lost, counts)
             choices = math.prod(math.comb(count, each) for count in counts)
         else:
             choices = math.comb(self.pool_size(free) if self.draws_from_pool else free, self.lost)
         if choices < self.pruned_members:
-            raise ConfigError(
-                f"prune is {self.prune} of {free} heads{where}: {choices} different choices for "
-                f"{self.pruned_members} members; prune another number, make the pool larger, or ask for fewer members"
-            )
+            raise _too_few_choices_error(f"{self.prune} of {free} heads{where}", choices, self.pruned_members)
+
+
+def _uneven_error(prune: int, counts: list[int]) -> ConfigError:
+    return ConfigError(
+        f"prune is {prune}, not the same number in each of {len(counts)} layers with {min(counts)} heads or more; "
+        f"use a multiple of {len(counts)}, or the taylor_scope 'global'"
+    )
+
+
+def _too_few_choices_error(prune: str, choices: int, members: int) -> ConfigError:
+    return ConfigError(
+        f"prune is {prune}: {choices} different choices for {members} members; prune another number, make the pool "
+        "larger, or ask for fewer members"
+    )
