@@ -52,7 +52,7 @@ def _no_traceback() -> Iterator[None]:
 def run(name: str, options: dict[str, Any]) -> None:
     """Load the package and run a command; missing libraries and Ctrl-C at any time end without a traceback."""
     try:
-        _end_when_interrupted(True)
+        _on_interrupt(_end, instead_of=signal.default_int_handler)
         from hydra_ensembles._utils import require
         from hydra_ensembles.errors import MissingExtraError
 
@@ -62,7 +62,7 @@ def run(name: str, options: dict[str, Any]) -> None:
             for library in ("typer", "rich", "yaml"):
                 require(library, extra="cli")
             loaded = require("hydra_ensembles.cli.main", extra="cli")
-            _end_when_interrupted(False)
+            _on_interrupt(signal.default_int_handler, instead_of=_end)
             loaded.run_command(name, options)
         except MissingExtraError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -71,18 +71,17 @@ def run(name: str, options: dict[str, Any]) -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     finally:
-        _end_when_interrupted(False)
+        _on_interrupt(signal.default_int_handler, instead_of=_end)
 
 
-def _end_when_interrupted(at_once: bool) -> None:
-    """Let Ctrl-C end the process `at_once` while the package loads: PyTorch may abort if its import is interrupted."""
-    usual: Any = signal.default_int_handler
-    former, new = (usual, _end) if at_once else (_end, usual)
-    if signal.getsignal(signal.SIGINT) is former:
-        signal.signal(signal.SIGINT, new)
+def _on_interrupt(handler: Any, instead_of: Any) -> None:
+    """Set the handler of Ctrl-C, unless a shell or a caller has set another than `instead_of`."""
+    if signal.getsignal(signal.SIGINT) is instead_of:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _end(*_: object) -> None:
+    """End at once, while the package loads: PyTorch may abort if its import is interrupted."""
     print("interrupted", file=sys.stderr, flush=True)
     os._exit(130)
 
@@ -98,7 +97,7 @@ def answer() -> None:
         except SystemExit as end:
             if end.code or not asked:  # an error, or only help was requested
                 raise
-        _end_when_interrupted(True)
+        _on_interrupt(_end, instead_of=signal.default_int_handler)
 
 
 def read_table() -> dict[str, Any] | None:

@@ -92,7 +92,7 @@ class Ranks:
         if self.size > 1:
             dist.barrier()
 
-    def together(self, make: Callable[[], T]) -> T:
+    def all_or_none(self, make: Callable[[], T]) -> T:
         """Run `make` on every rank and return its result, or raise on all ranks if it failed on one."""
         results: list[T] = []
         problem = None
@@ -107,7 +107,7 @@ class Ranks:
     def locked(self, folder: Path, what: str, file: str | None = None) -> Iterator[None]:
         """Lock `folder`, or a `file` in it, for this run: rank 0 holds the lock for all, see `files.locked`."""
         with ExitStack() as stack:
-            self.together(
+            self.all_or_none(
                 lambda: stack.enter_context(locked(folder, what, file=file) if self.rank == 0 else nullcontext())
             )
             yield

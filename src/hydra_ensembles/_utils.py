@@ -44,12 +44,12 @@ def require_device(device: torch.device | str) -> torch.device:
     cause = None
     try:
         resolved = torch.device(device)
-        if resolved.type != "cuda":
+        if resolved.type == "cuda":  # counted, not tried: a process must not use memory of a GPU assigned to another
+            usable = (resolved.index or 0) < gpus
+        else:
             torch.empty(0, device=resolved)
-        # GPUs are counted, not tried: a process must not allocate memory on a GPU assigned to another one.
-        if resolved.type == "meta":
-            raise RuntimeError("it holds no numbers")
-        if resolved.type != "cuda" or (resolved.index or 0) < gpus:
+            usable = resolved.type != "meta"  # it holds no numbers
+        if usable:
             return resolved
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         cause = error

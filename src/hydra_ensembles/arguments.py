@@ -45,34 +45,27 @@ class Range:
     def require(self, name: str, value: Any) -> None:
         """Raise a `ConfigError` unless `value` is a number in this range."""
         if not _fits(Annotated[float, self], value):
-            raise ConfigError(f"{name} must be {self.of(_WORDS[float], value)}, got {short(value)}")
+            raise ConfigError(f"{name} must be {self.in_words(_WORDS[float], value)}, got {short(value)}")
 
-    def of(self, noun: str, value: Any = None) -> str:
+    def in_words(self, noun: str, value: Any = None) -> str:
         """Describe this range for an error message; `noun` is the kind of number, such as "a whole number"."""
         limits = self._limits(value)
-        finite = "finite " if isinstance(value, float) and math.isinf(value) else ""
-        if limits == "positive":
-            return f"a {limits} {finite}{noun.removeprefix('a ')}"
-        return f"a {finite}{noun.removeprefix('a ')} {'of ' if limits.startswith('at ') else ''}{limits}"
+        finite = "a finite " if isinstance(value, float) and math.isinf(value) else "a "
+        return f"{finite}{noun.removeprefix('a ')} {'of ' if limits.startswith('at ') else ''}{limits}"
 
     def _limits(self, value: Any = None) -> str:
         end = self.most if self.below is None else self.below
-        says_end = end < _FAR or (isinstance(value, int | float | np.number) and bool(end <= value < math.inf))
-        if self.above == 0 and not says_end:
-            return "positive"
-        if self.above is None and self.below is None and says_end:
-            return f"from {_written(self.least)} to {_written(self.most)}"
         low = f"at least {_written(self.least)}" if self.above is None else f"above {_written(self.above)}"
-        high = f" and {'at most' if self.below is None else 'below'} {_written(end)}"
-        return low + (high if says_end else "")
+        if end >= _FAR and not (isinstance(value, int | float | np.number) and end <= value < math.inf):
+            return low
+        if self.above is None and self.below is None:
+            return f"from {_written(self.least)} to {_written(end)}"
+        return f"{low} and {'at most' if self.below is None else 'below'} {_written(end)}"
 
 
 def _written(number: float) -> str:
-    """Format a limit for people: 1 instead of 1.0, and 2**63 - 1 instead of its nineteen digits."""
-    for power in (63, 62, 31):
-        if number in (2**power, 2**power - 1):
-            return f"2**{power}{'' if number == 2**power else ' - 1'}"
-    return f"{number:g}" if isinstance(number, float) and number >= _FAR else f"{number}".removesuffix(".0")
+    """A limit for people: 1 instead of 1.0."""
+    return f"{number}".removesuffix(".0")
 
 
 # Numbers with the ranges that `checked` and `Checked` enforce.
@@ -140,9 +133,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 accepted = " or ".join(dict.fromkeys(_in_words(kind, value) for kind in sorted(choices, key=_listed)))
                 kinds = {get_origin(kind) or kind for kind in choices if not _listed(kind)}
                 problem = DataError if kinds & {Iterable, Mapping, Tensor} else ConfigError
-                loads = inspect.ismethod(getattr(value, "load", None)) and value.load.__self__ is value  # as of a suite
-                advice = "; load it first: .load(root)" if loads else ""
-                raise problem(f"{name} of {title} must be {accepted}, got {_shown(value)}{advice}")
+                raise problem(f"{name} of {title} must be {accepted}, got {_shown(value)}")
             if name not in expected and any(get_origin(hint) is Unpack for hint in expected.values()):
                 advice = _advice(name, value, expected)
                 raise TypeError(f"{title}() got an unexpected keyword argument {name!r}{advice}")
@@ -203,7 +194,7 @@ def _in_words(hint: Any, value: Any) -> str:
         return f"one of {list(get_args(hint))}"
     if get_origin(hint) is Annotated:
         kind, accepted = get_args(hint)
-        return str(accepted.of(_WORDS[kind], value))
+        return str(accepted.in_words(_WORDS[kind], value))
     kind = get_origin(hint) or hint
     if _listed(hint):
         return f"a list in which each item is {_in_words(get_args(hint)[0], None)}"

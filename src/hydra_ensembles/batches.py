@@ -167,9 +167,13 @@ def named_sources(sources: Sources, name: str) -> dict[str, Batches]:
     """Sources of batches by their name in messages: the single source given, or the entries of a mapping."""
     if not isinstance(sources, Mapping):
         return {name: sources}
-    if not sources or any(isinstance(batches, Tensor) for batches in sources.values()):
-        got = f"one with tensors {sorted(map(str, sources))}: that is a single batch" if sources else "an empty one"
-        raise DataError(f"{name} may be a mapping from the names of sources to their batches, got {got}; give a list")
+    if not sources:
+        raise DataError(f"{name} is an empty mapping; give {{name: batches}}, or the batches themselves")
+    if any(isinstance(batches, Tensor) for batches in sources.values()):
+        raise DataError(
+            f"{name} is a mapping with tensors {sorted(map(str, sources))}: that is a single batch; give a list of "
+            "batches, or {name: batches}"
+        )
     return {f"{name}[{key!r}]": batches for key, batches in sources.items()}
 
 
@@ -242,7 +246,7 @@ def warn_if_cut(batches: Batches, name: str, samples: int) -> None:
 
 
 @contextmanager
-def borrowed(*sources: Batches | None) -> Iterator[None]:
+def restored(*sources: Batches | None) -> Iterator[None]:
     """Restore data sources afterwards: their generators, and `epoch` and `stream` where they can be read."""
     parts = list(chain.from_iterable(map(parts_of, sources)))
     saved = [(part, name, getattr(part, name)) for part in parts for name in _KEPT if hasattr(part, name)]
@@ -271,7 +275,7 @@ def epoch_of(batches: Batches, epoch: int, seed: int, device: torch.device) -> I
 @contextmanager
 def first_epoch(batches: Batches, seed: int) -> Iterator[None]:
     """Read a source from its start, on the CPU, in the order given by a seed; its state is restored afterwards."""
-    with borrowed(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
+    with restored(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
         yield
 
 

@@ -383,25 +383,32 @@ def _fit_temperature(
     if not per_member:
         means = [log_mean_probs(rows.double()) for rows in member_logits.split(_ROWS, dim=1)]
         member_logits = torch.cat(means)[None]  # log of the mean probabilities, treated as one member: [1, n, C]
-    members, samples = member_logits.shape[:2]
+    samples = member_logits.shape[1]
     logs, lowest = _minimise(member_logits, labels)
     if nll_before - lowest <= _MIN_GAIN:
         logs = torch.zeros_like(logs)
     temperatures = logs.exp().tolist()
     fitted = _nll(_label_log_probs(member_logits, labels, logs)[0])
     nll_after = min(fitted, nll_before)  # equal at temperature 1, up to rounding
+    _warn_of_doubtful_fit(temperatures, nll_before, nll_after, samples, member_logits.shape[2])
+    return tuple(temperatures), nll_after
+
+
+def _warn_of_doubtful_fit(
+    temperatures: Sequence[float], nll_before: float, nll_after: float, samples: int, classes: int
+) -> None:
+    """Warn of temperatures at a bound, or else of answers that at no temperature are likelier than a guess."""
     at_bound = False
     for member, found in enumerate(temperatures):
         for bound, cause in ((COLDEST, _TOO_UNSURE), (HOTTEST, _WRONG_LABELS)):
             if abs(math.log(found / bound)) < _AT_BOUND:
-                which = f"the temperature {found:.4g}{f' of member {member}' if members > 1 else ''}"
+                which = f"the temperature {found:.4g}{f' of member {member}' if len(temperatures) > 1 else ''}"
                 warn(f"{which} stopped at the bound {bound:g}: {cause}")
                 at_bound = True
-    guess = math.log(member_logits.shape[2])
+    guess = math.log(classes)
     if not at_bound and nll_before > guess and 2 * samples * (guess - nll_after) < _MIN_RATIO:
         likelihood = f"NLL {nll_after:.3f} over {samples} samples, against {guess:.3f} for equally likely classes"
         warn(f"at no temperature are the answers likelier than a guess ({likelihood}): {_WRONG_LABELS}")
-    return tuple(temperatures), nll_after
 
 
 def _minimise(member_logits: Tensor, labels: Tensor) -> tuple[Tensor, float]:

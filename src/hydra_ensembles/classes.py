@@ -72,22 +72,33 @@ def renumbered(sets: Mapping[str, Batches | None], labels: Sequence[str], classe
     source; sources without names pass unchecked. Data sets of ours, alone or in a `BatchLoader`, are renumbered by
     name. Other sources in a different order are refused, because their loaders cannot be changed safely.
     """
-    ordered = dict[str, Any](sets)
-    known = {"the model": tuple(labels)}  # class names by their owner
+    result = dict[str, Any](sets)
+    references = {"the model": tuple(labels)}  # class names by their owner
     train = sets.get("train")
     if not labels and train is not None:
-        known["train"] = class_names_in(train, classes)
+        references["train"] = class_names_in(train, classes)
     for name, source in sets.items():
         for names in _class_names(source):
-            alike = [owner for owner in known if same_names(names, known[owner])]
-            if not alike:
+            owner, shares = _owner_of(names, references)
+            if not shares:
                 require_as_many(names, labels, classes, name, _UNNAMED)
-            named = [owner for owner in known if known[owner]]
-            owner = (alike or named or ["the model"])[0]  # whose numbers apply
-            ordered[name] = _numbered(ordered[name], names, known[owner], owner, name)
-            if not alike and (len(names) == classes or not are_numbers(names)):
-                known[name] = names
-    return ordered
+            result[name] = _numbered(result[name], names, references[owner], owner, name)
+            if not shares and (len(names) == classes or not are_numbers(names)):
+                references[name] = names
+    return result
+
+
+def in_model_order(batches: Any, name: str, model: Any) -> Any:
+    """One labelled set, called `name` in messages, with classes numbered as in an ensemble; see `renumbered`."""
+    return renumbered({name: batches}, model.metadata.labels, model.num_classes)[name]
+
+
+def _owner_of(names: Sequence[str], references: Mapping[str, Sequence[str]]) -> tuple[str, bool]:
+    """Whose class numbers apply, and whether the two share a name: of the first that does, else that has any names."""
+    for owner, theirs in references.items():
+        if same_names(names, theirs):
+            return owner, True
+    return next((owner for owner, theirs in references.items() if theirs), "the model"), False
 
 
 def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owner: str, name: str) -> Any:
@@ -98,29 +109,16 @@ def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owne
     may_be_others = len(names) == len(labels) or name == "train"  # other words for the same, or classes to learn
     if moved is None and (may_be_others or not unknown):
         if labels and not numbers and name != "train":  # for `train`, `warn_of_other_classes` warns
-            warn(
-                f"no class of {name} ({a_few(names)}) has the same name as one of {owner} ({a_few(labels)}): they are "
-                "assumed to be the same, in this order; if they are not, rename them: dataset.with_classes(names) for "
-                "ours, target_transform= for torchvision"
-            )
+            _warn_of_other_words(names, labels, owner, name)
         return source
     if moved is not None and not same_names(names, labels):
-        raise DataError(
-            f"class {moved} of {name} is called {names[moved]}, a number that is not its index, and {owner} does not "
-            "say which of the two counts; if the number, use dataset.with_classes([str(n) for n in "
-            f"range({max(numbers.values()) + 1})]); if the index, name the model's classes accordingly: "
-            f"model.with_metadata(labels=dataset.class_names); {_UNNAMED}"
-        )
+        raise _doubtful_number_error(moved, numbers, names, owner, name)
     if hasattr(source, "with_classes"):
         return source.with_classes(labels)
-    what = f"{name} has {a_few(unknown)}, which {owner} does not have"
-    if moved is not None:
-        place = f"class {numbers[moved]}: one would be mistaken for the other"
-        what = f"class {moved} of {name} is {names[moved]!r}, which {owner} has as {place}"
-    raise DataError(
-        f"{what}; number them in the order {a_few(labels)}: dataset.with_classes(names) for ours, target_transform= "
-        f"for torchvision; {_UNNAMED}"
-    )
+    if moved is None:
+        raise _order_error(f"{name} has {a_few(unknown)}, which {owner} does not have", labels)
+    place = f"class {numbers[moved]}: one would be mistaken for the other"
+    raise _order_error(f"class {moved} of {name} is {names[moved]!r}, which {owner} has as {place}", labels)
 
 
 def require_as_many(
@@ -184,3 +182,29 @@ def _listed(names: Any) -> tuple[str, ...]:
         names = sorted(names, key=names.__getitem__)
     names = names.tolist() if hasattr(names, "tolist") else names
     return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
+
+
+def _warn_of_other_words(names: Sequence[str], labels: Sequence[str], owner: str, name: str) -> None:
+    warn(
+        f"no class of {name} ({a_few(names)}) has the same name as one of {owner} ({a_few(labels)}): they are "
+        "assumed to be the same, in this order; if they are not, rename them: dataset.with_classes(names) for "
+        "ours, target_transform= for torchvision"
+    )
+
+
+def _doubtful_number_error(
+    moved: int, numbers: Mapping[int, int], names: Sequence[str], owner: str, name: str
+) -> DataError:
+    return DataError(
+        f"class {moved} of {name} is called {names[moved]}, a number that is not its index, and {owner} does not "
+        "say which of the two counts; if the number, use dataset.with_classes([str(n) for n in "
+        f"range({max(numbers.values()) + 1})]); if the index, name the model's classes accordingly: "
+        f"model.with_metadata(labels=dataset.class_names); {_UNNAMED}"
+    )
+
+
+def _order_error(what: str, labels: Sequence[str]) -> DataError:
+    return DataError(
+        f"{what}; number them in the order {a_few(labels)}: dataset.with_classes(names) for ours, target_transform= "
+        f"for torchvision; {_UNNAMED}"
+    )

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ._utils import warn, without_autocast
 from .arguments import NotNegative, Rate, Seed, Whole, checked
 from .batches import Batches, Inputs, iterate, require_labels
-from .classes import a_few, renumbered
+from .classes import a_few, in_model_order
 from .errors import ConfigError, DataError, TooFewSamplesError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
@@ -27,7 +27,7 @@ from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
 from .model.watch import valid_metadata
-from .overlap import Keys, marked, marks_of, reused_of, sample_keys, warn_of_copies
+from .overlap import Keys, marks_of, reused_of, sample_keys, warn_of_copies, with_smallest_hashes
 
 FEW_PER_CLASS = 20  # samples per class below which the covariance is shrunk more
 RARE = 10  # samples below which a class mean is so rough that inputs of the class look unfamiliar
@@ -186,7 +186,7 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
     With several processes, each reads all batches.
     """
     if labelled:
-        batches = renumbered({name: batches}, ensemble.metadata.labels, ensemble.num_classes)[name]
+        batches = in_model_order(batches, name, ensemble)
     with dropping(False), torch.no_grad():
         for index, (inputs, targets) in enumerate(iterate(batches, name, labelled)):
             features, logits = ensemble.features_and_logits(ensemble.prepare(inputs))
@@ -323,7 +323,7 @@ class Fitting:
 
     def mark(self, keys: Keys) -> None:
         """Remember digests of some of the samples that were added."""
-        self.marks = marked(np.concatenate([self.marks, keys]))
+        self.marks = with_smallest_hashes(np.concatenate([self.marks, keys]))
 
     @property
     def counts(self) -> Tensor:

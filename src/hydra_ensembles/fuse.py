@@ -142,8 +142,9 @@ def _whole_layers(average: float, layers: int) -> int:
         return int(average)
     count = round(average * layers)
     if average and count in (0, layers):
-        meaning = f"all of them; for that give {layers}" if count else "none; for one give 1"
-        raise ConfigError(f"average {average} of {layers} layers is {meaning}: whole numbers count layers")
+        some = f"all; give {layers} for that" if count else "none; give a number of layers"
+        share = "smaller" if count else "larger"
+        raise ConfigError(f"average {average} of {layers} layers rounds to {some}, or a {share} share")
     return count
 
 

@@ -68,17 +68,17 @@ def names_of(keys: Keys) -> list[str]:
     return [f"{key:016x}" for key in keys.view(np.uint64).tolist()]
 
 
-def marked(keys: Keys) -> Keys:
+def with_smallest_hashes(keys: Keys) -> Keys:
     """The keys by which a set is recognised: the 1,024 distinct keys with the smallest hashes (a min-hash).
 
     Hashing makes the order independent of the samples, so marks are a uniform draw from the distinct samples, whatever
     their order and repetitions, and the marks of a union can be computed from the marks of its parts.
     """
     different = np.unique(keys)
-    return different[np.argsort(mixed(different.view(np.uint64)))[:MARKS]]
+    return different[np.argsort(splitmix64(different.view(np.uint64)))[:MARKS]]
 
 
-def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """A bijective hash of 64-bit integers: SplitMix64, Steele et al. 2014."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -88,7 +88,7 @@ def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def marks_of(keys: Keys) -> tuple[str, ...]:
     """The marks of a set as stored in files."""
-    return tuple(names_of(marked(keys)))
+    return tuple(names_of(with_smallest_hashes(keys)))
 
 
 class FittedSet(NamedTuple):
@@ -98,7 +98,7 @@ class FittedSet(NamedTuple):
     samples: int = 0
 
 
-def together(sets: Sequence[FittedSet]) -> FittedSet:
+def union_of(sets: Sequence[FittedSet]) -> FittedSet:
     """The union of sets that fitted the same thing: its marks, and its estimated number of distinct samples.
 
     Each set's share of the union's marks estimates its share of the union, and so the size of the union (a min-hash).

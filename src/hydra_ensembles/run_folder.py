@@ -78,10 +78,10 @@ class RunFolder:
         if self.path is not None:
             require_own_folder(self.path, what)
             if (self.path / IDENTITY).exists():
-                self._finished()
-            else:
-                with self.working():  # writes run.json
-                    pass
+                self._require_own_run()
+            elif self._writes:
+                with files.locked(self.path, "run"), files.resumable(self.path):
+                    self._begin()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -94,14 +94,11 @@ class RunFolder:
             yield
             return
         with files.locked(self.path, "run"), files.resumable(self.path):
-            if (self.path / IDENTITY).exists():
-                self._finished()
+            if not self._begin():  # else the folder may be anyone's so far: keep its hidden files
                 leftovers = (*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*"))
                 for folder in {path.parent for path in leftovers} - {self.path}:  # the root is no model, and is locked
                     clean_up_checkpoint(folder)
                 files.remove_leftovers(self.path)
-            else:  # the folder may be anyone's so far: keep its hidden files
-                self._write_identity({})
             self._working = True
             try:
                 yield
@@ -117,8 +114,8 @@ class RunFolder:
         path = self.place(name)
         if path is None or not _content(path).is_file():
             return False
-        finished = self._finished()
-        return finished is None or name in finished
+        digests = self._digests()
+        return digests is None or name in digests
 
     def json(self, name: str, make: Callable[[], Any]) -> Any:
         """Read `name`.json, or make and save it; returned as JSON reads it: tuples become lists."""
@@ -162,7 +159,8 @@ class RunFolder:
             try:
                 content = _content(path)
                 digest = files.checksum(content, files.MAX_BYTES if content.suffix == ".json" else None)
-                if (self._finished() or {name: digest})[name] != digest:
+                promised = (self._digests() or {}).get(name, digest)  # folders of an earlier version promise nothing
+                if digest != promised:
                     raise CheckpointError("it is not what this run made: it was changed, or comes from another run")
                 return read(path)
             except (OSError, ValueError, SafetensorError) as error:
@@ -176,16 +174,28 @@ class RunFolder:
                     shutil.rmtree(path)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write(path, product)
-                finished = self._finished()
-                if finished is not None:
-                    self._write_identity({**finished, name: files.checksum(_content(path))})
+                digests = self._digests()
+                if digests is not None:
+                    self._write_identity({**digests, name: files.checksum(_content(path))})
             return product
+
+    def _begin(self) -> bool:
+        """Take a folder that no run has by writing `run.json`; returns False if this run did so before."""
+        assert self.path is not None
+        if (self.path / IDENTITY).exists():
+            self._require_own_run()
+            return False
+        self._write_identity({})
+        return True
+
+    def _require_own_run(self) -> None:
+        self._digests()  # checks whose they are
 
     def _write_identity(self, digests: Mapping[str, str]) -> None:
         assert self.path is not None
         files.write_sealed(self.path / IDENTITY, {**self._identity, PRODUCTS: digests})
 
-    def _finished(self) -> Mapping[str, str] | None:
+    def _digests(self) -> Mapping[str, str] | None:
         """Digests of finished products by name, None if the folder has none; refuses the folder of another run."""
         assert self.path is not None
         if not (self.path / IDENTITY).exists():  # rank 0 is about to write it

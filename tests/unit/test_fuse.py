@@ -67,7 +67,7 @@ def pruned(heads: list[tuple[int, int]]) -> he.Ensemble:
         (he.fuse, lambda: [moved(small(), one, ("stem",)) for one in range(2)], {}, r"differ in stem\..*average 0.8"),
         (he.fuse, lambda: [small(), small(norm_first=False)], {}, r"encoder\.norm_first: True and False"),
         (he.fuse, lambda: [pruned([(1, 0)]), small(1)], {"average": 2}, "layer 1"),
-        (he.fuse, lambda: [small(), small(1)], {"average": 0.1}, "of 3 layers is none"),
+        (he.fuse, lambda: [small(), small(1)], {"average": 0.1}, "of 3 layers rounds to none"),
         (he.soup, lambda: [small(), pruned([(0, 1)])], {}, "the same heads"),
         (he.soup, lambda: [he.fuse([small()] * 2)], {}, "2 members"),
         (he.prune, lambda: pruned([(0, 1)]), {"heads": [(0, 1)]}, "not in this model"),

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._distributed import is_sharded
 from .._utils import derive_seed
 from ..arguments import Checked, Rate, Whole
-from ..batches import Batches, Inputs, borrowed, epoch_of, labelled, require_rereadable
-from ..classes import renumbered
+from ..batches import Batches, Inputs, epoch_of, labelled, require_rereadable, restored
+from ..classes import in_model_order
 from ..errors import ConfigError, DataError
 from ..files import expanded
 from ..fingerprints import model_fingerprint, source_fingerprint
@@ -95,7 +95,7 @@ def oba(
     require_single(model, "oba")
     settings.check(model)
     require_rereadable(train, "train")
-    train = renumbered({"train": train}, model.metadata.labels, model.num_classes)["train"]
+    train = in_model_order(train, "train", model)
     if recipe is None and validation is not None:
         raise ConfigError("validation chooses between weights in training; give a recipe, too, or leave it out")
     if recipe is not None:
@@ -185,7 +185,7 @@ def pruned_masks(
 
     All ranks get the masks of rank 0. If the loader gives each rank its own batches, those of all ranks count.
     """
-    with borrowed(train), training_runtime(device, model.device) as runtime, ExitStack() as lock:
+    with restored(train), training_runtime(device, model.device) as runtime, ExitStack() as lock:
         ranks = runtime.ranks
         copy = Ensemble.from_state(model.config, trainable_state(model, runtime.device))
         weights = removable_weights(copy)
@@ -205,7 +205,7 @@ def pruned_masks(
                     weight *= masks[name]
             with epoch_of(train, step, seed, runtime.device):
                 batches = islice(labelled(train, copy.num_classes, "train", whole=False), settings.batches)
-                curved = ranks.together(partial(curvature, copy, batches, weights))
+                curved = ranks.all_or_none(partial(curvature, copy, batches, weights))
             if is_sharded(train):
                 curved = {name: ranks.total(values) for name, values in curved.items()}
             scores = importances(curved, {name: weight.detach() for name, weight in weights.items()})

@@ -19,7 +19,7 @@ from ..errors import ConfigError, DataError
 from ..familiarity import answers
 from ..metrics.distance import log_odds
 from ..model.ensemble import Ensemble
-from ..overlap import Keys, marked, names_of, sample_keys
+from ..overlap import Keys, names_of, sample_keys, with_smallest_hashes
 from ..schema import to_plain
 from ..training.loop import Job, Learner, Runtime, TrainOptions, train_best, trains
 from ..training.recipe import Recipe
@@ -125,7 +125,7 @@ def cache(
         x = torch.baddbmm(statistics["shift"][:, None], samples.features, statistics["projection"].mT)
         embedded.append(F.normalize(x, dim=-1).transpose(0, 1))  # [B, M, e]
         right.append((samples.logits.argmax(dim=-1) == samples.labels).T)  # [B, M]
-        keys = marked(np.concatenate([keys, sample_keys(inputs)]))
+        keys = with_smallest_hashes(np.concatenate([keys, sample_keys(inputs)]))
     data = TensorDataset(torch.cat(embedded), torch.cat(right))
     if not len(data):
         raise DataError(f"{name} has no samples; give at least one")

@@ -355,7 +355,7 @@ class BaseActivations:
     def context(self, rows: Tensor) -> Context:
         """Return the context for some samples; only the key mask differs between samples."""
         mask = self._context.key_mask
-        return self._context if mask is None else self._context.of(mask.index_select(0, rows))
+        return self._context if mask is None else self._context.with_mask(mask.index_select(0, rows))
 
     def token_ids(self, rows: Tensor) -> Tensor | None:
         """Return the token ids of some samples, `[S, T]`; None for an image model."""

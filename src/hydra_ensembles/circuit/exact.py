@@ -31,9 +31,9 @@ class Search(ABC):
         """Remove a head permanently."""
 
     def take(self, candidates: Sequence[Head], audited: bool) -> tuple[Result, int | None]:
-        """Choose a candidate and remove it, unless that causes too many errors; return the result without it.
+        """Choose a candidate and remove it, unless it causes too many errors; return the result without it.
 
-        If the choice is approximate and `audited`, also return by how much it misses the best one; else None.
+        For an audited step, also return by how many units it misses the best one; None for others and exact choices.
         """
         choice = self.choose(candidates)
         if not choice.over:

@@ -18,7 +18,7 @@ from .._distributed import Ranks, all_ranks, local_device
 from .._utils import require_device, warn, without_autocast
 from ..arguments import Count, Range, Seed, Share, Whole, checked
 from ..batches import Batches, Sources
-from ..classes import renumbered
+from ..classes import in_model_order
 from ..data.synthetic import synthetic_ood
 from ..errors import ConfigError, DataError
 from ..files import expanded, resumable
@@ -161,8 +161,7 @@ def extract_circuit(
     with all_ranks(device) as ranks:
         dual = ensemble if isinstance(ensemble, DualEncoder) else None
         model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates, False)
-        labels = model.metadata.labels
-        id_batches = renumbered({"id_batches": id_batches}, labels, model.num_classes)["id_batches"]
+        id_batches = in_model_order(id_batches, "id_batches", model)
         if isinstance(ood_batches, str) and score != "acc":
             id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches
             ood_batches = synthetic_ood(id_batches, seed=seed, model=model)
@@ -357,7 +356,7 @@ class Extraction:
         done = journal.heads
         if len(done) >= self.budget:
             return
-        left = [head for head in self.candidates if head not in set(done)]
+        left = self._left(done)
         self._print_estimate(left, progress)
         search = self._start(done)
         if journal.start is None:
@@ -405,29 +404,35 @@ class Extraction:
             )
 
     def _start(self, done: Sequence[Head]) -> Naive | Exact | JointExact | Screened:
-        """Create the search after the steps in `done`. "screened" repeats those since it last cleared its estimates."""
-        repeats = self.method == "screened" and self.objective.score != "acc"
-        skipped = len(done) - (len(done) % RESET_EVERY if repeats else 0)
-        off = [*self.removed, *done[:skipped]]
-        left = [head for head in self.candidates if head not in done[:skipped]]
+        """Create the search after the steps in `done`."""
+        if self.method == "screened":
+            return self._screened(done)
+        off, left = [*self.removed, *done], self._left(done)
         if self.method == "naive":
             common = self.model, self.samples, self.objective, self.ranks, self.work, self.batch_size, off
             return Naive(*common, distance=self.distance) if self.texts is None else JointNaive(*common, self.texts)
-        if self.texts is not None:  # a quarter of the memory is for the text tower
-            tower, prompts = self.texts.tower, self.texts.prompts
-            text_tower = self._cached(tower, prompts, of_tower(left, text=True), of_tower(off, text=True), 0.25)
-            left, off = of_tower(left, text=False), of_tower(off, text=False)
-            image_tower = self._cached(self.model, self.samples, left, off, 0.75)
-            return JointExact(Exact(image_tower, self.objective, self.ranks), self.texts, text_tower)
-        exact = Exact(self._cached(self.model, self.samples, left, off), self.objective, self.ranks)
-        if self.method == "exact":
-            return exact
-        search = Screened(exact, self.screen_size, skipped)
-        for head in done[skipped:]:
-            search.choose(removable(self.model, left))  # to restore its estimates
+        if self.texts is None:
+            return Exact(self._cached(self.model, self.samples, left, off), self.objective, self.ranks)
+        tower, prompts = self.texts.tower, self.texts.prompts  # a quarter of the memory is for the text tower
+        text_tower = self._cached(tower, prompts, of_tower(left, text=True), of_tower(off, text=True), 0.25)
+        left, off = of_tower(left, text=False), of_tower(off, text=False)
+        image_tower = self._cached(self.model, self.samples, left, off, 0.75)
+        return JointExact(Exact(image_tower, self.objective, self.ranks), self.texts, text_tower)
+
+    def _screened(self, done: Sequence[Head]) -> Screened:
+        """Repeat the steps since the search last cleared its estimates, to restore them."""
+        cleared = len(done) if self.objective.score == "acc" else len(done) - len(done) % RESET_EVERY
+        left = self._left(done[:cleared])
+        tower = self._cached(self.model, self.samples, left, [*self.removed, *done[:cleared]])
+        search = Screened(Exact(tower, self.objective, self.ranks), self.screen_size, cleared)
+        for head in done[cleared:]:
+            search.choose(removable(self.model, left))
             search.remove(head)
             left.remove(head)
         return search
+
+    def _left(self, done: Sequence[Head]) -> list[Head]:
+        return [head for head in self.candidates if head not in done]
 
     def _cached(
         self, model: Ensemble, samples: CircuitData, left: Sequence[Head], off: Sequence[Head], share: float = 1.0

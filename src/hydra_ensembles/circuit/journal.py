@@ -71,7 +71,7 @@ def stored_journal(path: Path | None, ranks: Ranks) -> Journal | None:
             problem = f"{path} is not a journal of a circuit extraction ({error})"
             raise CheckpointError(f"{problem}; delete it to start over, or give another path") from error
 
-    return ranks.gather(ranks.together(read))[0]
+    return ranks.gather(ranks.all_or_none(read))[0]
 
 
 def resumed(journal: Journal, stored: Journal, path: Path, candidates: Sequence[Head]) -> Journal:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import torch_seeded
-from ..batches import Batches, Sources, begin_epoch, borrowed, iterate, named_sources, require_labels
+from ..batches import Batches, Sources, begin_epoch, iterate, named_sources, require_labels, restored
 from ..errors import DataError
 from ..fingerprints import DataFingerprint
 from ..heads.members import Score
@@ -101,7 +101,7 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
     keys: dict[str, Keys] = {}  # per source
     fingerprints: dict[str, DataFingerprint] = {}
     sources = {"id_batches": id_batches} | ({} if ood_batches is None else named_sources(ood_batches, "ood_batches"))
-    with torch_seeded(seed, model.device), borrowed(*sources.values()):
+    with torch_seeded(seed, model.device), restored(*sources.values()):
         for source, (name, batches) in enumerate(sources.items()):
             begin_epoch(batches, 0, seed)
             fingerprint = fingerprints[name] = DataFingerprint()

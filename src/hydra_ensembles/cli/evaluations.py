@@ -1,9 +1,8 @@
 """`hydra-ensembles evaluate`, `compare`, `report` and `atlas`: measure models and show the results."""
 
-import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,7 +36,6 @@ from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
 KEPT = ".run"  # suffix of the folder that keeps partial results until the run is finished
 SETTINGS_SUFFIX = ".config.yaml"  # suffix of the settings file next to an evaluation
-OF_THE_MODEL = ("model", "weights", "model_options")  # settings that identify the model
 GALLERY = 6  # number of inputs shown in the report
 GROUPS = ("near", "far", "apart")
 UNGROUPED = "ungrouped"
@@ -100,28 +98,16 @@ class EvaluateSettings(MeasuredSettings):
         return path if path.suffix == ".json" else path / f"{slug}.json"
 
     def require_free_file(self) -> None:
-        """Refuse to overwrite an evaluation of another model, or of data that this run lacks, with the same file name.
-
-        A file that `output` names explicitly is overwritten, and so is an evaluation of the same model on no more data.
-        """
+        """Refuse to overwrite an evaluation with other settings; a file that `output` names is overwritten."""
         if Path(self.output).suffix == ".json" or not self.file.exists():
             return
-        settings = self.file.with_suffix(SETTINGS_SUFFIX)
-        if settings.exists():
-            plain = parse_yaml(read_file(settings), str(settings))
-            earlier = plain if isinstance(plain, dict) else {}
-            present = self.by_full_names()  # absolute: the working directory of the earlier run is unknown
-            same_model = all((earlier.get(name) or None) == (present[name] or None) for name in OF_THE_MODEL)
-            most, now = (run.get("limit") or math.inf for run in (earlier, present))
-            if same_model and _data_of(earlier) <= _data_of(present) and most <= now:
-                return
-            subject = "other data" if same_model else f"another model, {earlier.get('model')}"
-            state = f"an evaluation of {subject} (see {settings.name})"
-        else:
-            state = f"there, but nothing says what it evaluates ({settings.name} is missing)"
-        raise ConfigError(
-            f"{self.file} is {state}; give this one its own --name or --output, or --output {self.file} to replace it"
-        )
+        settings, ours = self.file.with_suffix(SETTINGS_SUFFIX), self.by_full_names()
+        theirs = parse_yaml(read_file(settings), str(settings)) if settings.exists() else None
+        if not isinstance(theirs, dict) or {**theirs, "output": self.output} != ours:  # both mean this file
+            raise ConfigError(
+                f"{self.file} holds another evaluation (see {settings.name}); give this one its own --name or "
+                f"--output, or --output {self.file} to replace it"
+            )
 
     def by_full_names(self) -> dict[str, Any]:
         """The settings as plain data with absolute paths, so that they mean the same in any working directory."""
@@ -161,14 +147,6 @@ class AtlasSettings(MeasuredSettings):
     def page(self) -> Path:
         """Where the page is written."""
         return expanded(self.output)
-
-
-def _data_of(settings: Mapping[str, Any]) -> set[object]:
-    """The data sets in some settings, by absolute path."""
-    lists = (grouped_specs(settings.get(name) or ()) for name in ("ood", "shift"))
-    data = [settings.get("id"), *(spec for specs in lists for _, _, spec in specs)]
-    names: set[object] = {spec for spec in data if spec is not None}
-    return names if settings.get("suite") is None else {*names, (settings["suite"], settings.get("root"))}
 
 
 def grouped_specs(options: Sequence[str]) -> list[tuple[str, str | None, str]]:

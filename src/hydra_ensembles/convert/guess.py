@@ -54,22 +54,12 @@ def infer_declaration(
 def suggest_declaration(model: nn.Module) -> str:
     """Suggest how to begin a declaration if blocks were found but no candidate agrees; else an empty string."""
     candidate = next(_candidates(model), None)
-    if candidate is None:
-        frame = _frame(model)
-        return "" if frame is None else f"\nIts blocks were found; begin with names={frame.names}."
-    why = "the answers differ"
-    if unknown := unknown_arguments(candidate, model):
-        why = f"its forward takes {', '.join(unknown)} too: say with answer= how it is called"
-    elif not any(parameter.is_meta for parameter in model.parameters()):
-        try:
-            both = _Trial(model, None).both(candidate, model)
-            with both.answering():
-                answer = both.original(both.samples())
-            if answer.min() >= 0 and answer.max() <= 1:
-                why = "its answers lie between 0 and 1: if these are probabilities, let it return logits"
-        except HydraError as error:
-            why = str(error)
-    return f"\nIts parts were found, but {why}; begin with names={dict(candidate.names)}."
+    found = candidate or _frame(model)
+    if found is None:
+        return ""
+    unknown = [] if candidate is None else unknown_arguments(candidate, model)
+    but = f", but its forward takes {', '.join(unknown)} too: say with answer= how it is called" if unknown else ""
+    return f"\nIts parts were found{but}; begin with names={dict(found.names)}."
 
 
 def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | None, metadata: Metadata) -> None:

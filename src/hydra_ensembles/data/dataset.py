@@ -21,7 +21,7 @@ from ..arguments import checked
 from ..classes import a_few, same_names
 from ..errors import CheckpointError, DataError, StorageError
 from ..files import read_file
-from ..overlap import mixed
+from ..overlap import splitmix64
 from ..preprocessing import to_rgb
 from ..schema import short
 
@@ -454,14 +454,14 @@ def keyed_order(count: int, *key: int) -> LabelArray:
     """
     with np.errstate(over="ignore"):
         steps = np.arange(1, count + 1, dtype=np.uint64) * _STEP
-        return np.argsort(mixed(steps + np.uint64(hash_key(*key))), kind="stable").astype(np.int64)
+        return np.argsort(splitmix64(steps + np.uint64(hash_key(*key))), kind="stable").astype(np.int64)
 
 
 def hash_key(*key: int) -> int:
     """Hash integers (a seed, an epoch, a position) to one 64-bit integer."""
     state = 0
     for part in key:
-        state = int(mixed(np.array([(state ^ part) & _MASK], dtype=np.uint64) + _STEP)[0])
+        state = int(splitmix64(np.array([(state ^ part) & _MASK], dtype=np.uint64) + _STEP)[0])
     return state
 
 

@@ -17,7 +17,7 @@ from ..arguments import Count, Range, Whole, checked
 from ..batches import Batches, Inputs, changed, iterate, length_of, require_labels, size_of
 from ..circuit.scores import NO_HEAD, not_finite
 from ..circuit.timing import in_words, say
-from ..classes import renumbered
+from ..classes import in_model_order
 from ..data.batching import Preprocess
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
@@ -244,7 +244,7 @@ def atlas(
     if id_name in ood_sets:
         raise DataError(f"the in-distribution set and an OOD set are both called {id_name!r}; give id_name another")
     title = f"the in-distribution set {id_name!r}"
-    sets = {id_name: renumbered({title: id_data}, metadata.labels, ensemble.num_classes)[title], **ood_sets}
+    sets = {id_name: in_model_order(id_data, title, ensemble), **ood_sets}
     sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
     shown_as = metadata.preprocessing or preprocess
     seen = {key: SetAnswers(key, inputs, key == id_name, shown_as) for key in sets}

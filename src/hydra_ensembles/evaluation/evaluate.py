@@ -137,7 +137,8 @@ def evaluate(
     ood_sets = {key: data for sets in groups.values() for key, data in sets.items()}
     title = f"the in-distribution set {id_name!r}"
     labelled = {title: id_data, **{f"set {key!r}": data for key, data in (shift or {}).items()}}
-    id_data, *shift_data = renumbered(labelled, metadata.labels, num_classes).values()
+    id_data, *shifted = renumbered(labelled, metadata.labels, num_classes).values()
+    shift = dict(zip(shift or {}, shifted, strict=True))
     model_ready = running(model, None if device is None else require_device(device))
     with AnswerStore(output, model, {}, "an evaluation") as kept, model_ready as (home, dtype):
         runner = Runner(model, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept)
@@ -150,7 +151,7 @@ def evaluate(
         if num_classes is None:
             renumbered({title: id_data}, metadata.labels, like.shape[2])  # a function's number of classes is known now
         ood_passes = {key: run(data, key, False, like) for key, data in ood_sets.items()}
-        shift_passes = {key: run(data, key, True, like) for key, data in zip(shift or {}, shift_data, strict=True)}
+        shift_passes = {key: run(data, key, True, like) for key, data in shift.items()}
     passes = {id_name: id_pass, **{f"ood.{key}": set_pass for key, set_pass in ood_passes.items()}}
     passes |= {f"shift.{key}": set_pass for key, set_pass in shift_passes.items()}
     reused = _check_overlap(title, id_pass, ood_passes, shift_passes, fitted_sets(metadata, applied, fitted))

@@ -90,7 +90,9 @@ class AnswerStore:
     def __enter__(self) -> "AnswerStore":
         self._open.enter_context(self._run.working())
         while self._run.has(f"{PART.format(self._parts)}.safetensors"):
-            for path, tensor in self._part({}).items():
+            part = self._run.tensors(PART.format(self._parts), dict)  # it exists, and is read
+            self._parts += 1
+            for path, tensor in part.items():
                 key, _, name = path.partition("/")
                 self._stored.setdefault(key, {})[name] = tensor
         return self
@@ -128,14 +130,11 @@ class AnswerStore:
 
     def _write(self) -> None:
         if self._new:
-            self._part({f"{key}/{name}": tensor for key, batch in self._new.items() for name, tensor in batch.items()})
+            new = {f"{key}/{name}": tensor for key, batch in self._new.items() for name, tensor in batch.items()}
+            self._run.tensors(PART.format(self._parts), lambda: new)
+            self._parts += 1
             self._new = {}
         self._written = monotonic()
-
-    def _part(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Read the next part file if it exists, else write it."""
-        self._parts += 1
-        return self._run.tensors(PART.format(self._parts - 1), lambda: tensors)
 
 
 @dataclass(frozen=True)

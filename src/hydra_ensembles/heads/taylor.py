@@ -16,8 +16,8 @@ from tqdm import tqdm
 from .._distributed import check_unsharded
 from .._utils import require_device, torch_seeded, without_autocast
 from ..arguments import Seed, Whole, checked
-from ..batches import Batches, Inputs, begin_epoch, borrowed, length_of, read_batch, require_labels
-from ..classes import renumbered
+from ..batches import Batches, Inputs, begin_epoch, length_of, read_batch, require_labels, restored
+from ..classes import in_model_order
 from ..errors import DataError, HeadError
 from ..fingerprints import DataFingerprint, model_fingerprint
 from ..model.ensemble import Ensemble
@@ -101,9 +101,9 @@ def taylor(
     off, candidates = split_heads(ensemble, [ONE_TOWER], chosen_layers, removed)
     steps = _steps(ensemble, candidates, chosen_layers, budget, scope)
     order: list[tuple[float, Head]] = []
-    with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), borrowed(batches), ExitStack() as stack:
+    with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), restored(batches), ExitStack() as stack:
         model = working_copy(ensemble, dtype, None if device is None else require_device(device))
-        batches = renumbered({NAME: batches}, ensemble.metadata.labels, ensemble.num_classes)[NAME]
+        batches = in_model_order(batches, NAME, ensemble)
         data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
         stack.enter_context(masked(model, off))

@@ -30,7 +30,7 @@ class Context(NamedTuple):
     near: Tensor | None = None  # [T, T], True within the window of local attention; None without one, or if it covers T
     local: Tensor | None = None  # mask of local attention with padding removed: [T, T] or [B, T, T]
 
-    def of(self, key_mask: Tensor | None) -> "Context":
+    def with_mask(self, key_mask: Tensor | None) -> "Context":
         """The context for samples with this key mask.
 
         A token always attends to itself, even padding that is far from all tokens, so that its attention is not NaN.
@@ -70,7 +70,7 @@ class Encoder(nn.Module):
         """The attention context of texts with `(tokens,)`, or of images with `(rows, columns)` patches."""
         near = near_tokens(like.shape[2], self.window, like.device)
         turns = () if self.rotary is None else self.rotary(size, like, drops(self) is True)  # no jitter with generator
-        return Context(None, turns, near).of(key_mask)
+        return Context(None, turns, near).with_mask(key_mask)
 
     def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
         """Map embedded tokens `[N, B, T, d]` (N = 1 when the stem is shared) to `[N', B, T', d]`.

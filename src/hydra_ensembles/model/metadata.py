@@ -15,7 +15,7 @@ from ..arguments import Checked, Count, PositiveShare
 from ..errors import ConfigError
 from ..metrics.conformal import Reference
 from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, nearest_class, ready, unfamiliarity
-from ..overlap import FittedSet, together
+from ..overlap import FittedSet, union_of
 from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER
@@ -326,7 +326,7 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
         warn(f"member {bare} has no class names, so all have none; {advice}")
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
     side = join_text_sides([member.text_side for member in members])
-    marks, samples = together([member.trained_set for member in members])
+    marks, samples = union_of([member.trained_set for member in members])
     common = replace(members[0].unmeasured, labels=labels, preprocessing=preprocessing, history=history, text_side=side)
     return replace(common, train_marks=marks, train_samples=samples)
 

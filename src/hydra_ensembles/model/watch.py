@@ -132,7 +132,7 @@ class Watched(OurModel):
 
 
 def valid_metadata(model: Watched, operation: str) -> Metadata:
-    """The metadata for weights that are saved or copied as they are now; `operation` says how, as "saved".
+    """Metadata that still hold for a copy of the current weights; `operation` names the copy in warnings.
 
     With heads masked, the weights are not those that were measured, and the copy keeps the mask.
     """

@@ -138,7 +138,7 @@ def build(
                 alone.enter_context(run.working())
             return run
 
-        return Chain(config, start, data, ranks.together(opened), progress).finish()
+        return Chain(config, start, data, ranks.all_or_none(opened), progress).finish()
 
 
 def model_identity(start: StartingModel) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class Choices:
 
     members: tuple[MemberHeads, ...]
 
-    def of(self, config: HydraConfig) -> list[tuple[str, list[Head]]]:
+    def checked_for(self, config: HydraConfig) -> list[tuple[str, list[Head]]]:
         """Origin and heads of each member, after checking them against the config."""
         count = config.pruned_members
         lost = [frozenset(member.heads) for member in self.members]
@@ -349,7 +349,7 @@ class Chain:
         """For each member: how its heads were chosen, as text, and the heads it loses."""
         plain, file = self.run.json("heads", lambda: to_plain(self._choose())), self.run.place("heads.json")
         try:
-            return from_plain(Choices, plain, "heads", complete=True).of(self.config)
+            return from_plain(Choices, plain, "heads", complete=True).checked_for(self.config)
         except ConfigError as error:
             raise CheckpointError(f"{file} cannot be used: {error}. Delete {file} and run this again") from error
 

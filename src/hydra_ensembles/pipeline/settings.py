@@ -133,8 +133,8 @@ class HydraConfig(Checked):
         recipe = self.recipe
         one_stem = self.stem == "shared" and self.members > 1 and self.training != "together"
         moves = recipe is not None and "stem" in recipe.train_groups and recipe.last_blocks is None
-        whole_depth = not self.shared_layers and (self.prune is not None or self.shared_layers is not None)
-        if one_stem and moves and whole_depth:
+        no_trunk = self.shared_layers == 0 or (self.shared_layers is None and self.prune is not None)
+        if one_stem and moves and no_trunk:
             raise ConfigError(
                 "the recipe trains the stem of every member, but the setting stem is 'shared': one for all; leave the "
                 "stem out of the recipe's train_groups, or set stem to 'mean' or 'separate'"
@@ -295,15 +295,23 @@ class HydraConfig(Checked):
             counts = [len(start.base.heads[0][layer]) for layer in layers]
             each, rest = divmod(self.lost, len(counts))
             if rest or min(counts) < each:
-                raise ConfigError(
-                    f"prune is {self.prune}, not the same number in each of {len(counts)} layers with "
-                    f"{min(counts)} heads or more; use a multiple of {len(counts)}, or the taylor_scope 'global'"
-                )
+                raise _uneven_error(self.lost, counts)
             choices = math.prod(math.comb(count, each) for count in counts)
         else:
             choices = math.comb(self.pool_size(free) if self.draws_from_pool else free, self.lost)
         if choices < self.pruned_members:
-            raise ConfigError(
-                f"prune is {self.prune} of {free} heads{where}: {choices} different choices for "
-                f"{self.pruned_members} members; prune another number, make the pool larger, or ask for fewer members"
-            )
+            raise _too_few_choices_error(f"{self.prune} of {free} heads{where}", choices, self.pruned_members)
+
+
+def _uneven_error(prune: int, counts: list[int]) -> ConfigError:
+    return ConfigError(
+        f"prune is {prune}, not the same number in each of {len(counts)} layers with {min(counts)} heads or more; "
+        f"use a multiple of {len(counts)}, or the taylor_scope 'global'"
+    )
+
+
+def _too_few_choices_error(prune: str, choices: int, members: int) -> ConfigError:
+    return ConfigError(
+        f"prune is {prune}: {choices} different choices for {members} members; prune another number, make the pool "
+        "larger, or ask for fewer members"
+    )

@@ -28,6 +28,7 @@ from ..arguments import Checked, Range
 from ..batches import READ
 from ..data.dataset import decode_image
 from ..errors import ConfigError, DataError, HydraError, RequestError
+from ..model.dropping import dropping
 from ..model.ensemble import Ensemble
 from ..model.given import warn_of_raw_pixels
 from ..model.metadata import Calibration
@@ -301,7 +302,7 @@ class Service:
                 if self.settings.warm_up:
                     for size, row in product(self.sizes(), self.examples()):
                         plans[device].predict(_stacked([row] * size), check_finite=False)
-            workers.append(_Worker(plans[device], self.sizes()))
+            workers.append(_Worker(plans[device], self.ensemble, self.sizes()))
         return [worker.answer for worker in workers]
 
     def examples(self) -> list[Sample]:
@@ -349,6 +350,7 @@ class _Worker:
     """Runs rows on warm plans, on one device."""
 
     plan: OptimizedEnsemble
+    model: Ensemble  # has the features, which plans do not return
     sizes: Sequence[int]  # of the pieces, ascending from 1
 
     def answer(self, rows: list[Sample]) -> list[Answer]:
@@ -388,12 +390,10 @@ class _Worker:
     @torch.inference_mode()
     def _nearest(self, rows: list[Sample]) -> list[int]:
         """The class whose mean is nearest to the features of each row; -1 without class means."""
-        familiarity = self.plan.metadata.familiarity
-        inputs = self.plan.prepare(_stacked(rows))
-        module = self.plan.module(next(iter(self.plan.choices.values())).plan)
-        if isinstance(inputs, Tensor):
-            inputs = inputs.to(self.plan.dtype)
-        classes = None if familiarity is None else familiarity.nearest_class(module.features_and_logits(inputs)[0])
+        familiarity = self.model.metadata.familiarity
+        with dropping(False):
+            features, _ = self.model.features_and_logits(self.model.prepare(_stacked(rows)))
+        classes = None if familiarity is None else familiarity.nearest_class(features)
         return [-1] * len(rows) if classes is None else [int(label) for label in classes.tolist()]
 
 

@@ -24,7 +24,7 @@ from ..metrics.probabilities import log_mean_probs
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_ensemble
 from ..model.metadata import Metadata
-from ..overlap import Known, together, trained_set, warn_if_shared
+from ..overlap import Known, trained_set, union_of, warn_if_shared
 from .loop import Job, Learner, RunResult, Runtime, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state
 
@@ -262,7 +262,7 @@ def trained_metadata(start: Ensemble, train: Batches, result: RunResult, line: s
     best = result.best
     metrics = {} if best is None else {"validation/accuracy": best.accuracy, "validation/nll": best.nll}
     labels = start.metadata.labels or class_names_in(train, start.num_classes)
-    marks, samples = together([start.metadata.trained_set, trained_set(train)])
+    marks, samples = union_of([start.metadata.trained_set, trained_set(train)])
     after = replace(start.metadata.after(line), metrics=metrics, labels=labels)
     return replace(after, train_marks=marks, train_samples=samples)
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from .._distributed import SINGLE_PROCESS, Ranks, all_ranks, check_unsharded, launched, local_device
 from .._utils import derive_seed, require_device, unlimited_recompiles, warn, without_autocast
 from ..arguments import Whole, checked
-from ..batches import Batches, borrowed, epoch_of, length_of, require_rereadable
+from ..batches import Batches, epoch_of, length_of, require_rereadable, restored
 from ..errors import CheckpointError, DataError, DivergedError
 from ..files import expanded, read_sealed, remove_leftovers, resumable
 from ..fingerprints import model_fingerprint, source_fingerprint
@@ -277,7 +277,7 @@ def train_best(
 
     A rate that diverges is skipped with a warning; if all diverge, raise `DivergedError`.
     """
-    with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
+    with restored(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
         ranks, identity, data = runtime.ranks, dict(job.identity), dict[str, Any]()
         if job.folder is not None or ranks.size > 1:
             seed = derive_seed(job.recipe.seed, "fingerprint")
@@ -412,7 +412,8 @@ class Training(Generic[BatchT]):
         """Train from the current position to the end of the epoch, or of the run."""
         every, skipped = self.recipe.evaluate_every, self.state.position.batch
         batches = (self.learner.read(raw, index) for index, raw in enumerate(self.job.train))
-        next(islice(batches, skipped, skipped), None)  # read and skip batches from before the checkpoint
+        for _ in range(skipped):
+            next(batches, None)  # trained on before the checkpoint
         while not self._done():
             group = list(islice(batches, self.recipe.gradient_accumulation))
             if not group:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -221,7 +220,7 @@ class Recipe(Checked):
             )
 
     def _warn_of_frozen(self, model: Ensemble, trained: Sequence[str]) -> None:
-        """Warn of parameters that train here but would not elsewhere: frozen ones, and tied layers (ALBERT)."""
+        """Warn of parameters that train here but would not elsewhere."""
         free = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         frozen = [name for name in trained if not free[name]]
         if frozen and any(free.values()):  # a model frozen as a whole was prepared for inference
@@ -230,17 +229,6 @@ class Recipe(Checked):
                 f"(requires_grad=False, first {frozen[0]}), and train anyway: train_groups and last_blocks of the "
                 "recipe decide what is frozen"
             )
-        downs = [x.detach() for name, x in model.named_parameters() if name.endswith("mlp.down.weight")]
-        real = [layer for layer, x in enumerate(downs) if not x.is_meta and bool(x.any())]
-        moved = {place_of(name)[1] for name in trained}
-        for one, other in combinations(real, 2):
-            if not moved.isdisjoint((one, other)) and torch.equal(downs[one], downs[other]):
-                warn(
-                    f"layers {one} and {other} have the same weights, as in ALBERT, where they are one layer: here "
-                    "each is a copy that trains on its own, so the trained model differs in kind and has more "
-                    "parameters. Train it in its own library before converting it, or set train_groups to the readout"
-                )
-                return
 
     def _warn_if_unchanged(self, train: Batches) -> None:
         """Warn if the recipe is meant for randomly changed images but the loader uses the model's plain preprocessing.

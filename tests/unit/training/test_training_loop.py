@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 from training_cases import Stopping, batches, own_batches, pair_loader, pairs, same, samples, shuffled, tiny, tiny_dual
 
-from hydra_ensembles.batches import begin_epoch, borrowed
+from hydra_ensembles.batches import begin_epoch, restored
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import CheckpointError, DataError, DivergedError, HydraWarning, StorageError
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune
@@ -160,7 +160,7 @@ def test_what_was_set_before_makes_no_difference_and_is_put_back():
     source.set_epoch(5)
     source.set_stream(11)
     assert same(expected, train(source, TWICE, validation=source))
-    with borrowed(source):
+    with restored(source):
         begin_epoch(source, 3, 4)
         assert (source.epoch, source.stream) == (3, 4)
     assert (source.epoch, source.stream) == (5, 11)
