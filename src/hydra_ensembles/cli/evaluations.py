@@ -36,6 +36,7 @@ from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
 KEPT = ".run"  # suffix of the folder that keeps partial results until the run is finished
 SETTINGS_SUFFIX = ".config.yaml"  # suffix of the settings file next to an evaluation
+HOW = ("output", "device", "batch_size", "workers")  # settings that do not change what is evaluated
 GALLERY = 6  # number of inputs shown in the report
 GROUPS = ("near", "far", "apart")
 UNGROUPED = "ungrouped"
@@ -98,12 +99,12 @@ class EvaluateSettings(MeasuredSettings):
         return path if path.suffix == ".json" else path / f"{slug}.json"
 
     def require_free_file(self) -> None:
-        """Refuse to overwrite an evaluation with other settings; a file that `output` names is overwritten."""
+        """Refuse to overwrite an evaluation of something else; a file that `output` names is overwritten."""
         if Path(self.output).suffix == ".json" or not self.file.exists():
             return
         settings, ours = self.file.with_suffix(SETTINGS_SUFFIX), self.by_full_names()
         theirs = parse_yaml(read_file(settings), str(settings)) if settings.exists() else None
-        if not isinstance(theirs, dict) or {**theirs, "output": self.output} != ours:  # both mean this file
+        if not isinstance(theirs, dict) or {**theirs, **{name: ours[name] for name in HOW}} != ours:
             raise ConfigError(
                 f"{self.file} holds another evaluation (see {settings.name}); give this one its own --name or "
                 f"--output, or --output {self.file} to replace it"

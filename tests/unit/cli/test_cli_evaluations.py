@@ -128,7 +128,7 @@ def test_an_evaluation_is_not_lost_to_another_of_the_same_name(two_folders, worl
     for others in (["b/ensemble", *sets], ["a/ensemble", *sets, "--limit", 6]):
         assert "holds another evaluation (see ensemble.config.yaml)" in fail("evaluate", *others)
     assert out.read_text() == first
-    succeed("evaluate", "./a/ensemble/", *sets)
+    succeed("evaluate", "./a/ensemble/", *sets, "--batch-size", 2)
     succeed("evaluate", "b/ensemble", *sets, "--ood", world / "dots", "-o", out)  # a named file is replaced
     assert list(Evaluation.load(out).ood) == ["dots"]
 
