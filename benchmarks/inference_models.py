@@ -304,7 +304,7 @@ class Workshop:
     def _baseline(self, name: str, members: int) -> he.Ensemble:
         """The result of training a baseline: members share what it does not train separately."""
         from hydra_ensembles import baselines
-        from hydra_ensembles.baselines.start import fresh, joined
+        from hydra_ensembles.baselines.building_blocks import fresh, joined
         from hydra_ensembles.model.config import Sharing
 
         if name == "packed":

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from hydra_ensembles import DualEncoder, Ensemble, ImagePreprocessing, Projections, TextPreprocessing, convert
-from hydra_ensembles.baselines.start import fresh
+from hydra_ensembles.baselines.building_blocks import fresh
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.files import read_object
 from hydra_ensembles.model.config import ReadoutConfig, output_width

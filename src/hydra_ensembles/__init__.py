@@ -28,9 +28,9 @@ from .model.ensemble import Ensemble
 from .model.kinds import load
 from .model.stem_readout import Projections
 from .model.zero_shot import retarget, zero_shot
-from .pipeline.candidates import search
 from .pipeline.chain import build
-from .pipeline.choice import SearchResult
+from .pipeline.price_search import search
+from .pipeline.search_result import SearchResult
 from .pipeline.settings import HydraConfig
 from .prediction import Prediction
 from .preprocessing import ImagePreprocessing, TextPreprocessing

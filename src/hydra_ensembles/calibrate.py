@@ -22,10 +22,10 @@ from .metrics.distance import BY_CLASS, FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
 from .metrics.ood import aurc
 from .metrics.probabilities import log_mean_exp, log_mean_probs
+from .model.edited_weights import valid_metadata
 from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble
 from .model.metadata import ACCEPTS_ALL, Calibration, Familiarity
-from .model.watch import valid_metadata
 from .overlap import Keys, about, marks_of, reused_of, sample_keys, warn_of_copies
 from .prediction import ScoreName, require_members_for, scale_logits
 

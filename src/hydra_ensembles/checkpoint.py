@@ -33,7 +33,7 @@ from torch import Tensor
 from . import files
 from ._utils import __version__, require_device
 from .errors import CheckpointError, ConfigError
-from .model.contents import (
+from .model.saved_contents import (
     ACCEPTED,
     CARD,
     CONFIG,

@@ -22,11 +22,11 @@ from .errors import ConfigError, DataError, TooFewSamplesError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
 from .metrics.inputs import check_finite
-from .model.dropping import dropping
+from .model.dropout import dropping
+from .model.edited_weights import valid_metadata
 from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
-from .model.watch import valid_metadata
 from .overlap import Keys, marks_of, reused_of, sample_keys, warn_of_copies, with_smallest_hashes
 
 FEW_PER_CLASS = 20  # samples per class below which the covariance is shrunk more

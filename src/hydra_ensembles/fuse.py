@@ -16,10 +16,10 @@ from .heads.masking import Model
 from .model.config import KeptHeads, Sharing
 from .model.dual_encoder import DualEncoder
 from .model.ensemble import Ensemble, singles
-from .model.given import require_values
+from .model.input_checks import require_values
 from .model.kinds import require_model, require_single
 from .model.layers import GroupedLinear
-from .model.states import (
+from .model.member_states import (
     common_layers,
     copies_of,
     differing_names,

@@ -10,10 +10,10 @@ from .errors import HeadError
 from .heads.masking import Model, tower_of, towers_of
 from .heads.ranking import Head, HeadLike, as_heads
 from .model.dual_encoder import DualEncoder
+from .model.edited_weights import valid_metadata
 from .model.ensemble import Ensemble
 from .model.kinds import require_model
-from .model.states import head_axis
-from .model.watch import valid_metadata
+from .model.member_states import head_axis
 
 
 @checked

@@ -15,7 +15,7 @@ import hydra_ensembles as he
 from architectures import perturbed
 from hydra_ensembles.errors import ConfigError, HeadError, HydraWarning
 from hydra_ensembles.model.config import PatchStemConfig, Sharing
-from hydra_ensembles.model.states import place_of
+from hydra_ensembles.model.member_states import place_of
 from random_ensembles import noisy
 from random_ensembles import small as small_config
 

@@ -18,7 +18,7 @@ from hydra_ensembles.data import ImageDataset, batches
 from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.model.metadata import Metadata
-from hydra_ensembles.pipeline.material import read_data
+from hydra_ensembles.pipeline.build_data import read_data
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from pictures import picture
 from unit.pipeline import build_cases as cases

@@ -9,7 +9,7 @@ import pytest
 import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.errors import CheckpointError, DataError, HeadError, HydraError
-from hydra_ensembles.pipeline.choice import YOURS, SearchResult, SearchRow
+from hydra_ensembles.pipeline.search_result import YOURS, SearchResult, SearchRow
 from sample_evaluations import evaluation
 from unit.pipeline import build_cases as cases
 

@@ -13,12 +13,12 @@ from ..errors import ConfigError
 from ..model.config import Sharing
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
-from ..model.states import copies_of, place_of
+from ..model.member_states import copies_of, place_of
 from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, warn_equal
+from .building_blocks import joined, warn_equal
 
 
 @dataclass(frozen=True)

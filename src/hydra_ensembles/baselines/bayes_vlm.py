@@ -21,10 +21,10 @@ from ..arguments import END, Checked, Positive, Range, Seed, Whole, checked
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
 from ..model.config import Sharing
-from ..model.dropping import dropping
+from ..model.dropout import dropping
 from ..model.dual_encoder import DualEncoder, embed
 from ..model.ensemble import Ensemble
-from ..model.given import Given
+from ..model.input_checks import Given
 from ..model.kinds import require_model
 from ..model.layers import GroupedLinear
 from ..model.metadata import PROJECTION, Metadata, TextSide
@@ -38,7 +38,7 @@ from ..model.zero_shot import (
     zero_shot,
 )
 from ..training.text import features_of, read_pairs
-from .start import View, append_one, joined, split_bias, with_bias
+from .building_blocks import View, append_one, joined, split_bias, with_bias
 
 _ROWS = 1024  # samples per block of the similarity matrix
 _PROMPTS = 256

@@ -12,10 +12,10 @@ from ..batches import Batches, iterate
 from ..errors import ConfigError, DataError
 from ..metrics.inputs import check_finite
 from ..model.config import Sharing
-from ..model.dropping import dropping
+from ..model.dropout import dropping
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
-from .start import append_one, joined, split_bias, with_bias
+from .building_blocks import append_one, joined, split_bias, with_bias
 
 Structure = Literal["kron", "diag", "full"]
 MOST_FULL = 20_000  # maximum number of parameters for a full covariance: 3.2 GB in float64

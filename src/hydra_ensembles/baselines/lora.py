@@ -18,7 +18,7 @@ from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, warn_equal
+from .building_blocks import joined, warn_equal
 
 INPUTS = ("query", "key", "value")
 

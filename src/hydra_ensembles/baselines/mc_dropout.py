@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ..arguments import Rate, Seed, Whole, checked
 from ..model.config import EnsembleConfig
-from ..model.dropping import dropping
+from ..model.dropout import dropping
 from ..model.ensemble import Ensemble, build_with_state
 from ..model.kinds import require_ensemble
-from .start import View
+from .building_blocks import View
 
 
 def mc_dropout(ensemble: Ensemble, p: Rate, passes: Whole, seed: Seed = 0) -> "MCDropout":

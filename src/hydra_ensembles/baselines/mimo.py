@@ -19,7 +19,7 @@ from ..schema import to_plain
 from ..training.finetune import EnsembleLearner, LabelledBatch, train_classifier, trained_metadata
 from ..training.loop import Job, Runtime, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import fresh, joined, require_trained, warn_equal
+from .building_blocks import fresh, joined, require_trained, warn_equal
 
 PATCH = "stem.patch"
 

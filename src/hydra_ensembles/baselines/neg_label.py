@@ -13,7 +13,7 @@ from ..errors import ConfigError, DataError
 from ..model.ensemble import Ensemble
 from ..model.metadata import TextSide
 from ..model.zero_shot import Templates, checked_templates, class_embeddings, text_side_of, text_tower
-from .start import embedding_statistics, scale_of, scored
+from .building_blocks import embedding_statistics, scale_of, scored
 
 
 @dataclass(frozen=True)

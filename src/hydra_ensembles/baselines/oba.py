@@ -21,15 +21,23 @@ from ..classes import in_model_order
 from ..errors import ConfigError, DataError
 from ..files import expanded
 from ..fingerprints import model_fingerprint, source_fingerprint
-from ..model.dropping import dropping
+from ..model.dropout import dropping
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
-from ..model.states import place_of
+from ..model.member_states import place_of
 from ..schema import to_plain
 from ..training.finetune import Parametrised, train_parametrised
 from ..training.loop import Job, TrainOptions, training_runtime, trains
 from ..training.recipe import Recipe, trainable_state
-from ..training.saved import Position, RunState, explain_errors, read_state, read_tensors, require_layout, write_state
+from ..training.training_state import (
+    Position,
+    RunState,
+    explain_errors,
+    read_state,
+    read_tensors,
+    require_layout,
+    write_state,
+)
 
 _SMALL = 1e-6  # added to the divisor of importances
 

@@ -14,7 +14,7 @@ from ..model.kinds import require_single
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import fresh, require_trained
+from .building_blocks import fresh, require_trained
 
 
 @dataclass(frozen=True)

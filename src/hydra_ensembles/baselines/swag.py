@@ -17,7 +17,7 @@ from ..model.kinds import require_single
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import in_dtypes_of, joined, shared_parts, to_float32, warn_equal
+from .building_blocks import in_dtypes_of, joined, shared_parts, to_float32, warn_equal
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..overlap import Keys, names_of, sample_keys, with_smallest_hashes
 from ..schema import to_plain
 from ..training.loop import Job, Learner, Runtime, TrainOptions, train_best, trains
 from ..training.recipe import Recipe
-from .start import embedding_statistics, scale_of, scored
+from .building_blocks import embedding_statistics, scale_of, scored
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ..heads.members import Score
 from ..heads.ranking import Head
 from ..metrics.distance import FamiliarityName, ready, unfamiliarity
 from ..model.ensemble import Ensemble
-from ..model.given import Arguments
+from ..model.input_checks import Arguments
 from ..overlap import Keys, require_unlike, sample_keys
 
 Method = Literal["auto", "naive", "exact", "screened"]

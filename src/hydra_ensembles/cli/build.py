@@ -16,9 +16,9 @@ from ..errors import ConfigError, DataError
 from ..files import expanded, locked, read_file, read_json, write_atomically
 from ..metrics.distance import FamiliarityName
 from ..model.ensemble import Ensemble
-from ..pipeline.candidates import search as run_search
 from ..pipeline.chain import build as build_ensemble
-from ..pipeline.choice import Price
+from ..pipeline.price_search import search as run_search
+from ..pipeline.search_result import Price
 from ..pipeline.settings import HydraConfig
 from ..report.table import to_markdown, to_rich
 from ..run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
@@ -27,8 +27,8 @@ from ..training.recipe import Recipe
 from . import sources as source
 from .command import Json, Quiet, command, emit, emit_json, option, parse_yaml, read_recipe, write_settings
 from .evaluations import grouped_specs
+from .predict_info import next_commands, preprocessing_of
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
-from .use import next_commands, preprocessing_of
 
 # roles of the data sets
 LABELLED = ("id", "train", "validation", "judge_id")

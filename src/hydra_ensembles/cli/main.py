@@ -13,11 +13,11 @@ from ..demo import DemoSettings, run_demo
 from ..files import write_atomically
 from ..report.table import to_rich
 from .build import build, search
+from .calibrate_fuse import calibrate, fuse
 from .command import command
 from .evaluations import atlas, compare, evaluate, report
-from .ready import calibrate, fuse
+from .predict_info import bench, info, predict
 from .serving import export, score, serve
-from .use import bench, info, predict
 
 TABLE = Path(__file__).with_name("commands.json")
 

@@ -22,8 +22,8 @@ from ..serve.scoring import SHARD, UNREADABLE, Scorer, score_archive
 from ..serve.service import API_KEY, ServeSettings
 from ..serve.telemetry import log_to_stdout
 from .command import Json, NamedColumns, command, emit_json
+from .predict_info import find_inputs, named_columns
 from .sources import USUAL_BATCH, ModelSettings, load_classifier
-from .use import find_inputs, named_columns
 
 BACKLOG = 2048  # connections that the system queues while the server is busy
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

@@ -14,7 +14,7 @@ from .._utils import unwrapped, warn
 from ..arguments import checked
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig
-from ..model.dropping import OurModel
+from ..model.dropout import OurModel
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear, GroupedNorm

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import END, Checked, InnerShare, Range, Whole
-from ..baselines.start import joined
+from ..baselines.building_blocks import joined
 from ..calibrate import calibrate, fit_calibration
 from ..data.batching import BatchLoader, batches
 from ..data.dataset import subset

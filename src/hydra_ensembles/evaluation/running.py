@@ -24,14 +24,14 @@ from tqdm import tqdm
 
 from .._distributed import current_ranks
 from .._utils import __version__, require
-from ..baselines.start import View
+from ..baselines.building_blocks import View
 from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, size_of, warn_if_cut
 from ..errors import ConfigError, DataError
 from ..fingerprints import model_fingerprint, tensors_digest
 from ..metrics.inputs import at_least_float32, check_finite, warn_of_probabilities, where
-from ..model.dropping import evaluating
+from ..model.dropout import evaluating
 from ..model.ensemble import Ensemble
-from ..model.given import model_call, require_values
+from ..model.input_checks import model_call, require_values
 from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys

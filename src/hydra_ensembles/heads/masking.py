@@ -16,10 +16,10 @@ from ..arguments import checked
 from ..errors import ConfigError, HeadError
 from ..model.config import EnsembleConfig
 from ..model.dual_encoder import DualEncoder
+from ..model.edited_weights import masking
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_model
 from ..model.layers import Attention
-from ..model.watch import masking
 from .ranking import Head, HeadLike, as_heads
 
 ONE_TOWER = "main"

@@ -11,7 +11,7 @@ from ..arguments import checked
 from ..batches import Batches, Inputs, iterate
 from ..errors import DataError
 from ..metrics.inputs import check_finite
-from ..model.dropping import dropping
+from ..model.dropout import dropping
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
 from ..model.layers import Block, Context

@@ -14,8 +14,8 @@ from ..arguments import Count, Whole, checked
 from ..batches import changed
 from ..errors import ConfigError, DataError
 from .config import EncoderConfig, EnsembleConfig, KeptHeads, PatchStemConfig
-from .dropping import evaluating
-from .given import Given, model_call
+from .dropout import evaluating
+from .input_checks import Given, model_call
 
 Name = TypeVar("Name", bound=str)
 

@@ -12,15 +12,15 @@ from ..batches import READ
 from ..checkpoint import Stored
 from ..errors import ConfigError, DataError
 from .config import DualEncoderConfig, output_width
-from .contents import DUAL_ENCODER, Contents, dual_encoder_contents, read_dual_encoder
 from .cost import Description
-from .dropping import OurModel
+from .dropout import OurModel
+from .edited_weights import valid_metadata
 from .ensemble import Ensemble, Saved, build_with_state, copied
 from .layers import GroupedLinear
+from .member_states import member_index
 from .metadata import Metadata
-from .states import member_index
+from .saved_contents import DUAL_ENCODER, Contents, dual_encoder_contents, read_dual_encoder
 from .stem_readout import Projections, projection_config, projection_from
-from .watch import valid_metadata
 
 Tower = Literal["image", "text"]
 

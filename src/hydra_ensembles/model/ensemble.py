@@ -19,13 +19,20 @@ from ..files import expanded
 from ..prediction import Prediction
 from ..preprocessing import is_raw
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
-from .contents import ENSEMBLE, FAMILIARITY, TEXT_SIDE, Contents, ensemble_contents, read_ensemble, with_parts
 from .cost import Description, describe
-from .dropping import dropping, drops
-from .given import Arguments, Given, check_device, check_inputs, collect_inputs, require_values, warn_of_odd_images
+from .dropout import dropping, drops
+from .edited_weights import DROPPED, Watched, valid_metadata
+from .input_checks import (
+    Arguments,
+    Given,
+    check_device,
+    check_inputs,
+    collect_inputs,
+    require_values,
+    warn_of_odd_images,
+)
 from .layers import Context, Encoder, GroupedNorm, shapes_only
-from .metadata import Calibration, Metadata, common_metadata, member_metadata, text_state
-from .states import (
+from .member_states import (
     join_states,
     listed,
     member_config,
@@ -35,8 +42,9 @@ from .states import (
     require_same_dtype_and_device,
     warn_if_equal,
 )
+from .metadata import Calibration, Metadata, common_metadata, member_metadata, text_state
+from .saved_contents import ENSEMBLE, FAMILIARITY, TEXT_SIDE, Contents, ensemble_contents, read_ensemble, with_parts
 from .stem_readout import PatchStem, Readout, TextStem, projection_from
-from .watch import DROPPED, Watched, valid_metadata
 
 if TYPE_CHECKING:
     from ..optimize.runner import OptimizedEnsemble

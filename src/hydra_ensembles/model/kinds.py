@@ -10,10 +10,10 @@ from .._utils import unwrapped
 from ..arguments import checked
 from ..checkpoint import Stored, load_checkpoint
 from ..errors import ConfigError
-from .contents import DUAL_ENCODER, ENSEMBLE
 from .dual_encoder import DualEncoder
 from .ensemble import Ensemble
-from .given import require_values
+from .input_checks import require_values
+from .saved_contents import DUAL_ENCODER, ENSEMBLE
 
 
 @checked

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import Activation, EncoderConfig, EnsembleConfig, HiddenActivation, NormKind
-from .dropping import Dropout, dropped, drops
+from .dropout import Dropout, dropped, drops
 from .rotary import Rotary, Rotation, rotate
 
 

@@ -20,7 +20,7 @@ from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER
 from .config import EnsembleConfig, ProjectionConfig
-from .states import differing_names, join_equal, member_config, member_state
+from .member_states import differing_names, join_equal, member_config, member_state
 
 ACCEPTS_ALL = torch.finfo(torch.float32).max  # threshold if samples are too few for another; finite, for JSON
 Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # one entry for all members, or one for each

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import EncoderConfig, EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
-from .dropping import Dropout
+from .dropout import Dropout
 from .layers import ACTIVATIONS, Attention, Context, GroupedLinear, GroupedNorm, empty
 
 

@@ -12,14 +12,14 @@ from ..arguments import checked
 from ..errors import ConfigError, DataError
 from ..preprocessing import TextPreprocessing
 from .config import CosineConfig, EnsembleConfig, Sharing
-from .dropping import dropping
+from .dropout import dropping
 from .dual_encoder import DualEncoder, embed
 from .ensemble import Ensemble, build_with_state
-from .given import require_values
+from .input_checks import require_values
 from .kinds import require_ensemble, require_model
 from .layers import GroupedLinear
+from .member_states import copies_of, head_axis, place_of
 from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, invalid_names, text_state
-from .states import copies_of, head_axis, place_of
 from .stem_readout import compose, linear, projection_config
 
 Templates = str | Sequence[str]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..model.ensemble import Ensemble
 from ..model.layers import MLP, Attention, Block, GroupedLinear, GroupedNorm
+from ..model.member_states import HEAD_AXIS
 from ..model.rotary import FrozenRotary
-from ..model.states import HEAD_AXIS
 from ..model.stem_readout import MapPool, PatchStem
 from .frozen_layers import FrozenAttention, FrozenPatchStem, Plan, fixed, sees_key_bias
 

@@ -18,7 +18,7 @@ from ..batches import Inputs
 from ..errors import ConfigError
 from ..model.cost import Description, interleaved_times
 from ..model.ensemble import Ensemble, with_valid_metadata
-from ..model.given import Given, check_device, require_values
+from ..model.input_checks import Given, check_device, require_values
 from ..prediction import Prediction
 from .freeze import frozen, with_plan
 from .frozen_layers import Plan

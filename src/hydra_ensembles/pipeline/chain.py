@@ -36,7 +36,7 @@ from ..overlap import reused_of, sample_keys
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
-from .material import BuildData, ReadBatch, StartingModel, read_data, starting_model, with_upper_layers
+from .build_data import BuildData, ReadBatch, StartingModel, read_data, starting_model, with_upper_layers
 from .settings import HydraConfig
 
 FORMAT = "hydra_ensembles build 1"

@@ -16,7 +16,7 @@ from ..heads.taylor import Scope
 from ..metrics.distance import FamiliarityChoice
 from ..schema import ADDED_LATER
 from ..training.recipe import Recipe
-from .material import BuildData, StartingModel
+from .build_data import BuildData, StartingModel
 
 Strategy = Literal["circuit", "taylor", "sampled", "random", "branches"]
 TrainingMode = Literal["together", "apart"]

@@ -23,7 +23,7 @@ from ..arguments import Rate, checked
 from ..errors import ConfigError, ConversionError, DataError
 from ..files import checksum, expanded, flush, json_bytes, locked, remove, writing
 from ..model.config import PatchStemConfig
-from ..model.dropping import dropping
+from ..model.dropout import dropping
 from ..model.ensemble import Ensemble, with_valid_metadata
 from ..model.kinds import require_ensemble
 from ..preprocessing import TextPreprocessing

@@ -26,8 +26,8 @@ from ..data.loading import Columns
 from ..errors import CheckpointError, ConfigError, DataError, HydraError, StorageError
 from ..files import checksum, digest_of, expanded, read_object, write_atomically
 from ..fingerprints import model_fingerprint, tensors_digest
-from ..model.contents import CONFIG
 from ..model.ensemble import Ensemble
+from ..model.saved_contents import CONFIG
 from ..preprocessing import to_rgb
 from ..run_folder import RESULT, RunFolder
 from ..schema import to_plain

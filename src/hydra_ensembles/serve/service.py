@@ -28,9 +28,9 @@ from ..arguments import Checked, Range
 from ..batches import READ
 from ..data.dataset import decode_image
 from ..errors import ConfigError, DataError, HydraError, RequestError
-from ..model.dropping import dropping
+from ..model.dropout import dropping
 from ..model.ensemble import Ensemble
-from ..model.given import warn_of_raw_pixels
+from ..model.input_checks import warn_of_raw_pixels
 from ..model.metadata import Calibration
 from ..optimize.runner import USUAL_SHAPES, OptimizedEnsemble
 from ..preprocessing import ImagePreprocessing, TextPreprocessing

@@ -30,7 +30,7 @@ from ..model.ensemble import Ensemble
 from ..model.layers import Block
 from ..schema import to_plain
 from .recipe import Recipe, make_optimizer
-from .saved import (
+from .training_state import (
     INDEX,
     Position,
     RunState,

@@ -16,7 +16,7 @@ from ..batches import Batches, length_of
 from ..errors import ConfigError
 from ..model.config import GROUPS, EnsembleConfig, Group
 from ..model.ensemble import Ensemble
-from ..model.states import place_of
+from ..model.member_states import place_of
 from ..preprocessing import ImagePreprocessing
 from ..schema import ADDED_LATER, from_plain
 

@@ -16,7 +16,7 @@ from ..arguments import Positive
 from ..batches import Batches, Inputs, read_labels
 from ..errors import ConfigError, DataError
 from ..model.config import output_width
-from ..model.dropping import dropping
+from ..model.dropout import dropping
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from .loop import Job, Learner, Runtime, TrainOptions, train_best, trains

@@ -11,7 +11,7 @@ import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from hydra_ensembles import baselines
 from hydra_ensembles.baselines import MIMO, OBA, SWAG, BatchEnsemble, BayesVLM, LoRA, NegLabel, Packed, ViLU
-from hydra_ensembles.baselines.start import joined
+from hydra_ensembles.baselines.building_blocks import joined
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.config import Sharing
 from random_ensembles import ALL_SHAPES, SHAPES

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.batch_ensemble import BatchEnsemble, Scaled, batch_ensemble
-from hydra_ensembles.baselines.start import joined
+from hydra_ensembles.baselines.building_blocks import joined
 from hydra_ensembles.model.config import Sharing
-from hydra_ensembles.model.states import member_state
+from hydra_ensembles.model.member_states import member_state
 from hydra_ensembles.training.finetune import EnsembleLearner
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe

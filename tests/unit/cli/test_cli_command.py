@@ -147,7 +147,7 @@ def test_wrong_arguments_are_exit_code_2():
     ],
 )
 def test_each_failure_has_its_exit_code_and_one_line(monkeypatch, error, code, says):
-    monkeypatch.setattr("hydra_ensembles.cli.use.load_model", Mock(side_effect=error))
+    monkeypatch.setattr("hydra_ensembles.cli.predict_info.load_model", Mock(side_effect=error))
     result = run("info", "anything")
     assert result.exit_code == code
     assert result.stderr.startswith(says)

@@ -8,7 +8,7 @@ import hydra_ensembles as he
 from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
 from architectures_clip import TOWER_VARIANTS
 from architectures_transformers import DINOV3, MODERNBERT, VARIANTS, transformers_model
-from hydra_ensembles.model.dropping import dropping
+from hydra_ensembles.model.dropout import dropping
 
 CASES = [*VISION_VARIANTS, *VARIANTS, *TOWER_VARIANTS]
 EVA_DINOV3 = "vit_small_patch16_dinov3"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_ensembles.baselines.start import joined
+from hydra_ensembles.baselines.building_blocks import joined
 from hydra_ensembles.errors import ConfigError, HeadError, SameMembersError
 from hydra_ensembles.heads.members import (
     CIRCUIT_ORDER,

@@ -17,7 +17,7 @@ from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
 from hydra_ensembles.metrics.bootstrap import bootstrap_mean
 from hydra_ensembles.model.metadata import Calibration
-from hydra_ensembles.pipeline import chain, material
+from hydra_ensembles.pipeline import build_data, chain
 from hydra_ensembles.pipeline.settings import Strategy
 from hydra_ensembles.schema import from_plain, to_plain
 from zero_shot_models import NAMES, OTHER_NAMES, dual_of
@@ -141,7 +141,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[HydraError], str]] = {
 def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, data, error, message = BAD[case]
 
-    for module, name in ((chain, "extract_circuit"), (chain, "taylor"), (material, "prune"), (chain, "finetune")):
+    for module, name in ((chain, "extract_circuit"), (chain, "taylor"), (build_data, "prune"), (chain, "finetune")):
         monkeypatch.setattr(module, name, Mock(side_effect=AssertionError("work has begun")))
     with pytest.raises(error, match=message):
         he.build(image_model(), config(**settings), output=tmp_path, **sets(**data))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.pipeline.material import BuildData, ReadBatch, halves, read_all, read_data
+from hydra_ensembles.pipeline.build_data import BuildData, ReadBatch, halves, read_all, read_data
 
 
 def numbered(sizes: list[int]) -> list[ReadBatch]:

@@ -13,8 +13,8 @@ from build_cases import batches, image_model, recipe, same, shuffled
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import CheckpointError, HydraError
+from hydra_ensembles.pipeline import build_data as given
 from hydra_ensembles.pipeline import chain
-from hydra_ensembles.pipeline import material as given
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.model.states import member_config, member_state, place_of
+from hydra_ensembles.model.member_states import member_config, member_state, place_of
 
 EVERYTHING = ("stem", "attention", "mlp", "norms", "readout")
 # not AdamW: it normalises gradients, and that of a key bias is only rounding error

@@ -12,7 +12,7 @@ from training_cases import LAYERS, batches, moved, own_batches, same, samples, s
 from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.states import place_of
+from hydra_ensembles.model.member_states import place_of
 from hydra_ensembles.training.finetune import EnsembleLearner, Parametrised, finetune
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe

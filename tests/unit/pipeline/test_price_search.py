@@ -17,9 +17,9 @@ from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, StorageError
 from hydra_ensembles.files import locked
 from hydra_ensembles.model.metadata import Calibration
-from hydra_ensembles.pipeline import candidates as searching
 from hydra_ensembles.pipeline import chain
-from hydra_ensembles.pipeline.choice import DEEP, FUSED, SOUP, YOURS, SearchRow
+from hydra_ensembles.pipeline import price_search as searching
+from hydra_ensembles.pipeline.search_result import DEEP, FUSED, SOUP, YOURS, SearchRow
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
 from unit.training.training_cases import tiny_dual

@@ -17,8 +17,8 @@ from ..model.ensemble import Ensemble
 from ..prediction import ScoreName
 from . import sources as source
 from .command import command, option
+from .predict_info import next_commands, preprocessing_of
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
-from .use import next_commands, preprocessing_of
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ from ..report.table import to_markdown
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.recipe import Recipe
+from .build_data import BuildData, Judges, StartingModel, read_for_search, samples_in, starting_model, with_upper_layers
 from .chain import Chain, Paired, calibrated, model_identity
-from .choice import DEEP, FORMAT, FUSED, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
-from .material import BuildData, Judges, StartingModel, read_for_search, samples_in, starting_model, with_upper_layers
+from .search_result import DEEP, FORMAT, FUSED, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
 from .settings import LARGEST_SEED, HydraConfig, usual_trunk
 
 DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # default trunks to try, as shares of the layers

@@ -34,7 +34,7 @@ from ..heads.masking import existing_heads, max_removable, towers_of
 from ..heads.ranking import Head
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from ..model.states import place_of
+from ..model.member_states import place_of
 from ..model.zero_shot import Templates, checked_names, checked_templates, zero_shot
 from ..overlap import Keys, Known, keys_in_memory, require_unlike, sample_keys, warn_if_shared
 from ..prune import prune

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hydra_ensembles.pipeline.choice import YOURS, SearchResult, SearchRow, dominates
+from hydra_ensembles.pipeline.search_result import YOURS, SearchResult, SearchRow, dominates
 from hydra_ensembles.report.table import to_markdown
 
 SCORES = ("all.auroc", "mahalanobis:all.auroc")

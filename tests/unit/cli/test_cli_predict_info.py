@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import hydra_ensembles as he
 from cli_cases import APP, COLOURS, fail, run, succeed, vit_flags
-from hydra_ensembles.cli.use import KEPT, PRUNED
+from hydra_ensembles.cli.predict_info import KEPT, PRUNED
 from hydra_ensembles.report.compare import load_costs
 
 

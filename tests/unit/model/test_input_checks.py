@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.baselines.start import joined
+from hydra_ensembles.baselines.building_blocks import joined
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration

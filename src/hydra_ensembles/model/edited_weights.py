@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._utils import warn
 from ..fingerprints import weights_digest
-from .dropping import OurModel
+from .dropout import OurModel
 from .metadata import Metadata
 
 EDITED = "weights edited", "the weights of this ensemble were edited after it was measured"  # history, warning

@@ -15,12 +15,12 @@ from ..familiarity import with_score
 from ..fuse import find_equal_members
 from ..metrics.distance import FittedName
 from ..model.config import GROUPS, EnsembleConfig, Sharing
-from ..model.dropping import OurModel
+from ..model.dropout import OurModel
 from ..model.ensemble import Ensemble, singles
 from ..model.kinds import require_ensemble
 from ..model.layers import GroupedLinear
+from ..model.member_states import join_states, place_of
 from ..model.metadata import Calibration, Familiarity, FamiliaritySettings, Metadata
-from ..model.states import join_states, place_of
 from ..prediction import Prediction
 from ..training.recipe import Recipe, trainable_state
 
