@@ -245,7 +245,8 @@ def translate(
     unused = [name for name in stored if name not in used and not name.startswith(architecture.ignored)]
     problems = [f"no tensor {path} for {name}{perhaps_meant(path, unused)}" for path, name in missing.items()] + misfits
     require_all_used(problems, unused, architecture.advice)
-    dtypes = sorted({str(tensor.dtype) for tensor in state.values()})
+    read = [*state.values(), *(foreign[name] for name in used)]  # joined tensors have one type, whatever theirs were
+    dtypes = sorted({str(tensor.dtype) for tensor in read if tensor.is_floating_point()})
     if len(dtypes) > 1:
         raise ConversionError(
             f"the parameters have different types {dtypes}; convert the model to one of them first, for example "

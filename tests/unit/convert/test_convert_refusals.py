@@ -79,6 +79,7 @@ def with_adapters() -> Any:
 
 DEEP = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
 EXTRA, NAN, INF = nn.Parameter(torch.zeros(3)), float("nan"), float("inf")
+HALF = nn.Linear(32, 32).half()
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
 VARIANTS: Rows = [
     (lambda: "vit_tiny_patch16_224", "str; load it"),
@@ -106,6 +107,7 @@ VARIANTS: Rows = [
     (lambda: transformers_clip({}, {"eos_token_id": 49407}), "eos_token_id.*49407"),
     (lambda: changed(open_clip_model(), "adapter", EXTRA), r"no canonical place: \['adapter'\]"),
     (lambda: changed(vit(), "norm", nn.LayerNorm(32).bfloat16()), r"different types.*model\.float\(\)"),
+    (lambda: changed(bert(), "bert.encoder.layer.0.attention.self.key", HALF), "different types"),  # joined with others
 ]
 
 
