@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from architectures_clip import DUAL_CASES, DualCase
 from studies import circuit_draws, tower_scores
-from studies.results import load
 from zero_shot_models import NAMES as CLASSES
 from zero_shot_models import TEMPLATES, dual_of
 
@@ -53,8 +52,3 @@ def test_scores_of_both_towers_against_plain_autograd(case: DualCase, monkeypatc
         expected = torch.stack([(one.detach() * one.grad).abs().mean((1, 2, 3)) for one in weights])
         assert expected.min() > 0
         torch.testing.assert_close(scores[name], expected, rtol=1e-9, atol=0)
-
-
-def test_the_figure_of_both_towers_is_drawn_from_the_results() -> None:
-    pytest.importorskip("matplotlib")
-    assert tower_scores.draw(load(tower_scores.RESULT)).axes
