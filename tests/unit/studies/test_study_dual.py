@@ -257,18 +257,6 @@ def test_no_reported_set_is_trained_on() -> None:
     assert not reported & {(one.source, one.split) for one in task.recipe.pairs}
 
 
-def test_views_are_the_image_its_mirrored_middle_and_each_of_both() -> None:
-    dual, samples = small_dual(), images(("cat", "dog"), 6, side=20).samples  # its middle, 17, cannot be centred
-    features = view_features(dual, samples, 4)
-    assert features.shape == (4, 6, 24)
-    plain = torch.cat([dual.image(inputs)[0] for inputs, _ in SampleBatches(samples, 4)])
-    torch.testing.assert_close(features[0], plain, rtol=1e-4, atol=1e-5)
-    middle = samples.pixels[..., 1:18, 1:18]
-    for view, pixels in ((1, middle.flip(-1)), (2, samples.pixels.flip(-1)), (3, middle)):
-        alone = view_features(dual, ImageSamples(pixels, samples.labels, SIZE), 1)[0]
-        torch.testing.assert_close(features[view], alone)
-
-
 def test_a_trained_dual_knows_names() -> None:
     """Trained on pairs from two sets, queried by names; a pruned member trains on with a frozen image projection."""
     names = ("cat", "dog", "bus", "boat")

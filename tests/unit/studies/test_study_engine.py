@@ -73,4 +73,3 @@ def test_costs_that_were_measured_side_by_side_stay_together(
     before, found = {"rows": both}, {"rows": {"one": {"latency": 5.0}}}
     assert newest_costs("numbers", before, found, ["one", "two"]) is before
     assert newest_costs("numbers", before, found, ["one"]) is found  # the second row no longer exists
-    assert newest_costs("numbers", before, None, ["one"]) is before

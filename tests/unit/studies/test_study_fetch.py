@@ -19,26 +19,12 @@ def photograph(path: Path, size: tuple[int, int] = (200, 150), shade: int = 90) 
     Image.new("RGB", size, (shade, 20, 200)).save(path)
 
 
-def cars(source: Path) -> None:
-    for name in ("Audi TT", "BMW X3"):
-        for number in range(12):
-            photograph(source / "test" / name / f"{number:03}.jpg", shade=number * 20)
-    (source / "test" / "Audi TT" / "notes.txt").write_text("no image")
-
-
 def flowers(source: Path) -> None:
     for folder in ("test", "valid"):
         for number in ("1", "2", "10"):
             photograph(source / "flowers" / folder / number / f"{folder}.jpg", shade=20 * int(number))
     names = {"1": "pink primrose", "2": "pocket orchid", "10": "globe thistle"}
     (source / "cat_to_name.json").write_text(json.dumps(names))
-
-
-def test_a_set_keeps_equally_many_images_of_each_class(tmp_path: Path) -> None:
-    cars(tmp_path)
-    data = load(prepare("cars", tmp_path, tmp_path / "data")[0])
-    assert data.class_names == ("Audi TT", "BMW X3")
-    assert np.bincount(data.labels).tolist() == [10, 10]
 
 
 def test_a_label_stays_with_its_pictures_which_become_small(tmp_path: Path) -> None:
