@@ -185,6 +185,20 @@ def test_rows_of_another_recipe_are_not_stored_beside_each_other(study: Study, t
         CLASSIFIERS.run(Run(task, tmp_path, tmp_path / "results", [], [0]), ["store"])
 
 
+def test_rows_are_forgotten_and_stored_anew(study: Study, tmp_path: Path) -> None:
+    """With the Single of the new run; also a row that has its own Single."""
+    results = tmp_path / "results"
+    shutil.copytree(study.folder, results / NAME)
+    for row, like in ((SINGLE, HYDRA), (MC_DROPOUT, SINGLE)):
+        report_of(study, tmp_path, row, like)
+    gap = Difference.of([study.numbers(SINGLE, 0)["accuracy"]], [study.numbers(HYDRA, 0)["accuracy"]])
+    for _ in range(2):
+        storing.forget(results / NAME, [MC_DROPOUT])
+        left = [column for file in results.rglob("*.parquet") for column in read_columns(file).items()]
+        assert not any(MC_DROPOUT in (name.partition("|")[0], *column.tolist()) for name, column in left)
+        assert stored_from(tmp_path).difference(MC_DROPOUT, SINGLE, "accuracy") == gap
+
+
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
