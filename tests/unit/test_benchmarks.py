@@ -1,4 +1,4 @@
-"""Every benchmark runs on a tiny shape; what its numbers depend on is checked against plain computation."""
+"""Benchmarks run on a tiny shape; numbers and claims of sentences are those of the results."""
 
 import json
 import sys
@@ -13,7 +13,6 @@ import circuit  # noqa: E402
 import coverage  # noqa: E402
 import inference  # noqa: E402
 import inference_models  # noqa: E402
-import inference_report  # noqa: E402
 import quoted  # noqa: E402
 
 from studies.measures import Difference  # noqa: E402
@@ -59,14 +58,6 @@ def test_intervals_are_asked_whether_they_hold_what_is_true(tmp_path: Path, monk
     assert {row["metric"] for row in rows} == {"accuracy", "aurc", "auroc", "fpr95", "aupr", "ece"}
     assert {row["true"] for row in rows if row["metric"] == "ece"} == set(coverage.ERRORS)
     assert 0.5 < sum(row["held"] for row in rows) / len(rows) <= 1
-
-
-def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(inference_report, "FIGURES", tmp_path)
-    inference_report.main()
-    names = {path.name for path in (ROOT / "docs" / "figures").glob("inference_*.svg")}
-    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_no_number_of_a_sentence_is_without_its_source() -> None:

@@ -89,16 +89,10 @@ def test_halves_share_nothing_and_have_every_class(pictures: ImageDataset) -> No
     assert [half.rows.tolist() for half in few] == [half.rows.tolist() for half in halves(pictures)]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "name", "expected"),
-    [
-        ("caltech101", "car_side", "side of a car"),
-        ("dtd10", "banded", "banded texture"),
-        ("tinyimagenet", "crane", "construction crane"),
-    ],
-)
-def test_names_say_what_is_shown(dataset: str, name: str, expected: str) -> None:
-    assert label_names(dataset, [name]) == (expected,)
+def test_names_say_what_is_shown() -> None:
+    assert label_names("caltech101", ["car_side"]) == ("side of a car",)
+    assert label_names("dtd10", ["banded"]) == ("banded texture",)
+    assert label_names("tinyimagenet", ["crane"]) == ("construction crane",)
 
 
 def test_zero_shot_circuits_see_both_tasks_once_and_nothing_reported() -> None:

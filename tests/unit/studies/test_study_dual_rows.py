@@ -77,6 +77,13 @@ def test_vilu_is_single_with_a_score_that_goes_with_any_classes(
     assert losses[taken] == pytest.approx(-float(torch.where(right, sure, 1 - sure).log().mean()), rel=1e-4)
 
 
+def test_a_rate_at_which_vilu_diverges_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = dual_seed(tmp_path, dual_recipe(choices=dual_recipe().choices[:1]))
+    monkeypatch.setattr(dual_rows, "EPOCHS", 1)
+    monkeypatch.setattr(dual_rows, "RATES", (("sgd", 1e30), ("sgd", 0.01)))
+    assert "learning rate 0.01" in dual_rows._trained_vilu(seed).metadata.history[-1]
+
+
 def test_neg_label_takes_whole_words_of_the_vocabulary(seed: DualSeed) -> None:
     words = vocabulary(seed.dual)
     assert len(words) > 5

@@ -24,7 +24,7 @@ from studies.seed_folder import slug
 from studies.stored import stored_study
 from studies.task import recipe
 
-IMAGES, SCRATCH, TEXTS = "vision-cifar100", "vision-eurosat-scratch", "text-sst2"
+IMAGES, SCRATCH = "vision-cifar100", "vision-eurosat-scratch"
 
 
 @pytest.fixture(scope="module")
