@@ -71,7 +71,6 @@ def test_the_examples_run(folder: Path) -> None:
         if command[0] not in ELSEWHERE:
             cases.succeed(*adapted(command))
     assert (folder / "report.html").stat().st_size > 10_000
-    assert (folder / "table.tex").exists()
     assert len((folder / "predictions.jsonl").read_text().splitlines()) == 12
     assert "Latency" in cases.succeed("compare", "evaluations", "--format", "markdown")
 

@@ -5,14 +5,12 @@ import contextlib
 import inspect
 import operator
 import re
-import runpy
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import yaml
 
 import hydra_ensembles as he
 from hydra_ensembles import metrics
@@ -24,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("notebooks/*.ipynb")]
 TEXTS = [path for path in DOCUMENTS if path.suffix == ".md"]
 CITING = sorted([*DOCUMENTS, *(ROOT / "results").glob("*.md")])
-SETTINGS = [ROOT / "CITATION.cff", ROOT / ".pre-commit-config.yaml", *(ROOT / ".github").rglob("*.yml")]
 GLOSSARY = "".join((ROOT / "docs" / name).read_text() for name in ("glossary.md", "columns.md"))
 
 
@@ -93,15 +90,6 @@ def test_code_calls_what_there_is_pictures_say_what_they_show_and_pages_are_shor
     assert path.parent == ROOT or path.name.startswith(("tables_", "study_")) or text.count("\n") <= 200
 
 
-def test_the_figures_of_concepts_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = runpy.run_path(str(ROOT / "docs" / "figures.py"))
-    monkeypatch.setitem(script["Drawing"].save.__globals__, "FIGURES", tmp_path)
-    for name in ("members", "trunk", "circuits", "calibration", "two_reasons"):
-        script[name]()
-        drawn, kept = ((folder / f"concept_{name}.svg").read_text() for folder in (tmp_path, ROOT / "docs" / "figures"))
-        assert drawn == kept if name != "two_reasons" else drawn.count("<circle") == kept.count("<circle")  # rounding
-
-
 def test_every_number_has_a_line_in_the_glossary() -> None:
     said = set(re.findall(r"`([\w.+]+)(?:\(\))?`", GLOSSARY))
     shown = {column.key.rpartition(".")[2] for column in (*COLUMNS, *DIVERSITY)}
@@ -109,35 +97,3 @@ def test_every_number_has_a_line_in_the_glossary() -> None:
     steps = "_per_sample|_of_confidence|_parts|top_label|roc_curve|label_scores|conformal_threshold"  # no numbers
     plain = {name for name in metrics.__all__ if name.islower() and not re.search(steps, name)}
     assert shown | scores | plain <= said
-
-
-def columns_of_generated_tables() -> set[str]:
-    """The parts of their titles: `cifar10 (near)` becomes `SET (near)`, `batch 4, eager` `batch N` and `eager`."""
-    tables = "".join(re.findall(r"<!-- table: .*?<!-- end -->", "".join(one.read_text() for one in TEXTS), re.DOTALL))
-    titles = "|".join(re.findall(r"^\|(.*)\|\n\|[-:| ]+\|$", tables, re.MULTILINE))
-    titles = re.sub(r"[↑↓*]|\(?%\)?", "", titles)
-    titles = re.sub(r"(\w+: )?[\w-]+ \((near|far|seen|unseen)\b[^)]*\)", r"SET (\2)", titles)
-    titles = re.sub(r"(?<![\w-])\d+(,\d+)*", "N", titles)
-    return {part.strip().lower() for part in re.split(r"\||, |: | by (?=\w)", titles) if part.strip()}
-
-
-def test_every_column_has_a_line_in_the_glossary() -> None:
-    cells = re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.MULTILINE)
-    said = {name.strip("↑↓ `").lower() for cell in cells for name in re.split(r", |<br>", cell)}
-    said |= set(re.findall(r"`([\w-]+)`", GLOSSARY.lower().split("sets and models:")[1].split("\n\n")[0]))
-    found = columns_of_generated_tables()
-    assert len(found) > 80
-    assert not sorted(one for one in found if one not in said and not set(one.split()) <= said)
-
-
-def test_files_for_the_git_host_are_whole_and_ci_runs_what_anyone_runs() -> None:
-    read = {path.name: yaml.safe_load(path.read_text()) for path in SETTINGS}
-    suite = read["ci.yml"]["jobs"]["suite"]
-    assert [step["run"] for step in suite["steps"] if "run" in step] == [".ci/run"]
-    declared = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
-    assert suite["strategy"]["matrix"]["python"] == declared
-    assert read["CITATION.cff"]["preferred-citation"]["identifiers"][0]["value"] == "arXiv:2510.18358"
-    for form in ("bug.yml", "idea.yml", "model.yml"):
-        assert {"name", "description", "body"} <= read[form].keys()
-    tools = [hook["entry"].split()[0] for hook in read[".pre-commit-config.yaml"]["repos"][0]["hooks"]]
-    assert set(tools) == {".venv/bin/ruff", ".venv/bin/mypy"}

@@ -1,36 +1,13 @@
 """Standalone experiments run on a tiny shape; what they depend on is checked against plain computation."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from architectures_clip import DUAL_CASES, DualCase
-from studies import circuit_draws, tower_scores
-from studies.results import load
+from studies import tower_scores
 from zero_shot_models import NAMES as CLASSES
 from zero_shot_models import TEMPLATES, dual_of
-
-
-@pytest.mark.slow
-def test_circuits_over_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = [one for one in circuit_draws.VARIANTS if one[0] == "acc" or one[3]]
-    monkeypatch.setattr(circuit_draws, "VARIANTS", some)
-    sizes = ["--draws", "2", "--images", "12", "--tests", "6", "--budget", "1", "--trunk", "5"]
-    circuit_draws.main([*sizes, "--output", str(tmp_path / "draws.json")])
-    report = json.loads((tmp_path / "draws.json").read_text())
-    assert [(row["score"], row["ties"], row["max_accuracy_loss"]) for row in report["rows"]] == [
-        ("acc", "order", None),
-        ("acc", "likelihood", None),
-        ("ood", "likelihood", circuit_draws.LIMIT),
-    ]
-    for row in report["rows"]:
-        first, second = row["removed"]
-        assert row["in_common"] == float(first == second)  # with a single head
-        assert len(row["far"]["draws"]) == 2
-
 
 CASES = [case for case in DUAL_CASES if case.name in ("transformers-gelu", "open_clip-no-text-projection")]
 SIZES = [5, 1, 5]  # unequal, so that the mean of batch means would differ
@@ -53,8 +30,3 @@ def test_scores_of_both_towers_against_plain_autograd(case: DualCase, monkeypatc
         expected = torch.stack([(one.detach() * one.grad).abs().mean((1, 2, 3)) for one in weights])
         assert expected.min() > 0
         torch.testing.assert_close(scores[name], expected, rtol=1e-9, atol=0)
-
-
-def test_the_figure_of_both_towers_is_drawn_from_the_results() -> None:
-    pytest.importorskip("matplotlib")
-    assert tower_scores.draw(load(tower_scores.RESULT)).axes

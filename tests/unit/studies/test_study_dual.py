@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import small_clip
 import torch
-from PIL import Image
 from small_studies import CPU, UNSEEN, ManyClasses, SmallDual, dual_recipe, dual_seed
 from typer.testing import CliRunner
 
@@ -27,7 +26,6 @@ from studies.captions import (
     Pairs,
     TrainImages,
     accuracy_by_names,
-    caption_templates,
     cut_by_names,
     pair_labels,
     train_dual,
@@ -35,15 +33,13 @@ from studies.captions import (
 )
 from studies.column_files import read_columns
 from studies.dual_findings import TABLES
-from studies.dual_recipe import load_dual_recipe
 from studies.dual_rows import BOTH, IMAGE, IMAGE_TUNED, ROWS
-from studies.dual_seed import DualSeed, DualTask, ZeroSet
+from studies.dual_seed import DualSeed, ZeroSet
 from studies.dual_study import ZERO_SHOT
 from studies.engine import Run
 from studies.measures import Array
 from studies.rows import HYDRA_CIRC
-from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches
-from studies.sets import DataFolder
+from studies.samples import MEAN, STD, ImageSamples, SampleBatches
 from studies.stored import DualStudy
 from studies.storing import SINGLE
 from studies.weights import dual_of, load_dual, mean_pooled
@@ -83,8 +79,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def test_every_row_is_asked_about_every_set(finished: Finished) -> None:
     facts, columns = finished.facts, finished.columns
-    assert list(facts["tasks"]) == [*UNSEEN, "tinyimagenet"]
-    assert [name for name, one in facts["tasks"].items() if one["domain"] == "seen"] == ["tinyimagenet"]
     outside = {name: one["outside"] for name, one in facts["tasks"].items() if "outside" in one}
     assert {name: list(one["near"]) for name, one in outside.items()} == {
         "tinyimagenet": ["cifar100", "caltech101"],
@@ -97,14 +91,12 @@ def test_every_row_is_asked_about_every_set(finished: Finished) -> None:
         assert all(columns[f"{row}|{task}|{name}|msp"].shape == (count,) for task, name, count in places)
         assert all(columns[f"{row}|{task}|{task}|calibrated.doubt"].dtype == np.float16 for task in facts["tasks"])
         assert {task for task in facts["tasks"] if f"{row}|{task}|{task}|entropy" in columns} == set(outside)
-    assert set(facts["costs"]["rows"]) == {name for name, row in ROWS.items() if not row.calibrated}
-    assert list(facts["runs"]["0"]["choices"]) == [dual_rows.BAYES_VLM, dual_rows.VILU]
 
 
 def test_every_table_is_made_again_from_results(finished: Finished) -> None:
-    """Tasks near chance are excluded from means; possibly all of them."""
+    """Tasks near chance are excluded from means."""
     folder, tasks = finished.output / "results", finished.facts["tasks"]
-    study, nothing = (DualStudy("zero-shot", folder) for _ in range(2))
+    study = DualStudy("zero-shot", folder)
     right = {name: finished.columns[f"{SINGLE}|{name}|{name}|correct"].mean() for name in UNSEEN}
     assert study.counted == [name for name in UNSEEN if right[name] >= 3 / tasks[name]["classes"]]
     assert 0 < len(study.counted) < len(UNSEEN)
@@ -112,10 +104,6 @@ def test_every_table_is_made_again_from_results(finished: Finished) -> None:
     assert ran.exit_code == 0, ran.exception
     for shown in (table(study) for table in TABLES.values()):
         assert shown in ran.stdout
-        assert len({line.count("|") for line in shown.splitlines() if line.startswith("|")}) == 1
-    nothing.counted = []
-    assert "unseen.accuracy" not in nothing.numbers(SINGLE, 0)
-    assert all(TABLES[name](nothing) for name in ("main", "tasks"))
 
 
 def test_a_temperature_changes_no_label_and_is_the_one_that_was_fixed(finished: Finished) -> None:
@@ -200,15 +188,6 @@ def test_members_in_turn_are_the_one_model_whose_cost_is_measured(finished: Fini
     torch.testing.assert_close(row.asked(seed, held).member_logits, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("factors", "less"), [(None, {"BayesVLM"}), ("folder", set())])
-def test_a_given_model_has_no_rows_that_need_pairs(factors: str | None, less: set[str]) -> None:
-    own = load_dual_recipe(suite="paper", model="folder", tiny=True, factors=factors)
-    assert (own.model, own.counts.classes, own.trains_text) == ("folder", 6, False)
-    left_out = [name for name in ROWS if name not in dual_rows.rows_of(DualTask(own, ManyClasses(), CPU))]
-    assert {name for name in left_out if "text fine-tuned" not in name} == less
-    assert len(left_out) == 2 + len(less)
-
-
 # --- captions and training ---------------------------------------------------------------------------------
 
 
@@ -244,24 +223,18 @@ def test_the_same_name_is_the_same_class_and_an_image_with_captions_its_own() ->
     assert [one.tolist() for one in pair_labels(sets)] == [[0, 1, 2, 0, 1, 2], [4, 5], [3, 1, 3, 1], [6, 7, 8]]
 
 
-def test_pairs_are_training_images_with_fresh_texts() -> None:
+def test_pairs_are_training_images_with_their_texts() -> None:
     data = [images(("cat", "dog", "bus")), described(20)]
     pairs = pairs_of(small_dual(), data, batch_size=12)
     torch.manual_seed(0)
-    first, second = list(pairs), list(pairs)
-    assert len(first) == len(pairs) == 44 // 12
-    for features, texts, labels in first:
-        assert [len(features), len(texts), len(labels)] == [12] * 3
+    assert len(pairs) == 44 // 12
+    for features, texts, labels in pairs:
+        assert len(features) == 12
         assert int((labels < 3).sum()) == 4  # in proportions one to two
         assert len(set(labels[4:].tolist())) == 8
         for text, label in zip(texts, labels.tolist(), strict=True):
             known = ("cat", "dog", "bus")[label] if label < 3 else str(label - 3)
             assert known in text
-    assert [batch[1] for batch in first] != [batch[1] for batch in second]
-    torch.manual_seed(3)
-    drawn = data[0].texts(torch.zeros(1000, dtype=torch.long))
-    assert len(set(drawn)) == len(caption_templates()) >= 40
-    assert "A photo of a cat." in drawn
 
 
 def test_held_out_names_are_every_fifth_and_nothing_of_them_is_learnt() -> None:
@@ -270,36 +243,18 @@ def test_held_out_names_are_every_fifth_and_nothing_of_them_is_learnt() -> None:
     features = [view_features(dual, one.samples, 2) for one in data]
     kept, views, held = cut_by_names(data, features)
     assert list(held) == ["cat", "house"]  # the first and the sixth name
-    assert [len(part) for part in held["cat"]] == [4, 3]  # from both sets
     assert torch.equal(held["cat"][0], features[0][0, data[0].samples.labels == 0])
     learnt = {one.names[label] for one in kept if one.names for label in one.samples.labels.tolist()}
     assert learnt == {*names, "house"} - set(held)
     assert [len(one.samples) for one in kept] == [view.shape[1] for view in views]
-    assert kept[1].captions == data[1].captions
     drawn = {text for _, texts, _ in Pairs(kept, views, 12) for text in texts}
     assert not any("cat" in text for text in drawn)
 
 
-def test_the_training_sets_are_read_with_their_texts() -> None:
+def test_no_reported_set_is_trained_on() -> None:
     task = SmallDual(dual_recipe(), ManyClasses(), CPU)
-    assert [bool(one.captions) for one in task.images] == [one.captions for one in task.recipe.pairs]
-    assert [one.share for one in task.images] == [one.share for one in task.recipe.pairs]
-    first = task.images[0]
-    assert len(first.captions) == len(first.samples) == 24 // len(task.recipe.pairs)
     reported = {(one.source, one.split) for one in task.sets.main.tasks}
     assert not reported & {(one.source, one.split) for one in task.recipe.pairs}
-
-
-def test_views_are_the_image_its_mirrored_middle_and_each_of_both() -> None:
-    dual, samples = small_dual(), images(("cat", "dog"), 6, side=20).samples  # its middle, 17, cannot be centred
-    features = view_features(dual, samples, 4)
-    assert features.shape == (4, 6, 24)
-    plain = torch.cat([dual.image(inputs)[0] for inputs, _ in SampleBatches(samples, 4)])
-    torch.testing.assert_close(features[0], plain, rtol=1e-4, atol=1e-5)
-    middle = samples.pixels[..., 1:18, 1:18]
-    for view, pixels in ((1, middle.flip(-1)), (2, samples.pixels.flip(-1)), (3, middle)):
-        alone = view_features(dual, ImageSamples(pixels, samples.labels, SIZE), 1)[0]
-        torch.testing.assert_close(features[view], alone)
 
 
 def test_a_trained_dual_knows_names() -> None:
@@ -327,32 +282,15 @@ def test_a_trained_dual_knows_names() -> None:
 # --- a user's own models -----------------------------------------------------------------------------------
 
 
-def answer(dual: he.DualEncoder, names: list[str], pictures: list[Image.Image]) -> torch.Tensor:
-    ensemble = he.zero_shot(dual, names)
-    return ensemble(ensemble.prepare(pictures))
-
-
 @torch.no_grad()
-def test_a_model_of_open_clip_answers_as_there(tmp_path: Path) -> None:
+def test_a_model_of_open_clip_answers_as_there_also_saved_by_us(tmp_path: Path) -> None:
     source, model = small_clip.small_open_clip(tmp_path)
-    recipe = dual_recipe(model=source, suite="paper")
-    models = DualTask(recipe, DataFolder(tmp_path), CPU)
-    dual = models.trained(0, None)
-    assert models.trained(1, None) is dual  # seeds do not affect it
-    assert source in models.about()["description"]
+    load_dual(source).save_pretrained(tmp_path / "saved")
     pictures = [picture(number).resize((40, 36)) for number in range(2)]
     transform = small_clip.open_clip.image_transform(small_clip.IMAGE_SIZE, is_train=False)
     pixels = torch.stack([transform(picture) for picture in pictures])
     tokens = small_clip.open_clip.tokenize(["A photo of a cat.", "A photo of a dog."], context_length=16)
     expected = model.get_logits(pixels, tokens)[0]
-    assert torch.allclose(answer(dual, ["cat", "dog"], pictures)[0], expected, atol=1e-4)
-    samples = Prepared(ManyClasses().images(models.sets.main.id).select(range(3)), dual.image.prepare)
-    assert [tuple(inputs.shape) for inputs, _ in SampleBatches(samples, 2)] == [(2, 3, 32, 32), (1, 3, 32, 32)]
-
-
-@torch.no_grad()
-def test_a_saved_model_answers_alike(tmp_path: Path) -> None:
-    dual = he.convert(small_clip.small_open_clip(tmp_path)[1])
-    dual.save_pretrained(tmp_path / "saved")
-    pictures, names = [picture(3).resize((50, 40))], ["cat", "red bus"]
-    assert torch.equal(answer(load_dual(str(tmp_path / "saved")), names, pictures), answer(dual, names, pictures))
+    for name in (source, str(tmp_path / "saved")):
+        ensemble = he.zero_shot(load_dual(name), ["cat", "dog"])
+        torch.testing.assert_close(ensemble(ensemble.prepare(pictures))[0], expected, atol=1e-4, rtol=1e-4)

@@ -1,16 +1,13 @@
 """Rows of the classifier studies on small models: each is trained, chosen, and answers."""
 
-import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from small_studies import CPU, Pictures, SmallFolder, SmallTask
+from small_studies import SmallTask
 
 import hydra_ensembles as he
-from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, DataError, DivergedError
 from hydra_ensembles.files import read_json
 from studies import classifiers, rows
@@ -20,23 +17,14 @@ from studies.engine import Run
 from studies.rows import (
     BASELINES,
     CIRC_AVG,
-    DEEP,
-    HYDRA,
-    HYDRA_CIRC,
-    LORA,
     MIMO,
-    OBA,
-    PACKED,
-    ROWS,
-    SINGLE,
-    rows_of,
 )
 from studies.seed import Seed
 from studies.seed_folder import slug
 from studies.stored import stored_study
-from studies.task import Task, recipe
+from studies.task import recipe
 
-IMAGES, SCRATCH, TEXTS = "vision-cifar100", "vision-eurosat-scratch", "text-sst2"
+IMAGES, SCRATCH = "vision-cifar100", "vision-eurosat-scratch"
 
 
 @pytest.fixture(scope="module")
@@ -78,22 +66,6 @@ def test_every_setting_of_a_baseline_trains_and_answers(
     torch.testing.assert_close(again(inputs), said[0])
 
 
-def test_oba_keeps_the_papers_share_of_weights(seeds: dict[str, Seed], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "OBA_STEPS", 2)
-    monkeypatch.setattr(rows, "OBA_BATCHES", 1)
-    model = BASELINES[OBA].model(seeds[IMAGES], OBA)
-    count = sum(one.numel() for one in model.parameters())
-    zeros = sum(int((one == 0).sum()) for name, one in model.named_parameters() if "bias" not in name)
-    assert 0.05 < zeros / count <= 0.061
-
-
-def test_a_trial_has_some_samples_of_every_class() -> None:
-    task, labels = SmallTask(IMAGES), np.arange(900) % 90
-    task.share = 0.001
-    few = task.samples(ImageDataset(Pictures(labels % 4, 0), labels, [str(one) for one in range(90)], "many"))
-    assert torch.bincount(few.labels, minlength=90).tolist() == [4] * 90
-
-
 def test_from_scratch_every_seed_draws_all_weights(seeds: dict[str, Seed]) -> None:
     seed = seeds[SCRATCH]
     one, two, again = seed.fresh(1), seed.fresh(2), seed.fresh(1)
@@ -101,18 +73,6 @@ def test_from_scratch_every_seed_draws_all_weights(seeds: dict[str, Seed]) -> No
         assert torch.equal(tensor, again.state_dict()[name]), name
         if tensor.std() > 0:
             assert not torch.equal(tensor, two.state_dict()[name]), name
-    pretrained = seeds[IMAGES]
-    first, second = (pretrained.fresh(number).state_dict()["stem.patch"] for number in (1, 2))
-    assert torch.equal(first, second)
-
-
-def test_which_rows_a_task_has(seeds: dict[str, Seed]) -> None:
-    """Trained from scratch, a task has no rows that average weights of separately trained models."""
-    tasks = seeds[IMAGES].task, seeds[SCRATCH].task, Task(TEXTS, recipe(), SmallFolder(), CPU)
-    images, scratch, texts = (set(rows_of(task)) for task in tasks)
-    assert (scratch - images, images - texts) == ({PACKED}, {MIMO, OBA, *(row for row in images if " steps" in row)})
-    assert {SINGLE, DEEP, HYDRA_CIRC, MIMO} <= scratch
-    assert {HYDRA, "Soup", LORA} <= (images & texts) - scratch
 
 
 def test_rankings_are_made_in_full_float32_and_circuits_exactly(tmp_path: Path, monkeypatch) -> None:
@@ -146,9 +106,7 @@ def test_a_baseline_is_chosen_on_half_b_and_reported(tmp_path: Path) -> None:
     assert {"cifar100|correct", "cifar100|calibrated.nll", "cifar10|msp", "svhn|mutual_information"} <= set(columns)
 
 
-def test_settings_that_diverge_are_left_out_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_diverge_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Detected in training or in the outputs; an error if no setting is left."""
     seed = Seed(SmallTask(IMAGES), 0, tmp_path)
 
@@ -162,11 +120,8 @@ def test_settings_that_diverge_are_left_out_and_told(
 
     few = {row: rows.Row(make, 1, rows.rates(*rates)) for row, rates in (("some", (3, 2, 1)), ("none", (3, 2)))}
     monkeypatch.setattr(classifiers, "rows_of", lambda _: few)
-    classifiers.option(seed, "some#0")
     choose(seed, "some")
     assert seed.chosen("some") == {"rate": 1}
-    told = re.findall(rf"LEFT OUT: {IMAGES} some {{'rate': (\d)}}: .*finite", capsys.readouterr().out)
-    assert told == ["3", "3", "2"]
     choice = read_json(seed.study / "choices" / "some.json")
     assert [[one["setting"]["rate"] for one in choice[key]] for key in ("measured", "left_out")] == [[1], [3, 2]]
     with pytest.raises(DataError, match=r"no setting of 'none' is left .* finite"):
@@ -181,13 +136,6 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
     task.share = 0.5
     with pytest.raises(CheckpointError, match="share"):
         Seed(task, 0, tmp_path)
-
-
-def test_a_row_with_one_setting_seals_it_for_rows_that_are_like_it() -> None:
-    task = SmallTask(IMAGES)
-    task.plain["recovery"]["preset"] = "sst2"  # a single rate
-    assert len(ROWS[CIRC_AVG].options(task)) == 1
-    assert not ROWS[SINGLE].options(task)
 
 
 @pytest.mark.parametrize("name", recipe()["tasks"])
