@@ -1,6 +1,7 @@
-"""Benchmarks run on a tiny shape; numbers and claims of sentences are those of the results."""
+"""Every benchmark runs on a tiny shape; what its numbers depend on is checked against plain computation."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import circuit  # noqa: E402
 import coverage  # noqa: E402
 import inference  # noqa: E402
 import inference_models  # noqa: E402
+import inference_report  # noqa: E402
 import quoted  # noqa: E402
+import serve  # noqa: E402
 
 from studies.measures import Difference  # noqa: E402
 
@@ -43,12 +46,26 @@ def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> Non
     assert ran(inference, tmp_path, *options) == found  # existing rows are not measured again
 
 
+@pytest.mark.slow
+def test_two_checkouts_are_timed_side_by_side(tmp_path: Path) -> None:
+    options = ["--shape", "tiny", "--contenders", "hydra-k8", "--against", str(ROOT)]
+    (row,) = ran(inference, tmp_path, *TINY, *options)["rows"]
+    assert row["ratio"] == pytest.approx(row["new_ms"] / row["old_ms"])
+    assert row["errors"] == [pytest.approx(0.0, abs=1e-5)] * 2
+
+
 def test_every_contender_and_method_is_counted(tmp_path: Path) -> None:
     names = ["single", "deep-in-turn", *inference_models.METHODS]
     found = ran(inference, tmp_path, *TINY, "--shape", "tiny", "--counts", "--contenders", *names)
     rows = {row["contender"]: row for row in found["rows"]}
     assert set(rows) == set(names)
     assert (rows["single"]["limit"], rows["deep-in-turn"]["limit"]) == (1.0, 3.0)
+
+
+def test_a_conversion_is_timed(tmp_path: Path) -> None:
+    found = ran(inference, tmp_path, "--conversion", "--shape", "tiny", "--device", "cpu", "--repeats", "1")
+    assert found["shape"] == "tiny"
+    assert 0 < found["convert_seconds"] > found["comparison_seconds"]
 
 
 def test_intervals_are_asked_whether_they_hold_what_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +75,19 @@ def test_intervals_are_asked_whether_they_hold_what_is_true(tmp_path: Path, monk
     assert {row["metric"] for row in rows} == {"accuracy", "aurc", "auroc", "fpr95", "aupr", "ece"}
     assert {row["true"] for row in rows if row["metric"] == "ece"} == set(coverage.ERRORS)
     assert 0.5 < sum(row["held"] for row in rows) / len(rows) <= 1
+
+
+def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(inference_report, "FIGURES", tmp_path)
+    inference_report.main()
+    names = {path.name for path in (ROOT / "docs" / "figures").glob("inference_*.svg")}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    drawn = (tmp_path / "inference_cost.svg").read_text()
+    _, _, width, height = map(float, re.findall(r'viewBox="([^"]*)"', drawn)[0].split())
+    places = [(float(x), float(y)) for x, y in re.findall(r'<text[^>]* x="([\d.-]+)" y="([\d.-]+)"', drawn)]
+    assert len(places) > 10
+    assert all(0 < x < width and 0 < y < height for x, y in places)  # including the legend
 
 
 def test_no_number_of_a_sentence_is_without_its_source() -> None:
@@ -96,10 +126,15 @@ class MadeUp:
         ("2", "small | B - A | accuracy | chance", "chance"),
         ("0", "small | D - A | accuracy | chance", "chance"),  # one seed has no interval
         ("2", "small | B - A | accuracy | better, all looks", "± 3.000"),
+        ("3", "small | B | accuracy, all looks", "only differences"),
         ("", "! small | B - A | accuracy | chance, all looks ; ! small | B - A | accuracy | chance", "± 1.000"),
+        ("", "! small | B - A | accuracy | lower", "lower"),
         ("2 of 3", "small | B - A | accuracy", "2 numbers"),
         ("3", "given 4", "given"),
         ("3", "results/inference_counts.json | rows/contender=none/limit", "nothing there"),
+        ("3", "small | B | aurc", "no aurc"),
+        ("3", "other | B | aurc", "other"),
+        ("3", "missing.json | a/b", "missing.json"),
         ("3", "given 3 ; ! small | B - A | accuracy | lower", "lower"),
     ],
 )
@@ -123,3 +158,12 @@ def test_circuits_by_three_methods(tmp_path: Path) -> None:
     rows = {row["method"]: row for row in found["results"]}
     assert list(rows) == list(circuit.METHODS)
     assert rows["naive"]["extrapolated"]
+
+
+@pytest.mark.slow
+def test_the_server_is_measured(tmp_path: Path) -> None:
+    found = ran(serve, tmp_path, "--uploads", "32", "--turns", "1", "--requests", "100")
+    assert found["throughput"]["ratio"] > 0
+    assert found["latency"]["even"]["p50_ms"] <= found["latency"]["even"]["p99_ms"]
+    assert found["endurance"]["wrong"] == 0, found["endurance"]["first_wrong"]
+    assert 0 < found["endurance"]["broken"] < 20

@@ -97,3 +97,22 @@ def test_every_number_has_a_line_in_the_glossary() -> None:
     steps = "_per_sample|_of_confidence|_parts|top_label|roc_curve|label_scores|conformal_threshold"  # no numbers
     plain = {name for name in metrics.__all__ if name.islower() and not re.search(steps, name)}
     assert shown | scores | plain <= said
+
+
+def columns_of_generated_tables() -> set[str]:
+    """The parts of their titles: `cifar10 (near)` becomes `SET (near)`, `batch 4, eager` `batch N` and `eager`."""
+    tables = "".join(re.findall(r"<!-- table: .*?<!-- end -->", "".join(one.read_text() for one in TEXTS), re.DOTALL))
+    titles = "|".join(re.findall(r"^\|(.*)\|\n\|[-:| ]+\|$", tables, re.MULTILINE))
+    titles = re.sub(r"[↑↓*]|\(?%\)?", "", titles)
+    titles = re.sub(r"(\w+: )?[\w-]+ \((near|far|seen|unseen)\b[^)]*\)", r"SET (\2)", titles)
+    titles = re.sub(r"(?<![\w-])\d+(,\d+)*", "N", titles)
+    return {part.strip().lower() for part in re.split(r"\||, |: | by (?=\w)", titles) if part.strip()}
+
+
+def test_every_column_has_a_line_in_the_glossary() -> None:
+    cells = re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.MULTILINE)
+    said = {name.strip("↑↓ `").lower() for cell in cells for name in re.split(r", |<br>", cell)}
+    said |= set(re.findall(r"`([\w-]+)`", GLOSSARY.lower().split("sets and models:")[1].split("\n\n")[0]))
+    found = columns_of_generated_tables()
+    assert len(found) > 80
+    assert not sorted(one for one in found if one not in said and not set(one.split()) <= said)

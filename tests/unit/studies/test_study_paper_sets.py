@@ -16,12 +16,14 @@ from small_studies import CPU
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines import BayesVLM, published_bayes_vlm
+from pictures import picture
 from studies import dual_rows
 from studies.dual_recipe import DualCounts, load_dual_recipe
 from studies.dual_rows import DualRow
 from studies.dual_seed import DualSeed, DualTask
 from studies.findings import METRICS
 from studies.paper import FOLDER, STANDS_FOR, paper_numbers, set_numbers
+from studies.samples import SampleBatches
 from studies.sets import DataFolder, NamedImages, PaperSets
 from studies.storing import SINGLE
 
@@ -70,22 +72,41 @@ def test_each_of_the_nine_has_pictures_labels_and_names(
 
 def test_imagenet_is_cut_as_in_the_supervised_studies(root: Path, tasks: dict[str, NamedImages]) -> None:
     sets = PaperSets(root, COUNTS)
-    validation, _ = sets.circuits()
+    validation, outside = sets.circuits()
     test = tasks["imagenet"]
     assert (len(validation.images), len(test.images), len(set(test.names))) == (10, 990, 1000)
     assert not set(validation.images.rows) & set(test.images.rows)
+    assert len(sets.load(sets.main.train)) == 1000  # type: ignore[arg-type]
     held, learned = sets.calibration(), sets.training()
     assert (len(held.images), len(learned.images), held.names == learned.names) == (10, 990, True)
     assert not set(held.images.rows) & set(learned.images.rows)
+    assert outside.name == "openimage_o"
+    assert np.array_equal(np.asarray(tasks["cifar100"].images[1][0]), np.asarray(picture(1)))
 
 
 def test_circuits_of_the_image_tower_read_cifar100_as_well(root: Path) -> None:
     """Of the three listed classes, ImageNet lacks apple and worm, and TinyImageNet has the fish."""
     sets = PaperSets(root, COUNTS)
-    inside, _ = sets.image_circuits()
+    inside, outside = sets.image_circuits()
     assert inside.names[1000:] == ("apple", "worm")
     assert sorted(inside.images.labels.tolist())[-2:] == [1000, 1001]
     assert len(inside.images) == 10 + 2
+    assert len(outside) == len(sets.circuits()[1]) + 3
+    few = PaperSets(root, replace(COUNTS, classes=6)).calibration()
+    assert (few.names[:2], len(few.names)) == (("tench", "goldfish"), 6)
+    assert set(few.images.labels.tolist()) <= set(range(6))
+
+
+def test_a_study_on_the_papers_sets_opens_them_all(root: Path, tmp_path: Path) -> None:
+    source, _ = small_clip.small_open_clip(tmp_path / "clip")
+    recipe = load_dual_recipe(tiny=True, suite="paper", model=source)
+    found = DualTask(recipe, DataFolder(root), CPU).test_sets
+    assert [one.name for one in found if one.group == "id"] == NINE
+    assert {(one.task, one.name) for one in found if one.group in ("near", "far")} == {
+        *(("imagenet", name) for name in ("ssb_hard", "ninco", "inaturalist", "textures")),
+        *(("cifar100", name) for name in ("cifar10", "tinyimagenet", "mnist", "svhn", "textures", "places365")),
+    }
+    assert next(iter(SampleBatches(found[0].samples, 2)))[0].shape == (2, 3, 32, 32)
 
 
 def test_a_given_model_has_bayes_vlm_by_its_factors_and_vilu_on_training_images(

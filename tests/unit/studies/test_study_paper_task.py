@@ -14,11 +14,12 @@ from paper_files import save, write_lists
 
 from architectures import timm_model
 from architectures_transformers import TEXT, save_tokenizer, transformers_model
+from hydra_ensembles.files import read_json
 from hydra_ensembles.training.recipe import RandAugment
 from pictures import encoded, picture
 from studies import __main__ as command
 from studies import paper_task
-from studies.paper_task import PaperFolder, PaperTask, recipe
+from studies.paper_task import PaperFolder, PaperTask, recipe, rows_of_table
 from studies.sets import given
 from studies.stored import Study
 from studies.weights import own_backbone
@@ -98,20 +99,43 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     command.app(standalone_mode=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "accuracy", "sets", "samples", "rates"),
+    [
+        (
+            "cifar100",
+            "92.11",
+            (["cifar10"], ["mnist", "svhn", "textures", "places365"]),
+            12,
+            [0.001, 0.003, 0.01, 0.03],
+        ),
+        ("imagenet", "80.88", (["ssb_hard", "ninco"], ["inaturalist", "textures"]), 594, [0.003, 0.01, 0.03, 0.06]),
+    ],
+)
 def test_images_from_files_to_the_table(
-    vit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    accuracy: str,
+    sets: tuple[list[str], list[str]],
+    samples: int,
+    rates: list[float],
+    vit: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write_images(tmp_path / "data", "imagenet")
+    write_images(tmp_path / "data", name)
     output = tmp_path / "run"
     rows = ("--rows", ";".join(ROWS), "--seeds", "0", "-o", output)
-    run(monkeypatch, "imagenet", "--model", vit, "--data", tmp_path / "data", *rows)
+    run(monkeypatch, name, "--model", vit, "--data", tmp_path / "data", *rows)
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| Hydra (Circ) |")]
     assert len(table) == 1
-    assert "(80.88)" in table[0]  # the paper's beside ours
-    study = Study("paper-imagenet", output / "results")
+    assert f"({accuracy})" in table[0]  # the paper's beside ours
+    study = Study(f"paper-{name}", output / "results")
     assert study.rows == ROWS
-    assert len(study.columns("Single", 0)[f"{study.facts['inside']}|correct"]) == 594
+    assert study.facts["groups"] == dict(zip(("near", "far"), sets, strict=True))
+    assert len(study.columns("Single", 0)[f"{study.facts['inside']}|correct"]) == samples
     taken = study.facts["choices"]["Single"]
+    assert [one["setting"]["rate"] for one in taken["measured"]] == rates
     models = {path.name for path in (output / study.name / "seed-0" / "models").iterdir() if path.is_dir()}
     assert {f"single-{index}-rate-{taken['setting']['rate']:g}" for index in range(3)} <= models
 
@@ -123,6 +147,27 @@ def test_texts_from_files_to_the_table(bert: Path, tmp_path: Path, monkeypatch: 
     study = Study("paper-sst2", tmp_path / "run" / "results")
     assert study.rows == ["Single", "Deep Ensembles (classifiers)", "CircAcc"]
     assert study.facts["groups"]["far"] == list(TEXTS[2:])
+    report = read_json(tmp_path / "run" / "paper-sst2" / "seed-0" / "report" / "circacc.json")
+    single = read_json(tmp_path / "run" / "paper-sst2" / "seed-0" / "report" / "single.json")
+    assert report["parameters"] < single["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "heads", "seeds", "missing"),
+    [
+        ("imagenet", 120_000, 48, 8, {"Packed-Ensembles"}),
+        ("cifar100", 10_000, 24, 8, {"Packed-Ensembles"}),
+        ("sst2", None, 72, 3, set()),
+    ],
+)
+def test_the_recipe_is_the_papers(name: str, steps: int | None, heads: int, seeds: int, missing: set[str]) -> None:
+    task = PaperTask(f"paper-{name}", recipe("timm:x"), PaperFolder(Path()), CPU)
+    assert task.recovery(learning_rate=0.1).steps == steps
+    assert task.plain["recovery"]["prune"] == heads
+    assert len(task.plain["seeds"]) == seeds
+    printed = set(paper_task.paper_numbers("classifier", task.plain["paper"]))
+    assert printed - set(rows_of_table(task)) == missing
+    assert (task.recovery(learning_rate=0.1).rand_augment is not None) == (name == "imagenet")
 
 
 def test_images_are_cut_as_the_paper_does(vit: Path, tmp_path: Path) -> None:
@@ -137,10 +182,13 @@ def test_images_are_cut_as_the_paper_does(vit: Path, tmp_path: Path) -> None:
         lessons = task.lessons(replace(task.recovery(learning_rate=0.1), rand_augment=changed))
         assert (len(lessons), lessons.preprocess.rand_augment) == (3, changed)
         assert next(iter(lessons))[0].shape == (8, 3, 16, 16)
+    assert len(task.lessons(replace(task.recovery(learning_rate=0.1), batch_size=512))) == 1  # in a trial
 
 
 def test_models_of_ones_own(vit: Path, bert: Path, tmp_path: Path) -> None:
     found = own_backbone(str(vit), ("a", "b"), text=False)
+    assert (found.num_classes, found.num_layers) == (2, 2)
+    assert found.metadata.preprocessing is not None
     for source, text in ((vit, False), (bert, True)):  # BERT's pooler is not in the file: drawn from one seed
         one, two = (own_backbone(str(source), ("a", "b"), text).state_dict() for _ in range(2))
         assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
