@@ -43,6 +43,10 @@ _AT_ONCE = 2**17  # logits per chunk of log-softmax: fits into the cache of a co
 _LOG_ZERO = -800.0  # log-probability that underflows to 0 in float64
 _TOO_UNSURE = "the answers are right far more often than their probabilities say; check that they are unscaled logits"
 _WRONG_LABELS = "the labels do not match the answers; check that data and model number the classes in the same way"
+_NO_BETTER = (
+    "data and model may number the classes differently, the inputs may not be prepared as the model knows them, or it "
+    "knows little of such data; check in this order"
+)
 
 
 @dataclass(frozen=True)
@@ -400,7 +404,7 @@ def _warn_of_doubtful_fit(
     """Warn of temperatures at a bound, or else of answers that at no temperature are likelier than a guess."""
     at_bound = False
     for member, found in enumerate(temperatures):
-        for bound, cause in ((COLDEST, _TOO_UNSURE), (HOTTEST, _WRONG_LABELS)):
+        for bound, cause in ((COLDEST, _TOO_UNSURE), (HOTTEST, _NO_BETTER)):
             if abs(math.log(found / bound)) < _AT_BOUND:
                 which = f"the temperature {found:.4g}{f' of member {member}' if len(temperatures) > 1 else ''}"
                 warn(f"{which} stopped at the bound {bound:g}: {cause}")
@@ -408,7 +412,7 @@ def _warn_of_doubtful_fit(
     guess = math.log(classes)
     if not at_bound and nll_before > guess and 2 * samples * (guess - nll_after) < _MIN_RATIO:
         likelihood = f"NLL {nll_after:.3f} over {samples} samples, against {guess:.3f} for equally likely classes"
-        warn(f"at no temperature are the answers likelier than a guess ({likelihood}): {_WRONG_LABELS}")
+        warn(f"at no temperature are the answers likelier than a guess ({likelihood}): {_NO_BETTER}")
 
 
 def _minimise(member_logits: Tensor, labels: Tensor) -> tuple[Tensor, float]:

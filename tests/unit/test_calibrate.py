@@ -131,7 +131,7 @@ def test_labels_that_do_not_fit_are_told_of(per_member):
     logits, labels = sample(2, 140, 7, 3.0, seed=6)
     with warnings.catch_warnings(action="error"):
         fit_calibration(logits, labels, per_member=per_member)
-    with pytest.warns(UserWarning, match=r"likelier than a guess .* 1\.946 .* number the classes in the same"):
+    with pytest.warns(UserWarning, match=r"likelier than a guess .* 1\.946 "):
         fit_calibration(logits, (labels + 1) % 7, per_member=per_member)
 
 

@@ -44,7 +44,8 @@ def check_finite(values: Tensor, quantity: str, name: str | None = None) -> None
     first = tuple(int(index) for index in bad[0])
     raise DataError(
         f"{where(name)}{len(bad)} of {values.numel()} {quantity} are NaN or infinite, the first at index {first} "
-        f"(value {values[first].item()}); every value must be finite: look for overflow in what produced them"
+        f"(value {values[first].item()}); every value must be finite: look for NaN in the inputs, "
+        "and for overflow in what produced them"
     )
 
 
