@@ -103,7 +103,8 @@ def calibrate(
         per_member: Whether each member gets its own temperature.
         temperature: Whether to fit a temperature at all.
         familiarity: Score for how familiar an input is. If it is not fitted yet, a random half of the samples fits it,
-            and the other half sets its threshold; given the same samples again, both are repeated. `"auto"` takes what
+            and the other half sets its threshold; the same batches, or the same shuffling loader, give the same
+            halves. `"auto"` takes what
             was fitted, else `mahalanobis` if there are enough samples (if not, the history says so); None sets no such
             threshold.
 

@@ -88,6 +88,7 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
         earlier = (folder / CONFIG).exists()
         with files.writing(folder, f"the earlier model in {folder} is untouched" if earlier else "nothing was saved"):
             _clean_up(folder)
+            _require_no_others(folder)
             staging = folder / f"{SAVING}{secrets.token_hex(4)}"
             staging.mkdir()
             try:
@@ -103,6 +104,16 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
                 raise
         with files.writing(folder, "the new model is saved there completely; only cleaning up failed"):
             _clean_up(folder)
+
+
+def _require_no_others(folder: Path) -> None:
+    """Refuse a folder with files that a save would replace, unless an earlier save wrote them."""
+    theirs = [name for name in (WEIGHTS, TOKENIZER, CARD) if (folder / name).exists()]
+    if theirs and not (folder / CONFIG).exists():
+        raise CheckpointError(
+            f"{folder} holds {', '.join(theirs)}, and no model of this library that they belong to; saving would "
+            "replace them: give a new folder"
+        )
 
 
 def clean_up_checkpoint(folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ._utils import warn, without_autocast
 from .arguments import NotNegative, Rate, Seed, Whole, checked
-from .batches import Batches, Inputs, iterate, require_labels
+from .batches import Batches, Inputs, first_epoch, iterate, require_labels
 from .classes import a_few, in_model_order
 from .errors import ConfigError, DataError, TooFewSamplesError
 from .metrics.conformal import Reference
@@ -93,7 +93,7 @@ def fit_familiarity(
         neighbours: For `knn`, which neighbour counts; None takes one in 50 of those stored, at most 50.
         principal: For `vim`, directions of the principal subspace; None takes two thirds.
         stored: Maximum number of features to keep, drawn at random, for `knn` to compare with and to weigh `vim`.
-        seed: Seed for drawing what is held out and what is stored.
+        seed: Seed for drawing what is held out and what is stored, and for the order of a loader that shuffles.
 
     Raises:
         TooFewSamplesError: A class has no samples, or there are too few for a covariance.
@@ -117,7 +117,7 @@ def fit_familiarity(
     fitting = Fitting(ensemble, names, draws, shrinkage, neighbours, principal, stored)
     waiting = Reservoir(MAX_HELD_OUT, draws)
     known_by = list[Keys]()
-    for inputs, samples in answers(ensemble, id_batches, "id_batches", fitting.labelled):
+    for inputs, samples in answers(ensemble, id_batches, "id_batches", fitting.labelled, seed):
         drawn = torch.from_numpy(draws.random(len(samples.labels)) < held_out)
         known_by.append(sample_keys(inputs))
         fitting.add(samples.pick(~drawn))
@@ -180,14 +180,16 @@ def _joined(familiarity: Familiarity, earlier: Familiarity, replaced: Sequence[s
     return Familiarity(replace(new, scores=(*new.scores, *others), **carried), {**familiarity.state, **state})
 
 
-def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> Iterator[tuple[Inputs, Answered]]:
+def answers(
+    ensemble: Ensemble, batches: Batches, name: str, labelled: bool, seed: int = 0
+) -> Iterator[tuple[Inputs, Answered]]:
     """Yield every batch unchanged, with the model's outputs for it; labels are zeros if not `labelled`.
 
-    With several processes, each reads all batches.
+    A loader that shuffles does so by `seed`. With several processes, each reads all batches.
     """
     if labelled:
         batches = in_model_order(batches, name, ensemble)
-    with dropping(False), torch.no_grad():
+    with dropping(False), torch.no_grad(), first_epoch(batches, seed):
         for index, (inputs, targets) in enumerate(iterate(batches, name, labelled)):
             features, logits = ensemble.features_and_logits(ensemble.prepare(inputs))
             check_finite(features, f"features of batch {index}", name)

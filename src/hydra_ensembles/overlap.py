@@ -53,9 +53,16 @@ def _keys(values: Tensor) -> Keys:
     rows = (rows[:, None] if rows.dim() == 1 else rows.flatten(1)).contiguous()  # [B, n]
     if rows.is_floating_point() and rows.element_size() in _BITS:
         rows = rows.view(_BITS[rows.element_size()])
+    mixing = _mixed if values.dtype in (torch.float64, torch.complex128) else Tensor.long
     factors = _factors(rows.shape[1]).to(rows.device)
-    sums = [(some.long() * factors).sum(1) for some in rows.split(_ROWS)]
+    sums = [(mixing(some) * factors).sum(1) for some in rows.split(_ROWS)]
     return np.asarray(torch.cat(sums).cpu().numpy(), dtype=np.int64)
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """Mix bits of float64 numbers, one to one: sums would lose high ones where low ones are zero, as in 1 and 255."""
+    bits = (bits ^ (bits >> 32 & 0xFFFFFFFF)) * 0x1E3779B97F4A7C15
+    return bits ^ (bits >> 32 & 0xFFFFFFFF)
 
 
 @lru_cache(maxsize=8)

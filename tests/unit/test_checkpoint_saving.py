@@ -113,6 +113,10 @@ def test_a_folder_of_another_library_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         ensemble(single()).save_pretrained(tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == [content] * 2
+    (tmp_path / "config.json").rename(tmp_path / "model.safetensors")  # somebody's weights, without a configuration
+    with pytest.raises(CheckpointError, match=r"model\.safetensors, README\.md"):
+        ensemble(single()).save_pretrained(tmp_path)
+    assert [path.read_text() for path in tmp_path.glob("[!.]*")] == [content] * 2
 
 
 def test_files_and_folders_respect_the_umask(tmp_path: Path) -> None:

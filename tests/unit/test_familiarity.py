@@ -135,6 +135,15 @@ def test_a_zero_shot_ensemble_learns_what_is_familiar() -> None:
     assert he.retarget(fitted, ["boat", "tree"]).metadata.familiarity is None  # new classes have new means
 
 
+def test_a_shuffling_loader_gives_the_same_every_time() -> None:
+    inputs, labels = joined(labelled(CONFIG, 120, seed=1))
+    loader = DataLoader(TensorDataset(inputs, labels), 16, shuffle=True)
+    for fit in (partial(he.fit_familiarity, score=["mahalanobis", "knn"], stored=30), he.calibrate):
+        first, again = (fit(model(CONFIG), loader).predict(inputs) for _ in range(2))
+        assert torch.equal(first.familiarity, again.familiarity)
+        assert torch.equal(first.score("mahalanobis"), again.score("mahalanobis"))
+
+
 def test_it_does_not_outlive_the_features_it_knows() -> None:
     fitted = fit_familiarity(model(CONFIG), labelled(CONFIG))
     assert he.prune(fitted, [(0, 0)]).metadata.familiarity is None

@@ -140,6 +140,9 @@ def test_a_key_is_of_values_and_their_places() -> None:
     for dtype in (torch.bfloat16, torch.uint8):
         values = torch.tensor([[1, 0], [0, 1]]).to(dtype)
         assert len(set(overlap.sample_keys({"pixel_values": values}).tolist())) == 2
+    signs = torch.randint(2, (1000, 48), generator=torch.Generator().manual_seed(0)).double()  # few bits set in float64
+    for values in (signs, 2 * signs - 1, 255 * signs):
+        assert len(np.unique(overlap.sample_keys(values))) == 1000
     many = torch.randn(600, 3, 4)
     numbered = {"pixel_values": many, "index": torch.arange(600)}  # an index does not make a sample different
     assert np.array_equal(overlap.sample_keys(many), overlap.sample_keys(numbered))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._distributed import all_ranks
-from .._utils import __version__, warn, without_autocast
+from .._utils import __version__, derive_seed, warn, without_autocast
 from ..arguments import checked
 from ..batches import Batches, Sources, named_sources
 from ..calibrate import calibrate
@@ -363,9 +363,9 @@ class Chain:
             case "random":
                 heads = random_members(self.start.ranked, config.lost, count, config.seed, self.layers)
             case "taylor":
-                draws = distinct_taylor(lambda draw: self._taylor(config.seed + draw), config.lost, count)
+                draws = distinct_taylor(self._taylor, config.lost, count)
                 heads = tuple(ranking.first(config.lost) for _, ranking in draws)
-                origins = [f"taylor, seed {config.seed + draw}" for draw, _ in draws]
+                origins = [f"taylor, draw {draw}" for draw, _ in draws]
             case "sampled":
                 pool = self.pool or config.lost
                 heads = sampled_members(self._circuit("avg", pool), config.lost, pool, count, config.seed)
@@ -404,13 +404,15 @@ class Chain:
         extract = partial(extract_circuit, start.ranked, ranking, self.data.ood, **settings)
         return self._ranking(f"{score}{suffix}", budget, how, lambda journal: extract(journal=journal))
 
-    def _taylor(self, seed: int) -> HeadRanking:
+    def _taylor(self, draw: int) -> HeadRanking:
         config, source = self.config, self.data.for_taylor
         assert source is not None  # ensured by `HydraConfig.check`
         settings: dict[str, Any] = {"scope": config.taylor_scope, "calibration_batches": config.calibration_batches}
         how = "-".join(map(str, settings.values()))
+        seed = derive_seed(config.seed, "taylor", draw)  # neighbouring seeds of builds share no draw
         settings |= {"budget": config.lost, "seed": seed, "layers": self.layers, "progress": self.progress}
-        return self._ranking(f"taylor-{seed}", config.lost, how, lambda _: taylor(self.start.base, source, **settings))
+        name = f"taylor-{config.seed}-{draw}"
+        return self._ranking(name, config.lost, how, lambda _: taylor(self.start.base, source, **settings))
 
     def _ranking(self, name: str, budget: int, how: str, make: Callable[[Path | None], HeadRanking]) -> HeadRanking:
         """A ranking from this run or from the shared folder, where its file name contains all settings."""

@@ -58,6 +58,14 @@ def test_other_numbers_of_members(strategy: Strategy, members: int, tmp_path: Pa
         assert all({he.Head(*head) for head in member["heads"]} <= set(pool) for member in drawn)
 
 
+def test_builds_with_neighbouring_seeds_share_no_draw_of_taylor_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, rank = [], chain.taylor
+    monkeypatch.setattr(chain, "taylor", lambda *given, **more: drawn.append(more["seed"]) or rank(*given, **more))
+    for seed in (0, 1):
+        he.build(image_model(), config(strategy="taylor", prune=3, seed=seed), **sets())
+    assert len(set(drawn)) == len(drawn) >= 6
+
+
 @pytest.mark.parametrize(
     ("strategy", "kind", "shared"),
     [("circuit", "image", 1), ("sampled", "image", 2), ("taylor", "text", 1)],
