@@ -31,7 +31,7 @@ from .input_checks import (
     require_values,
     warn_of_odd_images,
 )
-from .layers import Context, Encoder, GroupedNorm, shapes_only
+from .layers import Context, Encoder, GroupedNorm
 from .member_states import (
     join_states,
     listed,
@@ -54,10 +54,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def build_with_state(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
     """Build a model whose parameters are the given tensors (not copies), in evaluation mode."""
-    with shapes_only():
+    with torch.device("meta"):
         model = build()
     modules = dict(model.named_modules())
-    shapes = {name: outline.shape for name, outline in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: outline.shape for name, outline in model.named_parameters()}
     require_shapes(shapes, state)
     for name in shapes:  # like load_state_dict, in a fraction of the time
         path, _, leaf = name.rpartition(".")
@@ -92,9 +92,8 @@ def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tenso
 @lru_cache(maxsize=1024)  # called whenever all weights are used
 def shapes_of(config: EnsembleConfig) -> Mapping[str, torch.Size]:
     """Names and shapes of the parameters of an ensemble with this configuration."""
-    with shapes_only():
-        parameters = Ensemble(config).named_parameters(remove_duplicate=False)
-        return {name: parameter.shape for name, parameter in parameters}
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Ensemble(config).named_parameters()}
 
 
 @torch.inference_mode(False)

@@ -5,10 +5,9 @@ in G copies: one shared by all members, or one per member. The heads of all copi
 length K; members may keep different numbers of them.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from functools import lru_cache, partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -456,26 +455,7 @@ class GroupedNorm(nn.Module):
 
 def empty(*shape: int) -> nn.Parameter:
     """A parameter without values, to be set by loading or by `Ensemble.reset_parameters`."""
-    return _meta_parameter(*shape) if _SHAPES_ONLY.get() else nn.Parameter(torch.empty(*shape))
-
-
-_SHAPES_ONLY: ContextVar[bool] = ContextVar("shapes_only", default=False)
-
-
-@contextmanager
-def shapes_only() -> Iterator[None]:
-    """Make models created inside mere outlines, quickly: shapes without values, one parameter object per shape."""
-    token = _SHAPES_ONLY.set(True)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        _SHAPES_ONLY.reset(token)
-
-
-@lru_cache(maxsize=1024)
-def _meta_parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device="meta"))
+    return nn.Parameter(torch.empty(*shape))
 
 
 def quick_gelu(x: Tensor) -> Tensor:
