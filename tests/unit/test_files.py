@@ -110,12 +110,7 @@ def test_those_who_wait_come_one_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "token"),
-    [
-        (b"{", "not valid JSON"),
-        (b"[" * 100_000, "too deeply"),
-        (b'{"a": 1, "a": 2}', "twice"),
-        (b'{"a": NaN}', "NaN"),
-    ],
+    [(b"{", "not valid JSON"), (b"[" * 100_000, "too deeply"), (b'{"a": 1, "a": 2}', "twice"), (b'{"a": NaN}', "NaN")],
 )
 def test_text_that_is_not_strictly_json(content: bytes, token: str) -> None:
     with pytest.raises(CheckpointError, match=token):

@@ -59,8 +59,7 @@ def test_other_numbers_of_members(strategy: Strategy, members: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind", "shared"),
-    [("circuit", "image", 1), ("sampled", "image", 2), ("taylor", "text", 1)],
+    ("strategy", "kind", "shared"), [("circuit", "image", 1), ("sampled", "image", 2), ("taylor", "text", 1)]
 )
 def test_shared_layers_become_the_trunk(strategy: Strategy, kind: str, shared: int) -> None:
     """The trunk is whole, shared and frozen, whatever the recipe trains."""

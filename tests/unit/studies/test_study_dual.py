@@ -22,15 +22,7 @@ from pictures import picture
 from random_ensembles import noisy, small
 from studies import dual_rows, dual_study
 from studies.__main__ import app
-from studies.captions import (
-    Pairs,
-    TrainImages,
-    accuracy_by_names,
-    cut_by_names,
-    pair_labels,
-    train_dual,
-    view_features,
-)
+from studies.captions import Pairs, TrainImages, accuracy_by_names, cut_by_names, pair_labels, train_dual, view_features
 from studies.column_files import read_columns
 from studies.dual_findings import TABLES
 from studies.dual_rows import BOTH, IMAGE, IMAGE_TUNED, ROWS

@@ -14,11 +14,7 @@ from studies import classifiers, rows
 from studies.classifiers import choose, report
 from studies.column_files import read_columns
 from studies.engine import Run
-from studies.rows import (
-    BASELINES,
-    CIRC_AVG,
-    MIMO,
-)
+from studies.rows import BASELINES, CIRC_AVG, MIMO
 from studies.seed import Seed
 from studies.seed_folder import slug
 from studies.stored import stored_study
