@@ -41,13 +41,6 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
     assert {one.name for one in tmp_path.iterdir()} == {"file", ".other.0123.tmp"}
 
 
-def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")  # like a device, it must not be replaced
-    with pytest.raises(StorageError, match="not a plain file"):
-        files.write_atomically(tmp_path / "pipe", b"content")
-    assert (tmp_path / "pipe").is_fifo()
-
-
 def enter(folder: Path, **settings: Any) -> None:
     files.locked(folder, "build", **settings).__enter__()
 

@@ -202,13 +202,6 @@ def test_bad_logits_and_temperatures(logits, settings, token):
         Prediction.from_logits(logits, **settings)
 
 
-def test_what_is_not_known_says_how_to_make_it_known():
-    p = random_prediction()
-    for ask, token in ((lambda: p[p.accept], "calibrate"), (p.p_value, "calibrate"), (p.names, "labels=")):
-        with pytest.raises(HydraError, match=token):
-            ask()
-
-
 def test_plain_lists_say_what_the_tensors_say():
     full = random_prediction(threshold=0.3, class_names=list("abcd"), unfamiliarity=UNFAMILIAR)
     known = json.loads(json.dumps(full.to_dict()))

@@ -4,7 +4,6 @@ import io
 import json
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,8 +138,3 @@ def test_preprocessing_does_not_follow_the_usual_type_of_tensors() -> None:
         assert torch.equal(ImagePreprocessing((4, 4))(image), expected)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_a_path_is_refused_with_the_call_that_opens_it() -> None:
-    with pytest.raises(DataError, match=r"PIL\.Image\.open\('photo\.jpg'\)"):
-        plain(3)(Path("photo.jpg"))  # type: ignore[arg-type]

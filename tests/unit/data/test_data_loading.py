@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import sys
+import warnings
 from contextlib import nullcontext
 from decimal import Decimal
 from pathlib import Path
@@ -17,7 +18,7 @@ from PIL import Image
 from datasets_stand_in import Table, stand_in_hub
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset, images_below
 from hydra_ensembles.data.loading import Columns, load
-from hydra_ensembles.errors import DataError, MissingExtraError
+from hydra_ensembles.errors import DataError, HydraWarning, MissingExtraError
 from pictures import WriteParquet, encoded, picture
 
 
@@ -199,6 +200,42 @@ def test_texts_of_digits_keep_every_letter(tmp_path: Path, suffix: str) -> None:
     assert list(load(tmp_path / f"a.{suffix}")) == [((one, other), label) for one, other, label in rows]
     named = load(tmp_path / f"a.{suffix}", columns=Columns(text="text_pair", text_pair="text"))
     assert named[2] == (("2024-01-01", ""), 1)
+
+
+@pytest.mark.parametrize(("one", "other", "said"), [("Pos", "pos", "count as two"), ("NA", "pos", "class 'NA'")])
+def test_classes_that_may_be_one_or_none_are_said(tmp_path: Path, one: str, other: str, said: str) -> None:
+    (tmp_path / "t.csv").write_text(f"text,label\na,{one}\nb,{other}\n", encoding="utf-8")
+    with pytest.warns(HydraWarning, match=said):
+        assert len(load(tmp_path / "t.csv").class_names) == 2
+    with warnings.catch_warnings(action="error"):  # labels are not used
+        load(tmp_path / "t.csv", labels="optional")
+
+
+def test_labels_that_nobody_reads_may_be_anything(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("text,label\na,4.5\nb,4.5\n")
+    foreign = load(tmp_path / "t.csv", labels="optional")
+    assert (foreign.labels.tolist(), foreign.class_names) == ([-1, -1], ())
+    with pytest.raises(DataError, match="row 0"):
+        load(tmp_path / "t.csv")
+    with pytest.raises(DataError, match="row 0"):
+        load(tmp_path / "t.csv", labels="optional", class_names=["no", "yes"])
+
+
+def test_files_that_are_not_read_among_images_are_told_of(tmp_path: Path) -> None:
+    for name in ("a/0.png", "b/0.png"):
+        (tmp_path / name).parent.mkdir()
+        picture(0).save(tmp_path / name)
+    (tmp_path / "a" / "boxes.txt").write_text("0 0 1 1")
+    with warnings.catch_warnings(action="error"):
+        assert len(load(tmp_path)) == 2
+    picture(0).save(tmp_path / "stray.png")
+    with pytest.warns(HydraWarning, match="1 images outside of class folders"):
+        assert len(load(tmp_path)) == 2
+    (tmp_path / "stray.png").unlink()
+    for name in ("a/1.heic", "a/2.HEIC", "b/scan.dcm"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.warns(HydraWarning, match=r"2 with \.heic, 1 with \.dcm"):
+        assert len(load(tmp_path)) == 2
 
 
 # --- folders and lists of images ---------------------------------------------------------------------------

@@ -160,19 +160,6 @@ def test_examples_are_compared_too_and_files_of_an_earlier_export_do_not_stay_be
     assert not (tmp_path / "other.pt2.tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("point", ["_traced", "_write_companions"])
-def test_an_interruption_leaves_what_was_there(point: str, monkeypatch, tmp_path: Path) -> None:
-    one = served("image")
-    pretend(monkeypatch, one)
-    he.export(one, tmp_path / "model.pt2")
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-
-    monkeypatch.setattr(module, point, Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        he.export(one, tmp_path / "model.pt2")
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
 def with_data_beside(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     """Write a tiny `onnx` file with external data, as for weights beyond 2 GB."""
     from onnx import TensorProto, helper, numpy_helper, save

@@ -126,15 +126,6 @@ def test_what_was_cut_or_turned_says_so_in_its_row_and_bright_images_that_are_pr
     assert Scorer(grey)({"image": [Image.fromarray(np.uint8([[[140] * 3, [250] * 3]]))]})["note"].tolist() == [""]
 
 
-def test_an_archive_counts_the_rows_that_have_a_note(output: Path, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    for number in range(3):
-        (tmp_path / "in" / f"{number}.jpg").write_bytes(turned() if number else encoded(pictures(1)[0]))
-    found = score(tmp_path / "in", output, scorer=Scorer(served("image")), shard_rows=2)
-    assert found == Scored(rows=3, unreadable=0, ignored=0, shards=2, noted=2)
-    assert [bool(row["note"]) for row in written(output)[0]] == [False, True, True]
-
-
 def test_no_image_ends_the_work_and_whatever_a_decoder_raises_is_the_error_of_its_row(monkeypatch) -> None:
     good = pictures(1)[0]
     broken = {
@@ -363,15 +354,6 @@ def test_what_another_version_began_is_not_gone_on_with(source: Path, output: Pa
     (output / "summary.json").unlink()
     with pytest.raises(CheckpointError, match="another run"):
         score(source, output)
-
-
-def test_a_deleted_shard_is_made_anew_in_its_place_and_no_other(source: Path, output: Path, monkeypatch) -> None:
-    wanted, before, calls = score(source, output), written(output), []
-    (output / "rows" / "part-00001.parquet").unlink()  # as the error about a changed shard advises
-    count_calls(monkeypatch, Scorer, "answer", lambda: calls.append(None))
-    assert score(source, output) == wanted
-    assert written(output) == before
-    assert len(calls) == 1  # three rows; the fourth item is unreadable
 
 
 def test_a_disk_that_fails_ends_the_work_and_nothing_moves(source, output, tmp_path: Path, monkeypatch) -> None:
