@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -78,22 +77,6 @@ def test_help_version_and_completion_load_no_torch():
     assert "No such option: --membrs (Possible options: --members)\n" in done.stderr  # only similar options
 
 
-def test_what_is_to_run_is_run_once(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["hydra-ensembles", "info", "nowhere"])
-    monkeypatch.delenv("_HYDRA_ENSEMBLES_COMPLETE", raising=False)
-    code, said = main_ends_with(capsys)
-    assert (code, said.count("nowhere")) == (2, 1)
-
-
-def test_every_setting_of_a_build_is_an_option():
-    out = succeed("build", "--help", env={"COLUMNS": "300"})
-    renamed = {"model": "MODEL", "model_options": "--model-option", "columns": "--column"}
-    for field in (*fields(he.HydraConfig), *fields(BuildSources)):
-        assert renamed.get(field.name, f"--{field.name.replace('_', '-')} ") in out
-    words = ("Heads each member loses", "(0.95)", "circuit|taylor|sampled|random", "; half of --id if not given")
-    assert all(one in " ".join(out.split()) for one in words)
-
-
 def test_the_file_then_options_then_single_settings(tmp_path):
     file = tmp_path / "build.yaml"
     file.write_text("members: 5\nseed: 3\nrecipe: {learning_rate: 1e-4, steps: 3, train_groups: [mlp]}\n")
@@ -123,18 +106,6 @@ def test_settings_that_do_not_exist_or_cannot_be(tmp_path, text, changes, says):
     with pytest.raises(ConfigError) as caught:
         settings(file, *changes)
     assert says in str(caught.value)
-
-
-def test_wrong_arguments_are_exit_code_2():
-    for arguments, says in (
-        (["bulid"], "No such command 'bulid'"),
-        (["info", "x", "--jsn"], "No such option"),
-        (["build", "x", "--strategy", "best"], "'circuit', 'taylor', 'sampled', 'random'"),
-    ):
-        result = run(*arguments)
-        assert result.exit_code == 2
-        assert says in result.stderr
-        assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

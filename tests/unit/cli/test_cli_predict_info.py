@@ -121,17 +121,6 @@ def test_preprocessing_is_shown_with_where_it_is_from_and_changed_by_options(wor
     assert "patch size" in fail("info", *model, "--image-size", "20")
 
 
-def test_info_of_models_that_are_not_ours(world, tmp_path):
-    from architectures_clip import transformers_clip
-
-    assert "3: without names" in succeed("info", *vit_flags(world / "mine.safetensors"))
-    assert "2: negative, positive" in succeed("info", world / "bert")
-    he.convert(transformers_clip({}, {})).save_pretrained(tmp_path / "clip")
-    assert succeed("info", tmp_path / "clip").count("heads kept") == 2
-    assert set(json.loads(succeed("info", tmp_path / "clip", "--json"))) == {"image", "text"}
-    assert "is a dual encoder" in fail("bench", tmp_path / "clip")
-
-
 def test_bench_beside_baselines(run_folder, tmp_path):
     out = succeed("bench", run_folder, "--batch", "1,2", "--baseline", "single", "--baseline", "deep",
                   "--optimize", "--repeats", 1, "-o", tmp_path / "costs.json")  # fmt: skip

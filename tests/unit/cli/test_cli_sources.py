@@ -24,7 +24,7 @@ from hydra_ensembles.cli.sources import (
 )
 from hydra_ensembles.convert.refusals import refusal
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.errors import CheckpointError, ConversionError, DataError, MissingExtraError
+from hydra_ensembles.errors import CheckpointError, ConversionError, DataError
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import small
@@ -106,12 +106,6 @@ def test_folders_that_are_no_model_or_no_classifier(tmp_path):
         said = fail("info", tmp_path)
         assert says in said
         assert ("It does not fit" in said) == ("nearest way that works" in said)
-
-
-def test_without_a_library_its_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(MissingExtraError, match=r"hydra-ensembles\[timm\]"):
-        load_model(ModelSettings("timm:test_vit"))
 
 
 def test_a_split_is_written_behind_a_path(tmp_path):

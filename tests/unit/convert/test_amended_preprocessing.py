@@ -92,11 +92,6 @@ def test_of_a_model_that_says_nothing_all_must_be_said() -> None:
         require_preprocessing(he.convert(vit(in_chans=4)))
 
 
-def test_sizes_that_the_patches_do_not_divide_are_refused() -> None:
-    with pytest.raises(he.HydraError, match="patch size"):
-        he.convert(vit(), preprocessing={"image_size": 30})
-
-
 def test_texts_may_be_cut_shorter() -> None:
     model = transformers_model("BertForSequenceClassification", TEXT)
     base = he.convert(model, processor=he.TextPreprocessing(max_length=20), preprocessing={"max_length": 7})

@@ -158,19 +158,6 @@ def test_a_wrong_setting_is_found_out_and_the_right_one_named(name: str, setting
     refused(build(), f"{where}agree with .*({agrees})", declaration=but(declaration, settings))
 
 
-@pytest.mark.parametrize(
-    ("make", "token"),
-    [
-        (lambda: he.Declaration({"ptach": "embed"}), "did you mean patch"),  # type: ignore[dict-item]
-        (lambda: but(OWN_VIT, None, qkv="layers.0.to_qkv"), "{i}"),
-        (lambda: but(OWN_VIT, None, qkv=("a.{i}", "b.{i}")), "2 paths"),
-    ],
-)
-def test_a_declaration_checks_itself(make: Callable[[], Any], token: str) -> None:
-    with pytest.raises(he.HydraError, match=token):
-        make()
-
-
 SWAPPED = {"up": "layers.{i}.narrow", "down": "layers.{i}.wide"}
 ROTARY = {"rotary": he.RotaryConfig(100.0), "ignored": ("place",)}
 

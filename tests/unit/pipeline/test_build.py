@@ -19,7 +19,6 @@ from hydra_ensembles.metrics.bootstrap import bootstrap_mean
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import build_data, chain
 from hydra_ensembles.pipeline.settings import Strategy
-from hydra_ensembles.schema import from_plain, to_plain
 from zero_shot_models import NAMES, OTHER_NAMES, dual_of
 
 # Taylor prunes one head per layer; on a model this small, the naive circuit search is the fastest.
@@ -145,20 +144,6 @@ def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeyp
     with pytest.raises(error, match=message):
         he.build(image_model(), config(**settings), output=tmp_path, **sets(**data))
     assert not list(tmp_path.iterdir())
-
-
-def test_recipes_of_the_paper_are_accepted_and_those_for_images_are_not_for_texts() -> None:
-    for preset in ("imagenet", "cifar100-last5", "cifar100-classifier", "sst2"):
-        config = he.HydraConfig(prune=4, recipe=he.Recipe.preset(preset))
-        assert from_plain(he.HydraConfig, json.loads(json.dumps(to_plain(config))), complete=True) == config
-    config = he.HydraConfig(prune=4, shared_layers=0, strategy="random", recipe=recipe(augment=True))
-    with pytest.raises(ConfigError, match="reads texts"):
-        he.build(text_model(), config, **text_sets())
-
-
-def test_the_usual_pool_has_the_ratio_of_the_paper_within_the_heads_there_are() -> None:
-    config = he.HydraConfig(prune=48, strategy="sampled")
-    assert [config.pool_size(heads) for heads in (144, 80)] == [100, 80]
 
 
 def right(model: he.Ensemble, count: int) -> list[Any]:

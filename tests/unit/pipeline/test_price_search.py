@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from build_cases import batches, image_model, recipe, same, samples, text_batches, text_model
+from build_cases import batches, image_model, recipe, same, samples
 
 import hydra_ensembles as he
 from checkpoint_models import same_state
@@ -186,21 +186,6 @@ def test_branches_which_get_new_classifiers_and_lag_at_first_are_not_compared_ea
     assert work["finetune"] == 2
 
 
-def test_trained_candidates_start_from_pretrained_layers_above_the_trunk(monkeypatch) -> None:
-    before, starts, original = image_model(seed=5), [], chain.finetune
-    place = "encoder.layers.2.mlp.up.weight"  # the first layer above the trunk
-
-    def finetune(start: he.Ensemble, *rest: Any, **named: Any) -> he.Ensemble:
-        starts.append(start.member(0).state_dict()[place])
-        return original(start, *rest, **named)
-
-    monkeypatch.setattr(chain, "finetune", finetune)
-    run(candidates=[PLAIN, BRANCHES], pretrained=before)
-    assert starts
-    assert all(torch.equal(start, before.state_dict()[place]) for start in starts)
-    assert not torch.equal(image_model().state_dict()[place], before.state_dict()[place])
-
-
 def test_circuits_are_extracted_once_for_all_that_can_use_them(work, tmp_path) -> None:
     circuit = {"prune": 1, "shared_layers": 2, "members": 2, "method": "naive"}
     wanted = [circuit, {**circuit, "training": "together"}, {**circuit, "training": "together", "mlp": "separate"}]
@@ -243,17 +228,6 @@ def test_the_usual_candidates_fit_the_model_and_train_only_with_data() -> None:
     assert {row.config.trunk for row in plan.rows[1:] if row.config} == {2}  # five sixths of three
     untrained = run(candidates=None, dry_run=True, train=None)
     assert {row.config.training for row in untrained.rows[1:] if row.config} == {None}
-
-
-def test_it_takes_texts_given_judges_and_no_distance() -> None:
-    judges = {"near": text_batches(5), "far": text_batches(6)}
-    found = he.search(
-        text_model(), id=text_batches(2), ood=text_batches(3), judge_id=text_batches(4), judge_ood=judges, cost=3.0,
-        candidates=[he.HydraConfig(prune=1, strategy="random", shared_layers=2)], familiarity=None,
-        price="multiply_adds", progress=False,
-    )  # fmt: skip
-    assert found.scores == ("all.auroc",)
-    assert found.samples == {"ID": 28, "judge_ood['near']": 28, "judge_ood['far']": 28}
 
 
 # --- stopped and resumed ---------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from training_cases import LAYERS, batches, tiny
 
 from hydra_ensembles.data import BatchLoader, TrainTransform
 from hydra_ensembles.errors import ConfigError, HydraWarning
-from hydra_ensembles.model.config import GROUPS, CosineConfig
-from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.config import GROUPS
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from hydra_ensembles.schema import from_plain, to_plain
 from hydra_ensembles.training.recipe import RandAugment, Recipe, presets
@@ -99,15 +98,6 @@ def test_what_does_not_fit_model_and_data_is_refused(changes, token):
     recipe = Recipe(**{"learning_rate": 0.1, "steps": 4, **changes})
     with pytest.raises(ConfigError, match=token):
         recipe.check(tiny(), batches(), None)
-
-
-def test_settings_of_a_classifier_are_refused_where_there_is_none():
-    config = tiny().config
-    zero_shot = Ensemble(replace(config, readout=replace(config.readout, cosine=CosineConfig())))
-    recipe = Recipe(learning_rate=0.1, steps=4, reinit_classifier="zeros")
-    recipe.check(tiny(), batches(), None)
-    with pytest.raises(ConfigError, match="reinit_classifier"):
-        recipe.check(zero_shot, batches(), None)
 
 
 def test_images_that_are_meant_to_be_changed_and_are_not() -> None:

@@ -59,11 +59,6 @@ def test_training_stops_when_patience_runs_out(monkeypatch, tmp_path):
     assert journal(tmp_path)["reference"] == 0.5006
 
 
-def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path):
-    train(batches(), replace(PLAIN, steps=10, evaluate_every=4), batches(), output=tmp_path)
-    assert [(one["step"], one["epoch"]) for one in journal(tmp_path)["evaluations"]] == [(4, 0), (8, 1), (10, 1)]
-
-
 def test_evaluating_more_often_does_not_change_the_training(monkeypatch):
     recipe, rising = replace(PLAIN, steps=9, dropout=0.1), itertools.count(1)
 
