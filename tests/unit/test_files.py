@@ -23,9 +23,7 @@ def test_what_the_disk_refuses_is_an_error_of_ours(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(moment: str, tmp_path, monkeypatch) -> None:
     path, act = tmp_path / "file", getattr(os, moment)
     for name in (".file.0123.tmp", ".other.0123.tmp"):
         (tmp_path / name).write_bytes(b"half of it")

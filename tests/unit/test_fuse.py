@@ -207,11 +207,3 @@ def test_the_mean_of_models_that_have_no_common_start_is_warned_of(join: Any, ap
         with warnings.catch_warnings(record=True, action="always") as said:
             join(models)
         assert len([one for one in said if "cosine" in str(one.message)]) == expected
-
-
-def test_layers_begun_anew_in_one_member_are_strangers() -> None:
-    """If fine-tuning reinitialises the last block, only the other blocks have a common start."""
-    other, drawn = small(), small(9).state_dict()
-    other.load_state_dict({name: one for name, one in drawn.items() if place_of(name)[1] == 2}, strict=False)
-    with pytest.warns(he.HydraWarning, match="layer 2"):
-        he.soup([small(), other])

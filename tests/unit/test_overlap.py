@@ -168,8 +168,7 @@ def calibrated() -> he.Ensemble:
 def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_path: Path) -> None:
     with pytest.warns(HydraWarning, match=BOTH) as caught:
         found = he.evaluate(calibrated, copied(FIT[::-1]), progress=False)
-    assert len(caught) == 1
-    assert found.reused == 1.0
+    assert (len(caught), found.reused) == (1, 1.0)
     half = measured(calibrated, [*FIT[:5], *FRESH[:5]], "calibration")
     assert 0.3 < half.reused < 0.7
     assert measured(calibrated, FRESH).reused == 0.0

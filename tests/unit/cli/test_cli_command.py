@@ -29,13 +29,6 @@ def settings(file: Path | None = None, *changes: str, **options: object) -> he.H
     return read_settings(KINDS, {"quiet": False, **given}, file, changes)["hydra"]
 
 
-def main_ends_with(capsys) -> tuple[object, str]:
-    """The exit code of the command and its standard error."""
-    with pytest.raises(SystemExit) as stopped:
-        hydra_ensembles_cli.main()
-    return stopped.value.code, capsys.readouterr().err
-
-
 def test_every_command_is_listed_and_helps_with_examples():
     out = succeed("--help")
     assert [one.__name__ for one in commands()] == COMMANDS
@@ -124,16 +117,6 @@ def test_each_failure_has_its_exit_code_and_one_line(monkeypatch, error, code, s
     assert result.stderr.startswith(says)
     assert "Traceback (most recent call last)" in run("info", "anything", "--debug").stderr
     assert report_failure(SystemExit(3), debug=False) is None
-
-
-def test_a_missing_library_is_named_with_its_extra_and_an_interrupt_outside_a_command(monkeypatch, capsys):
-    with monkeypatch.context() as without_typer:
-        without_typer.setitem(sys.modules, "typer", None)
-        code, said = main_ends_with(capsys)
-    assert (code, "hydra-ensembles[cli]" in said) == (2, True)
-    monkeypatch.setattr(sys, "argv", ["hydra-ensembles", "info", "m"])
-    monkeypatch.setattr("hydra_ensembles.cli.main.run_command", Mock(side_effect=KeyboardInterrupt))
-    assert main_ends_with(capsys) == (130, "interrupted\n")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, monkeypatch):

@@ -19,8 +19,7 @@ def test_the_papers_suites_are_there_and_unknown_ones_are_refused() -> None:
     }
     assert len(suite("paper-zero-shot-imagenet").tasks) + 1 == 9  # in the average of Table 24
     classes = suite("paper-zero-shot-cifar100").id.class_names
-    assert len(classes) == 100
-    assert list(classes) == sorted(classes)
+    assert (len(classes), list(classes)) == (100, sorted(classes))
     with pytest.raises(DataError, match=r"'imagenet'.*paper-imagenet"):
         suite("imagenet")
 

@@ -89,8 +89,7 @@ def test_flat_sets_give_the_mean_over_all_only_and_apart_is_in_no_mean(evaluatio
 def test_temperature_and_threshold_of_the_calibration_are_applied():
     found = evaluate_logits(GOOD, TARGETS, SUITE, calibration=Calibration(temperature=(2.0,), threshold=0.4))
     plain = evaluate_logits(GOOD / 2, TARGETS, {g: {n: x / 2 for n, x in s.items()} for g, s in SUITE.items()})
-    assert found.id == plain.id
-    assert found.means == plain.means
+    assert (found.id, found.means) == (plain.id, plain.means)
     prediction = Prediction.from_logits(GOOD, temperature=2.0, threshold=0.4)
     assert found.selective.accepted == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
     wrong = (prediction.label != TARGETS)[prediction.accept]
@@ -198,8 +197,7 @@ def test_intervals_of_ece_hold_that_of_calibrated_models():
 
 def test_figures_describe_the_same_numbers(evaluation):
     figures = evaluation.figures
-    assert sum(figures.reliability.count) == 200
-    assert sum(figures.ood_scores["digits"]) == 120
+    assert (sum(figures.reliability.count), sum(figures.ood_scores["digits"])) == (200, 120)
     curve = figures.roc["digits"]
     area = torch.trapezoid(torch.tensor(curve.y).double(), torch.tensor(curve.x).double()).item()
     assert area == pytest.approx(evaluation.ood["digits"].detection["msp"].auroc, abs=0.01)

@@ -1,6 +1,5 @@
 """Hooks and computed weights, of which a new model knows nothing; test_ensemble.py shows what counts as an edit."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +25,7 @@ DEEDS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("deed", "make"), DEEDS)
 @pytest.mark.filterwarnings("ignore:.*one start:hydra_ensembles.HydraWarning")
-def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(
-    deed: str, make: Any, tmp_path: Path
-) -> None:
+def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(deed: str, make: Any, tmp_path) -> None:
     """The result runs no hooks and cannot store computed weights (parametrized, or pruned by torch)."""
     hooked, computed = random_ensemble(), random_ensemble()
     hooked.encoder.layers[1].register_forward_hook(lambda module, given, found: found * 2)

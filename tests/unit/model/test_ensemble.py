@@ -24,7 +24,6 @@ from hydra_ensembles.model.config import (
     EnsembleConfig,
     PatchStemConfig,
     ReadoutConfig,
-    Sharing,
     TextStemConfig,
 )
 from hydra_ensembles.model.metadata import Calibration, Metadata
@@ -33,15 +32,6 @@ IMAGES_24 = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 IMAGES = he.ImagePreprocessing((8, 8))
 SIZES = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 16}
 ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), TextStemConfig(9, 8, 8)
-
-
-def test_heads_that_members_cannot_have_are_refused() -> None:
-    for heads, more, token in (
-        ((((1, 0), ()),), {}, "ascending"),
-        ((((0,), ()), ((1,), ())), {"sharing": Sharing(attention=True)}, "share"),
-    ):
-        with pytest.raises(ConfigError, match=token):
-            EnsembleConfig(STEM, ENCODER, ReadoutConfig(), heads, **more)
 
 
 def test_a_saved_model_is_loaded_and_called_with_pictures(tmp_path: Path) -> None:

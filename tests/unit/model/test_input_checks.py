@@ -137,13 +137,11 @@ def test_a_mapping_with_the_inputs_of_both_towers_serves_both() -> None:
 
 ADDED = torch.zeros(6, 7).masked_fill(MASK == 0, -torch.inf)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a misspelt mask": ({"attention_masks": MASK}, "did you mean 'attention_mask'"),
     "something with axes": ({"boxes": torch.zeros(6, 7, 4)}, "boxes"),
     "a mask of 0 and -inf": ({"attention_mask": ADDED}, "additive"),
     "a mask of 0 alone": ({"attention_mask": torch.zeros(6, 7)}, "additive"),
     "too many tokens": ({name: tensor.repeat(1, 3) for name, tensor in BATCH.items()}, "truncate"),
     "a mask of images": ({"pixel_values": PIXELS, "attention_mask": torch.ones(2, 4)}, "attention_mask"),
-    "images under another name": ({"image": PIXELS}, "pixel_values"),
 }
 
 

@@ -193,11 +193,3 @@ def test_members_made_one_by_one_keep_what_is_equal_once() -> None:
     tower = side.settings.tower
     assert (tower.members, tower.sharing.mlp, tower.sharing.stem, side.settings.projection.copies) == (3, True, True, 1)  # type: ignore[union-attr]
     assert all(side.member(index) == member.metadata.text_side for index, member in enumerate(members))
-
-
-def test_text_sides_that_do_not_belong_together_are_dropped() -> None:
-    dual = one_dual()
-    one, other = he.zero_shot(dual, NAMES), he.zero_shot(dual, NAMES, "the {label}")
-    without = he.zero_shot(dual, NAMES, keep_text=False)
-    for second in (other, without):
-        assert he.Ensemble.stack([one, second]).metadata.text_side is None

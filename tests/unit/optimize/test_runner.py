@@ -162,15 +162,6 @@ def test_a_lower_precision_is_used_for_weights_and_inputs_and_constants_fold_in_
     assert close(half(images(2).bfloat16()).float(), ensemble(images(2)), 0.05)
 
 
-def test_memory_counts_what_plans_share_once() -> None:
-    even, uneven = hydra(heads=EVEN), hydra()
-    alone, both = even.optimize(plans=["loop"]), even.optimize(plans=["loop", "batched"])
-    module = alone.module("loop")
-    weights = sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
-    assert alone.memory_bytes == both.memory_bytes == weights
-    assert uneven.optimize(plans=["loop", "batched"]).memory_bytes > uneven.optimize(plans=["loop"]).memory_bytes
-
-
 def test_later_changes_of_the_ensemble_do_not_reach_it() -> None:
     ensemble = hydra().with_metadata(labels=("a", "b", "c", "d"), calibration=Calibration((3.0,), 0.5))
     fast, inputs = ensemble.optimize(plans=["loop"]), images(5)

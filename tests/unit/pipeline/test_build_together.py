@@ -71,8 +71,7 @@ def test_branches_are_paths_of_their_own_above_the_trunk() -> None:
     base = image_model()
     settings = he.HydraConfig(strategy="branches", training="together", shared_layers=2, recipe=recipe(steps=3))
     hydra = he.build(base, settings, **sets())
-    assert hydra.config.trunk == 2
-    assert set(hydra.heads) == set(base.heads)
+    assert (hydra.config.trunk, set(hydra.heads)) == (2, set(base.heads))
     state = hydra.state_dict()
     attention = state[f"encoder.layers.{LAYERS - 1}.attention.out"].chunk(3)  # one chunk per member
     classifiers = state["readout.classifier.weight"]  # [M, C, d]

@@ -1,7 +1,5 @@
 """Columns of a comparison: the paper's, and what a model with familiarity declines."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -59,13 +57,3 @@ def test_without_familiarity_the_columns_are_those_of_the_paper(plain):
     found = he.evaluate(only, DATA, OOD, name="Fitted", progress=False)
     assert {"knn:far.auroc"} < {column.key for column in compare([found]).columns}
     assert not [column.key for column in compare([found]).columns if column.key.endswith(("abstained", "accepted"))]
-
-
-def test_shares_declined_are_ranked_where_the_same_is_promised(found):
-    rival = replace(found, name="B", ood={**found.ood, "noise": replace(found.ood["noise"], abstained=0.25)})
-    table = compare([found, rival])
-    assert cells(table, "Known")["far.abstained"].rank == "best"
-    looser = replace(rival.model.calibration, accepted_share=0.5)
-    table = compare([found, replace(rival, model=replace(rival.model, calibration=looser))])
-    assert cells(table, "Known")["far.abstained"].rank == ""
-    assert any("Known" in note and "50 %" in note for note in table.notes)

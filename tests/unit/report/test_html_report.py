@@ -121,14 +121,3 @@ def test_a_change_within_the_interval_or_without_one_has_no_colour(render):
         assert f'<span class="{outcome}">{change} vs Single</span>' in page, of_single
     warm = replace(hydra.model, calibration=Calibration(temperature=(1.3,)))  # uncalibrated ECE is not comparable
     assert render([single, replace(hydra, model=warm)]).count("vs Single") == 1
-
-
-def test_both_thresholds_and_what_they_decline_are_said(render):
-    single, _, hydra = methods()
-    both = replace(hydra.selective, sure=0.95, familiarity="knn", familiarity_threshold=12.5, familiar=0.9)
-    fitted = {name: one | {"knn": one["msp"]} for name, one in hydra.means.items()}
-    sets = {n: replace(one, detection=one.detection | {"knn": one.detection["msp"]}) for n, one in hydra.ood.items()}
-    page = render([single, replace(hydra, selective=both, ood=sets, means=fitted)])
-    assert "thresholds (msp ≤ 0.5, knn ≤ 12.5) Hydra answers" in page
-    assert "(95.0&nbsp;% are sure enough, 90.0&nbsp;% are familiar enough)" in page
-    assert page.count("AUROC by knn") == page.count("Declined %") == 1 + len(sets)  # means, and each set

@@ -174,8 +174,7 @@ def test_numbers_one_after_another_or_in_rows_flags_and_several_tensors_in_json_
     binary = {"name": "b", "shape": [1, 2], "datatype": "INT16", "parameters": {"binary_data_size": 4}}
     head = json.dumps({"inputs": [binary, ONE]}).encode()
     _, found = read_request(head + np.array([5, -6], "<i2").tobytes(), str(len(head)))
-    assert found["b"].tolist() == [[5, -6]]
-    assert found["a"].tolist() == [1.0, 2.5]
+    assert (found["b"].tolist(), found["a"].tolist()) == ([[5, -6]], [1.0, 2.5])
 
 
 def test_the_time_that_a_client_gives_and_the_outputs_it_asks_for() -> None:

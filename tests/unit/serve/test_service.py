@@ -70,18 +70,6 @@ def test_texts_are_padded_to_few_lengths_and_those_without_a_mask_to_none() -> N
     same(alone.workers()[0](alone.texts(TEXTS[:1])), columns(served("text").predict(TEXTS[:1])))
 
 
-def test_plans_are_warm_for_every_size_they_will_run() -> None:
-    one = service("image", max_batch=6, warm_up=True)
-    assert one.sizes() == [1, 2, 4, 6]
-    (run,) = one.workers()
-    plan = run.__self__.plan
-    warm = set(plan.choices)
-    assert sorted(key[0][0][0] for key in warm) == [1, 2, 4, 6]
-    for count in range(1, 7):
-        run(one.images([picture()] * count))
-    assert set(plan.choices) == warm
-
-
 def test_rows_of_several_shapes_keep_their_order() -> None:
     one = unmasked()
     (run,) = one.workers()

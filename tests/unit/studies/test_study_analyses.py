@@ -11,13 +11,11 @@ import torch
 from published import published
 from small_studies import CPU, SmallFolder, small_vit
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
 import hydra_ensembles as he
 from architectures import timm_model
 from hydra_ensembles.heads import Head
 from random_ensembles import noisy, small
-from studies.__main__ import app
 from studies.analyses import analysis, diversity, noise, registry, seeds
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
@@ -76,9 +74,7 @@ LONG = ("stability", "distance")  # many circuit extractions
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in RUN])
-def test_every_analysis_runs_and_is_stored_and_shown(
-    name: str, seed: Seed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_analysis_runs_and_is_stored_and_shown(name: str, seed: Seed, tmp_path: Path, monkeypatch) -> None:
     found = registry.analysed(name, [seed])
     registry.store(found, tmp_path)
     again = registry.load(name, TASK, tmp_path)
@@ -213,17 +209,6 @@ def test_seeds_are_read_from_stored_studies() -> None:
     shown = seeds.seeds_table(found)
     assert f"{100 * np.mean(right):.2f} ± {100 * np.std(right, ddof=1):.2f}" in shown
     assert "*92.15*" in shown  # the paper's
-
-
-def test_the_command_makes_tables_and_figures_again_from_results(seed: Seed, tmp_path: Path) -> None:
-    registry.store(registry.analysed("shares", [seed]), tmp_path)
-    options = ["--task", TASK, "--results", str(tmp_path), "--figures", str(tmp_path), "--from-results"]
-    made = CliRunner().invoke(app, ["analyse", "shares", *options])
-    assert made.exit_code == 0, made.output
-    assert "heads removed" in made.output
-    assert not registry.undrawn(tmp_path, tmp_path)
-    registry.store({**registry.load("shares", TASK, tmp_path), "seconds": -1.0}, tmp_path)  # an impossible value
-    assert registry.undrawn(tmp_path, tmp_path)  # the figure no longer matches the numbers
 
 
 def test_trainings_have_the_rates_that_half_b_chose() -> None:

@@ -114,9 +114,7 @@ def test_test_sets_are_opened_after_all_is_fixed(finished: Finished, tmp_path: P
     assert not source.opened
 
 
-def test_rows_that_come_later_are_added_to_what_is_fixed(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp_path: Path, monkeypatch) -> None:
     """Also if another process fixes one meanwhile: rows of a seed are made side by side."""
     shutil.copytree(finished.output / "zero-shot" / "seed-0", tmp_path / "zero-shot" / "seed-0")
     seed, place = dual_seed(tmp_path), tmp_path / "zero-shot" / "seed-0" / dual_study.FIXED

@@ -51,9 +51,7 @@ def test_what_an_earlier_stage_chose_is_not_chosen_again(tmp_path: Path) -> None
     assert place.read_text() == before
 
 
-def test_vilu_is_single_with_a_score_that_goes_with_any_classes(
-    seed: DualSeed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vilu_is_single_with_a_score_that_goes_with_any_classes(seed: DualSeed, monkeypatch) -> None:
     monkeypatch.setattr(dual_rows, "EPOCHS", 2)
     names, inputs, held = seed.task.sets.training().names, images_of(seed), seed.task.held_out
     trained = dual_rows._trained_vilu(seed)

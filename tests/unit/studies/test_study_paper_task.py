@@ -116,8 +116,7 @@ def test_images_from_files_to_the_table(name: str, vit: Path, tmp_path: Path, mo
     assert len(table) == 1
     assert f"({accuracy})" in table[0]  # the paper's beside ours
     study = Study(f"paper-{name}", output / "results")
-    assert study.rows == ROWS
-    assert study.facts["groups"] == dict(zip(("near", "far"), sets, strict=True))
+    assert (study.rows, study.facts["groups"]) == (ROWS, dict(zip(("near", "far"), sets, strict=True)))
     assert len(study.columns("Single", 0)[f"{study.facts['inside']}|correct"]) == samples
     taken = study.facts["choices"]["Single"]
     assert [one["setting"]["rate"] for one in taken["measured"]] == rates
@@ -147,8 +146,7 @@ def test_texts_from_files_to_the_table(bert: Path, tmp_path: Path, monkeypatch: 
 )
 def test_the_recipe_is_the_papers(name: str, steps: int | None, heads: int, seeds: int, missing: set[str]) -> None:
     task = PaperTask(f"paper-{name}", recipe("timm:x"), PaperFolder(Path()), CPU)
-    assert task.recovery(learning_rate=0.1).steps == steps
-    assert task.plain["recovery"]["prune"] == heads
+    assert (task.recovery(learning_rate=0.1).steps, task.plain["recovery"]["prune"]) == (steps, heads)
     assert len(task.plain["seeds"]) == seeds
     printed = set(paper_task.paper_numbers("classifier", task.plain["paper"]))
     assert printed - set(rows_of_table(task)) == missing
