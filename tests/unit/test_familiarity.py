@@ -43,8 +43,6 @@ def features_of(one: Ensemble, inputs: Tensor) -> Tensor:
         return one.features_and_logits(inputs)[0].double()
 
 
-# --- the definitions ------------------------------------------------------------------------------------------------
-
 RAGGED, NEW = ragged(), joined(labelled(ragged(), 40, seed=1, shift=1.0))[0]
 
 
@@ -97,9 +95,6 @@ def test_pytorch_ood_agrees(name) -> None:
         torch.testing.assert_close(scores, theirs.double(), rtol=1e-3, atol=1e-6)
 
 
-# --- the life cycle of a model ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("config", [single(), hydra(), text()], ids=["one member", "two tokens, a trunk", "text"])
 def test_it_is_saved_loaded_optimized_and_evaluated(config, tmp_path) -> None:
     data, other = labelled(config), labelled(config, 40, seed=3, shift=4.0)
@@ -147,9 +142,6 @@ def test_foreign_inputs_are_unfamiliar_and_p_values_of_familiar_ones_uniform() -
     for level in (0.05, 0.2, 0.5):
         assert (fresh.familiarity <= level).double().mean() == pytest.approx(level, abs=0.06)
     assert foreign.familiarity.mean() < 0.2
-
-
-# --- two reasons ----------------------------------------------------------------------------------------------------
 
 
 def test_both_thresholds_promise_their_share() -> None:
@@ -233,9 +225,6 @@ def test_calibrate_without_familiarity_or_with_another() -> None:
     assert few.metadata.familiarity is None
     with pytest.raises(DataError, match="too few"):
         he.calibrate(one, data[:1], familiarity="mahalanobis")
-
-
-# --- few and bad data -----------------------------------------------------------------------------------------------
 
 
 def test_memory_is_bounded_and_draws_are_even() -> None:

@@ -146,9 +146,6 @@ def test_a_key_is_of_values_and_their_places() -> None:
     assert np.array_equal(overlap.sample_keys(many)[500:], overlap.sample_keys(many[500:].clone()))
 
 
-# --- recognising the data something was fitted on ---------------------------------------------------------------------
-
-
 def measured(one: he.Ensemble, data: list[Any], told: str = "", **sets: Any) -> he.Evaluation:
     """Evaluate; must warn with this text, or not at all."""
     with pytest.warns(HydraWarning, match=told) if told else warnings.catch_warnings(action="error"):

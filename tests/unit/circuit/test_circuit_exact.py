@@ -25,8 +25,6 @@ from trained_vit import id_pictures, ood_pictures, trained_vit
 
 pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # ID and OOD share samples on purpose
 
-# --- naive -------------------------------------------------------------------------------------------------
-
 
 def with_distance(problem: Problem, name: str = "mahalanobis") -> Problem:
     """The same problem with familiarity fitted, so that feature distances can be the OOD score."""
@@ -90,9 +88,6 @@ def test_naive_choices_and_scores(shape: str, score: Score, ties: str, ood_score
     passes = 1 + 8 + 7  # the full model, then every remaining head at each step
     assert ranking.provenance["model_forwards"] == pytest.approx(passes)
     assert ranking.provenance["layer_evaluations"] == passes * 3 * (11 if score == "acc" else 18)  # layers x samples
-
-
-# --- exact == naive ----------------------------------------------------------------------------------------
 
 
 def assert_same_choices(problem: Problem, **options: object) -> HeadRanking:
@@ -220,9 +215,6 @@ def test_any_tiny_model(problem: Problem, score: Score, data: st.DataObject) -> 
         assert_same_choices(problem, score=score, budget=data.draw(st.integers(1, total)), **options)
 
 
-# --- on a trained model ------------------------------------------------------------------------------------
-
-
 SAMPLES = 32
 
 
@@ -240,9 +232,6 @@ def test_in_single_precision_choices_are_within_rounding(learned: Problem) -> No
         for search in (naive, exact):
             search.remove(chosen)
         heads.remove(chosen)
-
-
-# --- circuits by a feature distance ------------------------------------------------------------------------
 
 
 def test_a_distance_that_was_not_fitted_or_is_only_estimated_is_refused(tmp_path: Path) -> None:

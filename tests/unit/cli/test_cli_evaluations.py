@@ -96,18 +96,10 @@ def test_a_suite(run_folder, world, tmp_path, monkeypatch):
     succeed("build", *model, *build, "--output", tmp_path / "run", *common)
 
 
-@pytest.fixture
-def two_folders(run_folder, world, tmp_path):
-    """`a` and `b`, each with an ensemble and data of the same names."""
+def test_an_evaluation_is_not_lost_to_another_of_the_same_name(run_folder, world, tmp_path, monkeypatch):
+    """Of two folders called `ensemble`, the second is refused; the first, evaluated again, is replaced."""
     for name in ("a", "b"):
         shutil.copytree(run_folder / "ensemble", tmp_path / name / "ensemble")
-        for data in ("test", "dots"):
-            shutil.copytree(world / data, tmp_path / name / data)
-    return tmp_path
-
-
-def test_an_evaluation_is_not_lost_to_another_of_the_same_name(two_folders, world, tmp_path, monkeypatch):
-    """Of two folders called `ensemble`, the second is refused; the first, evaluated again, is replaced."""
     monkeypatch.chdir(tmp_path)
     sets, out = ["--id", world / "test", "--limit", 9, "-q"], tmp_path / "evaluations" / "ensemble.json"
     succeed("evaluate", "a/ensemble", *sets)

@@ -129,9 +129,6 @@ def test_answers_are_those_of_the_original(name: str) -> None:
     near(ensemble(inputs)[0], expected)
 
 
-# --- what the check reports ----------------------------------------------------------------------------------
-
-
 def test_all_that_does_not_fit_is_said_at_once_with_the_nearest_name() -> None:
     wrong = but(OWN_VIT, None, qkv="layers.{i}.qkv", class_token=None, norm2="layers.{i}.norm")
     with pytest.raises(ConversionError) as caught:
@@ -207,9 +204,6 @@ def test_rotations_are_compared_as_sharply_as_their_rounding_allows(monkeypatch:
         assert (close - expected).abs().max() < 1e-4 * close.abs().max()
         refused(model, says, declaration=but(right, settings))
         look_for_no_remedy(monkeypatch)  # the last setting has none
-
-
-# --- what only many tokens, ids and sizes reveal -------------------------------------------------------------
 
 
 class NearBlock(OwnBlock):

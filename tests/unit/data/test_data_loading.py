@@ -26,9 +26,6 @@ def same_image(image: Any, expected: Image.Image) -> bool:
     return image.mode == "RGB" and np.array_equal(np.asarray(image), np.asarray(expected.convert("RGB")))
 
 
-# --- tables ------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_with_a_file_for_each_split(image_folder: Path) -> None:
     data = load(image_folder, split="train")
     assert isinstance(data, ImageDataset)
@@ -237,9 +234,6 @@ def test_files_that_are_not_read_among_images_are_told_of(tmp_path: Path) -> Non
         assert len(load(tmp_path)) == 2
 
 
-# --- folders and lists of images ---------------------------------------------------------------------------
-
-
 def make_classes(folder: Path, counts: dict[str, int]) -> Path:
     for class_name, count in counts.items():
         (folder / class_name).mkdir(parents=True)
@@ -338,9 +332,6 @@ def test_an_image_list(tmp_path: Path) -> None:
         load("lists/test_dog.txt", root=tmp_path)
 
 
-# --- torchvision -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_torchvision_sets_that_take_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """EMNIST takes a split and passes `train` and `download` on: it once always gave the training set."""
@@ -365,9 +356,6 @@ def test_torchvision_sets_that_take_train(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(DataError, match=token):
             load(f"torchvision:{name}", split, root=tmp_path)
     assert same_image(data[0][0], Image.new("L", (28, 28), 7))
-
-
-# --- the hub -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -24,13 +24,6 @@ def test_the_papers_suites_are_there_and_unknown_ones_are_refused() -> None:
         suite("imagenet")
 
 
-def test_a_suite_checks_itself() -> None:
-    one, two, three = (SetRef(letter, letter) for letter in "abc")
-    for near, far, token in (((two,), (two,), "twice"), ((two,), (three,), "'c'")):
-        with pytest.raises(DataError, match=token):
-            Suite("x", id=one, circuit_ood=three, near=near, far=far, notes="")
-
-
 @pytest.mark.parametrize(
     ("one", "other", "meet"),
     [

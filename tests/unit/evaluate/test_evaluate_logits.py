@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 
 import pytest
 import torch
@@ -204,23 +203,6 @@ def test_figures_describe_the_same_numbers(evaluation):
     assert figures.risk_coverage.y[-1] == pytest.approx(1 - evaluation.id.accuracy, abs=1e-5)
     off_diagonal = [figures.agreement_id[i][j] for i in range(3) for j in range(i)]
     assert 1 - sum(off_diagonal) / 3 == pytest.approx(evaluation.id.disagreement, abs=1e-4)
-
-
-ONE_NAN = GOOD.index_put(tuple(torch.tensor([1, 7, 2])), torch.tensor(math.nan))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "token"),
-    [
-        ((ONE_NAN, TARGETS), "'mine'.*1 of 3000 member logits"),
-        ((GOOD, TARGETS[:-1]), r"'mine'.*200 inputs.*\[199\]"),
-        ((GOOD, TARGETS, {"two": GOOD[:2]}), "'two'.*2 members"),
-        ((GOOD, TARGETS, {"near": {"a": GOOD}, "far": {"a": GOOD}}), r"\['a'\]"),
-    ],
-)
-def test_errors_name_the_set(arguments, token):
-    with pytest.raises(DataError, match=token):
-        evaluate_logits(*arguments, id_name="mine")
 
 
 def test_logits_are_those_that_the_evaluation_was_saved_with(tmp_path, evaluation):

@@ -79,9 +79,6 @@ def test_predict_takes_mask_and_segments_where_forward_does(runner: Callable[[he
         runner(model(IMAGE)).predict(PIXELS, torch.ones(2))
 
 
-# --- read in every form ----------------------------------------------------------------------------------------
-
-
 FORMS: dict[str, dict[str, Any]] = {
     "arrays": {"attention_mask": MASK.numpy(), "token_type_ids": SEGMENTS.numpy().astype(np.int8)},
     "lists": {"attention_mask": MASK.tolist(), "token_type_ids": SEGMENTS.tolist()},
@@ -252,9 +249,6 @@ def test_the_default_device_of_torch_changes_no_answer_and_batches_are_not_read_
         assert he.convert(original).predict(images).probs.device.type == "cpu"
         with pytest.raises(ConfigError, match=r"default device is meta.*set_default_device\('cpu'\) first"):
             he.calibrate(one, [(PIXELS, LABELS[:2])])
-
-
-# --- on a GPU ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -189,8 +189,6 @@ def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll
     assert (allowed.value, allowed.low) == (seen.value, seen.low)
 
 
-# --- from a dual encoder: heads of both towers, zero-shot members ----------------------------------------------------
-
 DUAL = next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar")
 BOTH_TOWERS = he.HydraConfig(prune=4, strategy="sampled", pool=8, members=3)
 

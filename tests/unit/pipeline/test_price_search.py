@@ -79,9 +79,6 @@ def first_numbers(monkeypatch: pytest.MonkeyPatch, trunk_2: float, trunk_1: floa
     monkeypatch.setattr(searching._Search, "_numbers", numbers)
 
 
-# --- what is found --------------------------------------------------------------------------------------------------
-
-
 def test_every_candidate_is_judged_beside_the_given_model_and_the_choice_is_ready(finished) -> None:
     folder, found = finished
     assert (found.rows[0].name, found.rows[0].price, len(found.rows)) == (YOURS, 1.0, 4)
@@ -179,6 +176,26 @@ def test_one_that_is_worse_in_every_number_at_no_lower_price_stops_early(monkeyp
     assert not names(run(candidates=[TOGETHER, DEEPER]), "stopped early")
 
 
+def test_trained_candidates_start_from_pretrained_layers_above_the_trunk(monkeypatch) -> None:
+    before, starts, tune = image_model(seed=5), list[torch.Tensor](), chain.finetune
+    place = "encoder.layers.2.mlp.up.weight"  # the first layer above the trunk
+
+    def finetune(start: he.Ensemble, *rest: Any, **named: Any) -> he.Ensemble:
+        starts.append(start.member(0).state_dict()[place])
+        return tune(start, *rest, **named)
+
+    monkeypatch.setattr(chain, "finetune", finetune)
+    run(candidates=[PLAIN, BRANCHES], pretrained=before)
+    assert [torch.equal(start, before.state_dict()[place]) for start in starts] == [True] * len(starts) != []
+
+
+def test_the_usual_candidates_fit_the_model_and_train_only_with_data() -> None:
+    plan, untrained = (run(candidates=None, dry_run=True, **given).rows[1:] for given in ({}, {"train": None}))
+    kinds = {(row.config.strategy, row.config.training, row.config.whole) for row in plan if row.config}
+    assert {("circuit", None, False), ("branches", "together", False), ("circuit", "together", True)} <= kinds
+    assert {row.config.training for row in untrained if row.config} == {None}
+
+
 def test_soup_mean_trunk_and_deep_ensemble_of_given_models(tmp_path: Path) -> None:
     """The configuration that the documents recommend is among the candidates, as made by `fuse`."""
     models = [image_model(5), image_model(6)]
@@ -203,9 +220,6 @@ def test_without_ood_data_judges_are_made_from_the_half_that_judges() -> None:
     assert judged.samples == {"ID": 124, "judge_ood": 48}
     several = {"near": SETS["ood"], "far": batches(24, size=24, seed=8, shift=4.0)}  # each is split in two
     assert run(candidates=[circuit], ood=several).samples == {"ID": 124, "ood['near']": 24, "ood['far']": 12}
-
-
-# --- stopped and resumed ---------------------------------------------------------------------------------------------
 
 
 STOPS = (  # in chronological order
@@ -246,9 +260,6 @@ def test_a_finished_search_is_read_back_and_its_folder_is_for_it_and_one_worker(
         run(folder, id=batches(248, size=124, seed=9))
     with locked(folder, "run"), pytest.raises(StorageError, match="another"):
         run(folder)
-
-
-# --- bad input ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -59,5 +59,6 @@ def test_the_table_has_all_rows_and_says_what_became_of_those_without_numbers() 
     assert "| dear | 4.00× | – |" in text
     assert "x: stopped early (why)." in text
     assert found.why in text
+    assert found.figure().startswith("<svg ")
     plan = SearchResult(found.rows[3:], 1.3, "multiply_adds", SCORES, {})
     assert [column.title for column in plan.table().columns] == ["MAdds"]  # nothing else is known yet

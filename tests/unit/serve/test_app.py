@@ -31,9 +31,6 @@ def encoded(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-# --- /v1 -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -113,8 +110,6 @@ def test_texts_in_every_way(options: dict[str, Any], texts: list[Any]) -> None:
     found = [one["confidence"] for one in answer.json()["predictions"]]
     assert found == pytest.approx(expected.confidence.tolist(), abs=2e-4)
 
-
-# --- refusals --------------------------------------------------------------------------------------------------------
 
 BROKEN = {
     "not JSON": ({"content": b"{", "headers": JSON}, 400, "JSON"),
@@ -212,9 +207,6 @@ def test_a_mistake_of_ours_tells_nothing_but_a_number(monkeypatch: pytest.Monkey
     assert any("broken" in place for place in failure["where"])
 
 
-# --- the key ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_key_is_asked_for_everywhere_but_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY, "correct horse")
 
@@ -239,9 +231,6 @@ def test_settings_are_checked_and_the_key_is_not_shown() -> None:
         with pytest.raises(ConfigError, match=r"key|max_queue|name is"):
             ServeSettings(**change)  # type: ignore[arg-type]
     assert "correct horse" not in repr(ServeSettings(api_key="correct horse"))
-
-
-# --- what the server reports -----------------------------------------------------------------------------------------
 
 
 def test_metrics_count_outcomes_scores_batches_and_refusals() -> None:

@@ -42,9 +42,6 @@ def same(found: dict[str, Any], wanted: dict[str, Any], rows: Any = slice(None))
         np.testing.assert_allclose(np.asarray(found[name])[rows], array, rtol=1e-5, atol=step, err_msg=name)
 
 
-# --- batches --------------------------------------------------------------------------------------------------------
-
-
 def test_images_however_they_are_given(tmp_path: Path) -> None:
     one, images = served("image"), pictures(5)
     images[4].save(tmp_path / "4.png")
@@ -209,9 +206,6 @@ def test_datasets_map_takes_it(tmp_path: Path) -> None:
         found, wanted = scored(), columns(model.predict(images))
         same(found.with_format("numpy", columns=list(wanted))[:], wanted)
         assert found["id"][:] == list(range(5))
-
-
-# --- archives -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -125,9 +125,6 @@ def test_side_by_side_is_one_by_one(seed: Seed) -> None:
             torch.testing.assert_close(one.state_dict()[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-# --- losses in gates and weights --------------------------------------------------------------------------------------
-
-
 def gated_problem() -> tuple[he.Ensemble, list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
     model: he.Ensemble = he.convert(timm_model("vit_base_patch16_224")).double()
     with torch.no_grad():
@@ -197,9 +194,6 @@ def test_traces_of_heads_are_those_of_the_hessian() -> None:
     scale = sum(blocks[i][j].square().sum() for i in (0, 1) for j in (0, 1)).sqrt().item()
     assert found.weights == 8
     assert found.traces.item() == pytest.approx(sum(traces).item(), abs=0.2 * scale)
-
-
-# --- stored studies, the command ----------------------------------------------------------------------------
 
 
 def test_seeds_are_read_from_stored_studies() -> None:

@@ -176,9 +176,6 @@ def test_members_in_turn_are_the_one_model_whose_cost_is_measured(finished: Fini
     torch.testing.assert_close(row.asked(seed, held).member_logits, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
-# --- captions and training ---------------------------------------------------------------------------------
-
-
 def small_dual(seed: int = 0) -> he.DualEncoder:
     squashed = ImagePreprocessing((SIZE, SIZE), MEAN, STD, resize_mode="squash")
     image = small(classes=0, width=24, heads=4, head_dim=6, mlp_width=32)
@@ -265,6 +262,3 @@ def test_a_trained_dual_knows_names() -> None:
     pruned = he.prune(dual, [(0, 0, "image"), (1, 2, "text")])
     member = train_dual(pruned, tune, pairs_of(pruned, data, 12, views=1))
     assert torch.equal(member.projections.image.weight, dual.projections.image.weight)
-
-
-# --- a user's own models -----------------------------------------------------------------------------------

@@ -132,8 +132,6 @@ def test_validation_leaves_every_part_in_its_mode(kind):
     assert {name: module.training for name, module in learner.model.named_modules()} == before
 
 
-# --- data order ------------------------------------------------------------------------------------------------------
-
 TWICE = replace(RECIPE, epochs=2)
 
 
@@ -159,9 +157,6 @@ def test_what_was_set_before_makes_no_difference_and_is_put_back():
         begin_epoch(source, 3, 4)
         assert (source.epoch, source.stream) == (3, 4)
     assert (source.epoch, source.stream) == (5, 11)
-
-
-# --- resuming --------------------------------------------------------------------------------------------------------
 
 
 class Deadly(Stopping):
