@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 import hydra_ensembles as he
@@ -110,15 +110,6 @@ def test_held_out_data_that_are_trained_on(case: str) -> None:
             read_data(0, cases.image_model(), train, **sets, ood=None)
     with pytest.warns(HydraWarning, match=f"{shared} samples of validation"):
         he.finetune(MODEL, train, cases.recipe(steps=1), held_out, progress=False)
-
-
-def test_parts_that_samplers_choose_and_what_others_call_imgs_are_not_taken_for_the_same() -> None:
-    data = Items()
-    first, other = (DataLoader(data, 4, sampler=SubsetRandomSampler(rows)) for rows in (range(8), range(8, 16)))
-    arrays = (DataLoader(Items(imgs=list(np.zeros((16, 2)))), 4) for _ in range(2))
-    with warnings.catch_warnings(action="error"):
-        for train, held_out in ((first, other), tuple(arrays)):
-            read_data(0, cases.image_model(), train, held_out, None, None)
 
 
 def test_members_that_are_equal() -> None:

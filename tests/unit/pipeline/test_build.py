@@ -1,7 +1,6 @@
 """The whole pipeline: what it makes, and what it refuses before it starts."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +10,6 @@ import torch
 from build_cases import HEADS, LAYERS, batches, image_model, recipe, same, samples, sets, text_model, text_sets
 
 import hydra_ensembles as he
-from architectures import VISION_CASES
 from architectures_clip import DUAL_CASES
 from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
@@ -94,16 +92,6 @@ def test_fine_tuning_is_what_the_parts_do_by_hand() -> None:
     assert expected.config == hydra.config
     assert same_state(expected, hydra)
     assert expected.metadata.calibration == hydra.metadata.calibration
-
-
-def test_a_models_own_library_is_fine_too_and_nothing_is_calibrated_where_nobody_asks_for_it() -> None:
-    case = VISION_CASES[0]  # of timm
-    data = [(case.inputs()["pixel_values"], torch.arange(3))] * 2
-    settings = he.HydraConfig(prune=2, shared_layers=0, members=2, strategy="random")
-    hydra = he.build(case.build(), settings, validation=data, progress=False)
-    assert same(hydra, he.build(he.convert(case.build()), settings, validation=data, progress=False))
-    bare = he.build(case.build(), replace(settings, calibrate=False), progress=False)
-    assert bare.metadata.calibration is None
 
 
 def test_a_circuit_that_repeats_a_member_goes_on_for_another_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,14 @@ def test_one_evaluation_without_sets_makes_a_report_and_several_runs_show_a_spre
     assert all(words in text for words in (" ± ", "of the first run of each method", "vs B"))
 
 
+def test_both_thresholds_and_what_they_decline_are_said(render):
+    single, _, hydra = methods()
+    both = replace(hydra.selective, sure=0.95, familiarity="knn", familiarity_threshold=12.5, familiar=0.9)
+    page = render([single, replace(hydra, selective=both)])
+    assert "thresholds (msp ≤ 0.5, knn ≤ 12.5) Hydra answers" in page
+    assert "(95.0&nbsp;% are sure enough, 90.0&nbsp;% are familiar enough)" in page
+
+
 def test_a_change_within_the_interval_or_without_one_has_no_colour(render):
     """Also not if the baseline's own value may be chance."""
     single, hydra = (evaluation(name, seed=seed, ood=False, bootstrap=50) for name, seed in (("Single", 1), ("H", 2)))
