@@ -4,7 +4,6 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -39,16 +38,12 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(mome
     assert {one.name for one in tmp_path.iterdir()} == {"file", ".other.0123.tmp"}
 
 
-def enter(folder: Path, **settings: Any) -> None:
-    files.locked(folder, "build", **settings).__enter__()
-
-
 def test_the_second_worker_is_told_and_the_lock_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "a/b"
     with files.locked(folder, "build"), files.locked(tmp_path, "build"), files.locked(folder, "run", file="a"):
         for file in (None, "a"):
             with pytest.raises(StorageError, match=f"another build is using .*process {os.getpid()}"):
-                enter(folder, file=file)
+                files.locked(folder, "build", file=file).__enter__()
         assert {path.name for path in folder.iterdir()} == {".lock", ".a.lock"}
     with pytest.raises(KeyboardInterrupt), files.locked(folder, "build", wait=True):
         raise KeyboardInterrupt

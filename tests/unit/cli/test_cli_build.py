@@ -160,6 +160,13 @@ def test_a_search_leaves_a_choice_that_other_commands_take_and_settings_that_rea
     assert (printed["choice"], (folder / "search.json").stat().st_mtime_ns) == (found.choice, before)
 
 
+def test_a_plan_writes_nothing_and_without_ood_data_some_are_made_and_called_so(flags, tmp_path) -> None:
+    place = flags.index("--ood")
+    given = [*flags[:place], "--ood", "synthetic", *flags[place + 2 :], "--output", tmp_path / "new"]
+    assert json.loads(succeed("search", *given, "--dry-run", "--json"))["samples"].keys() == {"ID", "synthetic"}
+    assert not (tmp_path / "new").exists()
+
+
 def test_bad_candidates_and_data_given_twice_are_refused(flags, world, tmp_path) -> None:
     place = tmp_path / "bad.yaml"
     for content, token in (("- {trunk: 3}", "trunk"), ("a: 1", "list")):

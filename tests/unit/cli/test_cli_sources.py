@@ -74,6 +74,20 @@ def test_models_that_cannot_be_had(world, monkeypatch, arguments, says):
     assert says in fail("info", *(argument.format(world=world) for argument in arguments))
 
 
+@pytest.mark.parametrize(
+    ("kind", "model", "says"),
+    [
+        ("bert", "BertModel", "AutoModelFor"),
+        ("clip", "CLIPModel", "he.zero_shot("),
+        ("gpt2", "GPT2ForSequenceClassification", "a decoder"),
+    ],
+)
+def test_folders_that_are_no_classifier(tmp_path, kind, model, says):
+    towers = {"text_config": {}, "vision_config": {}} if kind == "clip" else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [model], **towers}))
+    assert says in fail("info", tmp_path)
+
+
 def test_a_split_is_written_behind_a_path(tmp_path):
     for split, seed in (("train", 1), ("test", 2)):
         save_images(tmp_path / "data" / split, 2, seed)

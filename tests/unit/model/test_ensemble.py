@@ -124,11 +124,6 @@ def stepped(kind: Any, one: he.Ensemble) -> None:
     kind(one.parameters(), lr=0.1).step()
 
 
-def rows_swapped(one: he.Ensemble) -> None:
-    weight = one.readout.classifier.weight  # type: ignore[union-attr]
-    weight.data = weight.data.flip(1)
-
-
 EDITS: dict[str, Callable[[Any], object]] = {
     "a step": partial(stepped, torch.optim.AdamW),
     "in place": scaled,
@@ -139,7 +134,7 @@ EDITS: dict[str, Callable[[Any], object]] = {
 }
 UNCOUNTED: dict[str, Callable[[Any], object]] = {  # detected only where all weights are read
     "through data": through_data,
-    "rows swapped": rows_swapped,
+    "rows swapped": lambda one: setattr(w := one.readout.classifier.weight, "data", w.data.flip(1)),
     "a fused step": partial(stepped, partial(torch.optim.SGD, fused=True)),
 }
 READING: dict[str, Callable[[Any, Path], object]] = {
@@ -229,15 +224,10 @@ def test_what_another_preprocessing_was_measured_with_is_dropped() -> None:
     assert (other.metadata.calibration, ours.metadata.calibration is not None) == (None, True)
 
 
-def read_back(one: he.Ensemble, folder: Path) -> Any:
-    one.save_pretrained(folder)
-    return he.load(folder)
-
-
 @pytest.mark.parametrize(
     ("made", "deed"),
     [
-        (read_back, "saved"),
+        (lambda one, folder: (one.save_pretrained(folder), he.load(folder))[1], "saved"),
         (lambda one, _: copy.deepcopy(one), "copied"),
         (lambda one, _: pickle.loads(pickle.dumps(one)), "copied"),
         (lambda one, _: one.member(0), "taken apart"),

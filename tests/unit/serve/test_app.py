@@ -111,6 +111,7 @@ def test_texts_in_every_way(options: dict[str, Any], texts: list[Any]) -> None:
     assert found == pytest.approx(expected.confidence.tolist(), abs=2e-4)
 
 
+FIELD = b'--q\r\nContent-Disposition: form-data; name="text"\r\n\r\na\r\n'
 BROKEN = {
     "not JSON": ({"content": b"{", "headers": JSON}, 400, "JSON"),
     "deep JSON": ({"content": b"[" * 100_000, "headers": JSON}, 400, "JSON"),
@@ -122,14 +123,7 @@ BROKEN = {
     "a text": ({"json": {"text": "hello"}}, 400, "reads images"),
     "both": ({"json": {"text": "hello", "image": encoded(picture())}}, 400, "one kind"),
     "another type": ({"content": b"x", "headers": typed("application/x-pickle")}, 415, "application/json"),
-    "a form without an end": (
-        {
-            "content": b'--q\r\nContent-Disposition: form-data; name="text"\r\n\r\na\r\n' * 2,
-            "headers": typed("multipart/form-data; boundary=q"),
-        },
-        400,
-        "cut off",
-    ),
+    "a form cut off": ({"content": FIELD * 2, "headers": typed("multipart/form-data; boundary=q")}, 400, "cut off"),
     "compressed": ({"content": b"x", "headers": {"Content-Encoding": "gzip", **JSON}}, 415, "compressed"),
     "a length of 5000 digits": ({"content": b"x", "headers": {"Content-Length": "9" * 5000, **JSON}}, 413, "200000"),
     "a form that escapes Latin-1": ({"content": b"text=w%F6rld", "headers": FORM}, 400, "UTF-8"),

@@ -34,13 +34,10 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seed]:
     return made
 
 
-def cases() -> list[tuple[str, str]]:
-    return [
-        (IMAGES if "image" in row.kinds else SCRATCH, name) for name, row in BASELINES.items() if row.like is None
-    ] + [(SCRATCH, MIMO)]
+TUNED = [(IMAGES if "image" in row.kinds else SCRATCH, name) for name, row in BASELINES.items() if row.like is None]
 
 
-@pytest.mark.parametrize(("name", "row"), cases())
+@pytest.mark.parametrize(("name", "row"), [*TUNED, (SCRATCH, MIMO)])
 def test_every_setting_of_a_baseline_trains_and_answers(
     seeds: dict[str, Seed], name: str, row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
