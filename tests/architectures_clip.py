@@ -221,10 +221,7 @@ _META_TEXT = {**_TEXT, "eos_token_id": 2}  # as in the released checkpoints
 _SIGLIP = "SiglipForImageClassification"
 TOWER_VARIANTS: list[ArchitectureCase] = [  # variants of architectures in the cases above
     vision_case("clip-meta-image", "MetaClip2VisionModel", _IMAGE, _POOLED),
-    text_case(
-        *("clip-meta-text", "MetaClip2TextModel", _META_TEXT, _POOLED),
-        inputs=partial(texts, 2, 1, mask=True),
-    ),
+    text_case(*("clip-meta-text", "MetaClip2TextModel", _META_TEXT, _POOLED), inputs=partial(texts, 2, 1, mask=True)),
     vision_case("clip-siglip-image", "SiglipVisionModel", SIGLIP_IMAGE, _POOLED),
     vision_case("clip-siglip-classifier", _SIGLIP, SIGLIP_CLASSIFIER, resize=False, sizes=()),
 ]

@@ -18,7 +18,7 @@ gc.set_threshold(20_000, 50, 50)  # imports create many long-lived objects: full
 TOGETHER = {name: name for name in ("contract", "circuit", "cli", "studies")}  # their files share slow fixtures;
 TOGETHER |= dict.fromkeys(("convert", "model"), "contract")  # these folders share models and libraries with contract
 FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # slow: first, so that no worker ends with one
-FIRST |= {"test_public_names", "test_checkpoint_saving", "test_every_function", "test_attack_deeds"}  # slow files, too
+FIRST |= {"test_public_names", "test_checkpoint_saving", "test_every_function", "test_attack_deeds", "test_export"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

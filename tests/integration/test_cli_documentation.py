@@ -27,7 +27,7 @@ def commands() -> list[list[str]]:
 
 
 def adapted(command: list[str]) -> list[str]:
-    """The command for the small model, without progress bars, with the circuit method fastest for few heads."""
+    """The command for the small model, without progress bars, with few samples and the method fastest for them."""
     if VIT[0] in command:
         options = [f"--model-option={name}={value}" for name, value in cases.VIT_OPTIONS.items()]
         command = [VIT[1] if part == VIT[0] else part for part in command] + options
@@ -35,7 +35,7 @@ def adapted(command: list[str]) -> list[str]:
     more = {"build": quiet, "evaluate": quiet, "atlas": quiet, "score": ["--no-progress"], "bench": ["--repeats", "1"]}
     more["search"] = [*quiet, "--price=multiply_adds"]
     if "run/config.yaml" not in command:  # which sets it
-        more["build"] = [*quiet, "--method=naive"]
+        more["build"] = [*quiet, "--method=naive", *(["--limit=14"] if "--ood" in command else [])]
     return [*command, *more.get(command[0], [])]
 
 

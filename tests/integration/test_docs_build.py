@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import hydra_ensembles as package
-from chromium import Tab
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [  # every package with a public list
@@ -68,38 +67,3 @@ def test_pages_fetch_nothing(site: Path) -> None:
             r'<link[^>]*rel="?(?:stylesheet|preload|preconnect)[^>]*href="?(http[^"\s>]+)', page.read_text()
         )
         assert not loaded + styles, page.name
-
-
-def test_pages_show_the_code_of_every_example() -> None:
-    """In the page itself, so that a git host shows it too; tests of tables check that it equals the script."""
-    pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
-    assert "--8<--" not in pages
-    for script in (ROOT / "examples").glob("*.py"):
-        if script.name != "train_demo_backbone.py":
-            assert f"<!-- code: examples/{script.name} " in pages, script.name
-            assert f"](../../examples/{script.name})" in pages or f"`python examples/{script.name}`" in pages, (
-                script.name
-            )
-
-
-OVERFLOWS = """(() => {
-  const scrolls = (one) => ["auto", "scroll", "hidden"].includes(getComputedStyle(one).overflowX);
-  const clipped = (one) => one.tagName !== "BODY" && (scrolls(one) || clipped(one.parentElement));
-  const wide = [...document.querySelectorAll("article *")].filter((one) => {
-    const box = one.getBoundingClientRect();
-    return box.width > 0 && box.right > innerWidth + 1 && !clipped(one.parentElement);
-  });
-  const broken = [...document.images].filter((one) => one.complete && one.naturalWidth === 0);
-  return [...wide.map((one) => one.outerHTML.slice(0, 80)), ...broken.map((one) => one.src)];
-})()"""
-
-
-@pytest.mark.slow  # a hundred pages in a browser
-@pytest.mark.parametrize("width", [390, 1280])
-def test_pages_fit_a_phone_and_a_desk(site: Path, width: int, tab: Tab) -> None:
-    for page in sorted(site.rglob("*.html")):
-        if page.name != "404.html":  # its links are absolute
-            tab.open(page.as_uri(), width)
-            assert tab.run("document.documentElement.scrollWidth") <= width, page.name
-            assert tab.run(OVERFLOWS) == [], page.name
-    assert not tab.complaints

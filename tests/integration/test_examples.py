@@ -27,9 +27,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED if name 
 
 
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
-def test_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_example(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """In an empty folder; warnings are errors, as in all tests."""
     pattern, faster = EXPECTED[name]
     monkeypatch.chdir(tmp_path)

@@ -64,10 +64,6 @@ def process(*command: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
         child.communicate()
 
 
-def images(count: int) -> dict[str, list[str]]:
-    return {"images": [base64.b64encode(picture(seed)).decode() for seed in range(count)]}
-
-
 def test_a_socket_is_for_one_user_and_goes_with_the_server_when_all_is_answered(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +76,8 @@ def test_a_socket_is_for_one_user_and_goes_with_the_server_when_all_is_answered(
         fail("serve", folder, "--uds", place)  # a second server does not take it over
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(place)), timeout=LIMIT) as client:
             assert client.get("http://here/v2/health/ready").status_code == 200
-            answer = client.post("http://here/v1/predict", json=images(4))  # one row runs, three wait
+            images = [base64.b64encode(picture(seed)).decode() for seed in range(4)]  # one row runs, three wait
+            answer = client.post("http://here/v1/predict", json={"images": images})
         output, errors = child.communicate(timeout=LIMIT)
     assert answer.status_code == 200
     expected = served("image").predict([opened(picture(seed)) for seed in range(4)])

@@ -10,8 +10,7 @@ from studies.sets import CIFAR10_CLASSES, overlapping, suite
 
 def test_a_known_image_and_the_papers_sst2_split() -> None:
     cifar = load(shared("data/images/cifar10"), "test")
-    assert cifar.class_names == CIFAR10_CLASSES
-    assert np.bincount(cifar.labels).tolist() == [1000] * 10
+    assert (cifar.class_names, np.bincount(cifar.labels).tolist()) == (CIFAR10_CLASSES, [1000] * 10)
     assert cifar[0][0].size == (32, 32)
     sst2, chosen = load(shared("data/text/sst2"), "train"), suite("sst2")
     assert sst2[0] == ("hide new secretions from the parental units", 0)
@@ -47,8 +46,7 @@ PREPARED = ("images/cars", "images/cub200", "images/flowers102")  # from `python
 def test_suites(name: str, id_count: int, circuit_count: int, near: list[int], far: list[int]) -> None:
     root, chosen = shared("data"), suite(name)
     loaded = chosen.load(root)
-    assert len(chosen.id.load(root)) == id_count
-    assert len(chosen.circuit_ood.load(root)) == circuit_count
+    assert (len(chosen.id.load(root)), len(chosen.circuit_ood.load(root))) == (id_count, circuit_count)
     assert [len(data) for data in loaded["near"].values()] == near
     assert [len(data) for data in loaded["far"].values()] == far
     for data in (*loaded["near"].values(), *loaded["far"].values()):

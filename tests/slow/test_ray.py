@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,7 +109,8 @@ def address(tmp_path_factory: pytest.TempPathFactory, order: Path) -> Iterator[s
         runtime_env={"env_vars": variables, "worker_process_setup_hook": mortal},
         log_to_driver=False,
     )
-    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     with pytest.MonkeyPatch.context() as here:
         here.setenv(API_KEY, "correct horse")  # only in this process, not in the cluster's
@@ -118,13 +120,6 @@ def address(tmp_path_factory: pytest.TempPathFactory, order: Path) -> Iterator[s
     serve.shutdown()
     ray.shutdown()
     patch.undo()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as place:
-        return int(place.getsockname()[1])
 
 
 def replicas() -> list[str]:

@@ -15,7 +15,7 @@ import hydra_ensembles as he
 from hydra_ensembles.arguments import Checked, Range, checked
 from hydra_ensembles.data.batching import TrainTransform
 from hydra_ensembles.demo import DemoSettings
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import ConfigError
 from unit.pipeline.build_cases import recipe
 
 
@@ -46,25 +46,6 @@ def made(
 def test_a_call_that_does_not_fit_names_the_function_and_what_may_be_meant(call: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         call(torch.zeros(2))
-
-
-def test_what_was_given_is_said_without_its_numbers() -> None:
-    x = torch.zeros(2, 3)
-    for given, words in (
-        ([(x, x)], "a list of 1, the first a tuple"),
-        (x, r"a Tensor \[2, 3\]"),
-        (he.data.suite("paper-sst2"), r"Suite.* \(Suite\)"),
-    ):
-        with pytest.raises(
-            DataError, match=rf'ood of made must be a mapping \({{"name": \.\.\.}}\) or None, got {words}$'
-        ):
-            made(x, given)  # type: ignore[arg-type]
-
-
-def test_values_beyond_the_range_or_of_another_type_are_refused() -> None:
-    for wrong in (1, 10, 2.5, "3", True):
-        with pytest.raises(ConfigError, match=r"Settings\.members"):
-            Settings(wrong)  # type: ignore[arg-type]
 
 
 GOOD: dict[Any, dict[str, Any]] = {

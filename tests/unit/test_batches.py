@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from hydra_ensembles.batches import epoch_of, iterate, move, read_batch, require_labels
+from hydra_ensembles.batches import epoch_of, iterate, read_batch, require_labels
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.fingerprints import source_fingerprint
@@ -31,13 +30,6 @@ def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
             read_batch((X, one))
     with pytest.raises(DataError, match=r"val must be batches: .*\[batch\].* got dict"):
         list(iterate({"pixel_values": X, "labels": Y}, "val"))
-
-
-def test_only_copies_towards_the_gpu_are_not_waited_for() -> None:
-    for device, waits in (("cuda:1", False), ("cpu", True), ("mps", True)):
-        tensor = Mock(spec=Tensor)
-        move({"pixel_values": tensor}, torch.device(device))
-        assert tensor.to.call_args.kwargs == {"non_blocking": not waits}
 
 
 def test_what_is_named_like_an_input_is_read_or_refused_and_texts_are_left_out() -> None:

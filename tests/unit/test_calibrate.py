@@ -14,13 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from checkpoint_models import labelled
-from hydra_ensembles.calibrate import (
-    COLDEST,
-    HOTTEST,
-    calibrate,
-    fit_calibration,
-    warn_of_exchanged_classes,
-)
+from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, fit_calibration, warn_of_exchanged_classes
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.heads.masking import masked

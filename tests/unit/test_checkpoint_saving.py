@@ -175,9 +175,7 @@ def test_a_save_cut_short_anywhere_leaves_one_model_whole_and_the_next_one_tidie
 
 @pytest.mark.parametrize("step", ["_read_record", "_name_of", "require_fit"])
 @pytest.mark.parametrize("back", [False, True])
-def test_a_reader_overtaken_by_a_save_gets_one_model_whole(
-    step: str, back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_overtaken_by_a_save_gets_one_model_whole(step: str, back: bool, tmp_path: Path, monkeypatch) -> None:
     one, other = ensemble(single()), ensemble(single()).with_metadata(labels=("x", "y", "z"))
     other.load_state_dict({name: tensor + 1 for name, tensor in one.state_dict().items()})
     one.save_pretrained(tmp_path)

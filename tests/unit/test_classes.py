@@ -116,8 +116,7 @@ STILL = he.Recipe(learning_rate=1e-12, steps=1, train_groups=("attention", "mlp"
 
 def test_validation_is_numbered_as_train(model: he.Ensemble, whole: ImageDataset, part: ImageDataset) -> None:
     tuned = he.finetune(model, given(whole), STILL, given(part), progress=False)
-    assert tuned.metadata.labels == NAMES
-    assert tuned.metadata.metrics["validation/accuracy"] == 1.0
+    assert (tuned.metadata.labels, tuned.metadata.metrics["validation/accuracy"]) == (NAMES, 1.0)
     with pytest.raises(DataError, match=r"class 1 of validation is 'pos', which train has as class 2.*with_classes"):
         he.finetune(model, given(whole), STILL, foreign(part), progress=False)
     with pytest.raises(DataError, match="train has 2 classes"):  # would train pos as class 1

@@ -16,14 +16,13 @@ from architectures_clip import DUAL_CASES
 from checkpoint_models import ensemble, hydra, labelled, ragged, single, text
 from hydra_ensembles._distributed import check_unsharded
 from hydra_ensembles.calibrate import _fitted_on_a_half
-from hydra_ensembles.errors import ConfigError, DataError, HydraWarning, TooFewSamplesError
+from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.familiarity import Answered, Reservoir, fit_familiarity
 from hydra_ensembles.metrics.conformal import conformal_threshold
 from hydra_ensembles.metrics.distance import BY_CLASS, FAMILIARITY_NAMES
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
-from hydra_ensembles.pipeline import chain
 from processes import by_two_ranks
 from zero_shot_models import NAMES, dual_of
 
@@ -43,8 +42,6 @@ def features_of(one: Ensemble, inputs: Tensor) -> Tensor:
     with torch.no_grad():
         return one.features_and_logits(inputs)[0].double()
 
-
-# --- the definitions ------------------------------------------------------------------------------------------------
 
 RAGGED, NEW = ragged(), joined(labelled(ragged(), 40, seed=1, shift=1.0))[0]
 
@@ -96,9 +93,6 @@ def test_pytorch_ood_agrees(name) -> None:
             torch.set_default_dtype(torch.float32)
         scores = ours.unfamiliarity.member_scores[0, member].double()
         torch.testing.assert_close(scores, theirs.double(), rtol=1e-3, atol=1e-6)
-
-
-# --- the life cycle of a model ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [single(), hydra(), text()], ids=["one member", "two tokens, a trunk", "text"])
@@ -157,9 +151,6 @@ def test_foreign_inputs_are_unfamiliar_and_p_values_of_familiar_ones_uniform() -
     for level in (0.05, 0.2, 0.5):
         assert (fresh.familiarity <= level).double().mean() == pytest.approx(level, abs=0.06)
     assert foreign.familiarity.mean() < 0.2
-
-
-# --- two reasons ----------------------------------------------------------------------------------------------------
 
 
 def test_both_thresholds_promise_their_share() -> None:
@@ -231,21 +222,6 @@ def test_a_build_fits_both(tmp_path) -> None:
     assert Ensemble.from_pretrained(tmp_path / "ensemble").metadata == built.metadata
 
 
-def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone() -> None:
-    one, auto, named = model(CONFIG), he.HydraConfig(), he.HydraConfig(familiarity="mahalanobis")
-    good, fresh = labelled(CONFIG, 60), labelled(CONFIG, 60, seed=1)
-    assert chain._familiar(one, auto, good, fresh).metadata.familiarity is not None
-    assert chain._familiar(one, auto, good, good) is one  # calibration fits on half of them
-    assert chain._familiar(one, auto, good[:1], fresh).metadata.familiarity is not None
-    few = [(inputs[:1], labels[:1]) for inputs, labels in good[:1]]
-    assert chain._familiar(one, auto, few, fresh) is one
-    with pytest.raises(TooFewSamplesError, match="have no samples"):
-        chain._familiar(one, named, few, fresh)
-    broken = [(torch.full_like(inputs, 3e38), labels) for inputs, labels in good]
-    with pytest.raises(DataError, match="finite"):
-        chain._familiar(one, auto, broken, fresh)
-
-
 def test_calibrate_without_familiarity_or_with_another() -> None:
     one, data = model(CONFIG), labelled(CONFIG, 200)
     assert he.calibrate(one, data, familiarity=None).metadata.familiarity is None
@@ -260,22 +236,16 @@ def test_calibrate_without_familiarity_or_with_another() -> None:
         he.calibrate(one, data[:1], familiarity="mahalanobis")
 
 
-# --- few and bad data -----------------------------------------------------------------------------------------------
-
-
-def numbered(first: int, count: int) -> Answered:
-    """Samples whose features, logits and label all equal one number."""
-    labels = torch.arange(first, first + count)
-    return Answered(labels.float().expand(2, 1, -1).mT.clone(), labels.float().expand(2, 3, -1).mT.clone(), labels)
-
-
 def test_memory_is_bounded_and_draws_are_even() -> None:
-    kept, left = Reservoir(50, np.random.default_rng(0)), []
-    for start in range(0, 1000, 100):
-        left += kept.offer(numbered(start, 100)).labels.tolist()
+    kept, labels = Reservoir(50, np.random.default_rng(0)), torch.arange(1000)
+    every = Answered(labels.float().view(1, -1, 1), labels.float().view(1, -1, 1), labels)
+    left = [
+        row
+        for start in range(0, 1000, 100)
+        for row in kept.offer(every.pick(labels[start : start + 100])).labels.tolist()
+    ]
     rows = kept.samples().labels
     assert sorted([*rows.tolist(), *left]) == list(range(1000))  # none lost or doubled
-    assert len(rows) == 50
     assert torch.equal(kept.samples().features[0, :, 0].long(), rows)
     assert 350 < rows.double().mean() < 650
     fitted = fit_familiarity(model(CONFIG), labelled(CONFIG, 90), "knn", held_out=0.0, stored=40)

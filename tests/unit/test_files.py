@@ -4,7 +4,6 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,9 +22,7 @@ def test_what_the_disk_refuses_is_an_error_of_ours(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(moment: str, tmp_path, monkeypatch) -> None:
     path, act = tmp_path / "file", getattr(os, moment)
     for name in (".file.0123.tmp", ".other.0123.tmp"):
         (tmp_path / name).write_bytes(b"half of it")
@@ -41,23 +38,12 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
     assert {one.name for one in tmp_path.iterdir()} == {"file", ".other.0123.tmp"}
 
 
-def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")  # like a device, it must not be replaced
-    with pytest.raises(StorageError, match="not a plain file"):
-        files.write_atomically(tmp_path / "pipe", b"content")
-    assert (tmp_path / "pipe").is_fifo()
-
-
-def enter(folder: Path, **settings: Any) -> None:
-    files.locked(folder, "build", **settings).__enter__()
-
-
 def test_the_second_worker_is_told_and_the_lock_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "a/b"
     with files.locked(folder, "build"), files.locked(tmp_path, "build"), files.locked(folder, "run", file="a"):
         for file in (None, "a"):
             with pytest.raises(StorageError, match=f"another build is using .*process {os.getpid()}"):
-                enter(folder, file=file)
+                files.locked(folder, "build", file=file).__enter__()
         assert {path.name for path in folder.iterdir()} == {".lock", ".a.lock"}
     with pytest.raises(KeyboardInterrupt), files.locked(folder, "build", wait=True):
         raise KeyboardInterrupt
@@ -110,12 +96,7 @@ def test_those_who_wait_come_one_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "token"),
-    [
-        (b"{", "not valid JSON"),
-        (b"[" * 100_000, "too deeply"),
-        (b'{"a": 1, "a": 2}', "twice"),
-        (b'{"a": NaN}', "NaN"),
-    ],
+    [(b"{", "not valid JSON"), (b"[" * 100_000, "too deeply"), (b'{"a": 1, "a": 2}', "twice"), (b'{"a": NaN}', "NaN")],
 )
 def test_text_that_is_not_strictly_json(content: bytes, token: str) -> None:
     with pytest.raises(CheckpointError, match=token):

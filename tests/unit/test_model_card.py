@@ -23,30 +23,24 @@ def test_the_hub_can_read_every_card() -> None:
     assert {card.library_name for card in cards.values()} == {"hydra_ensembles"}
     for name, task in (("single", "image-"), ("text", "text-"), ("map_pooled", "image-feature-extraction")):
         assert cards[name].pipeline_tag.startswith(task)
+    dual = he.convert(open_clip_model())
+    card = dual_model_card("clip", dual.config, dual.image.metadata, dual.text.metadata, dual.state_dict())
+    assert ModelCard(card).data.pipeline_tag == "zero-shot-image-classification"
+    assert all(f"| parameters | {one.describe().parameters:,} (float32) |" in card for one in (dual.image, dual.text))
 
 
-def test_the_card_tells_what_was_pruned_and_shared() -> None:
-    card = card_of(ensemble(hydra()))
-    pruned = "14 of 36 heads", "| 2 | 1 (without 0, 1, 2) | 0 (without 0, 1, 2, 3) | 4 |"
-    shared = "| shared by the members | stem, mlp |", "first 1 of 3 layers"
-    for fact in (*pruned, *shared, f"| {ensemble(hydra()).describe().parameters:,} (float32) |"):
-        assert fact in card
-    assert "Nothing was pruned" in card_of(ensemble(single()))
-
-
-def test_the_card_names_every_threshold_and_what_all_of_them_accept() -> None:
-    plain, data = ensemble(single(), metadata=Metadata()), labelled(single())
-    one = he.calibrate(plain, data, temperature=False, familiarity=None)
-    rule = f"`msp` is above {one.metadata.calibration.threshold:.4g} (unsure)"
-    assert f"{rule}. This accepts 95 %" in card_of(one)
-    both = he.calibrate(plain, data, temperature=False)
-    found, card = both.metadata.familiarity, card_of(both)
-    assert rule in card
-    assert f"`mahalanobis` of the features is above {found.settings.threshold:.4g} (unfamiliar)" in card
+def test_the_card_names_heads_thresholds_and_what_all_of_them_accept() -> None:
+    fused = card_of(ensemble(hydra()))
+    for fact in ("14 of 36 heads", "| 2 | 1 (without 0, 1, 2) | 0 (without 0, 1, 2, 3) | 4 |", "first 1 of 3 layers"):
+        assert fact in fused
+    plain = ensemble(single(), metadata=Metadata())
+    both = he.calibrate(plain, labelled(single()), temperature=False)
+    card, known = card_of(both), both.metadata
+    assert f"`msp` is above {known.calibration.threshold:.4g} (unsure)" in card
+    assert f"features is above {known.familiarity.settings.threshold:.4g} (unfamiliar)" in card
     assert "both together at least 90 %" in card
     assert "Abstain" not in card_of(plain.with_metadata(calibration=Calibration()))
-    card = card_of(plain.with_metadata(calibration=Calibration(threshold=ACCEPTS_ALL)))
-    assert "Every input is accepted" in card
+    assert "Every input is accepted" in card_of(plain.with_metadata(calibration=Calibration(threshold=ACCEPTS_ALL)))
 
 
 def test_the_code_on_the_card_loads_the_model(tmp_path: Path) -> None:
@@ -78,14 +72,3 @@ def test_text_from_outside_is_neither_layout_nor_html_nor_a_link() -> None:
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") == text.count("alert(1)") == 8
     for dangerous in ("<script", "<img", "](", "&lt;b"):
         assert dangerous not in text.replace("\\](", "")
-
-
-def test_a_dual_encoder_is_described_tower_by_tower() -> None:
-    dual = he.convert(open_clip_model())
-    card = dual_model_card("clip", dual.config, dual.image.metadata, dual.text.metadata, dual.state_dict())
-    assert ModelCard(card).data.pipeline_tag == "zero-shot-image-classification"
-    for tower, part in (("image", dual.image), ("text", dual.text)):
-        facts = card.split(f"## The {tower} tower")[1]
-        assert f"| parameters | {part.describe().parameters:,} (float32) |" in facts.split("## ")[0]
-        assert f"## Heads kept, {tower} tower" in card
-    assert "he.DualEncoder.from_pretrained('clip')" in card

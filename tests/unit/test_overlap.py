@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision.datasets import ImageFolder
 
 import hydra_ensembles as he
@@ -112,15 +112,6 @@ def test_held_out_data_that_are_trained_on(case: str) -> None:
         he.finetune(MODEL, train, cases.recipe(steps=1), held_out, progress=False)
 
 
-def test_parts_that_samplers_choose_and_what_others_call_imgs_are_not_taken_for_the_same() -> None:
-    data = Items()
-    first, other = (DataLoader(data, 4, sampler=SubsetRandomSampler(rows)) for rows in (range(8), range(8, 16)))
-    arrays = (DataLoader(Items(imgs=list(np.zeros((16, 2)))), 4) for _ in range(2))
-    with warnings.catch_warnings(action="error"):
-        for train, held_out in ((first, other), tuple(arrays)):
-            read_data(0, cases.image_model(), train, held_out, None, None)
-
-
 def test_members_that_are_equal() -> None:
     pruned = [he.prune(MODEL, [(0, 1)]), he.prune(MODEL, [(0, 2)]), he.prune(MODEL, [(0, 1)])]
     for join, token in ((he.fuse, "members 0 and 2"), (he.Ensemble.stack, r"members 0 and 2 given to Ensemble\.stack")):
@@ -149,9 +140,6 @@ def test_a_key_is_of_values_and_their_places() -> None:
     assert np.array_equal(overlap.sample_keys(many)[500:], overlap.sample_keys(many[500:].clone()))
 
 
-# --- recognising the data something was fitted on ---------------------------------------------------------------------
-
-
 def measured(one: he.Ensemble, data: list[Any], told: str = "", **sets: Any) -> he.Evaluation:
     """Evaluate; must warn with this text, or not at all."""
     with pytest.warns(HydraWarning, match=told) if told else warnings.catch_warnings(action="error"):
@@ -171,8 +159,7 @@ def calibrated() -> he.Ensemble:
 def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_path: Path) -> None:
     with pytest.warns(HydraWarning, match=BOTH) as caught:
         found = he.evaluate(calibrated, copied(FIT[::-1]), progress=False)
-    assert len(caught) == 1
-    assert found.reused == 1.0
+    assert (len(caught), found.reused) == (1, 1.0)
     half = measured(calibrated, [*FIT[:5], *FRESH[:5]], "calibration")
     assert 0.3 < half.reused < 0.7
     assert measured(calibrated, FRESH).reused == 0.0

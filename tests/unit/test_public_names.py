@@ -5,6 +5,7 @@ import functools
 import inspect
 import operator
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
@@ -19,6 +20,7 @@ from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import small
 from zero_shot_models import word_tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = [name for name in he.__all__ if name != "__version__"]
 SHOWN = ("baselines", "metrics")  # all of their functions and classes have an example
 ROOMS = {  # what README, how-tos and notebooks call first
@@ -73,3 +75,10 @@ def test_types_and_docstring_are_complete(name: str) -> None:
         untyped = [key for key, one in signature.parameters.items() if one.annotation is one.empty and key != "self"]
         assert not untyped, function
         assert signature.return_annotation is not signature.empty, function
+
+
+def test_extras_that_are_asked_for_are_there_under_the_name_that_pip_knows() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wheel = {re.sub(r"[-_.]+", "-", name).lower() for name in extras}  # older versions of pip accept only this form
+    code = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    assert {*extras, *re.findall(r'extra="([^"]+)"', code)} == wheel

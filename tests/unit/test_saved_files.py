@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import hydra_ensembles as he
-from hydra_ensembles import data
 from hydra_ensembles.errors import CheckpointError, DataError, HeadError, HydraError
 from hydra_ensembles.pipeline.search_result import YOURS, SearchResult, SearchRow
 from sample_evaluations import evaluation
@@ -25,20 +24,6 @@ SAVED: dict[str, tuple[Any, type[HydraError]]] = {
     "atlas": (he.atlas(cases.image_model(), cases.batches(), layers=[0], inputs=1, progress=False), DataError),
     "search": (SearchResult(ROWS, 1.3, "latency", ("all.auroc",), {"ID": 9}, choice=YOURS), CheckpointError),
 }
-
-
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "home").mkdir()
-    for kind, (saved, _) in SAVED.items():
-        saved.save(f"~/{kind}.json")
-        assert type(saved).load(f"~/{kind}.json") == saved
-    he.write_atlas("~/atlas.html", SAVED["atlas"][0])
-    he.write_report("~/report.html", [evaluation()])
-    Path("home/reviews.csv").write_text("text,label\ngood,yes\nbad,no\n")
-    assert len(data.load("~/reviews.csv")) == len(data.load("reviews.csv", root="~")) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 @pytest.mark.parametrize("kind", SAVED)

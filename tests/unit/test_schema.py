@@ -44,8 +44,7 @@ FULL = Drawing(Square(3), "blue", (4, 5), ((1,), (), (2, 3)), "a", True, {"x": 0
 
 def test_plain_data_is_json_and_comes_back() -> None:
     plain = to_plain(FULL)
-    assert plain["shape"] == {"kind": "square", "side": 3}
-    assert plain["points"] == [[1], [], [2, 3]]
+    assert (plain["shape"], plain["points"]) == ({"kind": "square", "side": 3}, [[1], [], [2, 3]])
     assert from_plain(Drawing, json.loads(json.dumps(plain)), complete=True) == FULL
 
 

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -10,36 +11,26 @@ from hydra_ensembles._utils import collect_warnings, evaluation_mode, free_memor
 from hydra_ensembles.errors import HydraWarning
 
 GB = 10**9
-GROUPS = "sys/fs/cgroup"
-HOST = {"proc/meminfo": f"MemTotal: {64 * GB // 1024} kB\nMemAvailable: {40 * GB // 1024} kB\nHugePages_Total: 0\n"}
-
-
-def limited(folder: str, limit: float | str, used: float, cached: float = 0) -> dict[str, str]:
-    """The files of a control group, in gigabytes."""
-    most = limit if isinstance(limit, str) else int(limit * GB)
-    files = {"memory.max": most, "memory.current": used * GB, "memory.stat": f"anon 5\ninactive_file {cached * GB}"}
-    return {f"{folder}/{name}": f"{text}\n" for name, text in files.items()}
-
-
-def host(groups: str, **files: str) -> dict[str, str]:
-    return {**HOST, "proc/self/cgroup": groups, **files}
+HOST = f"MemTotal: {64 * GB // 1024} kB\nMemAvailable: {40 * GB // 1024} kB\nHugePages_Total: 0\n"
 
 
 @pytest.mark.parametrize(
-    ("files", "gigabytes"),
+    ("groups", "limits", "gigabytes"),
     [
-        (HOST, 40),
-        (host("0::/\n", **limited(GROUPS, 8, 7, cached=4)), 5),
-        # the limit of the user around a job
-        (host("0::/user/job\n", **limited(f"{GROUPS}/user/job", "max", 1), **limited(f"{GROUPS}/user", 6, 2)), 4),
+        ("", {}, 40),
+        ("0::/\n", {"": (8 * GB, 7 * GB, 4 * GB)}, 5),  # limit, used, and cached
+        ("0::/user/job\n", {"user/job": ("max", GB, 0), "user": (6 * GB, 2 * GB, 0)}, 4),  # of the user around a job
     ],
 )
-def test_free_memory_is_what_limits_leave(tmp_path: Path, files: dict[str, str], gigabytes: int | None) -> None:
+def test_free_memory_is_what_limits_leave(tmp_path: Path, groups: str, limits: Any, gigabytes: int) -> None:
+    files = {"proc/meminfo": HOST} | ({"proc/self/cgroup": groups} if groups else {})
+    for group, (most, used, cached) in limits.items():
+        stat = {"max": most, "current": used, "stat": f"anon 5\ninactive_file {cached}"}
+        files |= {f"sys/fs/cgroup/{group}/memory.{name}": f"{text}\n" for name, text in stat.items()}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = free_memory(tmp_path)
-    assert (found if found is None else round(found / GB, 3)) == gigabytes
+    assert round((free_memory(tmp_path) or 0) / GB, 3) == gigabytes
 
 
 def test_who_leaves_evaluation_mode_last_puts_the_flags_back_also_after_an_error() -> None:

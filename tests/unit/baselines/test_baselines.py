@@ -67,9 +67,6 @@ def test_pruned_models_keep_their_heads_and_zero_shot_ones_their_text_side(name)
     assert he.retarget(found, ("boat", "cat"))(data[0][0]).shape == (found.num_members, 8, 2)
 
 
-# --- interruptions -------------------------------------------------------------------------------------------
-
-
 RESUMED = [
     (baselines.lora_ensemble, LoRA(members=2, rank=2), 6, {"rank": 1}),  # in the second member
     (*METHODS["lora"], 3, {"rank": 1}),
@@ -101,9 +98,6 @@ def test_a_stopped_run_goes_on_and_another_one_does_not(kind, make, settings, st
             run(replace(settings, **other), output=tmp_path)
 
 
-# --- views ---------------------------------------------------------------------------------------------------
-
-
 def test_the_two_views_answer_and_are_neither_saved_nor_calibrated_as_ensembles_are(tmp_path):
     """As docs/how-to/which_method.md says."""
     base = single()
@@ -118,8 +112,6 @@ def test_the_two_views_answer_and_are_neither_saved_nor_calibrated_as_ensembles_
             he.calibrate(view, [(inputs, labels)])
         assert he.fit_calibration(view(inputs), labels).calibration.temperature[0] > 0
 
-
-# --- refusals ------------------------------------------------------------------------------------------------
 
 TRAINED_BY = {
     LoRA: baselines.lora_ensemble,
@@ -191,8 +183,6 @@ def test_models_and_data_that_do_not_fit_are_refused(work, error, token):
         work()
 
 
-# --- on a GPU ------------------------------------------------------------------------------------------------
-
 NO_DROPOUT = replace(QUICK, dropout=None)
 
 
@@ -237,9 +227,6 @@ def test_classifiers_of_a_posterior_and_zero_shot_methods_on_a_gpu():
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
 
 
-# --- a caller's autocast ------------------------------------------------------------------------------------------
-
-
 def kept_of(found):
     """What to compare of a result: tensors, or a ranking."""
     if isinstance(found, he.HeadRanking):
@@ -271,8 +258,6 @@ def test_a_callers_autocast_changes_nothing_that_is_kept(make):
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
 
-
-# --- members that training leaves equal ---------------------------------------------------------------------------
 
 CALM = replace(ONE, dropout=None)
 

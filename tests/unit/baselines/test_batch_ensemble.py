@@ -22,10 +22,6 @@ ALL, NORMS = Sharing(stem=True, norms=True), Sharing(stem=True, attention=True, 
 RECIPE = Recipe(learning_rate=1.0, steps=1)
 
 
-def train(model, settings=SMALL, recipe=QUICK, **options):
-    return batch_ensemble(model, some(model), recipe, settings, progress=False, **options)
-
-
 def by_hand(base, scaled, member, inputs):
     """One member's logits with `y = ((x ∘ r) Wᵀ) ∘ s + b` written out, in layers with and without scales."""
     state, config = base.state_dict(), base.config
@@ -109,7 +105,7 @@ def test_multiplied_and_folded_scales_answer_as_scaled_layers(kind, settings, sh
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_moves_scales_shared_weights_and_own_biases(kind, tmp_path):
     base = single(kind)
-    found = train(base, replace(SMALL, last_layers=2))
+    found = batch_ensemble(base, some(base), QUICK, replace(SMALL, last_layers=2), progress=False)
     assert found.config.trunk == base.num_layers - 2
     first, second = (found.member(index).state_dict() for index in range(2))
     name = "encoder.layers.2.mlp.up.weight"

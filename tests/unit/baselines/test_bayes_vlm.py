@@ -20,7 +20,6 @@ from hydra_ensembles.baselines.bayes_vlm import (
 )
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.model.dual_encoder import DualEncoder, Projections
-from hydra_ensembles.training.text import image_features
 from unit.training.training_cases import NAMES, pair_samples, pairs, tiny_dual
 
 IMAGES = pair_samples(5, seed=7)[0].double()
@@ -191,26 +190,6 @@ def test_the_closed_form_predicts_and_is_evaluated_and_optimized():
     data.classes = NAMES[::-1]
     with pytest.raises(DataError, match=NAMES[-1]):
         he.evaluate(found, DataLoader(data, 4), progress=False)
-
-
-def test_edits_of_the_dual_encoder_reach_nothing_that_was_made_of_it():
-    model = dual()
-    posterior = bayes_vlm(model, double_pairs())
-    found = posterior.probit(NAMES)
-    wanted, drawn = found(IMAGES), posterior.zero_shot(NAMES, members=2)(IMAGES)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    assert torch.equal(found(IMAGES), wanted)
-    assert torch.equal(posterior.zero_shot(NAMES, members=2)(IMAGES), drawn)
-
-
-def test_features_that_were_computed_before_stand_for_images():
-    model, data = dual(), double_pairs()
-    cached = [(image_features(model, [images]), texts) for images, texts, _ in data]
-    one, two = bayes_vlm(model, data), bayes_vlm(model, cached)
-    torch.testing.assert_close(two.image.outputs, one.image.outputs)
-    torch.testing.assert_close(two.text.inputs, one.text.inputs)
 
 
 def test_published_factors_are_read(tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baseline_cases import QUICK, assert_an_ensemble, assert_same, single, some, weights
+from baseline_cases import QUICK, assert_an_ensemble, single, some, weights
 
 import hydra_ensembles as he
 from architectures_transformers import TEXT, VISION, token_batch, transformers_model
@@ -118,12 +118,6 @@ def test_members_differ_in_attention_and_classifier_alone(kind, settings, tmp_pa
     if settings.members > 1:
         assert not torch.equal(found.member(0)(some(base)[0][0]), found.member(1)(some(base)[0][0]))
     assert_an_ensemble(found, base, tmp_path / "saved")
-
-
-def test_one_member_trained_together_is_one_trained_apart():
-    base = single()
-    one, other = (train(base, replace(SMALL, members=1, training=how)) for how in ("apart", "together"))
-    assert_same(one, other)
 
 
 def test_half_precision_comes_back_and_mixed_precision_is_near():

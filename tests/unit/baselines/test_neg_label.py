@@ -54,14 +54,6 @@ def test_the_words_least_like_the_classes_are_taken():
     assert least_similar(words, classes, 1.0, 3).tolist() == [3, 1, 2]
 
 
-def test_class_names_repetitions_and_blanks_are_no_words():
-    ensemble = he.zero_shot(tiny_dual(), NAMES)
-    given = ["Cat", "boat ", "", *WORDS[:4], WORDS[0]]
-    found = neg_label(ensemble, given, settings=NegLabel(share=1.0, groups=2))
-    assert found.metadata.familiarity.settings.words == (2, 2)
-    assert "4 of 4 words" in found.metadata.history[-1]
-
-
 def test_every_member_has_its_own_words_embedded_and_all_travels_with_the_model(tmp_path):
     fused = he.fuse([tiny_dual(0), tiny_dual(1)], stem="separate", mlp="separate")
     ensemble = he.zero_shot(fused, NAMES)

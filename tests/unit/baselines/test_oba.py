@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.oba import OBA, curvature, importances, oba, removable_weights
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from processes import count_calls, launch
 from random_ensembles import ALL_SHAPES
 
@@ -154,10 +154,3 @@ def test_classes_in_another_order_are_refused_before_anything_is_ranked(monkeypa
     names = tuple(f"class {index}" for index in range(base.num_classes))
     with pytest.raises(DataError, match="which the model has as class"):
         oba(base.with_metadata(labels=names), Named(some(base), names[::-1]), QUICK, SMALL, progress=False)
-
-
-def test_keywords_that_would_be_ignored_are_refused():
-    with pytest.raises(TypeError, match="outptu"):
-        train(single(), recipe=None, outptu="here")
-    with pytest.raises(ConfigError, match="validation"):
-        train(single(), recipe=None, validation=some(single()))

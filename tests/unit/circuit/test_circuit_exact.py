@@ -13,7 +13,6 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from circuit_models import SCORES, Problem, evidence, random_problem, searches
-from hydra_ensembles.circuit import cache
 from hydra_ensembles.circuit.scores import Score
 from hydra_ensembles.errors import CheckpointError, ConfigError, HydraWarning
 from hydra_ensembles.familiarity import fit_familiarity
@@ -25,8 +24,6 @@ from random_ensembles import CLASSES, HEADS, LAYERS, encoder
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
 pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # ID and OOD share samples on purpose
-
-# --- naive -------------------------------------------------------------------------------------------------
 
 
 def with_distance(problem: Problem, name: str = "mahalanobis") -> Problem:
@@ -82,8 +79,7 @@ def test_naive_choices_and_scores(shape: str, score: Score, ties: str, ood_score
             best = min(tied, key=lambda one: (-likelihood(models[one], problem), one))
         else:
             best = min(tied)
-        assert head[:2] == best
-        assert achieved == pytest.approx(highest, abs=1e-12)
+        assert (head[:2], achieved) == (best, pytest.approx(highest, abs=1e-12))
         left.remove(best)
         removed.append(best)
     assert ranking.provenance.get("ood_score", "msp") == ood_score
@@ -92,9 +88,6 @@ def test_naive_choices_and_scores(shape: str, score: Score, ties: str, ood_score
     passes = 1 + 8 + 7  # the full model, then every remaining head at each step
     assert ranking.provenance["model_forwards"] == pytest.approx(passes)
     assert ranking.provenance["layer_evaluations"] == passes * 3 * (11 if score == "acc" else 18)  # layers x samples
-
-
-# --- exact == naive ----------------------------------------------------------------------------------------
 
 
 def assert_same_choices(problem: Problem, **options: object) -> HeadRanking:
@@ -169,15 +162,6 @@ def test_batches_and_memory_change_the_work_and_nothing_else() -> None:
     assert len(set(rich.scores)) > 2  # otherwise the comparisons above prove nothing
 
 
-@pytest.mark.parametrize(("free", "ranks", "room"), [(8 << 30, "4", 1 << 29), (None, "1", 1 << 30)])
-def test_the_usual_memory_is_a_quarter_of_what_limits_leave(
-    monkeypatch: pytest.MonkeyPatch, free: int | None, ranks: str, room: int
-) -> None:
-    monkeypatch.setattr(cache, "free_memory", lambda: free)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert cache.default_max_memory(torch.device("cpu")) == room
-
-
 def test_some_layers_some_heads_off_some_pruned() -> None:
     problem = random_problem(seed=5)
     pruned = Problem(prune(problem.model, [(0, 1), (1, 0), (2, 3)]), problem.id_batches, problem.ood_batches)
@@ -231,9 +215,6 @@ def test_any_tiny_model(problem: Problem, score: Score, data: st.DataObject) -> 
         assert_same_choices(problem, score=score, budget=data.draw(st.integers(1, total)), **options)
 
 
-# --- on a trained model ------------------------------------------------------------------------------------
-
-
 SAMPLES = 32
 
 
@@ -251,9 +232,6 @@ def test_in_single_precision_choices_are_within_rounding(learned: Problem) -> No
         for search in (naive, exact):
             search.remove(chosen)
         heads.remove(chosen)
-
-
-# --- circuits by a feature distance ------------------------------------------------------------------------
 
 
 def test_a_distance_that_was_not_fitted_or_is_only_estimated_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import hydra_ensembles as he
 from circuit_models import Problem, random_problem
-from hydra_ensembles.errors import DataError, HeadError
+from hydra_ensembles.errors import DataError
 
 
 def test_what_the_ranking_says_about_itself() -> None:
@@ -61,8 +61,3 @@ def test_a_head_without_which_logits_are_not_finite(method: str) -> None:
         attention.out[2] = -6e4
     with pytest.raises(DataError, match=r"batch 0 of id_batches .* head 1\.[12]"):
         problem.extract(method=method, budget=1, dtype=torch.float16, layers=[1])
-
-
-def test_no_more_heads_are_asked_for_than_there_are() -> None:
-    with pytest.raises(HeadError, match=r"budget.*3"):
-        random_problem().extract(budget=4, layers=[1], removed=[(1, 2), (0, 0)])

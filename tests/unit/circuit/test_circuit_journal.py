@@ -34,9 +34,7 @@ def add_until(after: int, end: Callable[[], object]) -> Callable[..., None]:
 @pytest.mark.parametrize(  # the screened method recomputes its estimates after eight steps
     ("method", "after", "budget"), [("naive", 1, 3), ("exact", 2, 3), ("screened", 8, 11), ("screened", 9, 11)]
 )
-def test_interrupted_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, after: int, budget: int
-) -> None:
+def test_interrupted_anywhere(tmp_path: Path, monkeypatch, method: str, after: int, budget: int) -> None:
     def stop() -> None:
         assert steps_in(path) == after  # already written: a kill loses no step
         raise KeyboardInterrupt
@@ -50,8 +48,7 @@ def test_interrupted_anywhere(
     assert any(str(path) in note for note in stopped.value.__notes__)  # shown at the end of the traceback
     resumed, expected = problem.extract(journal=path, **options), problem.extract(**options)
     assert evidence(resumed) == evidence(expected)
-    assert resumed.provenance["audit"] == expected.provenance["audit"]
-    assert steps_in(path) == budget
+    assert (resumed.provenance["audit"], steps_in(path)) == (expected.provenance["audit"], budget)
 
 
 def test_auto_stays_with_what_the_journal_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +60,7 @@ def test_auto_stays_with_what_the_journal_has(tmp_path: Path, monkeypatch: pytes
             first = problem.extract(**options)
     assert (first.method, first.provenance["asked"]) == ("circuit/screened", "auto")
     assert json.loads(path.read_text())["settings"]["method"] == "screened"
-    assert problem.extract(**options) == first
-    assert problem.extract(budget=3).method == "circuit/exact"
+    assert (problem.extract(**options), problem.extract(budget=3).method) == (first, "circuit/exact")
 
 
 def test_a_journal_serves_smaller_and_larger_budgets_also_as_it_was_first_written(tmp_path: Path) -> None:
@@ -138,14 +134,6 @@ def test_one_run_at_a_time_writes_a_journal(tmp_path: Path, monkeypatch: pytest.
     problem.extract(budget=1, journal=path)
     assert len(refused) == 1
     assert {one.name for one in tmp_path.iterdir()} == {"journal.json", "other.json"}
-
-
-def test_a_file_that_is_no_journal_is_refused_and_kept(tmp_path: Path) -> None:
-    path = tmp_path / "journal.json"
-    path.write_text('{"format": 1}')
-    with pytest.raises(CheckpointError, match="not a journal"):
-        random_problem().extract(budget=2, journal=path)
-    assert path.read_text() == '{"format": 1}'
 
 
 @pytest.mark.parametrize("method", ["naive", "exact", "screened"])

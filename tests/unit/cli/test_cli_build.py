@@ -1,4 +1,4 @@
-"""`hydra-ensembles build` through its entry point: images and texts, good and bad input, interruptions."""
+"""`hydra-ensembles build` and `search` through their entry points: images and texts, bad input, interruptions."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import hydra_ensembles as he
-from cli_cases import COLOURS, fail, run, succeed, vit_flags
+from cli_cases import COLOURS, fail, run, save_images, succeed, vit_flags
 from hydra_ensembles.pipeline import chain
 
 
@@ -119,3 +119,58 @@ def test_an_interrupted_build_says_how_to_go_on_and_so_do_its_settings(world, tm
     assert not (folder / "ensemble").exists()
     succeed("build", "--config", folder / "config.yaml", "--quiet")
     assert he.Ensemble.from_pretrained(folder / "ensemble").num_members == 3
+
+
+CANDIDATES = [
+    {"shared_layers": 2, "strategy": "random", "prune": 1},
+    {"shared_layers": 2, "strategy": "branches", "training": "together"},
+]
+STEPS = ["--recipe", "hydra", "--set", "recipe.steps=2", "--set", "recipe.batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def flags(world, tmp_path_factory) -> list[str]:
+    """A search of two candidates, without `--output`."""
+    folder = tmp_path_factory.mktemp("candidates")
+    (folder / "candidates.yaml").write_text(yaml.safe_dump(CANDIDATES))
+    train = save_images(folder / "train", 4, seed=7)
+    sets = ["--id", world / "val", "--ood", world / "stripes", "--train", train]
+    settings = ["--candidates", folder / "candidates.yaml", "--price", "multiply_adds", "--cost", 3, *STEPS, "--quiet"]
+    return [*vit_flags(world / "mine.safetensors"), *map(str, [*sets, *settings])]
+
+
+@pytest.fixture(scope="module")
+def searched(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("searched") / "search"
+    return folder, succeed("search", *flags, "--output", folder)
+
+
+def test_a_search_leaves_a_choice_that_other_commands_take_and_settings_that_read_it_back(searched, world) -> None:
+    folder, out = searched
+    found = he.SearchResult.load(folder / "search.json")
+    assert [row.state for row in found.rows] == ["judged"] * 3
+    assert found.choice in out
+    assert found.why in (folder / "table.md").read_text()
+    assert (folder / "front.svg").read_text().startswith("<svg ")
+    assert "label" in succeed("predict", folder, world / "test", "--format", "csv")
+    assert "heads kept" in succeed("info", folder)
+    before = (folder / "search.json").stat().st_mtime_ns
+    assert "→" in succeed("search", "--config", folder / "config.yaml", "--quiet")
+    printed = json.loads(succeed("search", "--config", folder / "config.yaml", "--quiet", "--json"))
+    assert (printed["choice"], (folder / "search.json").stat().st_mtime_ns) == (found.choice, before)
+
+
+def test_a_plan_writes_nothing_and_without_ood_data_some_are_made_and_called_so(flags, tmp_path) -> None:
+    place = flags.index("--ood")
+    given = [*flags[:place], "--ood", "synthetic", *flags[place + 2 :], "--output", tmp_path / "new"]
+    assert json.loads(succeed("search", *given, "--dry-run", "--json"))["samples"].keys() == {"ID", "synthetic"}
+    assert not (tmp_path / "new").exists()
+
+
+def test_bad_candidates_and_data_given_twice_are_refused(flags, world, tmp_path) -> None:
+    place = tmp_path / "bad.yaml"
+    for content, token in (("- {trunk: 3}", "trunk"), ("a: 1", "list")):
+        place.write_text(content)
+        assert token in fail("search", *flags, "--candidates", place, "--output", tmp_path / "run")
+    for option, value, token in (("--judge-ood", world / "stripes", "same data"), ("--ood", "synthetic", "not both")):
+        assert token in fail("search", *flags, option, value, "--output", tmp_path / "run")

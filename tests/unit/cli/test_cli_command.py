@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -28,13 +27,6 @@ def settings(file: Path | None = None, *changes: str, **options: object) -> he.H
     given = {"model": "m", "output": "x", "prune": 1, **options}
     given = {name: value for name, value in given.items() if file is None or f"{name}: ''" not in file.read_text()}
     return read_settings(KINDS, {"quiet": False, **given}, file, changes)["hydra"]
-
-
-def main_ends_with(capsys) -> tuple[object, str]:
-    """The exit code of the command and its standard error."""
-    with pytest.raises(SystemExit) as stopped:
-        hydra_ensembles_cli.main()
-    return stopped.value.code, capsys.readouterr().err
 
 
 def test_every_command_is_listed_and_helps_with_examples():
@@ -78,22 +70,6 @@ def test_help_version_and_completion_load_no_torch():
     assert "No such option: --membrs (Possible options: --members)\n" in done.stderr  # only similar options
 
 
-def test_what_is_to_run_is_run_once(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["hydra-ensembles", "info", "nowhere"])
-    monkeypatch.delenv("_HYDRA_ENSEMBLES_COMPLETE", raising=False)
-    code, said = main_ends_with(capsys)
-    assert (code, said.count("nowhere")) == (2, 1)
-
-
-def test_every_setting_of_a_build_is_an_option():
-    out = succeed("build", "--help", env={"COLUMNS": "300"})
-    renamed = {"model": "MODEL", "model_options": "--model-option", "columns": "--column"}
-    for field in (*fields(he.HydraConfig), *fields(BuildSources)):
-        assert renamed.get(field.name, f"--{field.name.replace('_', '-')} ") in out
-    words = ("Heads each member loses", "(0.95)", "circuit|taylor|sampled|random", "; half of --id if not given")
-    assert all(one in " ".join(out.split()) for one in words)
-
-
 def test_the_file_then_options_then_single_settings(tmp_path):
     file = tmp_path / "build.yaml"
     file.write_text("members: 5\nseed: 3\nrecipe: {learning_rate: 1e-4, steps: 3, train_groups: [mlp]}\n")
@@ -125,18 +101,6 @@ def test_settings_that_do_not_exist_or_cannot_be(tmp_path, text, changes, says):
     assert says in str(caught.value)
 
 
-def test_wrong_arguments_are_exit_code_2():
-    for arguments, says in (
-        (["bulid"], "No such command 'bulid'"),
-        (["info", "x", "--jsn"], "No such option"),
-        (["build", "x", "--strategy", "best"], "'circuit', 'taylor', 'sampled', 'random'"),
-    ):
-        result = run(*arguments)
-        assert result.exit_code == 2
-        assert says in result.stderr
-        assert "Traceback" not in result.stderr
-
-
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
@@ -153,16 +117,6 @@ def test_each_failure_has_its_exit_code_and_one_line(monkeypatch, error, code, s
     assert result.stderr.startswith(says)
     assert "Traceback (most recent call last)" in run("info", "anything", "--debug").stderr
     assert report_failure(SystemExit(3), debug=False) is None
-
-
-def test_a_missing_library_is_named_with_its_extra_and_an_interrupt_outside_a_command(monkeypatch, capsys):
-    with monkeypatch.context() as without_typer:
-        without_typer.setitem(sys.modules, "typer", None)
-        code, said = main_ends_with(capsys)
-    assert (code, "hydra-ensembles[cli]" in said) == (2, True)
-    monkeypatch.setattr(sys, "argv", ["hydra-ensembles", "info", "m"])
-    monkeypatch.setattr("hydra_ensembles.cli.main.run_command", Mock(side_effect=KeyboardInterrupt))
-    assert main_ends_with(capsys) == (130, "interrupted\n")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, monkeypatch):

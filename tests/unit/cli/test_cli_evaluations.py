@@ -10,7 +10,7 @@ import yaml
 
 from cli_cases import fail, run, save_images, succeed, vit_flags
 from hydra_ensembles.data.suites import SetRef, Suite, all_suites
-from hydra_ensembles.evaluation.atlas import Atlas, Sweep
+from hydra_ensembles.evaluation.atlas import Sweep
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.evaluation.running import Runner
 from hydra_ensembles.report.compare import save_costs
@@ -96,31 +96,10 @@ def test_a_suite(run_folder, world, tmp_path, monkeypatch):
     succeed("build", *model, *build, "--output", tmp_path / "run", *common)
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ([], "no data to evaluate on"),
-        (["--id", "{world}/test", "--ood", "near:x={world}/dots", "--ood", "far:x={world}/stripes"], "called 'x'"),
-        (["--id", "{world}/dots"], "without a class"),
-    ],
-)
-def test_wrong_settings(run_folder, world, tmp_path, flags, says):
-    assert says in fail("evaluate", run_folder, "-o", tmp_path, *(flag.format(world=world) for flag in flags))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture
-def two_folders(run_folder, world, tmp_path):
-    """`a` and `b`, each with an ensemble and data of the same names."""
+def test_an_evaluation_is_not_lost_to_another_of_the_same_name(run_folder, world, tmp_path, monkeypatch):
+    """Of two folders called `ensemble`, the second is refused; the first, evaluated again, is replaced."""
     for name in ("a", "b"):
         shutil.copytree(run_folder / "ensemble", tmp_path / name / "ensemble")
-        for data in ("test", "dots"):
-            shutil.copytree(world / data, tmp_path / name / data)
-    return tmp_path
-
-
-def test_an_evaluation_is_not_lost_to_another_of_the_same_name(two_folders, world, tmp_path, monkeypatch):
-    """Of two folders called `ensemble`, the second is refused; the first, evaluated again, is replaced."""
     monkeypatch.chdir(tmp_path)
     sets, out = ["--id", world / "test", "--limit", 9, "-q"], tmp_path / "evaluations" / "ensemble.json"
     succeed("evaluate", "a/ensemble", *sets)
@@ -131,22 +110,6 @@ def test_an_evaluation_is_not_lost_to_another_of_the_same_name(two_folders, worl
     succeed("evaluate", "./a/ensemble/", *sets, "--batch-size", 2)
     succeed("evaluate", "b/ensemble", *sets, "--ood", world / "dots", "-o", out)  # a named file is replaced
     assert list(Evaluation.load(out).ood) == ["dots"]
-
-
-def test_names_in_the_settings_of_an_evaluation_mean_the_same_from_every_folder(two_folders, tmp_path, monkeypatch):
-    line = ["evaluate", "ensemble", "--id", "test", "--ood", "near:x=dots", "-o", "../evaluations", "-q"]
-    monkeypatch.chdir(tmp_path / "a")
-    succeed(*line)
-    out, settings = (tmp_path / "evaluations" / f"ensemble.{end}" for end in ("json", "config.yaml"))
-    first, written = Evaluation.load(out), yaml.safe_load(settings.read_text())
-    assert written["model"] == str(tmp_path / "a" / "ensemble")
-    assert written["ood"] == [f"near:x={tmp_path / 'a' / 'dots'}"]
-    monkeypatch.chdir(tmp_path / "b")
-    assert "holds another evaluation" in fail(*line)  # from here it has the same name
-    succeed("evaluate", "--config", settings, "-o", "../evaluations", "-q")  # the same evaluation again
-    assert Evaluation.load(out).numbers() == first.numbers()
-    settings.unlink()  # as saved from Python
-    assert "holds another evaluation" in fail(*line)
 
 
 @pytest.fixture
@@ -185,14 +148,3 @@ def test_an_interruption_names_the_line_that_goes_on(run_folder, world, tmp_path
     assert len(calls) == 3  # two batches; the second was started twice
     assert not (tmp_path / "a.run").exists()
     assert (tmp_path / result).exists()
-
-
-def test_an_atlas(run_folder, world, tmp_path):
-    page = tmp_path / "new" / "heads.html"
-    sets = ["--id", world / "test", "--ood", f"near:dots={world / 'dots'}", "--ood", f"far:stripes={world / 'stripes'}"]
-    out = succeed("atlas", run_folder, *sets, "--inputs", 2, "--name", "Mine", "-o", page, "-q")
-    assert str(page) in out
-    found = Atlas.load(page.with_suffix(".json"))
-    assert found.samples == {"test": 12, "dots": 6, "stripes": 18}
-    assert "What are the heads of Mine for?" in page.read_text()
-    assert ".html" in fail("atlas", run_folder, *sets, "-o", tmp_path / "atlas.json", "-q")

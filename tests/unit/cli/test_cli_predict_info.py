@@ -110,28 +110,6 @@ def test_info_of_a_run(run_folder, text_folder):
     assert json.loads(succeed("info", text_folder, "--json"))["preprocessing"]["tokenizer"] is True
 
 
-def test_preprocessing_is_shown_with_where_it_is_from_and_changed_by_options(world):
-    model = vit_flags(world / "mine.safetensors")
-    assert "(from: timm's pretrained_cfg of test_vit" in succeed("info", *model)
-    options = ["--image-size", "24,16", "--mean", "0.1,0.2,0.3", "--std", "0.5", "--crop", "0.9"]
-    shown = succeed("info", *model, *options, "--interpolation", "bilinear")
-    told = ("size 24, 16", "mean 0.1, 0.2, 0.3", "std 0.5, 0.5, 0.5", "crop_fraction 0.9", "said by the user: crop")
-    assert all(token in shown for token in told), shown
-    assert "max_length 5" in succeed("info", world / "bert", "--max-length", "5")
-    assert "patch size" in fail("info", *model, "--image-size", "20")
-
-
-def test_info_of_models_that_are_not_ours(world, tmp_path):
-    from architectures_clip import transformers_clip
-
-    assert "3: without names" in succeed("info", *vit_flags(world / "mine.safetensors"))
-    assert "2: negative, positive" in succeed("info", world / "bert")
-    he.convert(transformers_clip({}, {})).save_pretrained(tmp_path / "clip")
-    assert succeed("info", tmp_path / "clip").count("heads kept") == 2
-    assert set(json.loads(succeed("info", tmp_path / "clip", "--json"))) == {"image", "text"}
-    assert "is a dual encoder" in fail("bench", tmp_path / "clip")
-
-
 def test_bench_beside_baselines(run_folder, tmp_path):
     out = succeed("bench", run_folder, "--batch", "1,2", "--baseline", "single", "--baseline", "deep",
                   "--optimize", "--repeats", 1, "-o", tmp_path / "costs.json")  # fmt: skip

@@ -19,12 +19,10 @@ from hydra_ensembles.cli.sources import (
     fit_to_model,
     load_classifier,
     load_data,
-    load_model,
     with_labels_of,
 )
-from hydra_ensembles.convert.refusals import refusal
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.errors import CheckpointError, ConversionError, DataError, MissingExtraError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import small
@@ -76,42 +74,18 @@ def test_models_that_cannot_be_had(world, monkeypatch, arguments, says):
     assert says in fail("info", *(argument.format(world=world) for argument in arguments))
 
 
-def test_models_of_timm_are_refused_by_architecture_never_by_tag(monkeypatch):
-    """`openai` is a decoder and `sam` predicts masks; but a ViT with weights from them is a ViT."""
-    import timm
-
-    parts = [name.split(".", 1) for name in timm.list_pretrained() if "." in name]
-    tagged = [f"{model}.{tag}" for model, tag in parts if refusal(tag) and not refusal(f"timm.{model}")]
-    assert {"vit_base_patch16_clip_224.openai_ft_in1k", "vit_base_patch16_224.sam_in1k"} <= set(tagged)
-    made = Mock(side_effect=ConnectionError("offline"))
-    monkeypatch.setattr(timm, "create_model", made)
-    for name in tagged:
-        with pytest.raises(CheckpointError, match="timm could not make"):
-            load_model(ModelSettings(f"timm:{name}"))
-    with pytest.raises(ConversionError, match=r"timm\.swin_tiny_patch4_window7_224 is a hierarchical"):
-        load_model(ModelSettings("timm:swin_tiny_patch4_window7_224.ms_in1k"))
-    assert made.call_count == len(tagged)  # nothing was downloaded
-
-
-def test_folders_that_are_no_model_or_no_classifier(tmp_path):
-    for model_type, architecture, says in (
+@pytest.mark.parametrize(
+    ("kind", "model", "says"),
+    [
         ("bert", "BertModel", "AutoModelFor"),
         ("clip", "CLIPModel", "he.zero_shot("),
-        ("bert", "BertForSequenceClassification", "could not load"),
         ("gpt2", "GPT2ForSequenceClassification", "a decoder"),
-    ):
-        towers = {"text_config": {}, "vision_config": {}} if model_type == "clip" else {}
-        config = {"model_type": model_type, "architectures": [architecture], **towers}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        said = fail("info", tmp_path)
-        assert says in said
-        assert ("It does not fit" in said) == ("nearest way that works" in said)
-
-
-def test_without_a_library_its_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(MissingExtraError, match=r"hydra-ensembles\[timm\]"):
-        load_model(ModelSettings("timm:test_vit"))
+    ],
+)
+def test_folders_that_are_no_classifier(tmp_path, kind, model, says):
+    towers = {"text_config": {}, "vision_config": {}} if kind == "clip" else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [model], **towers}))
+    assert says in fail("info", tmp_path)
 
 
 def test_a_split_is_written_behind_a_path(tmp_path):

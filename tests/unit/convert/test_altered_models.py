@@ -35,11 +35,6 @@ class Adapted(nn.Linear):
         return super().forward(x) + 0.1 * x.sum(-1, keepdim=True)
 
 
-class Quiet(nn.Identity):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.tanh()
-
-
 def adapted(place: str) -> Change:
     def change(model: Any) -> None:
         model.get_submodule(place).__class__ = Adapted
@@ -65,14 +60,13 @@ def replaced(place: str) -> Change:
 
 
 BLOCK, LAYER = "blocks.1.", "encoder.layers.encoder_layer_1."
-VIT, OPEN = "vit.layers.1.", "visual.transformer.resblocks.1."
+OPEN = "visual.transformer.resblocks.1."
 BEHIND_DROPOUT = nn.Sequential(nn.Dropout(0.25), nn.Linear(32, 5)).eval()
 
-# Model, change, and a token of the error; None where the conversion may succeed.
+# Model, change, and a token of the error; None where the conversion may succeed. `attack/altered_models.py` has more.
 ALTERED: list[tuple[str, Change, str | None]] = [
     # timm
     ("timm", put(BLOCK + "mlp.act", nn.ReLU()), "blocks.1.mlp.act"),
-    ("timm", put(BLOCK + "norm1.eps", 0.1), "blocks.1.norm1.eps"),
     ("timm", lambda model: [put("attn.scale", 1.0)(block) for block in model.blocks], "scale 1.0"),
     ("timm", adapted(BLOCK + "attn.qkv"), "Adapted"),
     ("timm", put(BLOCK + "drop_path1", nn.Tanh()), "drop_path1"),
@@ -82,24 +76,17 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", lambda model: put("blocks.0.forward", torch.compile(lambda x: 2 * x))(model), "blocks.0 (Block)"),
     ("timm", lambda model: put("blocks.0.forward", model.blocks[0].forward)(model), None),  # the original method again
     ("timm", lambda model: put("blocks.0", torch.compile(model.blocks[0]))(model), "compiled on its own"),
-    ("timm", put(BLOCK + "attn.num_heads", 2), "num_heads"),
-    ("timm", lambda model: model.blocks.append(nn.Tanh()), "blocks.2"),
-    ("timm", put(BLOCK + "mlp.drop2", nn.Dropout(0.5)), "blocks.1.mlp.drop2.p"),
     ("timm", lambda model: model.norm.register_forward_hook(lambda *given: given[2] * 2), "forward hook"),
     ("timm", put("pool_include_prefix", True, ("global_pool", "avg")), None),
     ("timm", put("no_embed_class", True), "stem.position"),
-    ("timm", put("extra", Quiet()), None),
     ("timm", put("head", BEHIND_DROPOUT), None),
     ("timm", put("head", nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))), "not an nn.Linear"),
     ("timm-siglip", put("attn_pool.mlp.act", nn.Tanh()), "activation 'Tanh'"),
     ("timm-siglip", put("attn_pool.pool", "avg"), None),
     # torchvision
     ("torchvision", put(LAYER + "mlp.1", nn.ReLU()), "encoder_layer_1"),
-    ("torchvision", put("heads", nn.Linear(32, 7)), None),
     ("torchvision", put("heads", nn.Identity()), None),
-    ("torchvision", put("heads.head", BEHIND_DROPOUT), None),
     # transformers
-    ("vit", put(VIT + "mlp.activation_fn", nn.ReLU()), "activation_fn"),
     ("vit", put("classifier", BEHIND_DROPOUT), None),
     ("roberta", put("classifier", BEHIND_DROPOUT), "classifier is a"),
     ("bert", put("config.hidden_act", "relu"), "intermediate_act_fn"),
@@ -108,10 +95,8 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("bert", lambda model: put("bert.encoder.layer.1", model.bert.encoder.layer[0])(model), None),  # layer used twice
     # dual encoders
     ("clip", put("text_model.eos_token_id", 7), "text_model.eos_token_id"),
-    ("open_clip", put(OPEN + "mlp.gelu", nn.ReLU()), "gelu"),
     ("open_clip", put("attn_mask", torch.zeros(CONTEXT, CONTEXT)), "in transformer.resblocks.0"),
     ("open_clip", replaced("encode_text"), "encode_text"),
-    ("open_clip-timm", put("visual.head.extra", nn.Tanh()), "extra"),
 ]
 
 

@@ -1,6 +1,5 @@
 """Preprocessing is the training's: read from the library by name, with overrides by the user."""
 
-import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from convert_cases import vit
 
 import hydra_ensembles as he
-from architectures import torchvision_model
 from architectures_transformers import TEXT, VISION, transformers_model
 from hydra_ensembles.cli.sources import require_preprocessing
 
@@ -18,21 +16,6 @@ MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 
 def unknown() -> Any:
     return transformers_model("ViTForImageClassification", VISION)
-
-
-def test_it_is_said_where_the_preprocessing_is_from() -> None:
-    known = vit()
-    silent = vit()
-    silent.pretrained_cfg = {}
-    processor = he.ImagePreprocessing(size=(32, 32))
-    for model, given, token in (
-        (known, None, "timm's pretrained_cfg of vit_tiny_patch16_224"),
-        (silent, None, "assumed"),
-        (torchvision_model(), None, "assumed: .*torchvision"),
-        (known, processor, "ImagePreprocessing that was given"),
-    ):
-        assert re.match(f".*{token}", he.convert(model, processor=given).metadata.preprocessing_from)
-    assert he.convert(unknown()).metadata.preprocessing_from == ""
 
 
 @pytest.mark.parametrize(
@@ -90,11 +73,6 @@ def test_of_a_model_that_says_nothing_all_must_be_said() -> None:
         he.convert(unknown(), preprocessing={"mean": MEAN, "crop": 0.9})
     with pytest.raises(he.HydraError, match=r"no preprocessing.*tensors"):
         require_preprocessing(he.convert(vit(in_chans=4)))
-
-
-def test_sizes_that_the_patches_do_not_divide_are_refused() -> None:
-    with pytest.raises(he.HydraError, match="patch size"):
-        he.convert(vit(), preprocessing={"image_size": 30})
 
 
 def test_texts_may_be_cut_shorter() -> None:

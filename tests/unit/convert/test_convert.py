@@ -55,14 +55,6 @@ def test_what_is_frozen_stays_frozen_unless_all_is(make: Any) -> None:
     assert {"encoder.layers.0.norm1.weight", "readout.norm.bias"} <= trained
 
 
-def test_labels_are_checked() -> None:
-    model = vit()
-    for labels, token in ((set("abcde"), "labels"), (list("abcd"), "4 labels"), (list("abcda"), "'a'")):
-        with pytest.raises(he.HydraError, match=token):
-            he.convert(model, labels=labels)  # type: ignore[arg-type]
-    assert he.convert(model, labels=list("abcde")).metadata.labels == tuple("abcde")
-
-
 def test_the_names_of_the_model_in_another_order_are_refused() -> None:
     model, names = hf_vit(), ("ant", "bee", "cat", "dog", "elk")
     known = tuple(f"a {name}" for name in names)

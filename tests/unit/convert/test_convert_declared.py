@@ -129,9 +129,6 @@ def test_answers_are_those_of_the_original(name: str) -> None:
     near(ensemble(inputs)[0], expected)
 
 
-# --- what the check reports ----------------------------------------------------------------------------------
-
-
 def test_all_that_does_not_fit_is_said_at_once_with_the_nearest_name() -> None:
     wrong = but(OWN_VIT, None, qkv="layers.{i}.qkv", class_token=None, norm2="layers.{i}.norm")
     with pytest.raises(ConversionError) as caught:
@@ -156,19 +153,6 @@ def test_a_wrong_setting_is_found_out_and_the_right_one_named(name: str, setting
     build, declaration, _ = CASES[name]
     where = r"somewhere: layers\.0 is not called.*" if name == "bert" else ""
     refused(build(), f"{where}agree with .*({agrees})", declaration=but(declaration, settings))
-
-
-@pytest.mark.parametrize(
-    ("make", "token"),
-    [
-        (lambda: he.Declaration({"ptach": "embed"}), "did you mean patch"),  # type: ignore[dict-item]
-        (lambda: but(OWN_VIT, None, qkv="layers.0.to_qkv"), "{i}"),
-        (lambda: but(OWN_VIT, None, qkv=("a.{i}", "b.{i}")), "2 paths"),
-    ],
-)
-def test_a_declaration_checks_itself(make: Callable[[], Any], token: str) -> None:
-    with pytest.raises(he.HydraError, match=token):
-        make()
 
 
 SWAPPED = {"up": "layers.{i}.narrow", "down": "layers.{i}.wide"}
@@ -220,9 +204,6 @@ def test_rotations_are_compared_as_sharply_as_their_rounding_allows(monkeypatch:
         assert (close - expected).abs().max() < 1e-4 * close.abs().max()
         refused(model, says, declaration=but(right, settings))
         look_for_no_remedy(monkeypatch)  # the last setting has none
-
-
-# --- what only many tokens, ids and sizes reveal -------------------------------------------------------------
 
 
 class NearBlock(OwnBlock):

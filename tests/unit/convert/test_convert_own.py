@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import IMAGES, around, changed, look_for_no_remedy, near, refused
+from convert_cases import around, changed, look_for_no_remedy, refused
 from torch import Tensor, nn
 
 import hydra_ensembles as he
@@ -64,29 +64,6 @@ def test_a_model_that_answers_samples_by_their_neighbours_or_at_random_is_refuse
 ) -> None:
     look_for_no_remedy(monkeypatch)
     refused(own(kind), r"one by one.*self\.training.*answer=", declaration=declaration)
-
-
-def test_samples_may_be_said_to_be_answered_alone() -> None:
-    def one_by_one(model: Any, batch: Any) -> Tensor:
-        return torch.cat([model(one) for one in batch["pixel_values"].split(1)])
-
-    model, alone = own(ReshapedViT), replace(ENCODER_VIT, answer=one_by_one, image_size=32)
-    near(he.convert(model, declaration=alone)(IMAGES)[0], one_by_one(model, {"pixel_values": IMAGES}))
-
-
-class LargeText(EncoderText):
-    """A vocabulary as large as BERT's, one id of which is masked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(30522, WIDTH)
-
-    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(ids, ids == 30200)
-
-
-def test_every_id_of_a_large_vocabulary_is_tried() -> None:
-    refused(own(LargeText), "the id 30200,", declaration=ENCODER_TEXT)
 
 
 # Scales images that look like bytes, without a Python branch.

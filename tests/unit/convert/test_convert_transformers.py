@@ -55,18 +55,6 @@ def test_a_bare_encoder_is_read_as_the_classifier_of_its_family(family: str) -> 
     alike(bare(batch(family))[0], classifier(**batch(family)).logits)
 
 
-def test_the_hidden_layer_is_the_pooler_or_fresh() -> None:
-    pooled = transformers_model("RobertaModel", TEXT)
-    without = transformers_model("RobertaModel", TEXT, add_pooling_layer=False)
-    hidden = he.convert(pooled, num_labels=3).readout.hidden
-    torch.manual_seed(0)
-    fresh = he.convert(without, num_labels=3).readout.hidden
-
-    assert torch.equal(hidden.weight[0], pooled.pooler.dense.weight)  # type: ignore[union-attr,arg-type]
-    assert 0.01 < fresh.weight.std() < 0.03
-    assert he.convert(without).readout.hidden is None
-
-
 @torch.no_grad()
 def test_vit_reads_its_pooler_for_features_only() -> None:
     model, inputs = transformers_model("ViTModel", VISION), images(32, 32)

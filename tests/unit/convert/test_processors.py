@@ -165,15 +165,6 @@ def test_pixels_equal_those_of_transformers(name: str) -> None:
     assert apart.max() < 8
 
 
-def test_a_processor_of_both_is_asked_for_its_part() -> None:
-    class Both:
-        tokenizer = wordpiece()
-        image_processor = transformers.ViTImageProcessor(size=SQUARE)
-
-    assert read_processor(Both(), STEM) == read_processor(Both.tokenizer, STEM)
-    assert read_processor(Both(), PATCHES) == read_processor(Both.image_processor, PATCHES)
-
-
 def test_pixels_equal_those_of_torchvision() -> None:
     import open_clip
     import timm.data

@@ -1,6 +1,5 @@
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from hydra_ensembles.data.batching import BatchLoader, TrainTransform, batches
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
-from hydra_ensembles.data.loading import load
 from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from pictures import picture
@@ -36,17 +34,6 @@ def order_of(made: BatchLoader) -> list[float]:
 @pytest.fixture
 def numbers() -> TextDataset:
     return TextDataset([str(row) for row in range(10)], [row % 3 for row in range(10)])
-
-
-def test_images_become_tensors_and_labels(image_folder: Path) -> None:
-    data = load(image_folder, "train")
-    made = batches(data, ImagePreprocessing(size=(16, 12)), batch_size=4)
-    assert len(made) == 2
-    (first, first_labels), (second, second_labels) = made
-    assert (first.shape, second.shape) == ((4, 3, 16, 12), (2, 3, 16, 12))
-    assert first_labels.tolist() + second_labels.tolist() == data.labels.tolist()
-    assert first_labels.dtype == torch.int64
-    assert torch.equal(first, ImagePreprocessing(size=(16, 12))([data[row][0] for row in range(4)]))
 
 
 def test_mappings_get_labels_and_a_last_batch_can_be_dropped() -> None:

@@ -111,16 +111,6 @@ def test_noise_has_the_published_moments() -> None:
     assert set(np.unique(impulses)) == {0, 128, 255}
 
 
-def test_defocus_spreads_a_point_over_a_disc() -> None:
-    image = np.zeros((41, 41, 3), dtype=np.uint8)
-    image[20, 20] = 255
-    spread = corrupt(image, "defocus_blur", 1)[..., 0]  # radius 3: 29 pixels
-    rows, columns = np.nonzero(spread)
-    assert len(rows) == 29
-    assert ((rows - 20) ** 2 + (columns - 20) ** 2).max() == 9
-    assert set(spread[rows, columns].tolist()) == {255 // 29}
-
-
 def test_a_corrupted_data_set_and_what_is_refused() -> None:
     pictures = [Image.fromarray(scene(16))] * 4
     data = ImageDataset(pictures, [0, 1, 0, 1], ["a", "b"], "scenes")

@@ -23,26 +23,15 @@ def numbered(labels: list[int], names: tuple[str, ...] = ("a", "b", "c", "d")) -
     return TextDataset([str(row) for row in range(len(labels))], labels, names, "numbers")
 
 
-def test_knows_items_labels_and_names(letters: TextDataset) -> None:
-    assert len(letters) == 6
-    assert (letters[4], letters[-1]) == (("e", 1), ("f", 2))
-    assert list(letters)[:2] == [("a", 0), ("b", 1)]
-    assert letters.class_names == ("x", "y", "z")
-    assert letters.labelled
-    assert letters.kind == "text"
-    with pytest.raises(IndexError, match="letters"):
-        letters[6]
-    with pytest.raises(DataError, match=r"slice\(1, 3, None\); for several use select"):
-        letters[1:3]
-
-
 def test_select_keeps_the_order_given_and_remembers_source_rows(letters: TextDataset) -> None:
     twice = letters.select([5, 3, 1]).select([2, 0])
     assert [item for item, _ in twice] == ["b", "f"]
-    assert twice.rows.tolist() == [1, 5]
-    assert twice.labels.tolist() == [1, 2]
-    assert len(letters) == 6
+    assert (twice.rows.tolist(), twice.labels.tolist()) == ([1, 5], [1, 2])
     assert list(pickle.loads(pickle.dumps(twice))) == [("b", 1), ("f", 2)]
+    with pytest.raises(IndexError, match="letters"):  # as Python's loops need
+        letters[6]
+    with pytest.raises(DataError, match=r"slice\(1, 3, None\); for several use select"):
+        letters[1:3]
     masked = letters.select(letters.labels == 1)  # a mask, not positions
     assert (set(masked.labels.tolist()), len(masked)) == ({1}, int((letters.labels == 1).sum()))
 
@@ -80,8 +69,7 @@ def test_subsets(labels: list[int], data: st.DataObject, seed: int, stratified: 
     dataset = numbered(labels)
     count = data.draw(st.integers(0, len(labels)))
     chosen = subset(dataset, count, seed, stratified=stratified)
-    assert len(chosen) == count
-    assert chosen.rows.tolist() == sorted(set(chosen.rows.tolist()))
+    assert (len(chosen), chosen.rows.tolist()) == (count, sorted(set(chosen.rows.tolist())))
     assert chosen.rows.tolist() == subset(dataset, count, seed, stratified=stratified).rows.tolist()
     if stratified:
         for label in range(4):
@@ -105,8 +93,7 @@ def test_a_smaller_subset_lies_in_a_larger_one() -> None:
 def test_parts_are_disjoint(labels: list[int], fractions: list[float], seed: int, stratified: bool) -> None:
     parts = split(numbered(labels), fractions, seed, stratified=stratified)
     rows = [row for part in parts for row in part.rows.tolist()]
-    assert len(parts) == len(fractions)
-    assert len(rows) == len(set(rows))
+    assert (len(parts), len(rows)) == (len(fractions), len(set(rows)))
     if not stratified:
         sizes = zip(parts, fractions, strict=True)
         assert all(abs(len(part) - fraction * len(labels)) <= 1 for part, fraction in sizes)

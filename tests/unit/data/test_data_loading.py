@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import sys
+import warnings
 from contextlib import nullcontext
 from decimal import Decimal
 from pathlib import Path
@@ -17,15 +18,12 @@ from PIL import Image
 from datasets_stand_in import Table, stand_in_hub
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset, images_below
 from hydra_ensembles.data.loading import Columns, load
-from hydra_ensembles.errors import DataError, MissingExtraError
+from hydra_ensembles.errors import DataError, HydraWarning, MissingExtraError
 from pictures import WriteParquet, encoded, picture
 
 
 def same_image(image: Any, expected: Image.Image) -> bool:
     return image.mode == "RGB" and np.array_equal(np.asarray(image), np.asarray(expected.convert("RGB")))
-
-
-# --- tables ------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_with_a_file_for_each_split(image_folder: Path) -> None:
@@ -160,8 +158,7 @@ def test_csv_with_quotes_and_tsv_without(tmp_path: Path) -> None:
     tsv = tmp_path / "dev.tsv"
     tsv.write_text('sentence\tlabel\n"unbalanced, quote\tneg\nfine\tpos\n', encoding="utf-8")
     data = load(tsv, columns=Columns(text="sentence"))
-    assert list(data) == [('"unbalanced, quote', 0), ("fine", 1)]
-    assert data.class_names == ("neg", "pos")
+    assert (list(data), data.class_names) == ([('"unbalanced, quote', 0), ("fine", 1)], ("neg", "pos"))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +198,40 @@ def test_texts_of_digits_keep_every_letter(tmp_path: Path, suffix: str) -> None:
     assert named[2] == (("2024-01-01", ""), 1)
 
 
-# --- folders and lists of images ---------------------------------------------------------------------------
+@pytest.mark.parametrize(("one", "other", "said"), [("Pos", "pos", "count as two"), ("NA", "pos", "class 'NA'")])
+def test_classes_that_may_be_one_or_none_are_said(tmp_path: Path, one: str, other: str, said: str) -> None:
+    (tmp_path / "t.csv").write_text(f"text,label\na,{one}\nb,{other}\n", encoding="utf-8")
+    with pytest.warns(HydraWarning, match=said):
+        assert len(load(tmp_path / "t.csv").class_names) == 2
+    with warnings.catch_warnings(action="error"):  # labels are not used
+        load(tmp_path / "t.csv", labels="optional")
+
+
+def test_labels_that_nobody_reads_may_be_anything(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("text,label\na,4.5\nb,4.5\n")
+    foreign = load(tmp_path / "t.csv", labels="optional")
+    assert (foreign.labels.tolist(), foreign.class_names) == ([-1, -1], ())
+    with pytest.raises(DataError, match="row 0"):
+        load(tmp_path / "t.csv")
+    with pytest.raises(DataError, match="row 0"):
+        load(tmp_path / "t.csv", labels="optional", class_names=["no", "yes"])
+
+
+def test_files_that_are_not_read_among_images_are_told_of(tmp_path: Path) -> None:
+    for name in ("a/0.png", "b/0.png"):
+        (tmp_path / name).parent.mkdir()
+        picture(0).save(tmp_path / name)
+    (tmp_path / "a" / "boxes.txt").write_text("0 0 1 1")
+    with warnings.catch_warnings(action="error"):
+        assert len(load(tmp_path)) == 2
+    picture(0).save(tmp_path / "stray.png")
+    with pytest.warns(HydraWarning, match="1 images outside of class folders"):
+        assert len(load(tmp_path)) == 2
+    (tmp_path / "stray.png").unlink()
+    for name in ("a/1.heic", "a/2.HEIC", "b/scan.dcm"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.warns(HydraWarning, match=r"2 with \.heic, 1 with \.dcm"):
+        assert len(load(tmp_path)) == 2
 
 
 def make_classes(folder: Path, counts: dict[str, int]) -> Path:
@@ -302,9 +332,6 @@ def test_an_image_list(tmp_path: Path) -> None:
         load("lists/test_dog.txt", root=tmp_path)
 
 
-# --- torchvision -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_torchvision_sets_that_take_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """EMNIST takes a split and passes `train` and `download` on: it once always gave the training set."""
@@ -320,24 +347,15 @@ def test_torchvision_sets_that_take_train(tmp_path: Path, monkeypatch: pytest.Mo
     data = load("torchvision:EMNIST", f"letters-{part}", root=tmp_path, download=True)
     assert taken == {"train": part == "train", "download": True}
     assert (data.class_names[2], data.labels.tolist()) == ("b", [2])
-    assert same_image(data[0][0], Image.new("L", (28, 28), 7))
-
-
-@pytest.mark.parametrize(
-    ("name", "split", "token"),
-    [
+    for name, split, token in (
         ("EMNIST", "letters", "letters-test"),
         ("MNIST", "validation", r"\['test', 'train'\]"),
         ("CIFAR10", "test", "Dataset not found.*download=True"),
         ("CIFAR11", "test", "CIFAR11.*CIFAR10"),
-    ],
-)
-def test_torchvision_sets_that_are_not_there(tmp_path: Path, name: str, split: str | None, token: str) -> None:
-    with pytest.raises(DataError, match=token):
-        load(f"torchvision:{name}", split, root=tmp_path)
-
-
-# --- the hub -----------------------------------------------------------------------------------------------
+    ):
+        with pytest.raises(DataError, match=token):
+            load(f"torchvision:{name}", split, root=tmp_path)
+    assert same_image(data[0][0], Image.new("L", (28, 28), 7))
 
 
 @pytest.fixture
@@ -354,8 +372,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def test_the_hub_gives_texts_images_and_class_names(calls: list[tuple[Any, ...]]) -> None:
     data = load("hub:owner/reviews", "test", config="plain")
-    assert calls == [("owner/reviews", "plain", "test")]
-    assert list(data) == [("a", 1), ("b", 0)]
+    assert (calls, list(data)) == ([("owner/reviews", "plain", "test")], [("a", 1), ("b", 0)])
     assert (data.class_names, data.name) == (("neg", "pos"), "owner/reviews")
     images = load("hub:pictures")  # a single split is the default
     assert same_image(images[0][0], picture(1, mode="L"))

@@ -33,8 +33,7 @@ def test_the_sets_have_the_sizes_and_classes_of_the_card() -> None:
         assert set(one.labels) == set(range(7))
     for one in (sample.circuit_ood, *sample.near.values()):
         assert set(one.labels) == {-1}
-    assert len(sample.test.class_names) == 7
-    assert sample.test[0][0].size == (64, 64)
+    assert (len(sample.test.class_names), sample.test[0][0].size) == (7, (64, 64))
     assert sample.far["FashionMNIST"][0][0].size == (28, 28)
 
 
@@ -54,8 +53,7 @@ def test_no_image_is_in_two_sets_and_none_but_those_to_train_on_was_trained_on()
 def test_the_backbone_knows_its_classes_and_the_stored_answers_fit_the_sets() -> None:
     answers, sample, backbone = load_answers(), load_sample(), load_backbone()
     assert (backbone.num_members, backbone.num_layers, backbone.num_heads, backbone.head_dim) == (1, 6, 6, 24)
-    assert backbone.dtype == torch.float32
-    assert backbone.metadata.labels == sample.test.class_names
+    assert (backbone.dtype, backbone.metadata.labels) == (torch.float32, sample.test.class_names)
     assert {name: len(found) for name, found in answers.items()} == {"Single": 2, "Pruned branches": 2}
     labels = torch.from_numpy(sample.test.labels.copy())
     for sets in answers["Single"]:

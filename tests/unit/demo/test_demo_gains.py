@@ -1,6 +1,5 @@
 """What methods decline, on hand-made answers: ranking, and thresholds that keep their promise."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -67,22 +66,6 @@ def test_a_method_is_level_with_itself_and_one_without_mistakes_has_no_share_of_
     assert "mistakes.both" not in found.methods[BRANCHES].numbers
     cells = dict(zip([column.key for column in COLUMNS], found.table.rows[0].cells, strict=True))
     assert (cells["mistakes.both"].text, cells["accuracy"].text) == ("–", "100.0 ± 0.0")
-
-
-def test_images_handled_right() -> None:
-    """By hand, the mean of three shares: ID images answered right or declined, near and far OOD images declined."""
-    sure, unsure = torch.tensor([9.0, 0, 0, 0]), torch.tensor([0.1, 0, 0, 0])
-    labels = torch.zeros(400, dtype=torch.long)
-    labels[::20] = 1  # 5 % wrong, and uncertain about exactly these
-    own = torch.where((labels == 1)[:, None], unsure, sure)[None]
-    level = torch.zeros(100)
-    sets = {FAMILIAR: Answers(own, torch.zeros(400)), "fields": Answers(unsure.expand(1, 100, 4), level)}
-    sets |= {name: Answers(sure.expand(1, 100, 4), level) for name in GROUPS["far"]}
-    numbers = gains({BRANCHES: [sets]}, labels, GROUPS, PRICES, share=0.9, draws=4).methods[BRANCHES].numbers
-    assert numbers["near.unsure"].mean == 1.0 or numbers["near.unsure"].mean == 0.0
-    expected = np.mean([1.0 - 0.05 * (1.0 - numbers["mistakes.unsure"].mean), numbers["near.unsure"].mean, 0.0])
-    assert numbers["handled.unsure"].mean == pytest.approx(expected, abs=0.01)
-    assert numbers["far.unfamiliar"].mean == 0.0
 
 
 def test_an_ensemble_of_several_models_uses_the_features_of_all() -> None:

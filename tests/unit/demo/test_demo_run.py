@@ -50,8 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_writes_every_number_down(folder: Path) -> None:
     found = json.loads((folder / "results.json").read_text())
-    assert tuple(found["methods"]) == METHODS
-    assert set(found["samples"].values()) == {FEW["limit"]}
+    assert (tuple(found["methods"]), set(found["samples"].values())) == (METHODS, {FEW["limit"]})
     assert found["methods"][DEEP]["parameters"] > found["methods"][BRANCHES]["parameters"]
     assert json.loads((folder / "run.json").read_text())["settings"] == found["settings"]
     names = {path.name for path in (folder / "evaluations").glob("*.json")}
@@ -75,8 +74,7 @@ def published() -> dict[str, Any]:
 
 
 def test_the_published_run_has_the_default_settings(published: dict[str, Any]) -> None:
-    assert published["settings"] == to_plain(DemoSettings())
-    assert tuple(published["methods"]) == METHODS
+    assert (published["settings"], tuple(published["methods"])) == (to_plain(DemoSettings()), METHODS)
 
 
 def test_the_settings_are_those_that_were_chosen() -> None:

@@ -7,7 +7,7 @@ import torch
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HeadError
+from hydra_ensembles.errors import CheckpointError, ConfigError
 from hydra_ensembles.evaluation.atlas import Atlas, Sweep, atlas
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.report.html import write_atlas
@@ -109,19 +109,6 @@ def test_zero_shot_classifiers_have_one_too_dual_encoders_have_none():
         assert found.heads[0].without.log_likelihood == -he.evaluate(model, data, progress=False).id.nll
     with pytest.raises(ConfigError, match="zero_shot"):
         atlas(dual, data)  # type: ignore[arg-type]
-
-
-def test_what_it_refuses():
-    model = hydra()
-    data, ood = sets(model)
-    for changes, error, token in (
-        ({"layers": [3]}, HeadError, "layers"),
-        ({"score": "mahalanobis"}, ConfigError, "mahalanobis"),
-        ({"id_name": "a"}, DataError, "'a'"),
-        ({"ood": {"same": [(inputs.clone(), labels) for inputs, labels in data]}}, DataError, "same samples"),
-    ):
-        with pytest.raises(error, match=token):
-            atlas(model, data, **{"ood": ood, "progress": False, **changes})
 
 
 def test_its_page_is_whole_and_escaped(of_images, tmp_path):

@@ -39,14 +39,6 @@ def test_latency_is_a_ratio_to_the_first_model(monkeypatch):
     assert slow == pytest.approx((11, 12, 16))
 
 
-def test_models_take_turns_and_another_one_goes_first_each_time():
-    calls: list[str] = []
-    models = {name: lambda inputs, name=name: calls.append(name) for name in "abc"}
-    costs = measure_costs(models, {"input_ids": torch.zeros(5, 3)}, repeats=3, warmup=1)
-    assert costs[0].batch == 5
-    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
-
-
 def test_an_ensemble_brings_its_counts_and_keeps_its_mode():
     ensemble = built(single()).train()
     plain = nn.Flatten()

@@ -24,9 +24,7 @@ def dropping_model(shape: str = "text-post-norm") -> he.Ensemble:
 
 
 @pytest.mark.parametrize("name", ["a hydra", "an optimized model of texts", "MC dropout", "evaluate", "measure_costs"])
-def test_threads_get_the_answers_of_evaluation_mode_and_no_flag_changes(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_get_the_answers_of_evaluation_mode_and_no_flag_changes(name: str, monkeypatch) -> None:
     monkeypatch.setattr(threads, "ASKED", 4)  # per thread, of eight; the attack suite asks more often
     assert threads.check((name, "training", 0)) == "same"
 

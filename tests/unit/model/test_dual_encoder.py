@@ -120,8 +120,7 @@ def test_a_member_taken_out_is_the_member_put_in_also_where_one_image_tower_serv
         assert same_state(taken, member)
     projections = Projections(members[0].projections.image, whole.projections.text)
     dual = DualEncoder(members[0].image, whole.text, projections, members[0].logit_scale, members[0].logit_bias)
-    assert dual.num_members == 3
-    assert dual.encode_image(pixels).shape[0] == 3
+    assert (dual.num_members, dual.encode_image(pixels).shape[0]) == (3, 3)
     for index, member in enumerate(members):
         expected = dual.logits(members[0].encode_image(pixels), member.encode_text(texts))[0]
         assert relative_error(dual(pixels, texts)[index], expected) < 1e-5
@@ -146,8 +145,7 @@ def test_two_encoders_make_a_dual_encoder() -> None:
     image, text = separate_towers()
     projections = Projections.fresh(40, 32, 16)
     dual = DualEncoder(image, text, projections)
-    assert dual.embedding_width == 16
-    assert dual.logit_scale.item() == pytest.approx(2.6593, abs=1e-4)
+    assert (dual.embedding_width, dual.logit_scale.item()) == (16, pytest.approx(2.6593, abs=1e-4))
     pixels, ids = images(32, 32)["pixel_values"], torch.randint(0, 60, (5, 7))
     features = nn.functional.normalize(image(pixels) @ projections.image.weight.transpose(1, 2), dim=-1)  # type: ignore[union-attr]
     assert relative_error(dual.encode_image(pixels), features) < 1e-5

@@ -18,30 +18,22 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from checkpoint_models import ensemble, single
-from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.errors import ConfigError, HydraWarning
 from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
     PatchStemConfig,
     ReadoutConfig,
-    Sharing,
     TextStemConfig,
 )
+from hydra_ensembles.model.ensemble import with_valid_metadata
 from hydra_ensembles.model.metadata import Calibration, Metadata
+from random_ensembles import random_batches, random_ensemble
 
 IMAGES_24 = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 IMAGES = he.ImagePreprocessing((8, 8))
 SIZES = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 16}
 ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), TextStemConfig(9, 8, 8)
-
-
-def test_heads_that_members_cannot_have_are_refused() -> None:
-    for heads, more, token in (
-        ((((1, 0), ()),), {}, "ascending"),
-        ((((0,), ()), ((1,), ())), {"sharing": Sharing(attention=True)}, "share"),
-    ):
-        with pytest.raises(ConfigError, match=token):
-            EnsembleConfig(STEM, ENCODER, ReadoutConfig(), heads, **more)
 
 
 def test_a_saved_model_is_loaded_and_called_with_pictures(tmp_path: Path) -> None:
@@ -51,9 +43,6 @@ def test_a_saved_model_is_loaded_and_called_with_pictures(tmp_path: Path) -> Non
         for given in (picture, [picture, picture]):
             assert torch.equal(loaded(given), loaded(loaded.prepare(given)))
             assert torch.equal(loaded.optimize()(given), loaded.optimize()(loaded.prepare(given)))
-
-
-# --- metadata ------------------------------------------------------------------------------------------------
 
 
 def storages(model: he.Ensemble) -> list[int]:
@@ -75,9 +64,6 @@ def test_a_member_and_a_model_from_tensors_are_copies() -> None:
     state: dict[str, Tensor] = model.state_dict()
     for other in (model.member(0), he.Ensemble.from_state(model.config, state), he.Ensemble.stack([model])):
         assert not set(storages(other)) & set(storages(model))
-
-
-# --- weights that differ from those that were calibrated -----------------------------------------------------------
 
 
 def measured(seed: int = 0) -> he.Ensemble:
@@ -138,11 +124,6 @@ def stepped(kind: Any, one: he.Ensemble) -> None:
     kind(one.parameters(), lr=0.1).step()
 
 
-def rows_swapped(one: he.Ensemble) -> None:
-    weight = one.readout.classifier.weight  # type: ignore[union-attr]
-    weight.data = weight.data.flip(1)
-
-
 EDITS: dict[str, Callable[[Any], object]] = {
     "a step": partial(stepped, torch.optim.AdamW),
     "in place": scaled,
@@ -153,7 +134,7 @@ EDITS: dict[str, Callable[[Any], object]] = {
 }
 UNCOUNTED: dict[str, Callable[[Any], object]] = {  # detected only where all weights are read
     "through data": through_data,
-    "rows swapped": rows_swapped,
+    "rows swapped": lambda one: setattr(w := one.readout.classifier.weight, "data", w.data.flip(1)),
     "a fused step": partial(stepped, partial(torch.optim.SGD, fused=True)),
 }
 READING: dict[str, Callable[[Any, Path], object]] = {
@@ -243,15 +224,10 @@ def test_what_another_preprocessing_was_measured_with_is_dropped() -> None:
     assert (other.metadata.calibration, ours.metadata.calibration is not None) == (None, True)
 
 
-def read_back(one: he.Ensemble, folder: Path) -> Any:
-    one.save_pretrained(folder)
-    return he.load(folder)
-
-
 @pytest.mark.parametrize(
     ("made", "deed"),
     [
-        (read_back, "saved"),
+        (lambda one, folder: (one.save_pretrained(folder), he.load(folder))[1], "saved"),
         (lambda one, _: copy.deepcopy(one), "copied"),
         (lambda one, _: pickle.loads(pickle.dumps(one)), "copied"),
         (lambda one, _: one.member(0), "taken apart"),
@@ -313,3 +289,33 @@ def test_training_a_calibrated_ensemble_by_hand_is_warned_of() -> None:
         ours.train().predict(images)
     with pytest.warns(he.HydraWarning, match="calibrate it again"):
         ours(images)
+
+
+DEEDS: list[tuple[str, Any]] = [
+    ("saved", lambda one, folder: one.save_pretrained(folder)),
+    ("optimized", lambda one, _: one.optimize()),
+    ("calibrated", lambda one, _: he.calibrate(one, random_batches(one), share=0.5, familiarity=None)),
+    ("fitted", lambda one, _: he.fit_familiarity(one, random_batches(one), "knn")),
+    ("taken apart", lambda one, _: one.member(0)),
+    ("pruned", lambda one, _: he.prune(one, [(0, 0)])),
+    ("joined", lambda one, _: he.fuse([one, random_ensemble(seed=1)], stem="separate")),
+    ("joined", lambda one, _: he.soup([one, random_ensemble(seed=1)])),
+    ("joined", lambda one, _: he.Ensemble.stack([one, random_ensemble(seed=1)])),
+]
+
+
+@pytest.mark.parametrize(("deed", "make"), DEEDS)
+@pytest.mark.filterwarnings("ignore:.*one start:hydra_ensembles.HydraWarning")
+def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(deed: str, make: Any, tmp_path) -> None:
+    """The result runs no hooks and cannot store computed weights (parametrized, or pruned by torch)."""
+    hooked, computed = random_ensemble(), random_ensemble()
+    hooked.encoder.layers[1].register_forward_hook(lambda module, given, found: found * 2)
+    with pytest.warns(HydraWarning, match=rf"encoder\.layers\.1 has the forward hook .*lambda.* {deed} does not"):
+        make(hooked, tmp_path)
+    torch.nn.utils.parametrizations.weight_norm(computed.readout.classifier, "weight")
+    if deed not in ("calibrated", "fitted"):
+        with pytest.raises(ConfigError, match=r"readout\.classifier.*remove_parametrizations"):
+            make(computed, tmp_path)
+    assert with_valid_metadata(computed, "exported") is computed  # exported files trace the model
+    with pytest.raises(ConfigError, match=r"readout\.classifier.*shape none expected, got \[1, 1, 1\]"):
+        he.Ensemble.from_state(random_ensemble().config, computed.state_dict())

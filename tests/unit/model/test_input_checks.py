@@ -79,9 +79,6 @@ def test_predict_takes_mask_and_segments_where_forward_does(runner: Callable[[he
         runner(model(IMAGE)).predict(PIXELS, torch.ones(2))
 
 
-# --- read in every form ----------------------------------------------------------------------------------------
-
-
 FORMS: dict[str, dict[str, Any]] = {
     "arrays": {"attention_mask": MASK.numpy(), "token_type_ids": SEGMENTS.numpy().astype(np.int8)},
     "lists": {"attention_mask": MASK.tolist(), "token_type_ids": SEGMENTS.tolist()},
@@ -137,13 +134,11 @@ def test_a_mapping_with_the_inputs_of_both_towers_serves_both() -> None:
 
 ADDED = torch.zeros(6, 7).masked_fill(MASK == 0, -torch.inf)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a misspelt mask": ({"attention_masks": MASK}, "did you mean 'attention_mask'"),
     "something with axes": ({"boxes": torch.zeros(6, 7, 4)}, "boxes"),
     "a mask of 0 and -inf": ({"attention_mask": ADDED}, "additive"),
     "a mask of 0 alone": ({"attention_mask": torch.zeros(6, 7)}, "additive"),
     "too many tokens": ({name: tensor.repeat(1, 3) for name, tensor in BATCH.items()}, "truncate"),
     "a mask of images": ({"pixel_values": PIXELS, "attention_mask": torch.ones(2, 4)}, "attention_mask"),
-    "images under another name": ({"image": PIXELS}, "pixel_values"),
 }
 
 
@@ -254,9 +249,6 @@ def test_the_default_device_of_torch_changes_no_answer_and_batches_are_not_read_
         assert he.convert(original).predict(images).probs.device.type == "cpu"
         with pytest.raises(ConfigError, match=r"default device is meta.*set_default_device\('cpu'\) first"):
             he.calibrate(one, [(PIXELS, LABELS[:2])])
-
-
-# --- on a GPU ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -162,17 +162,11 @@ def test_a_tokenizer_and_text_towers_are_needed(tmp_path: Path) -> None:
         he.retarget(he.Ensemble.from_pretrained(tmp_path), OTHER_NAMES)
 
 
-def hydra(case: DualCase) -> he.DualEncoder:
-    """Three members with heads of both towers pruned, fused."""
-    dual = one_dual(case)
-    return he.fuse([he.prune(dual, heads) for heads in PRUNED])
-
-
 @pytest.mark.parametrize("name", ["open_clip-nonscalar", "open_clip-no-text-projection"])
 @torch.no_grad()
 def test_it_answers_as_if_it_had_been_made_for_the_new_classes(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    dual, pixels = hydra(case), case.pixels()
+    dual, pixels = he.fuse([he.prune(one_dual(case), heads) for heads in PRUNED]), case.pixels()
     ensemble = he.calibrate(he.zero_shot(dual, NAMES), [(pixels, torch.zeros(len(pixels), dtype=torch.long))])
     ensemble.save_pretrained(tmp_path)
     expected = he.zero_shot(dual, OTHER_NAMES, TEMPLATES)
@@ -196,8 +190,6 @@ def test_members_made_one_by_one_keep_what_is_equal_once() -> None:
 
 
 def test_text_sides_that_do_not_belong_together_are_dropped() -> None:
-    dual = one_dual()
-    one, other = he.zero_shot(dual, NAMES), he.zero_shot(dual, NAMES, "the {label}")
-    without = he.zero_shot(dual, NAMES, keep_text=False)
-    for second in (other, without):
+    one, other = (he.zero_shot(one_dual(), NAMES, template) for template in ("a {label}", "the {label}"))
+    for second in (other, he.zero_shot(one_dual(), NAMES, keep_text=False)):
         assert he.Ensemble.stack([one, second]).metadata.text_side is None

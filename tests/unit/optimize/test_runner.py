@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model import cost
 from hydra_ensembles.model.config import KeptHeads, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
@@ -161,20 +160,6 @@ def test_a_lower_precision_is_used_for_weights_and_inputs_and_constants_fold_in_
     assert fast.predict(images(4)).probs.dtype == torch.float32
     assert fast.memory_bytes < 0.6 * ensemble.optimize().memory_bytes
     assert close(half(images(2).bfloat16()).float(), ensemble(images(2)), 0.05)
-
-
-def test_memory_counts_what_plans_share_once() -> None:
-    even, uneven = hydra(heads=EVEN), hydra()
-    alone, both = even.optimize(plans=["loop"]), even.optimize(plans=["loop", "batched"])
-    module = alone.module("loop")
-    weights = sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
-    assert alone.memory_bytes == both.memory_bytes == weights
-    assert uneven.optimize(plans=["loop", "batched"]).memory_bytes > uneven.optimize(plans=["loop"]).memory_bytes
-
-
-def test_graphs_without_a_gpu_are_refused() -> None:
-    with pytest.raises(ConfigError, match="CUDA"):
-        hydra().optimize(graphs=True)
 
 
 def test_later_changes_of_the_ensemble_do_not_reach_it() -> None:

@@ -1,7 +1,6 @@
 """The whole pipeline: what it makes, and what it refuses before it starts."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +10,6 @@ import torch
 from build_cases import HEADS, LAYERS, batches, image_model, recipe, same, samples, sets, text_model, text_sets
 
 import hydra_ensembles as he
-from architectures import VISION_CASES
 from architectures_clip import DUAL_CASES
 from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
@@ -19,7 +17,6 @@ from hydra_ensembles.metrics.bootstrap import bootstrap_mean
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import build_data, chain
 from hydra_ensembles.pipeline.settings import Strategy
-from hydra_ensembles.schema import from_plain, to_plain
 from zero_shot_models import NAMES, OTHER_NAMES, dual_of
 
 # Taylor prunes one head per layer; on a model this small, the naive circuit search is the fastest.
@@ -67,8 +64,7 @@ def test_builds_with_neighbouring_seeds_share_no_draw_of_taylor_scores(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind", "shared"),
-    [("circuit", "image", 1), ("sampled", "image", 2), ("taylor", "text", 1)],
+    ("strategy", "kind", "shared"), [("circuit", "image", 1), ("sampled", "image", 2), ("taylor", "text", 1)]
 )
 def test_shared_layers_become_the_trunk(strategy: Strategy, kind: str, shared: int) -> None:
     """The trunk is whole, shared and frozen, whatever the recipe trains."""
@@ -104,16 +100,6 @@ def test_fine_tuning_is_what_the_parts_do_by_hand() -> None:
     assert expected.config == hydra.config
     assert same_state(expected, hydra)
     assert expected.metadata.calibration == hydra.metadata.calibration
-
-
-def test_a_models_own_library_is_fine_too_and_nothing_is_calibrated_where_nobody_asks_for_it() -> None:
-    case = VISION_CASES[0]  # of timm
-    data = [(case.inputs()["pixel_values"], torch.arange(3))] * 2
-    settings = he.HydraConfig(prune=2, shared_layers=0, members=2, strategy="random")
-    hydra = he.build(case.build(), settings, validation=data, progress=False)
-    assert same(hydra, he.build(he.convert(case.build()), settings, validation=data, progress=False))
-    bare = he.build(case.build(), replace(settings, calibrate=False), progress=False)
-    assert bare.metadata.calibration is None
 
 
 def test_a_circuit_that_repeats_a_member_goes_on_for_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,20 +140,6 @@ def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeyp
     with pytest.raises(error, match=message):
         he.build(image_model(), config(**settings), output=tmp_path, **sets(**data))
     assert not list(tmp_path.iterdir())
-
-
-def test_recipes_of_the_paper_are_accepted_and_those_for_images_are_not_for_texts() -> None:
-    for preset in ("imagenet", "cifar100-last5", "cifar100-classifier", "sst2"):
-        config = he.HydraConfig(prune=4, recipe=he.Recipe.preset(preset))
-        assert from_plain(he.HydraConfig, json.loads(json.dumps(to_plain(config))), complete=True) == config
-    config = he.HydraConfig(prune=4, shared_layers=0, strategy="random", recipe=recipe(augment=True))
-    with pytest.raises(ConfigError, match="reads texts"):
-        he.build(text_model(), config, **text_sets())
-
-
-def test_the_usual_pool_has_the_ratio_of_the_paper_within_the_heads_there_are() -> None:
-    config = he.HydraConfig(prune=48, strategy="sampled")
-    assert [config.pool_size(heads) for heads in (144, 80)] == [100, 80]
 
 
 def right(model: he.Ensemble, count: int) -> list[Any]:
@@ -212,8 +184,6 @@ def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll
     assert seen.high < 0 < allowed.high
     assert (allowed.value, allowed.low) == (seen.value, seen.low)
 
-
-# --- from a dual encoder: heads of both towers, zero-shot members ----------------------------------------------------
 
 DUAL = next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar")
 BOTH_TOWERS = he.HydraConfig(prune=4, strategy="sampled", pool=8, members=3)

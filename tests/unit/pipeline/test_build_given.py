@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from build_cases import batches, image_model, text_batches
+from build_cases import batches, image_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.pipeline.build_data import BuildData, ReadBatch, halves, read_all, read_data
+from hydra_ensembles.pipeline.build_data import BuildData, ReadBatch, halves, read_data
 
 
 def numbered(sizes: list[int]) -> list[ReadBatch]:
@@ -37,16 +37,6 @@ def test_halves_share_nothing_and_leave_nothing_out(sizes: list[int], seed: int)
     cut_otherwise = numbered([sum(sizes)])
     assert labels_of(halves(cut_otherwise, seed)[0]) == one  # only the seed matters, not the batches
     assert not cut_otherwise  # samples are not in memory twice
-
-
-def test_text_keeps_its_padding() -> None:
-    def rows(batch: Any) -> list[tuple[list[int], list[int]]]:
-        return list(zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True))
-
-    first, second = halves(read_all(text_batches(), "id", 0, 2), 1)
-    assert all(set(inputs) == {"input_ids", "attention_mask"} for inputs, _ in first + second)
-    found = [row for inputs, _ in first + second for row in rows(inputs)]
-    assert sorted(found) == sorted(row for batch in text_batches() for row in rows(batch))
 
 
 def test_ood_data_comes_from_one_source_from_several_or_from_the_id_data() -> None:

@@ -98,9 +98,7 @@ def test_a_finished_build_is_not_touched_and_the_folder_makes_no_difference(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_a_kill_between_any_two_writes_can_be_resumed(
-    tmp_path: Path, expected: he.Ensemble, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_between_any_two_writes_can_be_resumed(tmp_path: Path, expected: he.Ensemble, monkeypatch) -> None:
     """Before each rename, copy the state that a kill at that moment would leave, and resume it later.
 
     For writes that differ only in numbers (members, steps), model cards, and saved models other than members, only

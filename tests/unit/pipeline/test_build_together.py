@@ -21,17 +21,14 @@ NORM = "encoder.layers.0.norm1.weight"
 QUICK: dict[str, Any] = {"strategy": "random", "prune": 3, "training": "together", "shared_layers": 1}
 
 
-def uneven(trunk: int = 1, **how: Any) -> he.Ensemble:
-    """Three members with different numbers of heads above a trunk; one keeps all."""
-    base = image_model()
-    members = [he.prune(base, heads) for heads in ([(1, 0), (2, 1), (2, 3)], [(2, 2)], [])]
-    return he.fuse(members, trunk=trunk, **how)
-
-
 @pytest.mark.parametrize("mlp", ["mean", "separate"])
 def test_training_together_is_training_of_members_in_turn(mlp: str) -> None:
-    """Equal weights after training each member separately on views of the shared parameters."""
-    start, steps = uneven(mlp=mlp), 5
+    """Equal weights after training each member separately on views of the shared parameters.
+
+    They have different numbers of heads above a trunk; one keeps all.
+    """
+    heads, steps = ([(1, 0), (2, 1), (2, 3)], [(2, 2)], []), 5
+    start = he.fuse([he.prune(image_model(), off) for off in heads], trunk=1, mlp=mlp)
     data = batches(4 * steps)
     chosen = he.Recipe(steps=steps, schedule="constant", **SGD)
     got = he.finetune(start, data, chosen, progress=False).state_dict()
@@ -71,8 +68,7 @@ def test_branches_are_paths_of_their_own_above_the_trunk() -> None:
     base = image_model()
     settings = he.HydraConfig(strategy="branches", training="together", shared_layers=2, recipe=recipe(steps=3))
     hydra = he.build(base, settings, **sets())
-    assert hydra.config.trunk == 2
-    assert set(hydra.heads) == set(base.heads)
+    assert (hydra.config.trunk, set(hydra.heads)) == (2, set(base.heads))
     state = hydra.state_dict()
     attention = state[f"encoder.layers.{LAYERS - 1}.attention.out"].chunk(3)  # one chunk per member
     classifiers = state["readout.classifier.weight"]  # [M, C, d]

@@ -99,9 +99,20 @@ def test_what_came_from_outside_is_escaped(render):
     assert "dog &amp; &lt;b&gt;fox" in text
 
 
-def test_one_evaluation_without_sets_makes_a_report(render):
+def test_one_evaluation_without_sets_makes_a_report_and_several_runs_show_a_spread(render):
     text = render([evaluation("Crowd", members=9, ood=False, shift=False)])
     assert Page(text).figures() == {"bars": 2, "reliability": 1, "risk": 1, "headmap": 1, "agreement": 1}
+    runs = [evaluation(name, seed=seed, ood=False) for seed, name in enumerate("ABA")]
+    text = render(runs, focus="A", baseline="B")
+    assert all(words in text for words in (" ± ", "of the first run of each method", "vs B"))
+
+
+def test_both_thresholds_and_what_they_decline_are_said(render):
+    single, _, hydra = methods()
+    both = replace(hydra.selective, sure=0.95, familiarity="knn", familiarity_threshold=12.5, familiar=0.9)
+    page = render([single, replace(hydra, selective=both)])
+    assert "thresholds (msp ≤ 0.5, knn ≤ 12.5) Hydra answers" in page
+    assert "(95.0&nbsp;% are sure enough, 90.0&nbsp;% are familiar enough)" in page
 
 
 def test_a_change_within_the_interval_or_without_one_has_no_colour(render):
@@ -118,33 +129,3 @@ def test_a_change_within_the_interval_or_without_one_has_no_colour(render):
         assert f'<span class="{outcome}">{change} vs Single</span>' in page, of_single
     warm = replace(hydra.model, calibration=Calibration(temperature=(1.3,)))  # uncalibrated ECE is not comparable
     assert render([single, replace(hydra, model=warm)]).count("vs Single") == 1
-
-
-def test_the_first_numbers_stand_against_the_baseline(text):
-    single, _, hydra = methods()
-    header = text[text.index("<header>") : text.index("</header>")]
-    change = (hydra.id.accuracy - single.id.accuracy) * 100
-    assert f'<span class="better">{change:+.2f} vs Single</span>' in header
-    interval = hydra.intervals["accuracy"]
-    assert f"{interval.low * 100:.2f} to {interval.high * 100:.2f}" in header
-    for words in ("(msp ≤ 0.5) Hydra answers", f"<td>{hydra.shift['fog'].accuracy * 100:.2f}</td>"):
-        assert words in text
-
-
-def test_both_thresholds_and_what_they_decline_are_said(render):
-    single, _, hydra = methods()
-    both = replace(hydra.selective, sure=0.95, familiarity="knn", familiarity_threshold=12.5, familiar=0.9)
-    fitted = {name: one | {"knn": one["msp"]} for name, one in hydra.means.items()}
-    sets = {n: replace(one, detection=one.detection | {"knn": one.detection["msp"]}) for n, one in hydra.ood.items()}
-    page = render([single, replace(hydra, selective=both, ood=sets, means=fitted)])
-    assert "thresholds (msp ≤ 0.5, knn ≤ 12.5) Hydra answers" in page
-    assert "(95.0&nbsp;% are sure enough, 90.0&nbsp;% are familiar enough)" in page
-    assert page.count("AUROC by knn") == page.count("Declined %") == 1 + len(sets)  # means, and each set
-
-
-def test_focus_and_baseline_can_be_chosen_and_several_runs_show_a_spread(render):
-    runs = [evaluation(name, seed=seed, ood=False) for seed, name in enumerate(("lr-0.001", "lr-0.0001", "lr-0.001"))]
-    text = render(runs, focus="lr-0.001", baseline="lr-0.0001")
-    assert " ± " in text  # two runs
-    assert "of the first run of each method" in text
-    assert "vs lr-0.0001" in text

@@ -60,8 +60,7 @@ def test_what_waits_becomes_full_batches_of_one_shape_in_order() -> None:
     assert made.waiting == 7
     model.release()
     assert results([first, *futures])[1:] == [(1, 4), ("a", 2), (2, 4), (3, 4), ("b", 2), (4, 4), (5, 1)]
-    assert model.batches == [["first"], [1, 2, 3, 4], ["a", "b"], [5]]
-    assert made.waiting == 0
+    assert (model.batches, made.waiting) == ([["first"], [1, 2, 3, 4], ["a", "b"], [5]], 0)
     made.close()
     assert seen == [(1, True), (4, True), (2, True), (1, True)]
 

@@ -22,29 +22,23 @@ from serving import opened, picture, settings, talk, turned
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "examples" / "deploy"
-
-
-def dockerfile() -> list[tuple[str, str]]:
-    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
+OPTIONS = {f"--{one.name.replace('_', '-')}": one.name for one in fields(ServeSettings)}
 
 
 def document(name: str) -> Any:
     return yaml.safe_load((DEPLOY / name).read_text())
 
 
-def check_command(words: list[str]) -> dict[str, str]:
+def check_command(words: list[str]) -> dict[str, Any]:
     """Options of a `serve` command line; asserts that each exists and its value is accepted."""
     assert words[:2] == ["hydra-ensembles", "serve"]
     given = dict(zip(words[3::2], words[4::2], strict=True))
-    kinds = {f"--{one.name.replace('_', '-')}": one for one in fields(ServeSettings)}
-    assert given.keys() <= kinds.keys()
-    made = {kinds[name].name: json.loads(value) if value.isdecimal() else value for name, value in given.items()}
+    made = {OPTIONS[name]: json.loads(value) if value.isdecimal() else value for name, value in given.items()}
     ServeSettings(**made)
     return made
 
 
+@pytest.fixture(scope="module")
 def exposed() -> tuple[str, set[str]]:
     """The text of /metrics and the server's routes."""
     app = make_app(served("image"), settings())
@@ -56,63 +50,35 @@ def exposed() -> tuple[str, set[str]]:
     return talk(app, conversation), {route.path for route in app.routes}
 
 
-def test_the_container_is_tight_and_starts_the_server() -> None:
-    steps = dockerfile()
-    found = {name: text for name, text in steps if name != "WORKDIR"}
-    assert int(found["USER"]) > 0  # not root
-    for name, text in steps:
-        if name == "COPY":
-            assert all((ROOT / source).exists() for source in text.split()[:-1])
-    command = [*json.loads(found["ENTRYPOINT"]), *json.loads(found["CMD"])]
-    made = check_command(command)
-    assert command[2] == found["VOLUME"] == "/model"
-    assert made["port"] == int(found["EXPOSE"])
-    assert f":{made['port']}/v2/health/ready" in found["HEALTHCHECK"]
-    extras = re.search(r"'\.\[(\w+)\]'", found["RUN"])[1]
-    assert f"\n{extras} = [" in (ROOT / "pyproject.toml").read_text()
+def test_containers_start_the_server_read_only_where_probes_and_users_find_it(exposed: tuple[str, set[str]]) -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = dict(line.split(None, 1) for line in lines if line.strip() and not line.startswith("#"))
+    made = check_command([*json.loads(steps["ENTRYPOINT"]), *json.loads(steps["CMD"])])
+    assert (made["port"], int(steps["USER"]) > 0) == (int(steps["EXPOSE"]), True)  # not root
+    assert f":{made['port']}/v2/health/ready" in steps["HEALTHCHECK"]
+    compose, kserve = document("compose.yaml")["services"], document("kserve.yaml")
+    assert API_KEY in compose["hydra"]["environment"]
+    assert all(one.endswith(":ro") for service in compose.values() for one in service["volumes"])
+    assert all(one.startswith("127.0.0.1:") for service in compose.values() for one in service["ports"])
+    (container,) = kserve["spec"]["predictor"]["containers"]
+    made = check_command([*container["command"], *container["args"]])
+    assert [port["containerPort"] for port in container["ports"]] == [made["port"]]
+    places = [container[probe]["httpGet"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert {place["port"] for place in places} == {made["port"]}
+    assert {kserve["metadata"]["annotations"]["prometheus.io/path"], *(one["path"] for one in places)} <= exposed[1]
+    assert compose["hydra"]["read_only"] is container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-def test_compose_reads_the_model_only_and_asks_for_a_key() -> None:
-    hydra, prometheus = (document("compose.yaml")["services"][name] for name in ("hydra", "prometheus"))
-    assert (DEPLOY / hydra["build"]["context"] / hydra["build"]["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
-    assert API_KEY in hydra["environment"]
-    assert all(one.endswith(":ro") for one in (*hydra["volumes"], *prometheus["volumes"]))
-    assert hydra["read_only"]
-    assert all(one.startswith("127.0.0.1:") for one in (*hydra["ports"], *prometheus["ports"]))
-    assert int(hydra["stop_grace_period"].rstrip("s")) > ServeSettings().timeout
-    for one in prometheus["volumes"]:
-        assert (DEPLOY / one.split(":")[0]).is_file()
-    watched = document("prometheus.yaml")
-    assert watched["scrape_configs"][0]["static_configs"][0]["targets"] == ["hydra:8000"]
-    assert watched["scrape_configs"][0]["authorization"]["credentials_file"].endswith(prometheus["secrets"][0])
-
-
-def test_alerts_and_the_page_name_metrics_that_there_are() -> None:
-    text, _ = exposed()
+def test_alerts_and_the_page_name_metrics_that_there_are(exposed: tuple[str, set[str]]) -> None:
+    text, _ = exposed
     known = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line and line[0] != "#"}
-    rules = [rule for group in document("alerts.yaml")["groups"] for rule in group["rules"]]
-    told = " ".join(rule["expr"] for rule in rules)
+    told = " ".join(rule["expr"] for group in document("alerts.yaml")["groups"] for rule in group["rules"])
     assert set(re.findall(r"hydra_\w+", told)) <= known
     assert all(f'le="{edge}"' in text for edge in re.findall(r'le="([\d.]+)"', told))
     assert all(f'{name}="{value}"' in text for name, value in re.findall(r'(outcome|route)="([^"]+)"', told))
     page = (ROOT / "docs" / "production.md").read_text()
     families = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in known} | known
     assert set(re.findall(r"hydra_\w+", page)) - {"hydra_ensembles"} <= families
-
-
-def test_kserve_finds_ports_and_addresses() -> None:
-    found = document("kserve.yaml")
-    (container,) = found["spec"]["predictor"]["containers"]
-    made = check_command([*container["command"], *container["args"]])
-    (port,) = container["ports"]
-    assert port["containerPort"] == made["port"] == int(found["metadata"]["annotations"]["prometheus.io/port"])
-    _, addresses = exposed()
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"]["path"] in addresses
-        assert container[probe]["httpGet"]["port"] == made["port"]
-    assert found["metadata"]["annotations"]["prometheus.io/path"] in addresses
-    assert found["spec"]["predictor"]["timeout"] > ServeSettings().timeout
-    assert container["securityContext"]["readOnlyRootFilesystem"]
 
 
 def test_the_handler_answers_as_predict_does(tmp_path: Path) -> None:
@@ -155,7 +121,7 @@ def test_the_commands_of_the_page_and_of_the_makefile_exist() -> None:
     for line in (shlex.split(line) for line in block.splitlines() if line.startswith("hydra-ensembles serve")):
         check_command([*line])
     options = set(re.findall(r"`(--[\w-]+)", page.split("## Sizing")[1].split("## More")[0]))
-    assert options <= {f"--{one.name.replace('_', '-')}" for one in fields(ServeSettings)}
+    assert options <= OPTIONS.keys()
 
     rule = re.search(r"^serve-demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     check_command(shlex.split(rule.strip().splitlines()[-1].strip().removeprefix("$(BIN)/")))

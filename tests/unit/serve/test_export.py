@@ -19,8 +19,6 @@ from PIL import Image
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from checkpoint_models import TOKENIZER, ensemble, map_pooled, single
-from contract.all_architectures import ALL_CASES
-from contract.models import variants
 from hydra_ensembles.errors import ConfigError, ConversionError, DataError, MissingExtraError
 from hydra_ensembles.schema import to_plain
 from hydra_ensembles.serve import export as module
@@ -97,24 +95,6 @@ def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format
         assert stored == {key: value for key, value in about.items() if key not in ("sha256", "data", "compared")}
 
 
-@pytest.mark.slow  # test_rotary.py covers what differs between them: local windows for any length, in one program
-@pytest.mark.parametrize("case", ALL_CASES)
-def test_every_architecture_takes_any_number_of_samples_and_tokens(case, tmp_path: Path, monkeypatch) -> None:
-    """Checks the graph in memory, without a file; `export` compares it at several sizes."""
-    one = he.Ensemble.stack(variants(case)[:2])
-    if not one.num_classes:
-        pytest.skip("there is no classifier")
-    made: list[Any] = []
-
-    def write(program: Any, file: Path, *_: Any) -> None:
-        made.append(program.module())
-        file.touch()
-
-    monkeypatch.setitem(module._WRITERS, "pt2", write)
-    monkeypatch.setitem(module._RUNNERS, "pt2", lambda _: lambda inputs: module._arrays(made[0](**inputs)))
-    assert he.export(one, tmp_path / "model.pt2").exists()
-
-
 # --- everything around the file, with a dummy format that takes no time ---------------------------------------------
 
 
@@ -158,19 +138,6 @@ def test_examples_are_compared_too_and_files_of_an_earlier_export_do_not_stay_be
     pretend(monkeypatch, served("image"))
     he.export(served("image"), tmp_path / "other.pt2")
     assert not (tmp_path / "other.pt2.tokenizer.json").exists()
-
-
-@pytest.mark.parametrize("point", ["_traced", "_write_companions"])
-def test_an_interruption_leaves_what_was_there(point: str, monkeypatch, tmp_path: Path) -> None:
-    one = served("image")
-    pretend(monkeypatch, one)
-    he.export(one, tmp_path / "model.pt2")
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-
-    monkeypatch.setattr(module, point, Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        he.export(one, tmp_path / "model.pt2")
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def with_data_beside(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
@@ -247,8 +214,6 @@ def test_a_failure_of_the_exporter_is_one_error_and_a_missing_one_is_named(monke
     with pytest.raises(MissingExtraError, match=r"\[onnx\]"):
         he.export(served("image"), tmp_path / "model.onnx")
 
-
-# --- the how-to -----------------------------------------------------------------------------------------------------
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "run_exported.py"))
 

@@ -1,4 +1,4 @@
-"""Requests become the rows that `predict` would see, within limits; answers equal those of `predict`."""
+"""Requests become the rows that `predict` would see, within limits; answers and outputs equal those of `predict`."""
 
 import copy
 import warnings
@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_ensembles.errors import HydraError, RequestError
+from checkpoint_models import ensemble, map_pooled
+from hydra_ensembles.errors import ConfigError, HydraError, RequestError
+from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.preprocessing import TextPreprocessing
 from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.outputs import columns
+from hydra_ensembles.serve.outputs import REASON_WORDS, Answering, columns, input_fields, output_fields
 from hydra_ensembles.serve.service import NEAREST, Service
 from served_models import SCORES, inputs_for, served
 from serving import POSTSCRIPT, picture, png, settings
@@ -68,18 +70,6 @@ def test_texts_are_padded_to_few_lengths_and_those_without_a_mask_to_none() -> N
     assert alone.lengths() == []
     assert [row.inputs["input_ids"].shape[0] for row in alone.texts(TEXTS)] == [1, 2, 7, 3]
     same(alone.workers()[0](alone.texts(TEXTS[:1])), columns(served("text").predict(TEXTS[:1])))
-
-
-def test_plans_are_warm_for_every_size_they_will_run() -> None:
-    one = service("image", max_batch=6, warm_up=True)
-    assert one.sizes() == [1, 2, 4, 6]
-    (run,) = one.workers()
-    plan = run.__self__.plan
-    warm = set(plan.choices)
-    assert sorted(key[0][0][0] for key in warm) == [1, 2, 4, 6]
-    for count in range(1, 7):
-        run(one.images([picture()] * count))
-    assert set(plan.choices) == warm
 
 
 def test_rows_of_several_shapes_keep_their_order() -> None:
@@ -155,3 +145,45 @@ def test_long_and_empty_texts_the_wrong_kind_and_tensors_that_do_not_fit_are_ref
     ):
         with pytest.raises(HydraError, match=token):
             read(given)  # type: ignore[operator]
+
+
+KINDS = ("image", "text", "zero-shot")
+
+
+@pytest.mark.parametrize("bare", ["", ", bare"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_those_of_the_prediction(kind: str, bare: str) -> None:
+    one = served(kind + bare)
+    inputs = inputs_for(one, 9)
+    p, table = one.predict(inputs), {field.name: field for field in output_fields(one)}
+    with torch.no_grad():
+        told = Answering(one)(**inputs)
+    for found in (columns(p), {name: tensor.numpy() for name, tensor in told.items()}):
+        assert list(found) == list(table)
+        for name, array in found.items():
+            assert (array.shape, str(array.dtype)) == ((9, *table[name].shape), table[name].dtype)
+            np.testing.assert_array_equal(array, expected(p, name))
+    names = set(SCORES[kind]) | {"accept", "reason", "familiarity", "p_value"}
+    assert not names & table.keys() if bare else names <= table.keys()
+    assert [field.name for field in input_fields(one)] == list(inputs)
+
+
+def expected(p: Prediction, name: str) -> np.ndarray:
+    if name == "reason":
+        return np.array([REASON_WORDS.index(reason or "") for reason in p.reason])
+    if name == "member_logits":
+        return p.member_logits.numpy().swapaxes(0, 1)
+    if p.unfamiliarity is not None and name in p.unfamiliarity.score_names:
+        return p.score(name).numpy()
+    methods = {"score": p.score, "p_value": p.p_value}
+    return (methods[name]() if name in methods else getattr(p, name)).numpy()
+
+
+def test_what_a_tokenizer_does_not_give_is_no_input_and_without_a_classifier_there_are_no_outputs() -> None:
+    one = served("text")
+    assert len(input_fields(one.with_metadata(preprocessing=None))) == 3
+    plain = one.metadata.preprocessing.__class__(max_length=9, attention_mask=False, segments=False)
+    assert [field.name for field in input_fields(one.with_metadata(preprocessing=plain))] == ["input_ids"]
+
+    with pytest.raises(ConfigError, match="classifier"):
+        output_fields(ensemble(map_pooled()))

@@ -11,15 +11,12 @@ import torch
 from published import published
 from small_studies import CPU, SmallFolder, small_vit
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
 import hydra_ensembles as he
 from architectures import timm_model
 from hydra_ensembles.heads import Head
-from hydra_ensembles.training.recipe import Recipe
 from random_ensembles import noisy, small
-from studies.__main__ import app
-from studies.analyses import analysis, diversity, noise, rates, registry, seeds, separation
+from studies.analyses import analysis, diversity, noise, registry, seeds
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
 from studies.results import pyplot
@@ -77,9 +74,7 @@ LONG = ("stability", "distance")  # many circuit extractions
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in RUN])
-def test_every_analysis_runs_and_is_stored_and_shown(
-    name: str, seed: Seed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_analysis_runs_and_is_stored_and_shown(name: str, seed: Seed, tmp_path: Path, monkeypatch) -> None:
     found = registry.analysed(name, [seed])
     registry.store(found, tmp_path)
     again = registry.load(name, TASK, tmp_path)
@@ -107,17 +102,6 @@ def test_numbers_are_those_of_the_model(seed: Seed) -> None:
     assert found["disagreement"] == pytest.approx(sum(pairs) / 3, abs=1e-6)
 
 
-def test_rates_of_single_change_one_at_a_time(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A factor on the model's rate keeps the classifier's, and vice versa."""
-    trained = list[Recipe]()
-    monkeypatch.setattr(Seed, "trained", lambda self, name, start, training: trained.append(training))
-    for point in ("faster", "classifier faster"):
-        rates.model(seed, point)
-    usual = seed.training(seed=seed.derived("backbone", 0))
-    factors = [(one.rates[0] / usual.rates[0], one.classifier_rate / usual.classifier_rate) for one in trained]
-    assert factors == [pytest.approx((3.0, 1 / 3)), pytest.approx((1.0, 3.0))]  # the second is relative to the first
-
-
 def test_members_that_differ_in_nothing_agree(seed: Seed) -> None:
     """Members of the variant without any source of diversity are equal; each single source makes them differ."""
     rows = registry.analysed("diversity", [seed])["seeds"]["0"]["rows"]
@@ -139,19 +123,6 @@ def test_side_by_side_is_one_by_one(seed: Seed) -> None:
         alone = he.finetune(start, task.lessons(recipe), recipe, progress=False)
         for name, tensor in alone.state_dict().items():
             torch.testing.assert_close(one.state_dict()[name], tensor, rtol=1e-3, atol=1e-5)
-
-
-def test_distances_of_heads_know_how_far_sets_are_apart() -> None:
-    generator = torch.Generator().manual_seed(0)
-    inside = {head: torch.randn(50, 4, generator=generator) for head in HEADS}
-    near, far = ({head: one + gap for head, one in inside.items()} for gap in (0.5, 2.0))
-    one, other = (separation.distances(inside, some, HEADS) for some in (near, far))
-    assert one["euclidean"] == pytest.approx(1.0)
-    assert other["euclidean"] == pytest.approx(4.0)
-    assert other["mahalanobis"] == pytest.approx(4 * one["mahalanobis"])
-
-
-# --- losses in gates and weights --------------------------------------------------------------------------------------
 
 
 def gated_problem() -> tuple[he.Ensemble, list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
@@ -225,21 +196,6 @@ def test_traces_of_heads_are_those_of_the_hessian() -> None:
     assert found.traces.item() == pytest.approx(sum(traces).item(), abs=0.2 * scale)
 
 
-def test_replaced_tokens_leave_the_ends_and_the_padding_alone() -> None:
-    ids = torch.arange(40).reshape(4, 10)
-    mask = (torch.arange(10)[None] < torch.tensor([10, 8, 5, 3])[:, None]).long()
-    found = noise.replaced({"input_ids": ids, "attention_mask": mask}, 1.0, torch.Generator().manual_seed(0))
-    same = found == ids
-    assert same[:, 0].all()
-    assert same[mask == 0].all()
-    assert all(bool(same[row, length - 1]) for row, length in enumerate((10, 8, 5, 3)))
-    assert not same.all()
-    assert set(found[~same].tolist()) <= set(ids[mask == 1].tolist())
-
-
-# --- stored studies, the command ----------------------------------------------------------------------------
-
-
 def test_seeds_are_read_from_stored_studies() -> None:
     found, study = registry.read_stored("seeds", TASK, RESULTS / "studies"), published(TASK)
     right = [study.columns("Single", seed)["cifar100|correct"].mean() for seed in study.seeds("Single")]
@@ -247,17 +203,6 @@ def test_seeds_are_read_from_stored_studies() -> None:
     shown = seeds.seeds_table(found)
     assert f"{100 * np.mean(right):.2f} ± {100 * np.std(right, ddof=1):.2f}" in shown
     assert "*92.15*" in shown  # the paper's
-
-
-def test_the_command_makes_tables_and_figures_again_from_results(seed: Seed, tmp_path: Path) -> None:
-    registry.store(registry.analysed("shares", [seed]), tmp_path)
-    options = ["--task", TASK, "--results", str(tmp_path), "--figures", str(tmp_path), "--from-results"]
-    made = CliRunner().invoke(app, ["analyse", "shares", *options])
-    assert made.exit_code == 0, made.output
-    assert "heads removed" in made.output
-    assert not registry.undrawn(tmp_path, tmp_path)
-    registry.store({**registry.load("shares", TASK, tmp_path), "seconds": -1.0}, tmp_path)  # an impossible value
-    assert registry.undrawn(tmp_path, tmp_path)  # the figure no longer matches the numbers
 
 
 def test_trainings_have_the_rates_that_half_b_chose() -> None:

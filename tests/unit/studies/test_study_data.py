@@ -23,7 +23,6 @@ from studies.sets import (
     at_most,
     foreign_halves,
     halves,
-    label_names,
     load_npm_cifar10,
     overlapping,
     suite,
@@ -87,12 +86,6 @@ def test_halves_share_nothing_and_have_every_class(pictures: ImageDataset) -> No
     assert sorted([*first.rows, *second.rows]) == list(range(63))
     few = foreign_halves(pictures)
     assert [half.rows.tolist() for half in few] == [half.rows.tolist() for half in halves(pictures)]
-
-
-def test_names_say_what_is_shown() -> None:
-    assert label_names("caltech101", ["car_side"]) == ("side of a car",)
-    assert label_names("dtd10", ["banded"]) == ("banded texture",)
-    assert label_names("tinyimagenet", ["crane"]) == ("construction crane",)
 
 
 def test_zero_shot_circuits_see_both_tasks_once_and_nothing_reported() -> None:

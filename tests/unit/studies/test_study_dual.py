@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_clip
 import torch
 from small_studies import CPU, UNSEEN, ManyClasses, SmallDual, dual_recipe, dual_seed
 from typer.testing import CliRunner
@@ -18,19 +17,10 @@ import hydra_ensembles as he
 from hydra_ensembles import ImagePreprocessing, Recipe
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.model.metadata import Metadata
-from pictures import picture
 from random_ensembles import noisy, small
 from studies import dual_rows, dual_study
 from studies.__main__ import app
-from studies.captions import (
-    Pairs,
-    TrainImages,
-    accuracy_by_names,
-    cut_by_names,
-    pair_labels,
-    train_dual,
-    view_features,
-)
+from studies.captions import Pairs, TrainImages, accuracy_by_names, cut_by_names, pair_labels, train_dual, view_features
 from studies.column_files import read_columns
 from studies.dual_findings import TABLES
 from studies.dual_rows import BOTH, IMAGE, IMAGE_TUNED, ROWS
@@ -42,7 +32,7 @@ from studies.rows import HYDRA_CIRC
 from studies.samples import MEAN, STD, ImageSamples, SampleBatches
 from studies.stored import DualStudy
 from studies.storing import SINGLE
-from studies.weights import dual_of, load_dual, mean_pooled
+from studies.weights import dual_of, mean_pooled
 from zero_shot_models import word_tokenizer
 
 REPORTED_ONLY = {f"images/{name}/test" for name in (*UNSEEN[1:-1], "cifar100_full", "mnist", "tinyimagenet")}
@@ -124,9 +114,7 @@ def test_test_sets_are_opened_after_all_is_fixed(finished: Finished, tmp_path: P
     assert not source.opened
 
 
-def test_rows_that_come_later_are_added_to_what_is_fixed(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp_path: Path, monkeypatch) -> None:
     """Also if another process fixes one meanwhile: rows of a seed are made side by side."""
     shutil.copytree(finished.output / "zero-shot" / "seed-0", tmp_path / "zero-shot" / "seed-0")
     seed, place = dual_seed(tmp_path), tmp_path / "zero-shot" / "seed-0" / dual_study.FIXED
@@ -186,9 +174,6 @@ def test_members_in_turn_are_the_one_model_whose_cost_is_measured(finished: Fini
         assert whole.config.sharing.mlp
     expected = torch.cat([whole(batch) for batch, _ in SampleBatches(held.samples, 4)], dim=1)
     torch.testing.assert_close(row.asked(seed, held).member_logits, expected.detach(), atol=1e-4, rtol=1e-4)
-
-
-# --- captions and training ---------------------------------------------------------------------------------
 
 
 def small_dual(seed: int = 0) -> he.DualEncoder:
@@ -277,20 +262,3 @@ def test_a_trained_dual_knows_names() -> None:
     pruned = he.prune(dual, [(0, 0, "image"), (1, 2, "text")])
     member = train_dual(pruned, tune, pairs_of(pruned, data, 12, views=1))
     assert torch.equal(member.projections.image.weight, dual.projections.image.weight)
-
-
-# --- a user's own models -----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_a_model_of_open_clip_answers_as_there_also_saved_by_us(tmp_path: Path) -> None:
-    source, model = small_clip.small_open_clip(tmp_path)
-    load_dual(source).save_pretrained(tmp_path / "saved")
-    pictures = [picture(number).resize((40, 36)) for number in range(2)]
-    transform = small_clip.open_clip.image_transform(small_clip.IMAGE_SIZE, is_train=False)
-    pixels = torch.stack([transform(picture) for picture in pictures])
-    tokens = small_clip.open_clip.tokenize(["A photo of a cat.", "A photo of a dog."], context_length=16)
-    expected = model.get_logits(pixels, tokens)[0]
-    for name in (source, str(tmp_path / "saved")):
-        ensemble = he.zero_shot(load_dual(name), ["cat", "dog"])
-        torch.testing.assert_close(ensemble(ensemble.prepare(pictures))[0], expected, atol=1e-4, rtol=1e-4)

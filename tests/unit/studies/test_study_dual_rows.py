@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 import torch
 from small_studies import dual_recipe, dual_seed
+from torch.nn import functional as F
 
 import hydra_ensembles as he
+from architectures_clip import DUAL_CASES, DualCase
 from hydra_ensembles import baselines
 from hydra_ensembles.metrics import nll
-from studies import dual_rows
+from studies import dual_rows, tower_scores
 from studies.dual_rows import BAYES_VLM, NEG_LABEL, PSEUDO_COUNTS, ROWS, VILU, DualRow, for_classes, vocabulary
 from studies.dual_seed import DualSeed
 from studies.samples import SampleBatches
+from zero_shot_models import NAMES as CLASSES
+from zero_shot_models import TEMPLATES, dual_of
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +55,7 @@ def test_what_an_earlier_stage_chose_is_not_chosen_again(tmp_path: Path) -> None
     assert place.read_text() == before
 
 
-def test_vilu_is_single_with_a_score_that_goes_with_any_classes(
-    seed: DualSeed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vilu_is_single_with_a_score_that_goes_with_any_classes(seed: DualSeed, monkeypatch) -> None:
     monkeypatch.setattr(dual_rows, "EPOCHS", 2)
     names, inputs, held = seed.task.sets.training().names, images_of(seed), seed.task.held_out
     trained = dual_rows._trained_vilu(seed)
@@ -92,3 +94,26 @@ def test_neg_label_takes_whole_words_of_the_vocabulary(seed: DualSeed) -> None:
     said = ROWS[NEG_LABEL].whole(seed, plain.metadata.labels).predict(images_of(seed))
     expected = baselines.neg_label(plain, words, settings=baselines.NegLabel(groups=1)).predict(images_of(seed))
     torch.testing.assert_close(said.score("neglabel"), expected.score("neglabel"))
+
+
+CASES = [case for case in DUAL_CASES if case.name in ("transformers-gelu", "open_clip-no-text-projection")]
+SIZES = [5, 1, 5]  # unequal, so that the mean of batch means would differ
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scores_of_both_towers_against_plain_autograd(case: DualCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    dual = dual_of(case).double()
+    generator = torch.Generator().manual_seed(4)
+    images = torch.randn(sum(SIZES), 3, 32, 32, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, len(CLASSES), (sum(SIZES),), generator=generator)
+    batches = list(zip(images.split(SIZES), labels.split(SIZES), strict=True))
+    monkeypatch.setattr(tower_scores, "PROMPTS_AT_ONCE", 2 * len(TEMPLATES))  # classes in several chunks
+    scores = tower_scores.taylor_scores(dual, CLASSES, batches, TEMPLATES)
+    texts = [dual.encode_text([one.replace("{label}", name) for name in CLASSES])[0] for one in TEMPLATES]
+    classes = F.normalize(torch.stack(texts).mean(0), dim=-1)[None]
+    F.cross_entropy(dual.logits(dual.encode_image(images), classes)[0], labels).backward()
+    for name, tower in (("image", dual.image), ("text", dual.text)):
+        weights = [block.attention.qkv for block in tower.encoder.layers]  # [H, 3, d_k, d]
+        expected = torch.stack([(one.detach() * one.grad).abs().mean((1, 2, 3)) for one in weights])
+        assert expected.min() > 0
+        torch.testing.assert_close(scores[name], expected, rtol=1e-9, atol=0)

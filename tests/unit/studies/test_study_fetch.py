@@ -37,25 +37,6 @@ def test_a_label_stays_with_its_pictures_which_become_small(tmp_path: Path) -> N
     assert reds == {"pink primrose": 20, "pocket orchid": 40, "globe thistle": 200}
 
 
-def flickr8k(source: Path) -> None:
-    texts, lines = source / "Flicker8k_text", []
-    texts.mkdir(parents=True)
-    for split in ("train", "dev", "test"):
-        photograph(source / "Flicker8k_Dataset" / f"{split}.jpg", (128, 256))
-        lines += [f"{split}.jpg#{number}\tA {split} dog , number {number} ." for number in range(5)]
-        (texts / f"Flickr_8k.{split}Images.txt").write_text(f"{split}.jpg\n")
-    (texts / "Flickr8k.token.txt").write_text("\n".join(lines))
-
-
-def test_flickr8k_keeps_its_splits_and_five_captions(tmp_path: Path) -> None:
-    flickr8k(tmp_path)
-    written = prepare("flickr8k", tmp_path, tmp_path / "data")
-    assert [path.stem for path in written] == ["train", "validation", "test"]
-    rows = pq.read_table(written[1]).to_pylist()
-    assert rows[0]["captions"] == [f"A dev dog , number {number}" for number in range(5)]
-    assert Image.open(io.BytesIO(rows[0]["image"]["bytes"])).size == (128, 256)
-
-
 def webp(pixels: np.ndarray) -> bytes:
     content = io.BytesIO()
     Image.fromarray(pixels).save(content, "WEBP", lossless=True)

@@ -73,38 +73,9 @@ def test_the_command_shows_every_table(study: Study) -> None:
     assert all_tasks.filed(study, all_tasks.made(study))
 
 
-def test_prices_are_measured_without_the_models_of_the_run(study: Study, tmp_path: Path) -> None:
-    """Measured on models of the same shape, built from stored settings and rankings; stored with the run's reports."""
-    results, ranked = tmp_path / "results", f"{NAME}/seed-0/rankings"
-    shutil.copytree(study.folder, results / NAME)
-    shutil.copytree(study.folder.parents[1] / ranked, tmp_path / ranked)
-    task = SmallTask(NAME)
-    task.settings["cost_batch"] = {"cpu": 2}
-    rows = [SINGLE, HYDRA, "Hydra (Circ)"]
-    CLASSIFIERS.run(Run(task, tmp_path, results, rows, [0]), ["cost", "store"])
-    found = Study(NAME, results)
-    reports = study.facts["runs"]["0"]["report"]
-    for row in rows:  # layers are shared up to the first with different heads
-        assert found.cost(row)["multiply_adds"] == reports[row]["multiply_adds"]
-    assert found.facts["runs"] == study.facts["runs"]
-    assert not list(tmp_path.glob(f"{NAME}/seed-*/models"))
-
-
 def test_a_half_is_rounded_alike_whatever_the_order_of_a_sum() -> None:
     assert {fixed(one, 2) for one in (90.775, 90.77499999999999, 90.77500000000002)} == {"90.78"}
     assert (fixed(30.5, 0), fixed(-0.125, 2), fixed(1234.5, 1, "+")) == ("31", "-0.13", "+1,234.5")
-
-
-def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Price and gain of a row; with other numbers it counts as missing."""
-    pytest.importorskip("matplotlib")
-    (field,) = all_tasks.figure([study]).axes
-    mark, gain = field.containers[0].lines[0], study.difference(HYDRA, SINGLE, "all.auroc")
-    assert mark.get_xdata() == pytest.approx(study.cost(HYDRA)["latency_ratio"])
-    assert mark.get_ydata() == pytest.approx(100 * gain.value)
-    assert all_tasks.drawn([study], all_tasks.draw([study], tmp_path / "figure.svg"))
-    monkeypatch.setattr(all_tasks, "price_of", lambda *_: (0.5, False))
-    assert not all_tasks.drawn([study], tmp_path / "figure.svg")
 
 
 def test_the_figure_of_all_tasks_is_of_the_stored_numbers() -> None:
@@ -207,9 +178,7 @@ def test_rows_are_forgotten_and_stored_anew(study: Study, tmp_path: Path) -> Non
         *(pytest.param(name, None, marks=pytest.mark.slow, id=f"{name}, all rows") for name in STORED),
     ],
 )
-def test_main_table_and_ood_sets_by_other_code(
-    name: str, rows: list[str] | None, request: pytest.FixtureRequest
-) -> None:
+def test_main_table_and_ood_sets_by_other_code(name: str, rows: list[str] | None, request) -> None:
     """For every stored study and a small one: rows as printed, relative to Single's mean."""
     few = Study(NAME, request.getfixturevalue("study").folder.parent) if name == "small" else published(name)
     few.rows = rows or few.rows

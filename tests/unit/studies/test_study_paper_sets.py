@@ -89,8 +89,7 @@ def test_circuits_of_the_image_tower_read_cifar100_as_well(root: Path) -> None:
     sets = PaperSets(root, COUNTS)
     inside, outside = sets.image_circuits()
     assert inside.names[1000:] == ("apple", "worm")
-    assert sorted(inside.images.labels.tolist())[-2:] == [1000, 1001]
-    assert len(inside.images) == 10 + 2
+    assert (sorted(inside.images.labels.tolist())[-2:], len(inside.images)) == ([1000, 1001], 10 + 2)
     assert len(outside) == len(sets.circuits()[1]) + 3
     few = PaperSets(root, replace(COUNTS, classes=6)).calibration()
     assert (few.names[:2], len(few.names)) == (("tench", "goldfish"), 6)

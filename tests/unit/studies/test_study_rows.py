@@ -14,11 +14,7 @@ from studies import classifiers, rows
 from studies.classifiers import choose, report
 from studies.column_files import read_columns
 from studies.engine import Run
-from studies.rows import (
-    BASELINES,
-    CIRC_AVG,
-    MIMO,
-)
+from studies.rows import BASELINES, CIRC_AVG, MIMO
 from studies.seed import Seed
 from studies.seed_folder import slug
 from studies.stored import stored_study
@@ -38,13 +34,10 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seed]:
     return made
 
 
-def cases() -> list[tuple[str, str]]:
-    return [
-        (IMAGES if "image" in row.kinds else SCRATCH, name) for name, row in BASELINES.items() if row.like is None
-    ] + [(SCRATCH, MIMO)]
+TUNED = [(IMAGES if "image" in row.kinds else SCRATCH, name) for name, row in BASELINES.items() if row.like is None]
 
 
-@pytest.mark.parametrize(("name", "row"), cases())
+@pytest.mark.parametrize(("name", "row"), [*TUNED, (SCRATCH, MIMO)])
 def test_every_setting_of_a_baseline_trains_and_answers(
     seeds: dict[str, Seed], name: str, row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,10 @@ from training_cases import LAYERS, batches, tiny
 
 from hydra_ensembles.data import BatchLoader, TrainTransform
 from hydra_ensembles.errors import ConfigError, HydraWarning
-from hydra_ensembles.model.config import GROUPS, CosineConfig
-from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.config import GROUPS
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from hydra_ensembles.schema import from_plain, to_plain
-from hydra_ensembles.training.recipe import RandAugment, Recipe, presets
+from hydra_ensembles.training.recipe import RandAugment, Recipe
 
 AFTER_PRUNING = ("attention", "mlp", "norms", "readout")
 
@@ -41,15 +40,6 @@ def test_presets_are_those_of_the_appendix(name):
     assert {setting: getattr(recipe, setting) for setting in stated} == stated
     assert not {"grid", "warmup", "steps", "learning_rate"} & set(recipe.ours)
     assert from_plain(Recipe, to_plain(recipe)) == recipe
-
-
-def test_no_other_preset_and_a_changed_setting_is_no_longer_marked():
-    assert presets().keys() == {*APPENDIX, "hydra"}  # our own preset
-    recipe = Recipe.preset("imagenet", momentum=0.8, grid=(), learning_rate=0.01)
-    assert (recipe.momentum, recipe.rates) == (0.8, (0.01,))
-    assert "momentum" not in recipe.ours
-    with pytest.raises(ConfigError, match="cifar100-last5"):
-        Recipe.preset("cifar100")
 
 
 def test_the_plan_counts_updates_and_warm_up():
@@ -99,15 +89,6 @@ def test_what_does_not_fit_model_and_data_is_refused(changes, token):
     recipe = Recipe(**{"learning_rate": 0.1, "steps": 4, **changes})
     with pytest.raises(ConfigError, match=token):
         recipe.check(tiny(), batches(), None)
-
-
-def test_settings_of_a_classifier_are_refused_where_there_is_none():
-    config = tiny().config
-    zero_shot = Ensemble(replace(config, readout=replace(config.readout, cosine=CosineConfig())))
-    recipe = Recipe(learning_rate=0.1, steps=4, reinit_classifier="zeros")
-    recipe.check(tiny(), batches(), None)
-    with pytest.raises(ConfigError, match="reinit_classifier"):
-        recipe.check(zero_shot, batches(), None)
 
 
 def test_images_that_are_meant_to_be_changed_and_are_not() -> None:

@@ -59,11 +59,6 @@ def test_training_stops_when_patience_runs_out(monkeypatch, tmp_path):
     assert journal(tmp_path)["reference"] == 0.5006
 
 
-def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path):
-    train(batches(), replace(PLAIN, steps=10, evaluate_every=4), batches(), output=tmp_path)
-    assert [(one["step"], one["epoch"]) for one in journal(tmp_path)["evaluations"]] == [(4, 0), (8, 1), (10, 1)]
-
-
 def test_evaluating_more_often_does_not_change_the_training(monkeypatch):
     recipe, rising = replace(PLAIN, steps=9, dropout=0.1), itertools.count(1)
 
@@ -137,8 +132,6 @@ def test_validation_leaves_every_part_in_its_mode(kind):
     assert {name: module.training for name, module in learner.model.named_modules()} == before
 
 
-# --- data order ------------------------------------------------------------------------------------------------------
-
 TWICE = replace(RECIPE, epochs=2)
 
 
@@ -164,9 +157,6 @@ def test_what_was_set_before_makes_no_difference_and_is_put_back():
         begin_epoch(source, 3, 4)
         assert (source.epoch, source.stream) == (3, 4)
     assert (source.epoch, source.stream) == (5, 11)
-
-
-# --- resuming --------------------------------------------------------------------------------------------------------
 
 
 class Deadly(Stopping):

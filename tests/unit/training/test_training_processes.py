@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler
 from training_cases import batches, pairs, shuffled, tiny, tiny_dual
 
 from hydra_ensembles._distributed import Ranks
