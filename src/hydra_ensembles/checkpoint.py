@@ -64,6 +64,8 @@ MAX_TOKENIZER = 64 << 20
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 GIT_LFS_POINTER = b"version https://git-lfs"
+IDENTITY = "run.json"  # in a run folder: identity of the run, and digests of its products
+RESULT = "ensemble"  # in a run folder: the finished model
 HUB = "hub:"  # prefix of a hub id of a model or a data set
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -211,8 +213,8 @@ def push_checkpoint(
 def locate(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
     """The folder that contains a checkpoint: `source` itself, or the hub's cache after downloading its files.
 
-    An existing folder takes precedence. Otherwise a string like `owner/name` is a hub id; `hub:owner/name`, the form
-    used on the command line, always is.
+    An existing folder takes precedence; of the folder of a build it is the finished ensemble. Otherwise a string like
+    `owner/name` is a hub id; `hub:owner/name`, the form used on the command line, always is.
     """
     folder = files.expanded(source)
     if isinstance(source, str) and source.startswith(HUB):
@@ -220,7 +222,8 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
     if folder.is_dir():
         if revision is not None:
             raise CheckpointError(f"revision is {revision!r}, but {source} is a folder; revisions belong to hub ids")
-        return folder
+        finished = folder / RESULT
+        return finished if (folder / IDENTITY).is_file() and (finished / CONFIG).is_file() else folder
     if isinstance(source, Path) or folder.exists() or not HUB_ID.fullmatch(source):
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{source} {problem}; give the folder that save_pretrained wrote, or 'hub:owner/name'")

@@ -152,17 +152,18 @@ class TextPreprocessing(Checked):
         """Tokenise a batch; also returns remarks about some of the texts, by index."""
         if not batch:
             raise DataError("got no texts; give at least one")
-        for index, text in enumerate(batch):
+        which = ["the text"] if len(batch) == 1 else [f"text {index}" for index in range(len(batch))]
+        for name, text in zip(which, batch, strict=True):
             pair = isinstance(text, tuple) and len(text) == 2 and all(isinstance(part, str) for part in text)
             if not pair and not isinstance(text, str):
                 raise DataError(
-                    f"item {index} is a {type(text).__name__}, expected a string, or a tuple of two; give token ids as "
+                    f"{name} is a {type(text).__name__}, expected a string, or a tuple of two; give token ids as "
                     "one tensor [B, T] or as a mapping with 'input_ids', and only the inputs of a labelled batch"
                 )
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
         tokenizer = _tokenizer(self)
-        cleaned = [self._cleaned(text, index) for index, text in enumerate(batch)]
+        cleaned = [self._cleaned(text, name) for text, name in zip(batch, which, strict=True)]
         with _tokenizing():
             encodings = tokenizer.encode_batch(cleaned)
             rows = {"input_ids": [encoding.ids for encoding in encodings]}
@@ -174,7 +175,7 @@ class TextPreprocessing(Checked):
         remarks: dict[int, str] = {}
         for index, encoding in enumerate(encodings):
             if 1 not in encoding.attention_mask:  # a tokenizer without special tokens
-                raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
+                raise DataError(f"{which[index]} is {cleaned[index]!r}, which has no tokens; leave it out")
             if encoding.overflowing:
                 remarks[index] = f"is longer than the {self.max_length} tokens that are read: the rest is ignored"
             elif 0 not in encoding.special_tokens_mask:  # only special tokens and padding
@@ -191,14 +192,14 @@ class TextPreprocessing(Checked):
         if self.tokenizer and importlib.util.find_spec("tokenizers") is not None:
             _tokenizer(self)
 
-    def _cleaned(self, text: str | tuple[str, str], index: int) -> str | tuple[str, str]:
+    def _cleaned(self, text: str | tuple[str, str], which: str) -> str | tuple[str, str]:
         """Clean a text, or both texts of a pair; raises for lone surrogates."""
         parts = (text,) if isinstance(text, str) else text
         first, *second = (clean_text(part, self.cleaning) for part in parts)
         for part in (first, *second):
             if not part.isascii() and any("\ud800" <= letter <= "\udfff" for letter in part):
                 advice = 'read the file as UTF-8, or replace it: text.encode("utf-8", "replace").decode()'
-                raise DataError(f"text {index} has an unpaired surrogate, which is not a character; {advice}")
+                raise DataError(f"{which} has an unpaired surrogate, which is not a character; {advice}")
         return (first, second[0]) if second else first
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from . import files
 from ._distributed import launched_rank
 from ._utils import require_same_run
+from .checkpoint import IDENTITY as IDENTITY
+from .checkpoint import RESULT as RESULT
 from .checkpoint import clean_up_checkpoint
 from .classes import a_few
 from .errors import CheckpointError
@@ -24,9 +26,7 @@ from .model.ensemble import Ensemble
 
 T = TypeVar("T")
 
-IDENTITY = "run.json"  # identity of the run, and digests of its products
-PRODUCTS = "products"  # key of these digests
-RESULT = "ensemble"  # the finished model of a run
+PRODUCTS = "products"  # key in `run.json` of the digests of its products
 SETTINGS = "config.yaml"  # written by the command line next to the products, before them
 _CPU = torch.device("cpu")
 

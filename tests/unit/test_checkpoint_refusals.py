@@ -54,6 +54,15 @@ def assert_refused(folder: str | Path, token: str, kind: type[Ensemble] | type[D
         kind.from_pretrained(folder)
 
 
+def test_the_folder_of_a_build_means_its_finished_ensemble(folder: Path, tmp_path: Path) -> None:
+    for name in ("base", "ensemble"):
+        shutil.copytree(folder, tmp_path / "run" / name)
+    assert_refused(tmp_path / "run", "one of base, ensemble")  # two models side by side are no build
+    (tmp_path / "run" / "run.json").write_text("{}")
+    shutil.rmtree(tmp_path / "run" / "base")
+    assert isinstance(he.load(tmp_path / "run"), Ensemble)
+
+
 def test_missing_folders_and_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert_refused(tmp_path / "nowhere", "does not exist")

@@ -107,7 +107,7 @@ def test_images_stored_on_their_side_are_warned_of(orientation: Any, turned: boo
 
 def test_images_without_a_pixel_and_texts_that_cannot_be_read_are_refused() -> None:
     images, texts = plain(3), TextPreprocessing(max_length=5, tokenizer=TOKENIZER)
-    with pytest.raises(DataError, match="item 0 is a set"):  # answers in which order?
+    with pytest.raises(DataError, match="the text is a set"):  # answers in which order?
         texts({"hello", "there"})  # type: ignore[arg-type]
     with pytest.raises(DataError, match="image 1 is"):
         images([Image.new("RGB", (2, 2)), Image.new("RGB", (0, 5))])

@@ -50,16 +50,21 @@ _LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
 
 @dataclass(frozen=True)
 class Columns:
-    """Column names of a table; a dot reaches into a nested column (`translation.en`).
+    """Column names of a table; a dot reaches into a nested column (`translation.en`) if no column has that whole name.
 
-    A table with the `image` column holds images, others need the `text` column; `text_pair` is used if it exists, and
-    must exist if it is given another name.
+    A table with the `image` column holds images, unless only `text` is given another name; others need the `text`
+    column. `text_pair` is used if it exists, and must exist if it is given another name. A row must have both texts.
     """
 
     image: str = "image"
     text: str = "text"
     text_pair: str = "text_pair"
     label: str = "label"
+
+    @property
+    def names_texts(self) -> bool:
+        """Whether texts have another name than by default, and images do not: a column `image` is then beside them."""
+        return self.text != Columns.text and self.image == Columns.image
 
     def needed(self, kind: Literal["image", "text"]) -> tuple[str, ...]:
         """Columns that a table of this kind must have: the main one, and for texts a renamed `text_pair`."""
@@ -172,20 +177,21 @@ class _Table:
         return int(self.data.num_rows)
 
     def has(self, column: str) -> bool:
-        return column.partition(".")[0] in self.data.column_names
+        return path_of(column, self.data.column_names)[0] in self.data.column_names
 
     def cell(self, column: str, row: int) -> Any:
-        top, *inner = column.split(".")
+        top, *inner = path_of(column, self.data.column_names)
         return nested(self.data.column(top)[row].as_py(), inner)
 
     def column(self, column: str) -> list[Any]:
-        top, *inner = column.split(".")
+        top, *inner = path_of(column, self.data.column_names)
         return [nested(value, inner) for value in self.data.column(top).to_pylist()]
 
     def class_names(self, column: str) -> tuple[str, ...] | None:
         """Class names that the schema's Hugging Face metadata declares for a column, or None."""
         metadata = json.loads((self.data.schema.metadata or {}).get(b"huggingface", b"{}"))
-        names = nested(metadata.get("info", {}).get("features", {}), [*column.split("."), "names"])
+        path = path_of(column, self.data.column_names)
+        names = nested(metadata.get("info", {}).get("features", {}), [*path, "names"])
         return tuple(names) if names else None
 
     def image(self, column: str, row: int) -> Picture:
@@ -209,6 +215,11 @@ class _Table:
                 where = f"row {row} of {self.where}"
                 raise DataError(f"{where} has no text in column {column!r} (got {cell!r}); remove or fill it")
         return cells[0] if len(cells) == 1 else (cells[0], cells[1])
+
+
+def path_of(column: str, names: Collection[str]) -> list[str]:
+    """The path of keys that a column name means: itself if it is one of the `names`, else its parts between dots."""
+    return [column] if column in names else column.split(".")
 
 
 def nested(value: Any, path: Sequence[str]) -> Any:
@@ -259,19 +270,19 @@ def _read_tables(files: Sequence[Path], title: str, columns: Columns) -> _Table:
         if suffix == ".parquet":
             parts = [require("pyarrow.parquet", extra="data").read_table(file) for file in files]
         elif suffix in JSON_LINES:
-            parts = [arrow.table(_read_json_lines(file)) for file in files]
+            parts = [arrow.table(_read_json_lines(file, arrow)) for file in files]
         else:
             letters = (columns.text, columns.text_pair, columns.label)
-            strings = {name: arrow.string() for name in letters if "." not in name}
+            strings = dict.fromkeys(letters, arrow.string())
             parts = [_read_delimited(file, strings) for file in files]
         return _Table(arrow.concat_tables(parts), where, title, files[0].parent.absolute(), suffix in DELIMITERS)
     except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
         kind = {".parquet": "Parquet", **dict.fromkeys(DELIMITERS, "a table with a header line")}
-        raise DataError(f"{where} cannot be read as {kind.get(suffix, 'one JSON object per line')}: {error}") from error
+        raise DataError(f"{where} cannot be read as {kind.get(suffix, 'a table of JSON lines')}: {error}") from error
 
 
-def _read_json_lines(file: Path) -> dict[str, list[Any]]:
-    """One column for every key that occurs; None in lines without that key."""
+def _read_json_lines(file: Path, arrow: Any) -> dict[str, Any]:
+    """One Arrow column for every key that occurs; None in lines without that key."""
     rows = []
     for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
         try:
@@ -283,7 +294,19 @@ def _read_json_lines(file: Path) -> dict[str, list[Any]]:
         elif line.strip():
             raise ValueError(f"line {number} is a {type(row).__name__}")
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
+    return {name: _of_one_type(name, [row.get(name) for row in rows], arrow) for name in names}
+
+
+def _of_one_type(name: str, values: list[Any], arrow: Any) -> Any:
+    """Values of JSON as an Arrow column; raise if they are of several types."""
+    try:
+        return arrow.array(values)
+    except (arrow.ArrowException, OverflowError) as error:
+        named = {int: "number", float: "number"}
+        kinds = [(row, named.get(type(one), type(one).__name__)) for row, one in enumerate(values) if one is not None]
+        first, other = kinds[0], next((pair for pair in kinds if pair[1] != kinds[0][1]), None)
+        mixed = other and f"row {first[0]} has a {first[1]}, but row {other[0]} a {other[1]}; give all of them one type"
+        raise ValueError(f"in column {name!r}, {mixed or error}") from error
 
 
 def _read_delimited(file: Path, strings: dict[str, Any]) -> Any:
@@ -326,12 +349,12 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
     if not table.has(columns.image) and not table.has(columns.text):
         problem = f"{table.where} has no column {columns.image!r} or {columns.text!r}; it has {table.data.column_names}"
         raise DataError(f"{problem}. Name the right one: {naming('text')}; or image")
-    used = {getattr(columns, column.name).partition(".")[0] for column in fields(columns)}
+    used = {path_of(getattr(columns, column.name), table.data.column_names)[0] for column in fields(columns)}
     twice = sorted(name for name in used if table.data.column_names.count(name) > 1)
     if twice:
         raise DataError(f"{table.where} has several columns called {twice[0]!r}; rename all but the one that is meant")
     labels, names = _read_labels(table, columns.label, policy, class_names)
-    if table.has(columns.image):
+    if table.has(columns.image) and not (columns.names_texts and table.has(columns.text)):
         images = Rows(len(table), partial(table.image, columns.image), partial(table.stored, columns.image))
         return ImageDataset(images, labels, names, table.title)
     texts = (columns.text, columns.text_pair) if table.has(columns.text_pair) else (columns.text,)
@@ -352,9 +375,8 @@ def _read_labels(
         problem = f"{table.where} has no label column {column!r}; it has {table.data.column_names}"
         raise DataError(f"{problem}; only OOD data may lack it (labels='optional'). Name it: {naming('label')}")
     values, declared = table.column(column), table.class_names(column)
-    written = table.labels_as_written and "." not in column
     try:
-        return numbered(values, written, declared, class_names, policy == "required", table.where)
+        return numbered(values, table.labels_as_written, declared, class_names, policy == "required", table.where)
     except DataError:
         if policy == "required" or class_names is not None:
             raise
@@ -394,6 +416,9 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
     if not listed:
         hint = f"; {len(loose)} images lie in it without a class, which is for OOD data (labels='optional')"
         hint = hint if loose else ""
+        if saved := [part for part in (folder, *map(folder.joinpath, subfolders)) if (part / "state.json").is_file()]:
+            way = f"datasets.load_from_disk({str(saved[0])!r}).to_parquet('train.parquet')"
+            hint = f"; it looks written by save_to_disk of datasets: save it with to_parquet instead, as in {way}"
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {subfolders}{hint}")
     return _table_of_files([(str(file.relative_to(folder)), label) for file, label in listed], folder, title, folder)
 
@@ -429,7 +454,8 @@ def _read_list(list_file: Path, images: Path) -> _Table:
         raise DataError(f"{list_file} lists no images")
     if not (images / listed[0][0]).exists():
         first = f"{images / listed[0][0]}, the first image of {list_file},"
-        raise DataError(f"{first} does not exist; lines are 'path label', relative to the folder images=")
+        texts = "texts with labels need a table instead: CSV, JSON lines or Parquet with the columns text and label"
+        raise DataError(f"{first} does not exist; lines are 'path label', relative to the folder images=; {texts}")
     return _table_of_files(listed, list_file, list_file.stem, images)
 
 

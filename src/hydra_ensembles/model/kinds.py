@@ -32,7 +32,7 @@ def load(
     `isinstance` says otherwise; `DualEncoder.from_pretrained` reads only the other kind.
 
     Args:
-        source: The folder that `save_pretrained` wrote, or a name on the hub, `owner/name` or `hub:owner/name`.
+        source: A folder of `save_pretrained` or of a build, or a name on the hub, `owner/name` or `hub:owner/name`.
         revision: Branch, tag or commit of the hub.
         device: Where the weights go; None is the CPU.
         dtype: Floating type of the weights; None is that of the file.

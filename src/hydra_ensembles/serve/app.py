@@ -252,8 +252,10 @@ class _Server:
             except DataError as error:  # from preprocessing or the model, which say what is wrong with the input
                 response = self.refusal(RequestError(str(error), 400))
             except TimeoutError:
-                limit = f"no answer within {self.settings.timeout:g} seconds"
-                response = self.refusal(RequestError(limit, 504))
+                arrived = getattr(request.state, "arrived", False)
+                what, status = ("no answer", 504) if arrived else ("the body did not arrive", 408)
+                limit = f"{what} within {self.settings.timeout:g} seconds"
+                response = self.refusal(RequestError(limit, status))
             except (MultiPartException, FormParserError) as error:  # FormParserError: from older Starlette
                 response = self.refusal(RequestError(f"the form cannot be read: {error}", 400))
             except ClientDisconnect:
@@ -306,6 +308,8 @@ class _Server:
             received += len(message.get("body", b""))
             if received > most:
                 raise refusal
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                request.state.arrived = True
             return message
 
         return limited
@@ -418,7 +422,7 @@ class _Server:
         if kind == "application/json":
             return lambda: self._samples(*read_named(protocol.request_of(body)), nearest)
         if kind == "text/plain":
-            return lambda: self._samples([], [text_of(body)], nearest)
+            return lambda: self._samples([], [text_of(body.strip())], nearest)  # files end with a newline
         raise RequestError(f"content of the type {kind[:100]!r} is not accepted; send {CONTENT}", 415)
 
     def _samples(self, images: Sequence[bytes], texts: Sequence[str | tuple[str, str]], nearest: bool) -> list[Sample]:

@@ -9,18 +9,19 @@ import codecs
 import csv
 import errno
 import json
+import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from lzma import LZMAError
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from .._utils import require
 from ..data.dataset import IMAGE_SUFFIXES, Text, files_below
-from ..data.loading import DELIMITERS, JSON_LINES, TABLE_SUFFIXES, Columns, nested, stored_image
+from ..data.loading import DELIMITERS, JSON_LINES, TABLE_SUFFIXES, Columns, nested, path_of, stored_image
 from ..errors import DataError, StorageError
 from ..files import digest_of, expanded, unique
 
@@ -28,6 +29,7 @@ TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 LINES = ".txt"  # one text per line; in a tar shard, one text per file
 _ROWS = 256  # rows of a Parquet file read at a time
 _FIELD = 1 << 27  # maximum number of characters in a CSV field
+_NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # what `surrogateescape` makes of other bytes
 _BROKEN = (OSError, EOFError, ValueError, OverflowError, csv.Error, tarfile.TarError, zlib.error, LZMAError)
 
 
@@ -120,13 +122,22 @@ class Archive:
             reader = self._reader(file)
             assert reader is not None  # `self.files` has only files with a reader
             try:
-                yield from reader(file)
+                yield from map(self._checked, reader(file))
             except _BROKEN as error:
                 # decoders raise OSErrors without errno on broken content, and EINVAL when they seek to invalid offsets
                 if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
                     advice = "check the disk and the permissions and run this again; it resumes here"
                     raise StorageError(f"{file} cannot be read ({error.strerror}); {advice}") from error
                 yield self._broken(file, error)
+
+    def _checked(self, item: Item) -> Item:
+        """The item; without its text if that is not UTF-8, or one text where a pair is needed."""
+        text = item.content if isinstance(item.content, str | tuple) else ""
+        if _NOT_UTF_8.search("".join(text)):
+            return replace(item, content=None, error="it is not valid UTF-8; save the file as UTF-8")
+        if isinstance(item.content, str) and len(self._needed) > 1:
+            return replace(item, content=None, error=f"there is no text in column {self._needed[1]!r}")
+        return item
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self._root).as_posix().encode("utf-8", "replace").decode()
@@ -172,7 +183,8 @@ class Archive:
                     yield Item(name, None, error="it cannot be read: neither a file nor a link to one in the archive")
                 else:
                     content = opened.read()
-                    yield Item(name, content.decode("utf-8-sig", "surrogateescape") if self.kind == "text" else content)
+                    is_text = self.kind == "text"
+                    yield Item(name, content.decode("utf-8-sig", "surrogateescape").strip() if is_text else content)
             _require_end(members)
 
     def _parquet(self, file: Path) -> Iterator[Item]:
@@ -181,7 +193,7 @@ class Archive:
             with require("pyarrow.parquet", extra="data").ParquetFile(file) as table:
                 columns = list(table.schema_arrow.names)
                 self._require_in(columns, file)
-                names = {column.partition(".")[0] for column in self._column_names()} & set(columns)
+                names = {path_of(column, columns)[0] for column in self._column_names()} & set(columns)
                 batches = table.iter_batches(_ROWS, columns=sorted(names))
                 for row, cells in enumerate(cells for batch in batches for cells in batch.to_pylist()):
                     yield self._item(file, row, cells)
@@ -196,42 +208,50 @@ class Archive:
             for row, cells in enumerate(rows):
                 if len(cells) == len(header):
                     yield self._item(file, row, dict(zip(header, cells, strict=True)))
-                elif cells:  # not an empty line
+                else:
                     error = DataError(f"it has {len(cells)} fields, but the header has {len(header)}")
                     yield self._broken(file, error, f":{row}")
 
     def _json_lines(self, file: Path) -> Iterator[Item]:
+        pair = self.columns.text_pair
+        paired = self.kind == "text" and any(isinstance(one, dict) and pair in one for one in self._objects(file))
+        blank: dict[str, Any] = {pair: None} if paired else {}  # the table has the column, so all lines need it
+        for row, cells in enumerate(self._objects(file)):
+            if isinstance(cells, Exception):
+                yield self._broken(file, cells, f":{row}")
+            else:
+                yield self._item(file, row, blank | cells)
+
+    def _objects(self, file: Path) -> Iterator[dict[str, Any] | Exception]:
         with self._opened(file) as lines:
-            for row, line in enumerate(lines):
-                if line.strip():
-                    try:
-                        cells = json.loads(line, object_pairs_hook=unique)
-                        if not isinstance(cells, dict):
-                            raise ValueError(f"it is a {type(cells).__name__}, not an object")
-                    except (ValueError, RecursionError) as error:
-                        yield self._broken(file, error, f":{row}")
-                    else:
-                        yield self._item(file, row, cells)
+            for line in filter(str.strip, lines):
+                try:
+                    cells = json.loads(line, object_pairs_hook=unique)
+                    if not isinstance(cells, dict):
+                        raise ValueError(f"it is a {type(cells).__name__}, not an object")
+                except (ValueError, RecursionError) as error:
+                    yield error
+                else:
+                    yield cells
 
     # --- rows of tables -----------------------------------------------------------------------------------------
 
     def _item(self, file: Path, row: int, cells: Mapping[str, Any]) -> Item:
-        main, pair, *others = (nested(cells, column.split(".")) for column in self._column_names())
+        main, pair, *others = (nested(cells, path_of(column, cells)) for column in self._column_names())
         name = f"{self._name(file)}:{row}"
         kept = dict(zip(self.keep, map(_as_text, others), strict=True))
         if self.kind == "image":
             content = stored_image(main, file.parent)
             return Item(name, content, kept, "" if content else f"there is no image in column {self._needed[0]!r}")
-        for column, text in zip(self._needed, (main, pair), strict=False):
-            if not isinstance(text, str):
-                return Item(name, None, kept, f"there is no text in column {column!r}")
-        return Item(name, (main, pair) if isinstance(pair, str) else main, kept)
+        columns = self._column_names()[:2] if self.columns.text_pair in cells else self._needed
+        text, problem = text_in(columns, (main, pair))
+        return Item(name, text, kept, problem)
 
     def _column_names(self) -> tuple[str, ...]:
         return self._needed[0], self.columns.text_pair, *self.keep
 
     def _require_in(self, columns: Sequence[str], file: Path) -> None:
-        needed = [column.partition(".")[0] for column in (*self._needed, *self.keep)]
+        needed = [path_of(column, columns)[0] for column in (*self._needed, *self.keep)]
         missing = [column for column in needed if column not in columns]
         if missing:
             raise DataError(f"{file} has no column {missing[0]!r}, it has {sorted(columns)}; name the right one")
@@ -269,12 +289,23 @@ class Archive:
         return Item(f"{self._name(file)}{where}", None, dict.fromkeys(self.keep), f"{what} cannot be read: {reason}")
 
 
+def text_in(columns: Sequence[str], cells: Sequence[Any]) -> tuple[Text | None, str]:
+    """The text in a row, or the pair if two columns are read; None and the reason if one is missing."""
+    for column, cell in zip(columns, cells, strict=False):
+        if not isinstance(cell, str):
+            return None, f"there is no text in column {column!r}"
+    return (cells[0], cells[1]) if len(columns) > 1 else cells[0], ""
+
+
 def _cells(lines: Iterable[str], file: Path) -> Iterator[list[str]]:
-    """Rows of a CSV or TSV file; TSV fields are never quoted, so a lone quotation mark is an ordinary character."""
+    """Rows of a CSV or TSV file, without empty lines, like `data.load`.
+
+    TSV fields are never quoted, so a lone quotation mark is an ordinary character.
+    """
     csv.field_size_limit(max(csv.field_size_limit(), _FIELD))
     suffix = file.suffix.lower()
     quoting: Any = csv.QUOTE_MINIMAL if suffix == ".csv" else csv.QUOTE_NONE
-    return csv.reader(lines, delimiter=DELIMITERS[suffix], quoting=quoting)
+    return filter(None, csv.reader(lines, delimiter=DELIMITERS[suffix], quoting=quoting))
 
 
 def _require_end(members: tarfile.TarFile) -> None:

@@ -29,9 +29,9 @@ from ..fingerprints import model_fingerprint, tensors_digest
 from ..model.ensemble import Ensemble
 from ..model.saved_contents import CONFIG
 from ..preprocessing import to_rgb
-from ..run_folder import RESULT, RunFolder
+from ..run_folder import RunFolder
 from ..schema import to_plain
-from .archives import Archive, Item
+from .archives import Archive, Item, text_in
 from .outputs import REASON_WORDS, Arrays, Field, as_array, as_tensor, columns, count_rows, output_fields
 from .service import FORMATS, MAX_ASPECT, SHORTEST
 
@@ -104,8 +104,7 @@ class Scorer:
         """The folder of the model and the digest of its files; both empty for a model in memory, which is pickled."""
         if isinstance(self.model, Ensemble):
             return Path(), ""
-        finished = expanded(self.model) / RESULT
-        folder = finished if (finished / CONFIG).is_file() else locate(self.model)
+        folder = locate(self.model)
         return folder, checksum(folder / CONFIG) if (folder / CONFIG).is_file() else ""
 
     @property
@@ -146,22 +145,18 @@ class Scorer:
         """Answers to a batch, one row for each of its rows."""
         return self.answer(self.prepare(batch))
 
-    def prepare(self, batch: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> ReadyBatch:
-        """Decode and preprocess a batch on the CPU; meanwhile the model can answer the previous one.
-
-        The columns to keep are read from `beside` if given, otherwise from the batch.
-        """
+    def prepare(self, batch: Mapping[str, Any]) -> ReadyBatch:
+        """Decode and preprocess a batch on the CPU; meanwhile the model can answer the previous one."""
         if not hasattr(batch, "keys"):
             raise DataError(f"a batch is a mapping of columns ({{name: list of rows}}), got a {type(batch).__name__}")
-        beside = batch if beside is None else beside
-        missing = [name for name in self.keep if name not in beside]
+        missing = [name for name in self.keep if name not in batch]
         if missing:
-            raise DataError(f"the batch has no columns {missing} to keep; it has {sorted(beside)}")
+            raise DataError(f"the batch has no columns {missing} to keep; it has {sorted(batch)}")
         names = READ[self.ensemble.kind]
         raw = self.columns.needed(self.ensemble.kind)
         pair = [self.columns.text_pair] if self.ensemble.kind == "text" else []
         given = {name: batch[name] for name in (*names, *raw, *pair) if name in batch}
-        given |= {name: beside[column] for name, column in self.kept.items()}
+        given |= {name: batch[column] for name, column in self.kept.items()}
         lengths = {name: count_rows(name, column) for name, column in given.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"columns of the batch have different lengths, {lengths}; give one value for each row")
@@ -173,9 +168,19 @@ class Scorer:
         absent = [name for name in raw if name not in batch]
         if absent:
             raise DataError(f"the batch has no column {absent[0]!r} or {names[0]!r}; it has {sorted(batch)}")
+        both = [name for name in (self.columns.text, *pair) if name in batch]
+        if len(both) < 2 or self.ensemble.kind == "image":
+            return self.ready(list(batch[raw[0]]), kept)
+        found = [text_in(both, cells) for cells in zip(*(batch[name] for name in both), strict=True)]
+        return self.ready([text for text, _ in found], kept, [problem for _, problem in found])
+
+    def ready(self, items: list[Any], kept: Arrays, errors: Sequence[str] = ()) -> ReadyBatch:
+        """Images, or texts and pairs, decoded and preprocessed; texts with an error are left out."""
         if self.ensemble.metadata.preprocessing is None:
-            raise DataError(f"the model has no saved preprocessing; give batches with {names[0]!r}")
-        return self._images(list(batch[raw[0]]), kept) if self.ensemble.kind == "image" else self._texts(batch, kept)
+            raise DataError(f"the model has no saved preprocessing; give batches with {READ[self.ensemble.kind][0]!r}")
+        if self.ensemble.kind == "image":
+            return self._images(items, kept)
+        return self._texts(items, kept, list(errors) or [""] * len(items))
 
     def answer(self, prepared: ReadyBatch) -> Arrays:
         """The columns of a prepared batch."""
@@ -228,15 +233,10 @@ class Scorer:
         parts = [(torch.cat(list(images.values())), list(images))] if images else []
         return ReadyBatch(parts, [error for _, error, _ in decoded], [note for _, _, note in decoded], kept)
 
-    def _texts(self, batch: Mapping[str, Any], kept: Arrays) -> ReadyBatch:
+    def _texts(self, texts: list[Any], kept: Arrays, errors: list[str]) -> ReadyBatch:
         """Texts of similar length form a part; if the model has no padding mask, only texts of equal length do."""
         preprocess: Any = self.ensemble.metadata.preprocessing
-        texts: list[Any] = list(batch[self.columns.text])
-        if self.columns.text_pair in batch:
-            pairs = zip(texts, batch[self.columns.text_pair], strict=True)
-            paired = self.columns.text_pair in self.columns.needed("text")  # if so, a missing second text is an error
-            texts = [(text, pair) if paired or isinstance(pair, str) else text for text, pair in pairs]
-        errors, notes = [""] * len(texts), [""] * len(texts)
+        notes = [""] * len(texts)
         padded = preprocess.attention_mask or preprocess.pad_to_max
         whole = preprocess.pad_to_max or not padded  # texts that are encoded together have one length
 
@@ -246,8 +246,8 @@ class Scorer:
                 notes[rows[index]] = f"the text {remark}"
             return cast(dict[str, Tensor], encoded)
 
-        every = list(range(len(texts)))
-        if padded:
+        every = [row for row, error in enumerate(errors) if not error]
+        if padded and every:
             with suppress(DataError):  # some text is invalid: find it below
                 return ReadyBatch(_by_length(encode(every), every, whole), errors, notes, kept)
         groups: dict[int, list[int]] = {}  # rows to encode together, by number of tokens
@@ -422,8 +422,11 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, tick: Callab
         remaining = iter(items)
         while batch := list(islice(remaining, batch_size)):
             good = [item for item in batch if not item.error]
-            kept = {name: np.array([item.kept.get(name) for item in good], dtype=object) for name in scorer.keep}
-            yield batch, scorer.prepare(_columns(scorer, good), kept) if good else None
+            kept = {
+                name: np.array([item.kept.get(column) for item in good], dtype=object)
+                for name, column in scorer.kept.items()
+            }
+            yield batch, scorer.ready([item.content for item in good], kept) if good else None
 
     for batch, prepared in _prefetch(ready()):
         errors = np.array([item.error for item in batch], dtype=object)
@@ -443,14 +446,6 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, tick: Callab
         parts.append({INPUT: np.empty(0, dtype=object), **empty})
     lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in unreadable)
     return _parquet(parts), lines.encode("utf-8", "replace")
-
-
-def _columns(scorer: Scorer, items: Sequence[Item]) -> dict[str, Any]:
-    """Items of an archive as a batch."""
-    if scorer.ensemble.kind == "image":
-        return {scorer.columns.image: [item.content for item in items]}
-    texts = [item.content if isinstance(item.content, tuple) else (item.content, None) for item in items]
-    return {scorer.columns.text: [text for text, _ in texts], scorer.columns.text_pair: [pair for _, pair in texts]}
 
 
 def _prefetch(batches: Iterator[Any]) -> Iterator[Any]:

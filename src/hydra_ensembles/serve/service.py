@@ -189,9 +189,12 @@ class Service:
             if count > most:
                 raise RequestError(f"text {index} has {count} characters; at most {most} are accepted", 413)
         rows = []
-        for text in texts:
-            with collect_warnings() as notes:
-                encoded = self.preprocessing([text])
+        for index, text in enumerate(texts):
+            try:
+                with collect_warnings() as notes:
+                    encoded = self.preprocessing([text])
+            except DataError as error:
+                raise DataError(f"text {index}: {error}") from error
             rows += [replace(row, notes=notes) for row in self.tensors(encoded, nearest)]
         return rows
 
@@ -413,6 +416,10 @@ def read_named(body: Mapping[str, Any]) -> tuple[list[bytes], list[str | tuple[s
     unknown = body.keys() - {"image", "images", "text", "texts"}
     if unknown:
         raise RequestError(f"there is no field {short(sorted(unknown)[0])}; there are image, images, text and texts")
+    if isinstance(body.get("text"), list):  # one pair, or several texts?
+        raise RequestError(
+            'text is a list, not a string; write texts: ["one", "two"], for a pair [["first", "second"]]'
+        )
     values: dict[str, list[Any]] = {}
     for name in ("image", "text"):
         several = body.get(f"{name}s", [])

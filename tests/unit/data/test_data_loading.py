@@ -68,7 +68,13 @@ def test_files_and_splits_that_are_not_there(image_folder: Path, path: str, spli
         ("a.jsonl", '{"text": "a", "label": 0, "label": 1}\n', r"a\.jsonl.*line 1.*'label' is given twice"),
         ("a.jsonl", '{"text": "a", "label": 1.0}\n{"text": "b", "label": NaN}\n', r"row 1 of .*\(got nan\)"),
         ("a.jsonl", '{"text": "a", "label": -1}\n{"text": "b"}\n', r"row 0 of .*\(got -1\); 2 rows have none"),
+        (
+            "a.jsonl",
+            '{"text": "a", "x": 1}\n{"text": "b", "x": 1.5}\n{"text": 7}\n',
+            "'text', row 0 .*str.*row 2 a number",
+        ),
         ("a.txt", "a.png dog\n", "'path label'"),
+        ("a.txt", "a good film\n", "need a table"),
     ],
 )
 def test_files_that_are_broken_or_lack_something(tmp_path: Path, name: str, content: str, token: str) -> None:
@@ -131,6 +137,10 @@ def test_text_pairs_and_nested_columns(tmp_path: Path, write_parquet: WriteParqu
         load(tmp_path / "two", columns=Columns(text_pair="text_pear"))
     path = write_parquet(tmp_path / "a.parquet", {"translation": [{"en": "dog", "de": "Hund"}]})
     assert load(path, columns=Columns(text="translation.de"), labels="optional")[0] == ("Hund", -1)
+    (tmp_path / "dots.csv").write_text("review.text,review.label,image\n007,01,a.png\nb,02,b.png\n")
+    named = load(tmp_path / "dots.csv", columns=Columns(text="review.text", label="review.label"))  # beside an `image`
+    assert isinstance(named, TextDataset)
+    assert (list(named), named.class_names) == ([("007", 0), ("b", 1)], ("01", "02"))
 
 
 def test_shards_are_joined_in_order(tmp_path: Path, write_parquet: WriteParquet) -> None:
@@ -277,6 +287,14 @@ def test_subfolders_without_images_and_images_without_subfolders(tmp_path: Path)
     with pytest.raises(DataError, match="labels='optional'"):
         load(loose)
     assert load(loose, labels="optional").labels.tolist() == [-1]
+
+
+def test_a_folder_of_save_to_disk_is_told_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "all" / "part").mkdir(parents=True)
+    (tmp_path / "all" / "part" / "state.json").write_text("{}")
+    for folder in (tmp_path / "all", tmp_path / "all" / "part"):
+        with pytest.raises(DataError, match=r"part.*to_parquet"):
+            load(folder)
 
 
 def test_splits_above_the_classes_with_litter_beside_them(tmp_path: Path) -> None:

@@ -97,9 +97,9 @@ def test_an_image_as_it_is_and_its_nearest_class() -> None:
     ("options", "texts"),
     [
         ({"json": {"texts": ["hello", "hello wörld"]}}, ["hello", "hello wörld"]),
-        ({"json": {"text": ["hello", "wörld"]}}, [("hello", "wörld")]),
+        ({"json": {"text": "hello", "texts": [["hello", "wörld"]]}}, ["hello", ("hello", "wörld")]),
         ({"data": {"text": ["hello", "wörld"], "texts": "hello wörld"}}, ["hello", "wörld", "hello wörld"]),
-        ({"content": "\ufeffwörld".encode(), "headers": typed("text/plain")}, ["wörld"]),  # UTF-8 byte order mark
+        ({"content": "\ufeffwörld\r\n".encode(), "headers": typed("text/plain")}, ["wörld"]),  # byte order mark
         ({"content": "text=hello+wörld&text=%77%C3%B6rld".encode(), "headers": FORM}, ["hello wörld", "wörld"]),
     ],
 )
@@ -121,6 +121,7 @@ BROKEN = {
     "broken image": ({"json": {"image": encoded(picture()[:200])}}, 400, "image 0"),
     "no image": ({"files": {"file": b"hello"}}, 415, "image 0"),
     "a text": ({"json": {"text": "hello"}}, 400, "reads images"),
+    "a pair or two texts": ({"json": {"text": ["hello", "wörld"]}}, 400, "write texts"),
     "both": ({"json": {"text": "hello", "image": encoded(picture())}}, 400, "one kind"),
     "another type": ({"content": b"x", "headers": typed("application/x-pickle")}, 415, "application/json"),
     "a form cut off": ({"content": FIELD * 2, "headers": typed("multipart/form-data; boundary=q")}, 400, "cut off"),

@@ -87,7 +87,22 @@ def test_a_request_is_given_up_at_its_deadline(monkeypatch: pytest.MonkeyPatch) 
         told = await second
         assert told.status_code == 504
         assert "given" in told.json()["error"]
+        stuck = asyncio.create_task(
+            client.post("/v1/predict", content=endless(), headers={"Content-Type": "image/png"})
+        )
+        await asyncio.wait_for(begun.wait(), LIMIT)
+        pass_deadline(0.05)
+        unread = await stuck
+        assert unread.status_code == 408
+        assert "0.05" in unread.json()["error"]
         held.gate.set()
+
+    begun = asyncio.Event()
+
+    async def endless() -> Any:
+        yield b"some"
+        begun.set()
+        await asyncio.sleep(LIMIT)
 
     monkeypatch.setattr("hydra_ensembles.serve.app.asyncio.timeout", awaited)
     talk(make_app(served("image"), settings(timeout=0.05)), conversation)

@@ -67,14 +67,16 @@ def test_texts_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text,text_pair,id\n"two\nlines",with,1\n007,,2\n', encoding="utf-8")
     (tmp_path / "b.tsv").write_text('"id\ttext\n1\ta "quote\n', encoding="utf-8-sig")  # quotes are literal in TSV
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "text_pair": "three"}\n')
+    (tmp_path / "c2.jsonl").write_text('{"text": "alone"}\n')
     (tmp_path / "d.txt").write_text("first\n\n  second\u2028still  \n", encoding="utf-8")
-    tar(tmp_path / "e.tar", {"1.txt": b"whole\ntext", "1.png": picture()})
+    tar(tmp_path / "e.tar", {"1.txt": b"whole\ntext\n", "1.png": picture()})
     assert read(tmp_path, "text") == [
         ("a.csv:0", ("two\nlines", "with")),
         ("a.csv:1", ("007", "")),
         ("b.tsv:0", 'a "quote'),
-        ("c.jsonl:0", "one"),
-        ("c.jsonl:2", ("two", "three")),
+        ("c.jsonl:0", "!"),  # the column exists, but not in this row
+        ("c.jsonl:1", ("two", "three")),
+        ("c2.jsonl:0", "alone"),
         ("d.txt:0", "first"),
         ("d.txt:2", "second\u2028still"),
         ("e.tar/1.txt", "whole\ntext"),
@@ -82,9 +84,29 @@ def test_texts_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "n.jsonl").write_text('{"deep": {"en": "hello"}}\n')
     assert read(tmp_path / "n.jsonl", "text", columns=Columns(text="deep.en")) == [("n.jsonl:0", "hello")]
     named = Columns(text_pair="pear")
-    assert read(tmp_path / "c.jsonl", "text", columns=named) == [("c.jsonl:0", "!"), ("c.jsonl:2", "!")]
+    assert read(tmp_path / "c.jsonl", "text", columns=named) == [("c.jsonl:0", "!"), ("c.jsonl:1", "!")]
+    assert dict(read(tmp_path / "e.tar", "text", columns=named)) == {"e.tar/1.txt": "!"}  # it has no second texts
     with pytest.raises(DataError, match=r"a.csv has no column 'pear'"):
         Archive(tmp_path, "text", named)
+
+
+def test_columns_with_a_dot_in_their_name_and_second_texts_that_are_missing(tmp_path: Path) -> None:
+    rows = {"review.text": ["a", "b"], "text_pair": ["c", None], "review": [{"text": "no"}] * 2}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    (tmp_path / "b.csv").write_text("review.text,x.y\na,1\n\nb,2\n")  # an empty line is no row
+    (tmp_path / "c.jsonl").write_text('{"review.text": "a"}\n{"review": {"text": "b"}}\n')
+    assert read(tmp_path, "text", columns=Columns(text="review.text")) == [
+        ("a.parquet:0", ("a", "c")), ("a.parquet:1", "!"), ("b.csv:0", "a"), ("b.csv:1", "b"),
+        ("c.jsonl:0", "a"), ("c.jsonl:1", "b")]  # fmt: skip
+    (item, _) = Archive(tmp_path / "b.csv", "text", Columns(text="review.text"), keep=["x.y"])
+    assert item.kept == {"x.y": "1"}
+
+
+def test_bytes_that_are_not_utf_8_are_said_to_be_that(tmp_path: Path) -> None:
+    for name, content in (("a.csv", "text\nfine\ncafé\n"), ("b.jsonl", '{"text": "café"}\n'), ("c.txt", "café")):
+        (tmp_path / name).write_text(content, encoding="latin-1")
+    tar(tmp_path / "d.tar", {"1.txt": b"caf\xe9"})
+    assert ["not valid UTF-8" in item.error for item in Archive(tmp_path, "text")] == [False, True, True, True, True]
 
 
 def test_what_is_broken_is_an_item(tmp_path: Path) -> None:

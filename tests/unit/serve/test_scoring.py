@@ -73,6 +73,10 @@ def test_texts_pairs_and_prepared_inputs() -> None:
         with pytest.raises(DataError, match=words):
             both({"a": texts, **wrong})
     assert [bool(error) for error in both({"a": texts, "b": ["wörld", None, "hello"]})["error"]] == [False, True, False]
+    found = Scorer(one)({"text": ["hello", "hello", "half \ud800"], "text_pair": ["wörld", None, "hello"]})
+    assert [token in said for token, said in zip(("", "'text_pair'", "the text has"), found["error"], strict=True)]
+    assert found["error"][0] == ""
+    same(found, scalars(one.predict([("hello", "wörld")])), [0])
     inputs = inputs_for(one, 4)
     rows = {name: list(tensor.numpy()) for name, tensor in inputs.items()}
     same(Scorer(one)(rows), scalars(one.predict(inputs)))
