@@ -33,6 +33,13 @@ def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
         list(iterate({"pixel_values": X, "labels": Y}, "val"))
 
 
+def test_batches_without_samples_are_skipped_and_nothing_else_is_refused() -> None:
+    full, empty = (X, Y), (X[:0], Y[:0])
+    assert [len(inputs) for inputs, _ in iterate([full, empty, full])] == [4, 4]
+    with pytest.raises(DataError, match="val has no samples"):
+        list(iterate([empty], "val"))
+
+
 def test_only_copies_towards_the_gpu_are_not_waited_for() -> None:
     for device, waits in (("cuda:1", False), ("cpu", True), ("mps", True)):
         tensor = Mock(spec=Tensor)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from hydra_ensembles._utils import collect_warnings, evaluation_mode, free_memory, warn
-from hydra_ensembles.errors import HydraWarning
+from hydra_ensembles._utils import collect_warnings, evaluation_mode, free_memory, require_same_run, warn
+from hydra_ensembles.errors import CheckpointError, HydraWarning
 
 GB = 10**9
 GROUPS = "sys/fs/cgroup"
@@ -23,6 +23,11 @@ def limited(folder: str, limit: float | str, used: float, cached: float = 0) -> 
 
 def host(groups: str, **files: str) -> dict[str, str]:
     return {**HOST, "proc/self/cgroup": groups, **files}
+
+
+def test_of_long_values_that_begin_alike_it_is_shown_where_they_differ() -> None:
+    with pytest.raises(CheckpointError, match=r"data was …b+… and is …c+…"):
+        require_same_run({"data": "a" * 64 + "b" * 64}, {"data": "a" * 64 + "c" * 64}, Path("journal"), "a circuit")
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,8 @@ def test_the_gallery_holds_the_extremes():
 @pytest.mark.parametrize(
     ("model", "arguments", "token"),
     [
-        (None, (image_batches(), {"void": []}), "'void' has no batches"),
+        (None, (image_batches(), {"void": []}), "'void' has no samples"),
+        (None, (image_batches(), {"o": image_batches((8,))[0]}), "set 'o': batch 1: images are torch.int64"),
         (lambda x: torch.randn(2, len(x), 4 if len(x) == 8 else 5), (image_batches(),), "'id'.*5 classes"),
     ],
 )
