@@ -265,6 +265,7 @@ def _tokenizing() -> Iterator[None]:
 # --- images of any mode --------------------------------------------------------------------------------------
 
 _TWELVE_BITS = 4096  # 12-bit scans stay below this value
+_CONVERTED_FIRST = {"La": "LA", "LAB": "RGB"}  # modes that Pillow does not convert to grey directly
 _SIXTEEN_BITS = ("PNG", "PPM")  # formats that Pillow (some releases) opens in mode I if they have 16 bits
 
 
@@ -299,7 +300,8 @@ def _plain(image: "Image") -> "Image":
         )
     if image.mode == "P" and "transparency" in image.info:
         return image.convert("RGBA")
-    return image
+    first = _CONVERTED_FIRST.get(image.mode)
+    return image if first is None else image.convert(first)
 
 
 def _is_rotated(image: "Image") -> bool:

@@ -31,6 +31,16 @@ def test_outputs_are_those_of_the_prediction(kind: str, bare: str) -> None:
     assert [field.name for field in input_fields(one)] == list(inputs)
 
 
+def test_outputs_do_not_follow_the_usual_type_of_tensors() -> None:
+    one = served("image")
+    fields = output_fields(one)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert output_fields(one) == fields
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def expected(p: Prediction, name: str) -> np.ndarray:
     if name == "reason":
         return np.array([REASON_WORDS.index(reason or "") for reason in p.reason])
