@@ -223,5 +223,8 @@ def _differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:
         for key in sorted(theirs.keys() | ours.keys()):
             yield from _differences(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))
     elif theirs != ours:
-        was, now = (text if len(text) <= 40 else f"{text[:16]}…" for text in map(repr, (theirs, ours)))
+        texts = repr(theirs), repr(ours)
+        alike = next((at for at, (was, now) in enumerate(zip(*texts, strict=False)) if was != now), 0)
+        first = 0 if alike < 16 else alike  # joined digests may begin alike
+        was, now = (text if len(text) <= 40 else "…"[:first] + f"{text[first : first + 16]}…" for text in texts)
         yield f"{path or 'the content'} was {was} and is {now}"

@@ -134,7 +134,7 @@ def require_usual_device(name: str) -> None:
 def iterate(
     batches: Batches, name: str = "data", labelled: bool = True, whole: bool = True
 ) -> Iterator[tuple[Inputs, Tensor | None]]:
-    """Read all batches with `read_batch`; raise an error that names the source if it is empty.
+    """Read all batches with `read_batch`, except those without samples; raise an error that names an empty source.
 
     Also raises if torch's default device is not the CPU, where results of all batches are collected, and, with `whole`,
     if each process has only its own part of the source.
@@ -151,10 +151,12 @@ def iterate(
         raise DataError(f"{name} must be batches: a DataLoader, or a list ([batch] for one); got {got}") from error
     empty = True
     for index, batch in pairs:
-        empty = False
-        yield read_batch(batch, name, index, labelled)
+        inputs, labels = read_batch(batch, name, index, labelled)
+        if size_of(inputs):
+            empty = False
+            yield inputs, labels
     if empty:
-        raise DataError(f"{name} has no batches; check the loader, or that it was not consumed before")
+        raise DataError(f"{name} has no samples; check the loader, or that it was not consumed before")
 
 
 def labelled(batches: Batches, classes: int, name: str = "data", whole: bool = True) -> Iterator[tuple[Inputs, Tensor]]:

@@ -36,8 +36,9 @@ class ImagePreprocessing(Checked):
 
     `resize_mode="shortest"` scales the short side to `size / crop_fraction`, `"squash"` scales both sides to
     it and ignores the aspect ratio; then the centre is cropped to `size`. Fractions of a pixel are dropped, as in the
-    original libraries. If the crop cannot be centred exactly, its corner is
-    rounded half to even (`"round"`: torchvision, timm, open_clip) or down (`"floor"`: transformers).
+    original libraries; for a `size` that is not square, `"shortest"` rounds the other side, as timm and open_clip do.
+    If the crop cannot be centred exactly, its corner is rounded half to even (`"round"`: torchvision, timm, open_clip)
+    or down (`"floor"`: transformers).
 
     Examples:
         >>> import hydra_ensembles as he
@@ -107,9 +108,10 @@ class ImagePreprocessing(Checked):
         tall, wide = (int(side / self.crop_fraction + 1e-6) for side in self.size)
         if self.resize_mode == "squash":
             return wide, tall
-        if tall * width >= wide * height:  # the height needs the larger scale
-            return tall * width // height, tall
-        return wide, wide * height // width
+        if tall != wide:  # as `ResizeKeepRatio` of timm and open_clip
+            ratio = min(height / tall, width / wide)
+            return round(width / ratio), round(height / ratio)
+        return (tall * width // height, tall) if width >= height else (wide, wide * height // width)
 
 
 @dataclass(frozen=True)
@@ -264,6 +266,7 @@ def _tokenizing() -> Iterator[None]:
 # --- images of any mode --------------------------------------------------------------------------------------
 
 _TWELVE_BITS = 4096  # 12-bit scans stay below this value
+_CONVERTED_FIRST = {"La": "LA", "LAB": "RGB"}  # modes that Pillow does not convert to grey directly
 _SIXTEEN_BITS = ("PNG", "PPM")  # formats that Pillow (some releases) opens in mode I if they have 16 bits
 
 
@@ -298,7 +301,8 @@ def _plain(image: "Image") -> "Image":
         )
     if image.mode == "P" and "transparency" in image.info:
         return image.convert("RGBA")
-    return image
+    first = _CONVERTED_FIRST.get(image.mode)
+    return image if first is None else image.convert(first)
 
 
 def _is_rotated(image: "Image") -> bool:

@@ -32,6 +32,13 @@ def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
         list(iterate({"pixel_values": X, "labels": Y}, "val"))
 
 
+def test_batches_without_samples_are_skipped_and_nothing_else_is_refused() -> None:
+    full, empty = (X, Y), (X[:0], Y[:0])
+    assert [len(inputs) for inputs, _ in iterate([full, empty, full])] == [4, 4]
+    with pytest.raises(DataError, match="val has no samples"):
+        list(iterate([empty], "val"))
+
+
 def test_what_is_named_like_an_input_is_read_or_refused_and_texts_are_left_out() -> None:
     mask = np.ones((2, 3), np.int64)
     mask.flags.writeable = False

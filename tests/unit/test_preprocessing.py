@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from checkpoint_models import TOKENIZER
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, to_grey
+from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, to_grey, to_rgb
 
 LEVELS, IN_BYTES = np.array([[0, 0x1234], [0x8000, 0xFFFF]]), [[0, 0x12], [0x80, 0xFF]]
 
@@ -66,6 +66,14 @@ def test_scans_of_12_bits_in_16_are_told(brightest: int, expected: int, told: bo
 def test_numbers_of_no_known_range_are_refused(dtype: Any) -> None:
     with pytest.raises(DataError, match="8-bit or 16-bit"):
         plain(3)(of_numbers([[0, 255]], dtype))
+
+
+@pytest.mark.parametrize("mode", ["La", "LAB"])
+def test_modes_that_pillow_does_not_convert_at_once_are_converted(mode: str) -> None:
+    grey = Image.new("LA", (2, 2), (200, 255))
+    image = grey.convert("La") if mode == "La" else Image.new("LAB", (2, 2), (200, 0, 0))
+    assert list(to_grey(image).tobytes()) == list(to_rgb(image).convert("L").tobytes())
+    assert mode != "La" or list(to_rgb(image).tobytes()) == [200] * 12
 
 
 def test_texts_that_are_cut_or_without_a_word_are_warned_of() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .._utils import derive_seed, without_autocast
 from ..arguments import Checked, Positive, Seed, Whole, checked
 from ..batches import Batches, iterate
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError
 from ..metrics.inputs import check_finite
 from ..model.config import Sharing
 from ..model.dropout import dropping
@@ -84,8 +84,6 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
             penultimate = model.readout.penultimate(features)
             check_finite(logits, f"logits of batch {index}", "batches")
             curvature.add(penultimate[0].double().cpu(), logits[0].double().cpu())
-    if not curvature.samples:
-        raise DataError("there are no samples to take the curvature from; give the training data")
     if settings.samples is not None and settings.samples < curvature.samples:
         fault = f"Laplace.samples is {settings.samples}, but {curvature.samples} samples are given"
         raise ConfigError(f"{fault}; it counts all training samples: leave it out if these are all of them")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from .._utils import derive_seed
 from ..arguments import Checked, Whole
 from ..batches import Batches
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError
 from ..familiarity import answers
 from ..metrics.distance import log_odds
 from ..model.ensemble import Ensemble
@@ -127,8 +127,6 @@ def cache(
         right.append((samples.logits.argmax(dim=-1) == samples.labels).T)  # [B, M]
         keys = with_smallest_hashes(np.concatenate([keys, sample_keys(inputs)]))
     data = TensorDataset(torch.cat(embedded), torch.cat(right))
-    if not len(data):
-        raise DataError(f"{name} has no samples; give at least one")
     generator = torch.Generator() if shuffle else None
     return DataLoader(data, batch_size=size, shuffle=shuffle, generator=generator), keys
 

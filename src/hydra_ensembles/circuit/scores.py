@@ -116,8 +116,6 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
                 batches_by_shape.setdefault(shape, []).append(SampleGroup(numbers, inputs))
                 labels.append(torch.full((len(numbers),), -1) if checked is None else checked.cpu())
                 origin += [(source, index)] * len(numbers)
-            if not fingerprint.samples:
-                raise DataError(f"{name} has no samples; check the loader")
             keys[name] = np.concatenate(batch_keys)
     require_unlike("id_batches", keys.pop("id_batches"), keys)
     truth = torch.cat(labels)

@@ -153,7 +153,11 @@ def require_read_parts(model: nn.Module) -> None:
         activates = kind in _ACTIVATIONS and re.fullmatch(r"(.*\.)?(act|gelu|mlp\.1)", name)
         read = activates or kind in _NO_OPS or kind.startswith("RotaryEmbedding")
         if not read and not any(True for _ in (*module.parameters(), *module.children())):
-            raise refuse(f"{option_of(name)}{name} is a {qualified_name(module)}, which is not expected there")
+            bare = getattr(module, "elementwise_affine", True) is False
+            told = " without weights (elementwise_affine=False)" if bare else ""
+            way = "the same with elementwise_affine=True, whose weights of 1 and biases of 0 change no answer"
+            problem = f"{option_of(name)}{name} is a {qualified_name(module)}{told}, which is not expected there"
+            raise refuse(problem, way if bare else None)
 
 
 def _remedy(name: str) -> str | None:

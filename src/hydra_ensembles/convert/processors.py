@@ -158,8 +158,9 @@ def is_for_images(processor: Any) -> bool | None:
     return theirs or isinstance(processor, ImagePreprocessing)
 
 
-def _unsupported(processor: Any, kind: str) -> ConversionError:
-    return ConversionError(f"a {qualified_name(processor)} is not read as {kind} preprocessing; give {_ACCEPTED[kind]}")
+def _unsupported(processor: Any, kind: str, step: str | None = None) -> ConversionError:
+    told = f"a {qualified_name(processor)}" if step is None else f"the step {step} of a {qualified_name(processor)}"
+    return ConversionError(f"{told} is not read as {kind} preprocessing; give {_ACCEPTED[kind]}")
 
 
 def _run_processor(processor: Any, *inputs: Any, **settings: Any) -> dict[str, Tensor]:
@@ -313,6 +314,9 @@ _IMAGE_STEPS = {"do_resize", "do_center_crop", "do_rescale", "do_normalize", "do
 # Steps of a `Compose` that convert to RGB or to a tensor, as our preprocessing always does.
 _CHANGING_NOTHING = {"ToTensor", "MaybeToTensor", "PILToTensor", "ToImage", "ConvertImageDtype", "ToDtype", "RGB"}
 _CHANGING_NOTHING |= {"MaybeConvertMode", "_convert_to_rgb"}
+_COMPOSED = {"Resize", "CenterCrop", "Normalize", *_CHANGING_NOTHING}
+# Settings of `Resize`, and of `ResizeKeepRatio` of timm and open_clip, that must be off.
+_UNREAD = ("max_size", "longest", "random_scale_prob", "random_aspect_prob")
 
 
 def _read_image_processor(processor: Any) -> ImagePreprocessing:
@@ -329,13 +333,17 @@ def _read_image_processor(processor: Any) -> ImagePreprocessing:
 def _read_composed(processor: Any) -> ImagePreprocessing:
     """Read a `Compose` of torchvision, as timm and open_clip create for evaluation."""
     transforms = getattr(processor, "transforms", ())
-    steps: dict[str, Any] = {getattr(step, "__name__", type(step).__name__): step for step in transforms}
-    plain = len(steps) == len(transforms) and steps.keys() <= {"Resize", "CenterCrop", "Normalize", *_CHANGING_NOTHING}
+    names = [getattr(step, "__name__", type(step).__name__).removesuffix("KeepRatio") for step in transforms]
+    steps: dict[str, Any] = dict(zip(names, transforms, strict=True))
     resize, crop, scale = (steps.get(name) for name in ("Resize", "CenterCrop", "Normalize"))
+    unread = [name for name in names if name not in _COMPOSED]
+    unread += [f"{name} (twice)" for name in names if names.count(name) > 1]
     sides = np.atleast_1d(getattr(resize, "size", ())).tolist()
-    squash = len(sides) == 2
-    if not plain or resize is None or resize.max_size or resize.antialias is False or not (crop or squash):
-        raise _unsupported(processor, "image")
+    squash = len(sides) == 2 and type(resize).__name__ == "Resize"
+    if any(getattr(resize, name, None) for name in _UNREAD) or getattr(resize, "antialias", None) is False:
+        unread.append(f"{resize}")
+    if unread or resize is None or not (crop or squash):
+        raise _unsupported(processor, "image", unread[0] if unread else None)
     resized = (int(sides[0]), int(sides[-1]))
     cropped = resized if crop is None else (int(crop.size[0]), int(crop.size[-1]))
     mean, std = ((0.0,), (1.0,)) if scale is None else (_channels(scale.mean), _channels(scale.std))
@@ -396,14 +404,15 @@ def _image_preprocessing(
     resized: tuple[int, int], crop: tuple[int, int], squash: bool, filter_: Any, **settings: Any
 ) -> ImagePreprocessing:
     """Resize to `resized` (its short side, unless `squash`), then crop the centre."""
-    if crop[0] * resized[1] != crop[1] * resized[0] or crop[0] > resized[0]:
+    fraction = min(side / before for side, before in zip(crop, resized, strict=True))
+    if fraction > 1 or any(int(side / fraction + 1e-6) != before for side, before in zip(crop, resized, strict=True)):
         raise ConversionError(
             f"images are resized to {resized[0]}x{resized[1]} and cropped to {crop[0]}x{crop[1]}; only a crop of the "
             "same shape that is not larger is supported"
         )
     return ImagePreprocessing(
         size=crop,
-        crop_fraction=crop[0] / resized[0],
+        crop_fraction=fraction,
         resize_mode="squash" if squash else "shortest",
         interpolation=_interpolation(filter_),
         **settings,

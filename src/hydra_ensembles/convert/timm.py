@@ -244,9 +244,13 @@ def _metadata(model: Any) -> Metadata:
     interpolation: Any = cfg.get("interpolation") or "bicubic"
     crop = cfg.get("crop_mode") or "center"
     if interpolation not in get_args(Interpolation) or crop not in ("center", "squash"):
-        return Metadata(labels=labels)  # padded borders and other filters are not supported
+        why = f"timm's crop_mode {crop!r} with interpolation {interpolation!r} is not supported"
+        return Metadata(labels=labels, preprocessing_from=why)
+    size = pair(model.patch_embed.img_size)
+    if crop == "center" and size[0] != size[1]:
+        interpolation = "bilinear"  # in timm's own transforms, whatever the cfg says
     preprocessing = ImagePreprocessing(
-        size=pair(model.patch_embed.img_size),
+        size=size,
         mean=mean,
         std=std,
         interpolation=interpolation,

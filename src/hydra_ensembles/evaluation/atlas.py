@@ -251,9 +251,6 @@ def atlas(
     batches = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in sets.items()}
     sweep_all(sweep, seen, batches, partial(inputs_of, sets.values()), output, progress)
     keys = {key: np.concatenate(answers.keys) for key, answers in seen.items()}
-    empty = [key for key, of_set in keys.items() if not len(of_set)]
-    if empty:
-        raise DataError(f"set {empty[0]!r} has batches, but no samples; give some")
     require_unlike(title, keys[id_name], {f"OOD set {key!r}": keys[key] for key in ood_sets})
     warn_if_fitted(title, keys[id_name], fitted_sets(metadata, calibration, metadata.familiarity))
     model = describe_model(ensemble, ensemble.num_members, ensemble.num_classes, metadata.calibration)

@@ -207,11 +207,16 @@ class Runner:
         """Member logits `[M, B, C]` of one batch, an empty tensor in the model's dtype, feature scores `[S, M, B]`."""
         answer: Any
         scores: dict[str, Tensor] = {}
-        if isinstance(self.model, Ensemble | OptimizedEnsemble) and self.measure.familiarity is not None:
-            answer, by_features = self.model.answers(self.model.prepare(inputs))
-            scores = {} if by_features is None else {"scores": by_features.cpu()}
-        elif isinstance(self.model, Ensemble | OptimizedEnsemble | View):
-            answer = self.model(self.model.prepare(inputs))
+        if isinstance(self.model, Ensemble | OptimizedEnsemble | View):
+            try:
+                prepared = self.model.prepare(inputs)
+            except DataError as problem:
+                raise DataError(f"{where(name)}batch {index}: {problem}") from problem
+            if self.measure.familiarity is not None and not isinstance(self.model, View):
+                answer, by_features = self.model.answers(prepared)
+                scores = {} if by_features is None else {"scores": by_features.cpu()}
+            else:
+                answer = self.model(prepared)
         else:
             moved = inputs if self.device is None else move(inputs, self.device, self.dtype)
             answer = model_call(self.model, moved)()

@@ -82,7 +82,7 @@ def distinct_taylor(rank: Callable[[int], HeadRanking], prune: Whole, members: W
             return list(distinct.values())
     raise SameMembersError(
         f"{members * TAYLOR_DRAWS} Taylor rankings chose {len(distinct)} different sets of {prune} heads for {members} "
-        "members; rank with fewer `calibration_batches`, or change `prune`"
+        "members; rank with fewer `calibration_batches` or with smaller batches, or change `prune`"
     )
 
 

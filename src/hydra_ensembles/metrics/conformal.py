@@ -169,7 +169,7 @@ def label_scores(probs: Tensor, kind: SetKind = "lac", penalty: float = 0.1, fre
     """Nonconformity score of each label, `[B, C]` to `[B, C]`.
 
     * `lac`: one minus its probability.
-    * `aps`: the probability of all labels that are at least as probable, its own included.
+    * `aps`: the probability of all more probable labels and its own; of equally probable ones, lower numbers count too.
     * `raps`: the same, plus `penalty` for each rank beyond `free_ranks`.
 
     Examples:

@@ -314,8 +314,9 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         ready = isinstance(inputs, Tensor | Mapping) or (inputs is None and by_name)
         if not ready:
             if self._metadata.preprocessing is None:
+                why = f" ({self._metadata.preprocessing_from})" if self._metadata.preprocessing_from else ""
                 advice = "give tensors, or convert the model with processor="
-                raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; {advice}")
+                raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing{why}; {advice}")
             pair = self.kind == "text" and isinstance(inputs, tuple)
             if pair and len(inputs) == 2:
                 warn(

@@ -233,7 +233,7 @@ class Metadata(Checked):
         metrics: Measured numbers worth showing on the model card.
         text_side: For a zero-shot ensemble, the text towers that `retarget` needs; None if there are none.
         familiarity: Fitted statistics for how familiar an input is; None if nothing was fitted.
-        preprocessing_from: Where the preprocessing was taken from, in words; empty when unknown.
+        preprocessing_from: Where the preprocessing was taken from, or why there is none; empty when unknown.
         train_marks: Digests of some samples that trained it with this library: `calibrate` warns if it is given them.
         train_samples: How many samples trained it with this library.
     """

@@ -102,7 +102,8 @@ def search(
         candidates: `HydraConfig`s, or mappings of their fields; None takes trunks of different depth, with and without
             pruned heads, trained in different ways.
         models: Further trainings of the model: candidates are also their soup, their Deep Ensemble, and all of them
-            fused, with the mean of their first five sixths of the layers and separate MLPs.
+            fused, with the mean of their first five sixths of the layers and separate MLPs. Those of another library
+            are converted with the model's preprocessing, and with its class names if they have none.
         pretrained: As for `build`, for all candidates that train.
         recipe: How to train candidates that have no recipe of their own; None takes `Recipe.preset("hydra")`.
         judge_id: Labelled ID batches to judge on, instead of half of `id`.
@@ -143,7 +144,7 @@ def search(
     data, judges = read_for_search(seed, start.base, train, id, ood, judge_id, judge_ood)
     proposed = _usual(start, train is not None, seed) if candidates is None else candidates
     built = _checked(proposed, start, data, pretrained, recipe, familiarity, strict=candidates is not None)
-    converted: list[Ensemble] = [other if isinstance(other, Ensemble) else convert(other) for other in models]
+    converted = [_like(start.base, other) for other in models]
     options = dict(optimize or {})
     identity = {
         "format": FORMAT,
@@ -185,6 +186,15 @@ class _Settings:
     def scores(self) -> tuple[str, ...]:
         """Names of the OOD AUROCs to judge by."""
         return ("all.auroc", *(() if self.familiarity is None else (f"{self.familiarity}:all.auroc",)))
+
+
+def _like(base: Ensemble, other: nn.Module) -> Any:
+    """A further training, converted with the preprocessing of the model, and its class names if it has none."""
+    if isinstance(other, Ensemble):
+        return other
+    model = convert(other, processor=base.metadata.preprocessing)
+    unnamed = isinstance(model, Ensemble) and not model.metadata.labels and model.num_classes == base.num_classes
+    return model.with_metadata(labels=base.metadata.labels) if unnamed else model
 
 
 def _usual(start: StartingModel, trained: bool, seed: int) -> Iterator[dict[str, Any]]:

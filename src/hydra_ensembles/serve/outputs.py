@@ -63,7 +63,8 @@ def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
     """Outputs of this classifier; p-values, familiarity and verdict only if they were fitted."""
     familiarity, members = ensemble.metadata.familiarity, ensemble.num_members
     dtype = torch.float64 if ensemble.dtype == torch.float64 else torch.float32
-    scores = None if familiarity is None else torch.zeros(len(familiarity.settings.scores), members, 1)  # [S, M, 1]
+    shape = 0 if familiarity is None else len(familiarity.settings.scores), members, 1  # [S, M, 1]
+    scores = None if familiarity is None else torch.zeros(shape, dtype=dtype)
     blank = ensemble.prediction(torch.zeros(members, 1, ensemble.num_classes, dtype=dtype), scores)
     return tuple(
         Field(name, array.shape[1:], str(array.dtype), OUTPUTS[name].meaning if name in OUTPUTS else

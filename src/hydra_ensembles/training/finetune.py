@@ -166,8 +166,6 @@ class EnsembleLearner(Learner[LabelledBatch]):
                 nll = -log_probs.gather(1, target[:, None]).sum()
                 sums += torch.stack([correct.double(), nll, torch.ones_like(nll) * len(target)])
         correct_sum, nll_sum, samples = ranks.total(sums).tolist()
-        if not samples:
-            raise DataError("validation has no samples; it needs at least one")
         return correct_sum / samples, nll_sum / samples
 
 
@@ -188,7 +186,8 @@ def finetune(
 
     Its members train together, on the sum of their mean losses, and all of them train what they share. To train
     separate ensembles as members, train them one by one, each with its `index`: random numbers are derived from the
-    recipe's seed and the index, so the order of the calls does not matter.
+    recipe's seed and the index, so the order of the calls does not matter. One process trains one model at a time:
+    trainings in several threads share torch's generator, so their results are not repeatable.
 
     With `validation`, the weights with the best validation accuracy are kept (if equal: lower NLL, then earlier);
     without, the last ones. A grid of learning rates needs it, and the rate is chosen in the same way (if equal: the

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from convert_cases import vit
+from PIL import Image
 
 import hydra_ensembles as he
 from architectures_transformers import TEXT, VISION, transformers_model
@@ -48,8 +49,24 @@ def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], channels
     found = he.convert(model).metadata
     assert (found.preprocessing and found.preprocessing.mean) == mean
     assert found.preprocessing is None or len(found.preprocessing.std) == channels
-    assert bool(found.preprocessing_from) == (mean is not None)
+    assert bool(found.preprocessing_from) == (mean is not None or "crop_mode" in changes)
+    if "border" in changes.values():
+        with pytest.raises(he.HydraError, match="'border'"):
+            he.convert(model).predict(Image.new("RGB", (40, 40)))
     assert ("assumed" in found.preprocessing_from) == (changes.get("mean", MEAN) is None)
+
+
+@pytest.mark.parametrize("crop", ["center", "squash"])
+def test_of_timm_it_gives_the_pixels_of_timm_for_images_that_are_not_square(crop: str) -> None:
+    import timm.data
+
+    model = vit(img_size=(48, 32))
+    model.pretrained_cfg |= {"input_size": (3, 48, 32), "interpolation": "bicubic", "crop_mode": crop}
+    theirs = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    ours = he.convert(model).metadata.preprocessing
+    picture = np.random.default_rng(0).integers(0, 256, (70, 111, 3), dtype=np.uint8)
+    for image in (Image.fromarray(picture), Image.fromarray(picture).transpose(Image.Transpose.ROTATE_90)):
+        assert torch.allclose(ours(image)[0], theirs(image), atol=1e-6)
 
 
 @pytest.mark.parametrize(

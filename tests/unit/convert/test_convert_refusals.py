@@ -1,6 +1,7 @@
 """What cannot be converted is refused: the error says what it is, why, and the nearest way that works."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,6 +81,7 @@ VARIANTS: Rows = [
     (lambda: vit(patch_drop_rate=0.5), "rate of 0, which gives the same"),
     (with_adapters, "peft.*merge_and_unload"),
     (lambda: vit(num_classes=1), "one output"),
+    (lambda: vit(norm_layer=partial(nn.LayerNorm, elementwise_affine=False)), "LayerNorm without weights"),
     (lambda: changed(vit(), "head.bias", nn.Parameter(torch.tensor([0, 1, NAN, 2, INF]))), "2 of the 5 values of head"),
     (lambda: changed(vit(), "head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
     (lambda: changed(vit(), "blocks.1", vit().blocks[1].to("meta")), r"blocks\.1\..* meta device"),

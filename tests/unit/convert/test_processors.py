@@ -181,7 +181,9 @@ def test_pixels_equal_those_of_torchvision() -> None:
     normalize = transforms.Normalize([0.5], [0.25])
     for composed in (
         timm.data.create_transform((3, 56, 56), crop_pct=0.9, interpolation="bicubic"),
+        timm.data.create_transform((3, 64, 48), crop_pct=0.95),  # not square: filter and rounding of its own
         open_clip.image_transform(56, is_train=False),
+        open_clip.image_transform((48, 64), is_train=False),
         transforms.Compose([transforms.Resize((56, 48)), transforms.ToTensor(), normalize]),
         transforms.Compose([transforms.Resize([62]), transforms.CenterCrop(56), transforms.ToTensor()]),
         v2.Compose([v2.Resize(62), v2.CenterCrop(56), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), normalize]),
@@ -194,6 +196,7 @@ def test_pixels_equal_those_of_torchvision() -> None:
 
 
 def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
+    import timm.data
     from torchvision import transforms
 
     short = {"shortest_edge": 64}
@@ -211,7 +214,8 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
     for processor, token in [
         (wordpiece(), "image"),
         (transforms.Compose([resize, tensor]), "Compose is not read"),  # would give images of different sizes
-        (transforms.Compose([resize, crop, transforms.RandomHorizontalFlip(), tensor]), "Compose is not read"),
+        (transforms.Compose([resize, crop, transforms.RandomHorizontalFlip(), tensor]), "RandomHorizontalFlip of"),
+        (timm.data.create_transform((3, 64, 48), crop_mode="border"), "CenterCropOrPad of"),
         (transforms.Compose([tensor, transforms.Resize(64, antialias=False), crop]), "Compose is not read"),
         (transforms.Compose([resize, crop]), "small example"),
     ]:

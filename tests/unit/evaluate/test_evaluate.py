@@ -242,6 +242,19 @@ def test_the_gallery_holds_the_extremes():
     assert foreign == {("sure", None), ("unsure", None)}
 
 
+@pytest.mark.parametrize(
+    ("model", "arguments", "token"),
+    [
+        (None, (image_batches(), {"void": []}), "'void' has no samples"),
+        (None, (image_batches(), {"o": image_batches((8,))[0]}), "set 'o': batch 1: images are torch.int64"),
+        (lambda x: torch.randn(2, len(x), 4 if len(x) == 8 else 5), (image_batches(),), "'id'.*5 classes"),
+    ],
+)
+def test_errors_name_the_set(model, arguments, token):
+    with pytest.raises(DataError, match=token):
+        evaluate(model or tiny_ensemble(), *arguments, progress=False)
+
+
 def test_probabilities_in_place_of_logits_are_warned_of():
     logits, labels = torch.randn(3, 8, 4), torch.arange(8) % 4
     with pytest.warns(HydraWarning, match="softmax"):

@@ -89,7 +89,7 @@ def test_draws_that_repeat_a_member_are_passed_over_and_enough_of_them_end_it() 
     assert [(draw, one.heads) for draw, one in kept] == [(draw, tuple(orders[draw])) for draw in (0, 2, 4)]
     assert [call.args for call in rank.call_args_list] == [(draw,) for draw in range(5)]
     rank = Mock(return_value=ranking(EVERY[:3], "taylor"))
-    with pytest.raises(SameMembersError, match="calibration_batches"):
+    with pytest.raises(SameMembersError, match="smaller batches"):
         distinct_taylor(rank, 3, 2)
     assert rank.call_count == 2 * TAYLOR_DRAWS
 

@@ -13,6 +13,7 @@ import torch
 from build_cases import batches, image_model, recipe, same, samples
 
 import hydra_ensembles as he
+from architectures import timm_model
 from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, StorageError
 from hydra_ensembles.files import locked
@@ -206,6 +207,15 @@ def test_soup_mean_trunk_and_deep_ensemble_of_given_models(tmp_path: Path) -> No
     kept = he.Ensemble.from_pretrained(tmp_path / "candidates" / "fused-above-a-mean-trunk" / "ensemble")
     assert same_state(kept, he.fuse([image_model(), *models], mlp="separate", average=2))  # five sixths of 3, rounded
     assert prices[FUSED] < prices[DEEP]
+
+
+def test_models_of_another_library_get_the_preprocessing_and_class_names_of_the_model() -> None:
+    raw = [timm_model("vit_tiny_patch16_224", num_classes=3) for _ in range(2)]
+    ready = he.ImagePreprocessing((32, 32), mean=(0.1,) * 3, std=(0.2,) * 3)
+    base = he.convert(raw[0], labels=["red", "green", "blue"], processor=ready)
+    with warnings.catch_warnings(action="error"):
+        other = searching._like(base, raw[1])
+    assert (other.metadata.labels, other.metadata.preprocessing) == (base.metadata.labels, ready)
 
 
 def test_without_ood_data_judges_are_made_from_the_half_that_judges() -> None:

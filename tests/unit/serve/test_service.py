@@ -179,6 +179,16 @@ def expected(p: Prediction, name: str) -> np.ndarray:
     return (methods[name]() if name in methods else getattr(p, name)).numpy()
 
 
+def test_outputs_do_not_follow_the_usual_type_of_tensors() -> None:
+    one = served("image")
+    fields = output_fields(one)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert output_fields(one) == fields
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_what_a_tokenizer_does_not_give_is_no_input_and_without_a_classifier_there_are_no_outputs() -> None:
     one = served("text")
     assert len(input_fields(one.with_metadata(preprocessing=None))) == 3
