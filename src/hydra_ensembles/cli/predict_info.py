@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 import typer
@@ -102,7 +102,7 @@ def named_columns(pairs: Iterable[str] | None) -> Columns:
     """The columns of a table from `ROLE=NAME`."""
     columns: dict[str, Any] = {}
     for pair in pairs or ():
-        assign(columns, pair)
+        assign(columns, pair, get_type_hints(Columns))
     return from_plain(Columns, columns, "columns")
 
 
