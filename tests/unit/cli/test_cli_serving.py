@@ -45,7 +45,8 @@ def test_score_and_export_read_the_columns_they_are_told(text_folder, tmp_path, 
     (tmp_path / "in.csv").write_text("sentence,id\na good film,7\n")
     pretend(monkeypatch, he.Ensemble.from_pretrained(text_folder / "ensemble"))
     named = ("--column", "text=sentence")
-    succeed("export", text_folder, tmp_path / "model.pt2", "--example", tmp_path / "in.csv", *named)
+    out = succeed("export", text_folder, tmp_path / "model.pt2", "--example", tmp_path / "in.csv", *named)
+    assert "model.pt2.json and model.pt2.tokenizer.json" in out
     succeed("score", text_folder, tmp_path / "in.csv", "-o", tmp_path / "out", *named, "--keep", "id", "--no-progress")
     (row,) = pq.read_table(tmp_path / "out" / "rows").to_pylist()
     assert (row["input"], row["id"]) == ("in.csv:0", "7")
