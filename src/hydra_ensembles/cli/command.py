@@ -28,9 +28,9 @@ import typer
 import yaml
 from rich.console import Console, RenderableType
 
-from ..errors import ConfigError, ConversionError, HydraError
-from ..files import read_file, write_atomically
-from ..schema import from_plain, nearest
+from ..errors import CheckpointError, ConfigError, ConversionError, HydraError
+from ..files import expanded, parse_json, read_file, write_atomically
+from ..schema import from_plain, nearest, require_types
 from ..training.recipe import Recipe
 
 FLAGS: Mapping[str, tuple[str, ...]] = {  # options with a name other than their setting's, or with a short form
@@ -47,6 +47,7 @@ EXCLUDES: Mapping[str, tuple[str, Any]] = {  # settings that replace another one
     "learning_rate": ("grid", ()),
     "grid": ("learning_rate", None),
 }
+SUFFIXES = {"table": ".txt", "csv": ".csv", "jsonl": ".jsonl", "markdown": ".md", "latex": ".tex"}  # of outputs
 WIDE = 240  # width, in characters, of a terminal table written to a file
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -161,10 +162,19 @@ def _options(settings: type) -> Iterator[dict[str, Any]]:
         elif _is_count_or_share(kind):  # keep the text: the decimal point marks a share
             yield _entry(name, Annotated[str | None, typer.Option(*flags, metavar="NUMBER", help=help[name])])
             continue
+        elif _is_choice_or_none(hints[name]) and setting.default is not None:
+            kind = Literal[*get_args(kind), "none"]
         elif origin is bool and setting.default is not False:
             flags = (f"{flags[0]}/--no-{flags[0][2:]}",)
         shown = setting.default not in (MISSING, None, False, "", ()) and str(setting.default)
         yield _entry(name, Annotated[kind | None, typer.Option(*flags, show_default=shown, help=help[name])])
+
+
+class CommandSettings:
+    """Settings of a command, checked; errors name fields alone, since the class is not public."""
+
+    def __post_init__(self) -> None:
+        require_types(self, "")
 
 
 def option(default: Any, help: str) -> Any:
@@ -177,6 +187,11 @@ def option(default: Any, help: str) -> Any:
 
 def _is_count_or_share(kind: Any) -> bool:
     return set(get_args(kind)) == {int, float}
+
+
+def _is_choice_or_none(hint: Any) -> bool:
+    kind = _without_none(hint)
+    return kind != hint and get_origin(kind) is Literal and "none" not in get_args(kind)
 
 
 def _without_none(hint: Any) -> Any:
@@ -213,8 +228,9 @@ def read_settings(
             changes = [*(f"{name}.{pair}" for pair in value), *changes]
         elif value is not None:
             merged[name] = value
+    hints = {name: hint for kind in kinds.values() for name, hint in get_type_hints(kind).items()}
     for change in changes:
-        assign(merged, change)
+        assign(merged, change, hints)
     for name in merged.keys() - settings.keys():
         raise ConfigError(f"there is no setting {name!r}{did_you_mean(str(name), settings)}")
     for name, setting in settings.items():
@@ -223,18 +239,19 @@ def read_settings(
     if "recipe" in settings:
         merged["recipe"] = read_recipe(merged.get("recipe"))
     for parameter, kind in kinds.items():
-        hints = get_type_hints(kind)
         names = [setting.name for setting in fields(kind) if setting.name in merged]
-        plain = {name: _listed(hints[name], merged[name]) for name in names}
-        others[parameter] = from_plain(kind, plain)
+        others[parameter] = kind(**{name: _listed(hints[name], merged[name]) for name in names})
     return others
 
 
 def _listed(hint: Any, value: Any) -> Any:
     """Normalise a tuple setting: accept a single value, None for empty, and comma-separated numbers.
 
-    A number that may be a count or a share arrives as text from an option, and is parsed here.
+    A number that may be a count or a share arrives as text from an option, and is parsed here; the choice `none` is
+    None where that is allowed.
     """
+    if value == "none" and _is_choice_or_none(hint):
+        return None
     if _is_count_or_share(hint) and isinstance(value, str):
         return parse_yaml(value, value)
     if get_origin(hint) is not tuple:
@@ -268,8 +285,11 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
 
 
-def assign(settings: dict[str, Any], change: str) -> None:
-    """Set `name.name=value` in nested settings; a preset name becomes settings based on that preset."""
+def assign(settings: dict[str, Any], change: str, hints: Mapping[str, Any]) -> None:
+    """Set `name.name=value` in nested settings; a preset name becomes settings based on that preset.
+
+    `hints` are the types of the settings: a text is taken literally (`null` is None if allowed), all else is YAML.
+    """
     path, separator, value = change.partition("=")
     *outer, name = path.split(".")
     if not separator or not name:
@@ -278,7 +298,16 @@ def assign(settings: dict[str, Any], change: str) -> None:
         earlier = settings.get(part) or {}
         settings[part] = dict(earlier) if isinstance(earlier, Mapping) else {"preset": earlier}
         settings = settings[part]
-    settings[name] = parse_yaml(value, change)
+    first, *inner = path.split(".")
+    hint = functools.reduce(_type_within, inner, hints.get(first))
+    literal = _without_none(hint) is str and (hint is str or value != "null")
+    settings[name] = value if literal else parse_yaml(value, change)
+
+
+def _type_within(hint: Any, name: str) -> Any:
+    """The type of what a dataclass or a mapping has under this name; None if unknown."""
+    kind = _without_none(hint)
+    return get_type_hints(kind).get(name) if is_dataclass(kind) else (*get_args(kind), None, None)[1]
 
 
 def write_settings(path: Path, settings: Mapping[str, Any], command: str) -> None:
@@ -300,6 +329,27 @@ def did_you_mean(name: str | Path, known: Iterable[str] = ()) -> str:
 def emit_json(result: Any) -> None:
     """Print plain data as JSON."""
     emit(json.dumps(result, indent=1, ensure_ascii=False) + "\n", None)
+
+
+def format_of(file: Path) -> object:
+    """The `format` that a JSON file states; None without one."""
+    data = parse_json(read_file(file), str(file), foreign=True)
+    return data.get("format") if isinstance(data, dict) else None
+
+
+def require_replaceable(output: Path | None, kind: str, inputs: Iterable[str | Path] = ()) -> None:
+    """Refuse an output that is an input, or an existing file of another kind: a suffix, or the `format` of JSON."""
+    path = None if output is None else expanded(output)
+    if path is None or not path.is_file():
+        return
+    if any(expanded(one).exists() and path.samefile(expanded(one)) for one in inputs):
+        raise ConfigError(f"output is {output}, which is also an input; give another --output")
+    try:
+        same = path.suffix.lower() in ("", kind) if kind.startswith(".") else format_of(path) == kind
+    except CheckpointError:
+        same = False
+    if not same:
+        raise ConfigError(f"{output} exists, and is not what this command writes; give another --output")
 
 
 def emit(content: str | RenderableType, output: Path | None) -> None:

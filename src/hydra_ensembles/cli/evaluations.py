@@ -18,7 +18,7 @@ from ..evaluation.atlas import atlas as make_atlas
 from ..evaluation.evaluate import evaluate as evaluate_model
 from ..evaluation.evaluation import FORMAT as EVALUATION
 from ..evaluation.evaluation import Evaluation, Selective, logits_path
-from ..files import expanded, parse_json, read_file, read_json
+from ..files import expanded, read_file, read_json
 from ..metrics.inputs import Convention
 from ..model.cost import Cost
 from ..model.ensemble import Ensemble
@@ -31,7 +31,19 @@ from ..report.html import write_atlas, write_report
 from ..report.table import to_csv, to_latex, to_markdown, to_rich
 from ..schema import to_plain
 from . import sources as source
-from .command import Json, Quiet, command, emit, emit_json, option, parse_yaml, write_settings
+from .command import (
+    SUFFIXES,
+    Json,
+    Quiet,
+    command,
+    emit,
+    emit_json,
+    format_of,
+    option,
+    parse_yaml,
+    require_replaceable,
+    write_settings,
+)
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
 KEPT = ".run"  # suffix of the folder that keeps partial results until the run is finished
@@ -40,7 +52,7 @@ HOW = ("output", "device", "batch_size", "workers")  # settings that do not chan
 GALLERY = 6  # number of inputs shown in the report
 GROUPS = ("near", "far", "apart")
 UNGROUPED = "ungrouped"
-_NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+)", re.DOTALL)
+_NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?P<whole>(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+))", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,8 @@ class EvaluateSettings(MeasuredSettings):
         return path if path.suffix == ".json" else path / f"{slug}.json"
 
     def require_free_file(self) -> None:
-        """Refuse to overwrite an evaluation of something else; a file that `output` names is overwritten."""
+        """Refuse to overwrite an evaluation of something else; one that `output` names is overwritten."""
+        require_replaceable(self.file, EVALUATION)
         if Path(self.output).suffix == ".json" or not self.file.exists():
             return
         settings, ours = self.file.with_suffix(SETTINGS_SUFFIX), self.by_full_names()
@@ -112,7 +125,7 @@ class EvaluateSettings(MeasuredSettings):
 
     def by_full_names(self) -> dict[str, Any]:
         """The settings as plain data with absolute paths, so that they mean the same in any working directory."""
-        plain: dict[str, Any] = to_plain(self)
+        plain: dict[str, Any] = {**to_plain(self), "output": str(expanded(self.output).resolve())}
         folder = expanded(self.model)
         if folder.is_dir() and not self.model.startswith((source.TIMM, source.HUB)):
             plain |= {"model": str(folder.resolve()), "name": self.name or self.own_name}
@@ -157,7 +170,9 @@ def grouped_specs(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
         match = _NAMED.fullmatch(entry)
         if match is None:
             raise DataError(f"a set is written [near:|far:|apart:][NAME=]DATA, got {entry!r}")
-        specs.append((match["group"] or UNGROUPED, match["name"], match["data"]))
+        is_path = source.existing_path(match["whole"])[0] is not None  # a path may contain "="
+        name, data = (None, match["whole"]) if is_path else (match["name"], match["data"])
+        specs.append((match["group"] or UNGROUPED, name, data))
     ungrouped = [data for group, _, data in specs if group == UNGROUPED]
     if 0 < len(ungrouped) < len(specs):
         raise DataError(f"{', '.join(ungrouped)} have no group but others do; write near:, far: or apart: before each")
@@ -244,6 +259,7 @@ def accepted_in_words(chosen: Selective, id_name: str) -> str:
 
 TableFormat = Literal["table", "markdown", "latex", "csv"]
 SavedEvaluations = Annotated[list[Path], typer.Argument(help="Saved evaluations (.json), or folders that hold them.")]
+AllowMismatch = Annotated[bool, typer.Option("--allow-mismatch", help="Compare even if the data differ, and say so.")]
 
 
 @command
@@ -251,6 +267,7 @@ def compare(
     paths: SavedEvaluations,
     format: Annotated[TableFormat, typer.Option("--format", "-f", help="How to write the table.")] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
+    allow_mismatch: AllowMismatch = False,
 ) -> None:
     """Show saved evaluations side by side in one table.
 
@@ -261,8 +278,9 @@ def compare(
       hydra-ensembles compare runs/
       hydra-ensembles compare single.json hydra.json --format latex --output table.tex
     """
+    require_replaceable(output, SUFFIXES[format], paths)
     evaluations, costs = find_runs(paths)
-    comparison = compare_evaluations(evaluations, costs)
+    comparison = compare_evaluations(evaluations, costs, allow_mismatch=allow_mismatch)
     writers = {"table": to_rich, "markdown": to_markdown, "latex": to_latex, "csv": to_csv}
     emit(writers[format](comparison), output)
 
@@ -274,6 +292,7 @@ def report(
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
     focus: Annotated[str | None, typer.Option(help="The method it is about; the last, if not given.")] = None,
     baseline: Annotated[str | None, typer.Option(help="The method to compare with; the first, if not given.")] = None,
+    allow_mismatch: AllowMismatch = False,
 ) -> None:
     """Write saved evaluations as one HTML page.
 
@@ -281,8 +300,10 @@ def report(
       hydra-ensembles report runs/ --output report.html
       hydra-ensembles report runs/ --focus "Hydra (Circ)" --baseline Single
     """
+    require_replaceable(output, ".html", paths)
     evaluations, costs = find_runs(paths)
-    page = write_report(output, evaluations, costs=costs, title=title, focus=focus, baseline=baseline)
+    options: dict[str, Any] = {"title": title, "focus": focus, "baseline": baseline, "allow_mismatch": allow_mismatch}
+    page = write_report(output, evaluations, costs=costs, **options)
     print(f"wrote {page}")
 
 
@@ -298,8 +319,7 @@ def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
       hydra-ensembles atlas timm:vit_base_patch16_224 --id test/ --layers 10,11
     """
     numbers = settings.page.with_suffix(".json")
-    if numbers.exists() and _format_of(numbers) != ATLAS:
-        raise ConfigError(f"{numbers} is not an atlas, and this one would overwrite it; give another --output")
+    require_replaceable(numbers, ATLAS)
     model = source.load_classifier(settings)
     test, groups = read_sets(settings, model)
     measured = make_atlas(
@@ -327,7 +347,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
             raise DataError(f"{path} does not exist; give saved evaluations (.json) or folders that hold them")
         count = len(evaluations) + len(costs)
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-            kind = _format_of(file)
+            kind = format_of(file)
             if kind == EVALUATION:
                 evaluations.append(Evaluation.load(file))
             elif kind == COSTS:
@@ -337,9 +357,3 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
         if len(evaluations) + len(costs) == count:
             raise DataError(f"no saved evaluation found in {path}; hydra-ensembles evaluate MODEL writes one")
     return evaluations, costs
-
-
-def _format_of(file: Path) -> object:
-    """The `format` that a JSON file states; None without one."""
-    data = parse_json(read_file(file), str(file), foreign=True)
-    return data.get("format") if isinstance(data, dict) else None

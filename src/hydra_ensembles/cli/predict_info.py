@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 import typer
@@ -29,10 +29,22 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import ACCEPTS_ALL, Calibration
 from ..prediction import Prediction
 from ..preprocessing import TextPreprocessing
+from ..report.compare import FORMAT as COSTS
 from ..report.compare import save_costs
 from ..report.table import csv_text
 from ..schema import from_plain, to_plain
-from .command import Json, NamedColumns, assign, command, did_you_mean, emit, emit_json
+from ..serve.archives import LINES
+from .command import (
+    SUFFIXES,
+    Json,
+    NamedColumns,
+    assign,
+    command,
+    did_you_mean,
+    emit,
+    emit_json,
+    require_replaceable,
+)
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model, require_preprocessing
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")  # in `prediction.OUTPUTS`
@@ -77,32 +89,39 @@ def predict(
       hydra-ensembles predict my-hydra-bert --text "a fine film" --text "two hours too long"
       cat reviews.txt | hydra-ensembles predict my-hydra-bert - --format csv
     """
+    require_replaceable(output, SUFFIXES[format], inputs or ())
     ensemble = load_classifier(model)
     require_preprocessing(ensemble)
     if threshold is not None:
         stored = ensemble.metadata.calibration or Calibration()
         ensemble = ensemble.with_metadata(calibration=replace(stored, threshold=threshold))
     items = find_inputs(ensemble.kind, inputs or (), text or (), named_columns(column))
-    problems: list[DataError] = []
-    answers: list[dict[str, Any]] = []
+    # texts of similar length form a batch: padding costs as much as text
+    lengths = [len(str(read())) if ensemble.kind == "text" else 0 for _, read in items]
+    order = sorted(range(len(items)), key=lengths.__getitem__)
+    problems: dict[int, DataError] = {}
+    found: dict[int, dict[str, Any]] = {}
     for start in range(0, len(items), batch_size):
-        answers += _answered(ensemble, items[start : start + batch_size], problems)
-    if not answers:
-        raise problems[0]
+        found |= _answered(ensemble, {index: items[index] for index in order[start : start + batch_size]}, problems)
+    first = problems[min(problems)] if problems else None
+    if first is not None and not found:
+        raise first
+    answers = [found[index] for index in sorted(found)]
     emit(_formatted(answers, format), output)
     if answers[0]["verdict"] is None:
         print("no verdict: this model has no calibrated threshold; calibrate stores one, or give --threshold",
               file=sys.stderr)  # fmt: skip
-    if problems:
-        first = f"{len(problems)} of {len(items)} inputs have no answer, the others do; the first: {problems[0]}"
-        raise DataError(first) from problems[0]
+    if first is not None:
+        raise DataError(
+            f"{len(problems)} of {len(items)} inputs have no answer, the others do; the first: {first}"
+        ) from first
 
 
 def named_columns(pairs: Iterable[str] | None) -> Columns:
     """The columns of a table from `ROLE=NAME`."""
     columns: dict[str, Any] = {}
     for pair in pairs or ():
-        assign(columns, pair)
+        assign(columns, pair, get_type_hints(Columns))
     return from_plain(Columns, columns, "columns")
 
 
@@ -150,6 +169,11 @@ def _texts(argument: str, path: Path) -> list[str]:
     """The lines of a file or of standard input; blank lines are skipped, and reported if other lines follow."""
     if path.is_dir():
         raise DataError(f"{path} is a folder, but the model reads text; give a file with one text per line")
+    if argument != "-" and path.suffix.lower() not in ("", LINES):
+        raise DataError(
+            f"{path} has an unknown suffix; accepted suffixes: {', '.join((LINES, *TABLE_SUFFIXES))}. Rename it to "
+            f"{LINES} if it has one text per line, to .jsonl if it has one JSON object per line"
+        )
     source = "standard input" if argument == "-" else path
     try:
         content = sys.stdin.read() if argument == "-" else read_file(path, most=None).decode("utf-8")
@@ -165,15 +189,19 @@ def _texts(argument: str, path: Path) -> list[str]:
     return texts
 
 
-def _answered(ensemble: Ensemble, items: Sequence[NamedItem], problems: list[DataError]) -> list[dict[str, Any]]:
-    """Answers to a batch; if it fails, each input is tried alone, and errors are appended to `problems`."""
+def _answered(
+    ensemble: Ensemble, items: Mapping[int, NamedItem], problems: dict[int, DataError]
+) -> dict[int, dict[str, Any]]:
+    """Answers to a batch, by index; if it fails, each input is tried alone, and errors are added to `problems`."""
     try:
-        return _answers([name for name, _ in items], ensemble.predict([read() for _, read in items]))
+        prediction = ensemble.predict([read() for _, read in items.values()])
+        return dict(zip(items, _answers([name for name, _ in items.values()], prediction), strict=True))
     except DataError as error:
         if len(items) == 1:
-            problems.append(error)
-            return []
-        return [answer for item in items for answer in _answered(ensemble, [item], problems)]
+            problems |= dict.fromkeys(items, error)
+            return {}
+        alone = [_answered(ensemble, {index: item}, problems) for index, item in items.items()]
+        return {index: answer for one in alone for index, answer in one.items()}
 
 
 def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any]]:
@@ -355,6 +383,7 @@ def bench(
         raise ConfigError(
             f"batch takes positive whole numbers of up to {MOST_DIGITS} digits, such as 1,8,32; got {batch}"
         )
+    require_replaceable(output, COSTS)
     ensemble = load_classifier(model)
     title = name or model.own_name
     models: dict[str, Ensemble] = {}

@@ -16,7 +16,7 @@ from ..files import expanded
 from ..schema import to_plain
 from ..serve.app import make_app
 from ..serve.connection import KEEP_ALIVE, bounded_connection
-from ..serve.export import Format
+from ..serve.export import ABOUT, TOKENIZER, Format
 from ..serve.export import export as write_export
 from ..serve.scoring import SHARD, UNREADABLE, Scorer, score_archive
 from ..serve.service import API_KEY, ServeSettings
@@ -168,7 +168,8 @@ def export(
     inputs = find_inputs(ensemble.kind, example, (), named_columns(column)) if example else []
     examples = [read() for _, read in inputs] or None
     path = write_export(ensemble, output, format, examples=examples, tolerance=tolerance)
-    print(f"wrote {path} and {path.name}.json")
+    tokenizer = path.with_name(f"{path.name}{TOKENIZER}")
+    print(f"wrote {path}, {path.name}{ABOUT}{f' and {tokenizer.name}' if tokenizer.exists() else ''}")
 
 
 @command

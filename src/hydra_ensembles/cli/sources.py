@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .._utils import require, require_device, warn
-from ..arguments import END, Checked, Count, Range, Whole
+from ..arguments import END, Count, Range, Whole
 from ..classes import a_few, are_numbers, class_names_in, class_numbers, require_as_many, same_names
 from ..convert.altered import MERGE
 from ..convert.convert import convert, require_supported
@@ -22,6 +22,7 @@ from ..data.loading import Columns
 from ..data.loading import load as load_set
 from ..data.suites import SetRef, suite
 from ..errors import CheckpointError, ConfigError, ConversionError, DataError
+from ..evaluation.evaluation import FORMAT as EVALUATION
 from ..files import expanded, parse_json, plain_file, read_file
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
@@ -29,7 +30,7 @@ from ..model.kinds import load
 from ..preprocessing import OTHER_CHANNELS, Interpolation
 from ..run_folder import IDENTITY, RESULT
 from ..schema import from_plain
-from .command import did_you_mean, option
+from .command import CommandSettings, did_you_mean, format_of, option
 
 TIMM, HUB, TORCHVISION, SUITE = "timm:", "hub:", "torchvision:", "suite:"
 TRANSFORMERS = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
@@ -42,7 +43,7 @@ ZERO_SHOT = "in Python, he.zero_shot(he.convert(model, processor=…), class_nam
 
 
 @dataclass(frozen=True)
-class ModelSettings(Checked):
+class ModelSettings(CommandSettings):
     """Which model, its device, and how to create it and preprocess inputs if its name does not determine that."""
 
     model: str = field(metadata={"help": "Folder, timm:NAME or hub:OWNER/NAME."})
@@ -146,7 +147,8 @@ def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
 
 def _from_folder(folder: Path, settings: ModelSettings) -> Ensemble | DualEncoder:
     """Load a folder written by a supported library, or the run folder of `build`."""
-    is_run = (folder / IDENTITY).is_file()
+    run = folder / IDENTITY
+    is_run = run.is_file() and format_of(run) != EVALUATION  # `evaluate run` writes one of this name
     path = (folder / RESULT if is_run else folder) / "config.json"
     if not path.is_file():
         hint = "run the same build again" if is_run else "give the folder that save_pretrained wrote"
@@ -270,7 +272,7 @@ def _require_no_code(source: str, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class DataSettings(Checked):
+class DataSettings(CommandSettings):
     """How data are read."""
 
     root: str | None = option(None, "Folder with the data of a suite.")

@@ -195,7 +195,9 @@ def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: 
 def _mismatch(what: str, allowed: bool) -> str:
     """Return the note on different data if that is allowed, otherwise raise."""
     if not allowed:
-        raise DataError(f"{what}; evaluate both on the same data, or allow the mismatch")
+        raise DataError(
+            f"{what}; evaluate both on the same data, or allow the mismatch (allow_mismatch=True, --allow-mismatch)"
+        )
     return f"Not the same data: {what}."
 
 

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 import hydra_ensembles as he
 import hydra_ensembles_cli
-from cli_cases import run, succeed
+from cli_cases import fail, run, succeed
 from hydra_ensembles.cli.build import BuildSources
 from hydra_ensembles.cli.command import read_settings, report_failure
 from hydra_ensembles.cli.main import TABLE, commands, table
+from hydra_ensembles.cli.predict_info import named_columns
 from hydra_ensembles.errors import ConfigError, ConversionError
 
 _LISTED = "demo calibrate fuse build search evaluate compare report atlas predict score serve export bench info"
@@ -79,6 +80,19 @@ def test_the_file_then_options_then_single_settings(tmp_path):
     assert settings(recipe="none").recipe is None
     changed = settings(None, "recipe.learning_rate=0.1", "recipe.steps=900", recipe="cifar100-classifier")
     assert changed.recipe == he.Recipe.preset("cifar100-classifier", steps=900, grid=(), learning_rate=0.1)
+
+
+def test_texts_are_taken_literally_and_the_choice_none_is_none():
+    given = {"model": "m", "output": "x", "columns": ["label=stars #raw", "text=No"]}
+    found = read_settings(KINDS, given, None, ("train=2024", "id=null", "prune=1"))["sources"]
+    assert (found.columns, found.train, found.id) == ({"label": "stars #raw", "text": "No"}, "2024", None)
+    assert named_columns(["label=stars #raw"]).label == "stars #raw"
+    assert settings(familiarity="none").familiarity is None
+    assert settings(None, "familiarity=none").familiarity is None
+
+
+def test_settings_of_a_command_are_named_without_their_class():
+    assert fail("calibrate", "m", "--id", "x", "-o", "y", "--share", 1.5).startswith("error: share must be")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import pytest
 import yaml
 
 from cli_cases import fail, run, save_images, succeed, vit_flags
+from hydra_ensembles.cli.evaluations import grouped_specs
 from hydra_ensembles.data.suites import SetRef, Suite, all_suites
 from hydra_ensembles.evaluation.atlas import Sweep
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.evaluation.running import Runner
 from hydra_ensembles.report.compare import save_costs
 from processes import count_calls
-from sample_evaluations import costs, methods
+from sample_evaluations import costs, evaluation, methods
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,38 @@ def test_an_evaluation_is_not_lost_to_another_of_the_same_name(run_folder, world
     assert list(Evaluation.load(out).ood) == ["dots"]
 
 
+def test_the_settings_of_an_evaluation_mean_the_same_from_every_folder(run_folder, world, tmp_path, monkeypatch):
+    shutil.copytree(run_folder / "ensemble", tmp_path / "a" / "ensemble")
+    for data in ("test", "dots"):
+        shutil.copytree(world / data, tmp_path / "a" / data)
+    monkeypatch.chdir(tmp_path / "a")
+    succeed("evaluate", "ensemble", "--id", "test", "--ood", "near:x=dots", "-o", "../evaluations", "-q")
+    out, settings = (tmp_path / "evaluations" / f"ensemble.{end}" for end in ("json", "config.yaml"))
+    first, written = Evaluation.load(out), yaml.safe_load(settings.read_text())
+    assert written["model"] == str(tmp_path / "a" / "ensemble")
+    assert written["ood"] == [f"near:x={tmp_path / 'a' / 'dots'}"]
+    assert written["output"] == str(tmp_path / "evaluations")
+    monkeypatch.chdir(world)
+    succeed("evaluate", "--config", settings, "-q")  # the same evaluation again
+    assert Evaluation.load(out).numbers() == first.numbers()
+
+
+def test_an_existing_path_with_an_equals_sign_is_no_name_and_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("de.csv", "lang=de.csv"):
+        (tmp_path / name).touch()
+    assert grouped_specs(["far:lang=de.csv", "near:x=de.csv"]) == [
+        ("far", None, "lang=de.csv"),
+        ("near", "x", "de.csv"),
+    ]
+
+
+def test_the_identity_of_a_run_is_not_replaced_by_an_evaluation(run_folder, world, tmp_path):
+    shutil.copy(run_folder / "run.json", tmp_path)
+    for output in (tmp_path, tmp_path / "run.json"):
+        assert "is not what" in fail("evaluate", run_folder, "--id", world / "test", "-o", output)
+
+
 @pytest.fixture
 def saved(tmp_path):
     for index, one in enumerate(methods()):
@@ -132,6 +165,10 @@ def test_a_comparison_in_each_format_and_a_report(saved):
     assert "<h1>My title</h1>" in page.read_text()
     assert "1.25×" in page.read_text()
     assert "Nobody" in fail("report", saved, "--focus", "Nobody", "-o", page)
+    assert "is not what" in fail("report", saved, "-o", saved / "0.json")
+    evaluation("Other", shift=False).save(saved / "other.json")
+    assert "--allow-mismatch" in fail("compare", saved)
+    assert "Not the same data" in succeed("compare", saved, "--allow-mismatch")
 
 
 @pytest.mark.parametrize(("command", "place", "result"), [("evaluate", Runner, "a.json"), ("atlas", Sweep, "a.html")])

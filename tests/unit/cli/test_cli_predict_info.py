@@ -66,6 +66,25 @@ def test_texts_from_options_files_tables_and_standard_input(text_folder, world, 
     assert json.loads(result.stdout_bytes)["input"] == "café ■"
 
 
+def test_texts_of_similar_length_form_a_batch_and_answers_keep_their_order(text_folder, monkeypatch):
+    texts, batches, predict = ["good " * 9, "bad", "good " * 8, "dull"], [], he.Ensemble.predict
+    monkeypatch.setattr(he.Ensemble, "predict", lambda self, given: batches.append(given) or predict(self, given))
+    flags = [flag for text in texts for flag in ("--text", text)]
+    assert [row["input"] for row in predicted(text_folder, *flags, "--batch-size", 2)] == texts
+    assert batches == [["bad", "dull"], [texts[2], texts[0]]]
+
+
+def test_neither_inputs_nor_files_of_another_kind_are_replaced(text_folder, tmp_path):
+    for name in ("in.csv", "out.csv", "other.json"):
+        (tmp_path / name).write_text("text\na good film\n")
+    line = ["predict", text_folder, tmp_path / "in.csv", "-f", "csv", "-o"]
+    assert "is also an input" in fail(*line, tmp_path / "in.csv")
+    assert "is not what" in fail(*line, tmp_path / "other.json")
+    assert "is not what" in fail("bench", text_folder, "-o", tmp_path / "other.json")
+    succeed(*line, tmp_path / "out.csv")
+    assert "confidence" in (tmp_path / "out.csv").read_text()
+
+
 def test_no_threshold_no_verdict(run_folder, world):
     base, file = run_folder / "base", world / "dots" / "0.png"
     result = run("predict", base, file, "-f", "jsonl")
@@ -84,12 +103,15 @@ def test_no_threshold_no_verdict(run_folder, world):
         ("image", ["{world}/val.csv"], "holds texts, but the model reads images"),
         ("image", ["{world}/news.txt"], "news.txt cannot be decoded as an image (30 bytes): unknown format"),
         ("text", ["good"], "write --text 'good'"),
-        ("text", ["{world}/dots/0.png"], "is not UTF-8 text"),
+        ("text", ["{empty}/image"], "is not UTF-8 text"),
+        ("text", ["{empty}/lines.json"], "Rename it to .txt if"),
         ("image", ["{empty}/pipe.png"], "not a plain file"),
     ],
 )
 def test_what_is_no_input_for_the_model(run_folder, text_folder, world, tmp_path, kind, inputs, says):
     os.mkfifo(tmp_path / "pipe.png")  # opening it would block forever
+    (tmp_path / "image").write_bytes((world / "dots" / "0.png").read_bytes())
+    (tmp_path / "lines.json").write_bytes((world / "test.jsonl").read_bytes())
     given = [one.format(world=world, empty=tmp_path) for one in inputs]
     assert says in fail("predict", run_folder if kind == "image" else text_folder, *given, input="\n")
 

@@ -21,15 +21,6 @@ def test_export_writes_what_the_library_writes(run_folder, world, tmp_path, monk
     assert not (tmp_path / "other.pt2").exists()
 
 
-def test_score_and_export_read_the_columns_they_are_told(text_folder, tmp_path, monkeypatch):
-    (tmp_path / "in.csv").write_text("sentence,id\na good film,7\n")
-    named = ("--column", "text=sentence")
-    pretend(monkeypatch, he.Ensemble.from_pretrained(text_folder / "ensemble"))
-    succeed("export", text_folder, tmp_path / "model.pt2", "--example", tmp_path / "in.csv", *named)
-    succeed("score", text_folder, tmp_path / "in.csv", "-o", tmp_path / "out", *named, "--keep", "id", "--no-progress")
-    assert pq.read_table(tmp_path / "out" / "rows").column("id").to_pylist() == ["7"]
-
-
 def test_score_writes_shards_and_says_what_it_left_out(run_folder, world, tmp_path):
     pictures, output = tmp_path / "pictures", tmp_path / "scores"
     pictures.mkdir()
@@ -48,3 +39,14 @@ def test_score_writes_shards_and_says_what_it_left_out(run_folder, world, tmp_pa
     assert [row["input"] for row in rows] == [f"{number}.png" for number in range(1, 6)]
     assert len(rows[0]["probs"]) == 3
     assert "another run" in fail(*command[:-1])
+
+
+def test_score_and_export_read_the_columns_they_are_told(text_folder, tmp_path, monkeypatch):
+    (tmp_path / "in.csv").write_text("sentence,id\na good film,7\n")
+    pretend(monkeypatch, he.Ensemble.from_pretrained(text_folder / "ensemble"))
+    named = ("--column", "text=sentence")
+    out = succeed("export", text_folder, tmp_path / "model.pt2", "--example", tmp_path / "in.csv", *named)
+    assert "model.pt2.json and model.pt2.tokenizer.json" in out
+    succeed("score", text_folder, tmp_path / "in.csv", "-o", tmp_path / "out", *named, "--keep", "id", "--no-progress")
+    (row,) = pq.read_table(tmp_path / "out" / "rows").to_pylist()
+    assert (row["input"], row["id"]) == ("in.csv:0", "7")

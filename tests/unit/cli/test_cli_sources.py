@@ -54,6 +54,8 @@ def test_a_run_folder_stands_for_its_result(run_folder, tmp_path):
     assert load_classifier(ModelSettings(str(run_folder))).num_members == 3
     (tmp_path / "run.json").write_bytes((run_folder / "run.json").read_bytes())
     assert "no finished ensemble" in fail("info", tmp_path)
+    (tmp_path / "run.json").write_text('{"format": "hydra_ensembles.evaluation"}')  # as `evaluate run` writes it
+    assert "has no config.json" in fail("info", tmp_path)
 
 
 @pytest.mark.parametrize(
