@@ -56,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, seed in (("other", 3), ("cars", 4), ("digits", 5)):
         cases.save_stripes(tmp_path / name, 12, seed)
     shutil.copy(tmp_path / "cars" / "0.png", tmp_path / "photo.png")
-    cases.save_reviews(tmp_path / "reviews-val.csv", 40, seed=5)
+    cases.save_reviews(tmp_path / "reviews-val.csv", 160, seed=5)
     cases.save_reviews(tmp_path / "reviews-test.jsonl", 20, seed=6)
     (tmp_path / "news.csv").write_text("text\nthe long film\na dull plot\na a a\n")
     (tmp_path / "reviews.txt").write_text("a good film\na bad film\n")

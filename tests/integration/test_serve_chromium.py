@@ -125,3 +125,22 @@ def test_what_was_not_asked_is_not_claimed(tab: Tab, tmp_path: Path) -> None:
         assert text(tab, "outcome") == "Accepted"
         assert text(tab, "why") == "Sure enough. Familiarity was not checked."
     assert tab.complaints == []
+
+
+def test_a_server_that_is_not_ready_is_asked_again(tab: Tab) -> None:
+    app = make_app(served("text"), settings(name="late"))
+    refusing = [502]  # a proxy's error, until the page has shown it
+
+    async def proxy(scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path") != "/v1/model" or not refusing:
+            await app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 502, "headers": []})
+        await send({"type": "http.response.body", "body": b"a page of the proxy"})
+
+    with listening(proxy) as port:
+        tab.open(f"http://127.0.0.1:{port}/", PHONE)
+        tab.until('document.getElementById("about").textContent.includes("The server said 502")')
+        refusing.clear()
+        tab.until('!document.getElementById("text").hidden')
+    assert not [one for one in tab.complaints if "Uncaught" in one]

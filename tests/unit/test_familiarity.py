@@ -16,13 +16,14 @@ from architectures_clip import DUAL_CASES
 from checkpoint_models import ensemble, hydra, labelled, ragged, single, text
 from hydra_ensembles._distributed import check_unsharded
 from hydra_ensembles.calibrate import _fitted_on_a_half
-from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
+from hydra_ensembles.errors import ConfigError, DataError, HydraWarning, TooFewSamplesError
 from hydra_ensembles.familiarity import Answered, Reservoir, fit_familiarity
 from hydra_ensembles.metrics.conformal import conformal_threshold
 from hydra_ensembles.metrics.distance import BY_CLASS, FAMILIARITY_NAMES
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
+from hydra_ensembles.pipeline import chain
 from processes import by_two_ranks
 from zero_shot_models import NAMES, dual_of
 
@@ -311,3 +312,18 @@ def test_what_was_not_fitted_or_calibrated_is_named_and_labels_are_not_needed_wi
             call()
     unlabelled = fit_familiarity(one, [inputs for inputs, _ in data], ("knn", "vim"))  # which ignore classes
     assert unlabelled.predict(data[0][0]).familiarity.shape == (16,)
+
+
+def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone() -> None:
+    one, auto, named = model(CONFIG), he.HydraConfig(), he.HydraConfig(familiarity="mahalanobis")
+    good, fresh = labelled(CONFIG, 60), labelled(CONFIG, 60, seed=1)
+    assert chain._familiar(one, auto, good, fresh).metadata.familiarity is not None
+    assert chain._familiar(one, auto, good, good) is one  # calibration fits on half of them
+    assert chain._familiar(one, auto, good[:1], fresh).metadata.familiarity is not None
+    few = [(inputs[:1], labels[:1]) for inputs, labels in good[:1]]
+    assert chain._familiar(one, auto, few, fresh) is one
+    with pytest.raises(TooFewSamplesError, match="have no samples"):
+        chain._familiar(one, named, few, fresh)
+    broken = [(torch.full_like(inputs, 3e38), labels) for inputs, labels in good]
+    with pytest.raises(DataError, match="finite"):
+        chain._familiar(one, auto, broken, fresh)

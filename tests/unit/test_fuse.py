@@ -198,3 +198,20 @@ def test_the_mean_of_models_that_have_no_common_start_is_warned_of(join: Any, ap
         with warnings.catch_warnings(record=True, action="always") as said:
             join(models)
         assert len([one for one in said if "cosine" in str(one.message)]) == expected
+
+
+@pytest.mark.parametrize(("average", "layers"), [(0.8, 2), (0.5, 2), (0.34, 1), (0.0, 0)])
+def test_a_share_of_the_layers_or_their_number_is_averaged(average: float, layers: int) -> None:
+    """The share is rounded to whole layers, of three; the result equals asking for their number."""
+    members = [moved(small(), seed, ("mlp",)) for seed in range(2)]
+    found = he.fuse(members, mlp="separate", average=average)
+    assert found.config.trunk == layers
+    assert torch.equal(found(IMAGES), he.fuse(members, mlp="separate", average=layers)(IMAGES))
+
+
+def test_layers_begun_anew_in_one_member_are_strangers() -> None:
+    """If fine-tuning reinitialises the last block, only the other blocks have a common start."""
+    other, drawn = small(), small(9).state_dict()
+    other.load_state_dict({name: one for name, one in drawn.items() if place_of(name)[1] == 2}, strict=False)
+    with pytest.warns(he.HydraWarning, match="layer 2"):
+        he.soup([small(), other])

@@ -47,7 +47,7 @@ EXCLUDES: Mapping[str, tuple[str, Any]] = {  # settings that replace another one
     "learning_rate": ("grid", ()),
     "grid": ("learning_rate", None),
 }
-SUFFIXES = {"table": ".txt", "csv": ".csv", "jsonl": ".jsonl", "markdown": ".md", "latex": ".tex"}  # of outputs
+REPLACED = ("", ".txt", ".csv", ".tsv", ".jsonl", ".md", ".tex", ".html", ".log", ".out")  # suffixes of written texts
 WIDE = 240  # width, in characters, of a terminal table written to a file
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -337,19 +337,19 @@ def format_of(file: Path) -> object:
     return data.get("format") if isinstance(data, dict) else None
 
 
-def require_replaceable(output: Path | None, kind: str, inputs: Iterable[str | Path] = ()) -> None:
-    """Refuse an output that is an input, or an existing file of another kind: a suffix, or the `format` of JSON."""
+def require_replaceable(output: Path | None, kind: str | None = None, inputs: Iterable[str | Path] = ()) -> None:
+    """Refuse an output that is an input, or a file of another kind: the `format` of JSON, or None for text."""
     path = None if output is None else expanded(output)
     if path is None or not path.is_file():
         return
     if any(expanded(one).exists() and path.samefile(expanded(one)) for one in inputs):
         raise ConfigError(f"output is {output}, which is also an input; give another --output")
     try:
-        same = path.suffix.lower() in ("", kind) if kind.startswith(".") else format_of(path) == kind
+        same = path.suffix.lower() in REPLACED if kind is None else format_of(path) == kind
     except CheckpointError:
         same = False
     if not same:
-        raise ConfigError(f"{output} exists, and is not what this command writes; give another --output")
+        raise ConfigError(f"{output} exists, and is not what this command writes; remove it, or give another --output")
 
 
 def emit(content: str | RenderableType, output: Path | None) -> None:

@@ -32,7 +32,6 @@ from ..report.table import to_csv, to_latex, to_markdown, to_rich
 from ..schema import to_plain
 from . import sources as source
 from .command import (
-    SUFFIXES,
     Json,
     Quiet,
     command,
@@ -278,7 +277,7 @@ def compare(
       hydra-ensembles compare runs/
       hydra-ensembles compare single.json hydra.json --format latex --output table.tex
     """
-    require_replaceable(output, SUFFIXES[format], paths)
+    require_replaceable(output, inputs=paths)
     evaluations, costs = find_runs(paths)
     comparison = compare_evaluations(evaluations, costs, allow_mismatch=allow_mismatch)
     writers = {"table": to_rich, "markdown": to_markdown, "latex": to_latex, "csv": to_csv}
@@ -300,7 +299,7 @@ def report(
       hydra-ensembles report runs/ --output report.html
       hydra-ensembles report runs/ --focus "Hydra (Circ)" --baseline Single
     """
-    require_replaceable(output, ".html", paths)
+    require_replaceable(output, inputs=paths)
     evaluations, costs = find_runs(paths)
     options: dict[str, Any] = {"title": title, "focus": focus, "baseline": baseline, "allow_mismatch": allow_mismatch}
     page = write_report(output, evaluations, costs=costs, **options)

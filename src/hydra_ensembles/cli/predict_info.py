@@ -35,7 +35,6 @@ from ..report.table import csv_text
 from ..schema import from_plain, to_plain
 from ..serve.archives import LINES
 from .command import (
-    SUFFIXES,
     Json,
     NamedColumns,
     assign,
@@ -89,7 +88,7 @@ def predict(
       hydra-ensembles predict my-hydra-bert --text "a fine film" --text "two hours too long"
       cat reviews.txt | hydra-ensembles predict my-hydra-bert - --format csv
     """
-    require_replaceable(output, SUFFIXES[format], inputs or ())
+    require_replaceable(output, inputs=inputs or ())
     ensemble = load_classifier(model)
     require_preprocessing(ensemble)
     if threshold is not None:

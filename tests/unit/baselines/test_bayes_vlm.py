@@ -222,3 +222,15 @@ def test_code_in_a_file_of_factors_is_not_run(tmp_path):
     with pytest.raises(CheckpointError, match="A_img"):
         published_bayes_vlm(dual(), tmp_path)
     assert not (tmp_path / "made").exists()
+
+
+def test_edits_of_the_dual_encoder_reach_nothing_that_was_made_of_it():
+    model = dual()
+    posterior = bayes_vlm(model, double_pairs())
+    found = posterior.probit(NAMES)
+    wanted, drawn = found(IMAGES), posterior.zero_shot(NAMES, members=2)(IMAGES)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(found(IMAGES), wanted)
+    assert torch.equal(posterior.zero_shot(NAMES, members=2)(IMAGES), drawn)

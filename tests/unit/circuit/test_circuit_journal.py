@@ -147,3 +147,11 @@ def test_two_ranks_give_the_ranking_of_one(tmp_path: Path, method: str) -> None:
     ):
         assert evidence(found) == evidence(expected)
         assert found.provenance["audit"] == expected.provenance["audit"]
+
+
+def test_a_file_that_is_no_journal_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "journal.json"
+    path.write_text('{"format": 1}')
+    with pytest.raises(CheckpointError, match="not a journal"):
+        random_problem().extract(budget=2, journal=path)
+    assert path.read_text() == '{"format": 1}'

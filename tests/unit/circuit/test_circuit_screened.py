@@ -85,3 +85,12 @@ def test_layers_without_heads_are_skipped() -> None:
     gone = [(1, head) for head in range(4)]
     ranking = problem.extract(method="screened", budget=3, removed=gone, screen_size=2)
     assert all(head.layer != 1 for head in ranking.heads)
+
+
+@pytest.mark.parametrize("score", MOST)
+def test_a_fraction_of_the_naive_work(problem: Problem, score: Score) -> None:
+    options = {"method": "screened", "budget": 10, "audit_steps": 0, "dtype": torch.float32, "ties": "order"}
+    ranking = problem.extract(score=score, **options)
+    passes = 1 + sum(48 - step for step in range(10))
+    assert ranking.provenance["screen_size"] == 16
+    assert 10 * ranking.provenance["model_forwards"] <= passes

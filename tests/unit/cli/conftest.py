@@ -17,7 +17,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases.save_images(folder / "test", 4, seed=2)
     cases.save_stripes(folder / "stripes", 18, seed=3)
     cases.save_stripes(folder / "dots", 6, seed=4)
-    cases.save_reviews(folder / "val.csv", 40, seed=5)
+    cases.save_reviews(folder / "val.csv", 160, seed=5)
     cases.save_reviews(folder / "test.jsonl", 20, seed=6)
     (folder / "news.txt").write_text("long long film\n\nthe dull plot\n")
     return folder

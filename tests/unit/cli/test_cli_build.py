@@ -19,7 +19,7 @@ def test_a_build_leaves_a_calibrated_ensemble_and_settings_that_run_it_again(run
     hydra = he.Ensemble.from_pretrained(text_folder / "ensemble")
     assert (hydra.kind, hydra.metadata.labels) == ("text", ("negative", "positive"))
     settings = yaml.safe_load((text_folder / "config.yaml").read_text())
-    assert settings["batch_size"] == 40 // (2 * 3)  # so that 40 texts give more batches than a ranking reads
+    assert settings["batch_size"] == 160 // (2 * 3)  # so that 160 texts give more batches than a ranking reads
     hydra = he.Ensemble.from_pretrained(run_folder / "ensemble")
     assert (hydra.num_members, hydra.metadata.labels) == (3, COLOURS)  # the names come from the folders
     assert hydra.metadata.calibration is not None

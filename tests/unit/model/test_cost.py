@@ -68,3 +68,11 @@ def test_memory_of_an_optimized_model_is_not_that_of_its_answers(dtype):
     runner = ensemble.optimize(inputs, dtype=dtype)
     plain, optimized = measure_costs({"plain": ensemble, "optimized": runner}, inputs, repeats=2)
     assert 0.25 < optimized.peak_memory_bytes / plain.peak_memory_bytes < 1.5
+
+
+def test_models_take_turns_and_another_one_goes_first_each_time():
+    calls: list[str] = []
+    models = {name: lambda inputs, name=name: calls.append(name) for name in "abc"}
+    costs = measure_costs(models, {"input_ids": torch.zeros(5, 3)}, repeats=3, warmup=1)
+    assert costs[0].batch == 5
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"

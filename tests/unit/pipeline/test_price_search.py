@@ -297,3 +297,16 @@ def test_it_is_one_process_whose_judges_are_others_than_made_the_candidates(monk
     monkeypatch.setattr(searching, "launched", lambda: True)
     with pytest.raises(ConfigError, match="one process"):
         run()
+
+
+def test_branches_which_get_new_classifiers_and_lag_at_first_are_not_compared_early(work) -> None:
+    assert not names(run(candidates=[TOGETHER, BRANCHES]), "stopped early")
+    assert work["finetune"] == 2
+
+
+def test_circuits_are_extracted_once_for_all_that_can_use_them(work, tmp_path) -> None:
+    circuit = {"prune": 1, "shared_layers": 2, "members": 2, "method": "naive"}
+    wanted = [circuit, {**circuit, "training": "together"}, {**circuit, "training": "together", "mlp": "separate"}]
+    found = run(tmp_path, candidates=wanted, seed=2)
+    assert len(names(found, "judged")) + len(names(found, "not possible")) + len(names(found, "stopped early")) == 4
+    assert work["extract_circuit"] == 2  # for the score avg, and for acc

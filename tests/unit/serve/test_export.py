@@ -19,6 +19,8 @@ from PIL import Image
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from checkpoint_models import TOKENIZER, ensemble, map_pooled, single
+from contract.all_architectures import ALL_CASES
+from contract.models import variants
 from hydra_ensembles.errors import ConfigError, ConversionError, DataError, MissingExtraError
 from hydra_ensembles.schema import to_plain
 from hydra_ensembles.serve import export as module
@@ -246,3 +248,21 @@ def test_the_example_prepares_texts_as_the_library(whole: bool, tmp_path: Path) 
     theirs = EXAMPLE["prepare_texts"](texts, to_plain(ours), tmp_path / "tokenizer.json")
     for name, tensor in ours(texts).items():
         np.testing.assert_array_equal(theirs[name], tensor.numpy())
+
+
+@pytest.mark.slow  # test_rotary.py covers what differs between them: local windows for any length, in one program
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_every_architecture_takes_any_number_of_samples_and_tokens(case, tmp_path: Path, monkeypatch) -> None:
+    """Checks the graph in memory, without a file; `export` compares it at several sizes."""
+    one = he.Ensemble.stack(variants(case)[:2])
+    if not one.num_classes:
+        pytest.skip("there is no classifier")
+    made: list[Any] = []
+
+    def write(program: Any, file: Path, *_: Any) -> None:
+        made.append(program.module())
+        file.touch()
+
+    monkeypatch.setitem(module._WRITERS, "pt2", write)
+    monkeypatch.setitem(module._RUNNERS, "pt2", lambda _: lambda inputs: module._arrays(made[0](**inputs)))
+    assert he.export(one, tmp_path / "model.pt2").exists()

@@ -369,3 +369,22 @@ def test_an_archive_that_reads_otherwise_than_before_is_refused(source: Path, ou
     monkeypatch.setattr(Archive, "__iter__", lambda self: islice(every(self), 1, None))
     with pytest.raises(CheckpointError, match="elsewhere"):
         score(source, output)
+
+
+def test_what_another_version_began_is_not_gone_on_with(source: Path, output: Path) -> None:
+    score(source, output)
+    about = output / "about.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "made_by": "hydra_ensembles 0.0.9"}))
+    score(source, output)  # finished, so nothing is mixed
+    (output / "summary.json").unlink()
+    with pytest.raises(CheckpointError, match="another run"):
+        score(source, output)
+
+
+def test_a_deleted_shard_is_made_anew_in_its_place_and_no_other(source: Path, output: Path, monkeypatch) -> None:
+    wanted, before, calls = score(source, output), written(output), []
+    (output / "rows" / "part-00001.parquet").unlink()  # as the error about a changed shard advises
+    count_calls(monkeypatch, Scorer, "answer", lambda: calls.append(None))
+    assert score(source, output) == wanted
+    assert written(output) == before
+    assert len(calls) == 1  # three rows; the fourth item is unreadable

@@ -11,11 +11,13 @@ import torch
 from published import published
 from small_studies import CPU, SmallFolder, small_vit
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 import hydra_ensembles as he
 from architectures import timm_model
 from hydra_ensembles.heads import Head
 from random_ensembles import noisy, small
+from studies.__main__ import app
 from studies.analyses import analysis, diversity, noise, registry, seeds
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
@@ -266,3 +268,14 @@ def test_the_paper_map_calls_done_what_has_results() -> None:
         said = status.startswith(("done in part", "not measured", "impossible here"))
         assert said or not missing, f"{item}: {missing} have no results, but the status is {status!r}"
     assert seen == set(ANALYSES)  # each analysis has a row
+
+
+def test_the_command_makes_tables_and_figures_again_from_results(seed: Seed, tmp_path: Path) -> None:
+    registry.store(registry.analysed("shares", [seed]), tmp_path)
+    options = ["--task", TASK, "--results", str(tmp_path), "--figures", str(tmp_path), "--from-results"]
+    made = CliRunner().invoke(app, ["analyse", "shares", *options])
+    assert made.exit_code == 0, made.output
+    assert "heads removed" in made.output
+    assert not registry.undrawn(tmp_path, tmp_path)
+    registry.store({**registry.load("shares", TASK, tmp_path), "seconds": -1.0}, tmp_path)  # an impossible value
+    assert registry.undrawn(tmp_path, tmp_path)  # the figure no longer matches the numbers

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_clip
 import torch
 from small_studies import CPU, UNSEEN, ManyClasses, SmallDual, dual_recipe, dual_seed
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ import hydra_ensembles as he
 from hydra_ensembles import ImagePreprocessing, Recipe
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.model.metadata import Metadata
+from pictures import picture
 from random_ensembles import noisy, small
 from studies import dual_rows, dual_study
 from studies.__main__ import app
@@ -32,7 +34,7 @@ from studies.rows import HYDRA_CIRC
 from studies.samples import MEAN, STD, ImageSamples, SampleBatches
 from studies.stored import DualStudy
 from studies.storing import SINGLE
-from studies.weights import dual_of, mean_pooled
+from studies.weights import dual_of, load_dual, mean_pooled
 from zero_shot_models import word_tokenizer
 
 REPORTED_ONLY = {f"images/{name}/test" for name in (*UNSEEN[1:-1], "cifar100_full", "mnist", "tinyimagenet")}
@@ -262,3 +264,17 @@ def test_a_trained_dual_knows_names() -> None:
     pruned = he.prune(dual, [(0, 0, "image"), (1, 2, "text")])
     member = train_dual(pruned, tune, pairs_of(pruned, data, 12, views=1))
     assert torch.equal(member.projections.image.weight, dual.projections.image.weight)
+
+
+@torch.no_grad()
+def test_a_model_of_open_clip_answers_as_there_also_saved_by_us(tmp_path: Path) -> None:
+    source, model = small_clip.small_open_clip(tmp_path)
+    load_dual(source).save_pretrained(tmp_path / "saved")
+    pictures = [picture(number).resize((40, 36)) for number in range(2)]
+    transform = small_clip.open_clip.image_transform(small_clip.IMAGE_SIZE, is_train=False)
+    pixels = torch.stack([transform(picture) for picture in pictures])
+    tokens = small_clip.open_clip.tokenize(["A photo of a cat.", "A photo of a dog."], context_length=16)
+    expected = model.get_logits(pixels, tokens)[0]
+    for name in (source, str(tmp_path / "saved")):
+        ensemble = he.zero_shot(load_dual(name), ["cat", "dog"])
+        torch.testing.assert_close(ensemble(ensemble.prepare(pictures))[0], expected, atol=1e-4, rtol=1e-4)

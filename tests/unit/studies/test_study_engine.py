@@ -4,9 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from hydra_ensembles.errors import DataError, SameMembersError
-from studies.engine import Kind, Plan, Run
+from hydra_ensembles.files import read_json
+from studies.engine import COSTS, Kind, Plan, Run, write_costs
+from studies.storing import newest_costs
 
 
 class Numbers:
@@ -52,3 +55,21 @@ def test_a_job_that_fails_or_has_no_different_members_stops_neither_the_others_n
     told = re.findall(r"^(FAILED|UNAVAILABLE): numbers double (\w+), seed \d:", said, re.MULTILINE)
     assert sorted(told) == [("FAILED", "three")] * 2 + [("UNAVAILABLE", "same")] * 2
     KIND.run(Run(Numbers(), tmp_path, tmp_path, ["same"], [2]), KIND.stages)  # not a failure
+
+
+def test_costs_that_were_measured_side_by_side_stay_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, both = tmp_path / "numbers", {"one": {"latency": 1.0}, "two": {"latency": 2.0}}
+
+    def measured(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        write_costs(study, torch.device("cpu"), 8, rows)
+        found: dict[str, dict[str, float]] = read_json(study / COSTS)["rows"]
+        return found
+
+    assert measured(both) == both
+    assert measured({"one": {"latency": 3.0}, "three": {"latency": 3.0}}) == both
+    assert "side by side with two" in capsys.readouterr().out
+    before, found = {"rows": both}, {"rows": {"one": {"latency": 5.0}}}
+    assert newest_costs("numbers", before, found, ["one", "two"]) is before
+    assert newest_costs("numbers", before, found, ["one"]) is found  # the second row no longer exists
