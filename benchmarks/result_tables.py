@@ -6,18 +6,7 @@ from hydra_ensembles.convert.convert import ARCHITECTURES, DUAL_ARCHITECTURES
 from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
-from studies.cells import printed
 from studies.results import ROOT, load, markdown
-
-PRICES = {  # of price.json
-    "accuracy": "accuracy",
-    "nll": "NLL",
-    "ece": "ECE",
-    "aurc": "AURC",
-    "auroc_msp": "AUROC, MSP",
-    "auroc_mahalanobis": "AUROC, Mahalanobis",
-}
-
 
 def fusion_table() -> str:
     """A table for the documents: every way to fuse the same three members."""
@@ -34,30 +23,6 @@ def fusion_table() -> str:
         "`results/fusion_dinov2_cifar10.json`."
     )
     return markdown(header, lines, about, "llll")
-
-
-def price_table() -> str:
-    """What an ensemble gains for its price, by the code of a138193: tasks and methods, means over seeds."""
-    result = load("price.json")
-    costs, settings = result["costs"], result["recipe"]
-    lines = []
-    for task, rows in result["tables"].items():
-        prices = costs["tasks"][task]
-        for name, row in rows.items():
-            means = [printed(row[key]["mean"], key) for key in PRICES]
-            lines.append([task, name, f"{prices.get(name, prices['Single'])['ratio']:.2f}x", *means])
-        gains = [(rows["Hydra"][key], key) for key in PRICES]
-        cells = [f"{printed(gain['difference'], key, '+')} ± {printed(gain['half_width'], key)}" for gain, key in gains]
-        lines.append([task, "*Hydra less Single*", "", *cells])
-    counts = {task: len(settings["tasks"][task].get("seeds", settings["seeds"])) for task in result["tables"]}
-    seeds = ", ".join(f"{count} on {task}" for task, count in counts.items())
-    about = (
-        f"Means over seeds ({seeds}); differences are to Single of the same seed, ± the half width of Student's 95 % "
-        f"interval over the seeds. Ensembles have {settings['members']} members. Per cent except NLL; calibrated on "
-        f"held-out data. AUROC: the mean over the OOD sets of a task. Cost: a batch of {costs['batch']} on an "
-        f"{costs['device']}, bfloat16, against Single compiled. From `results/price.json`."
-    )
-    return markdown(["task", "method", "cost", *PRICES.values()], lines, about, "ll")
 
 
 def demo_table() -> str:
@@ -134,7 +99,6 @@ def tables() -> dict[str, str]:
     """Every table by its name in the documents."""
     return {
         "fusion": fusion_table(),
-        "price": price_table(),
         "demo": demo_table(),
         "demo_gain": demo_line(),
         "attack": attack_table(),

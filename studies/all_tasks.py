@@ -10,7 +10,7 @@ from typing import Any
 from hydra_ensembles.files import write_atomically
 
 from . import dual_findings, findings
-from .cells import BEYOND, gains, gap_text, judged_text, marked, measured_on, ratio
+from .cells import BEYOND, gains, gap_text, judged_text, marked, measured_on, memory, ratio
 from .measures import FEWEST_SEEDS, Difference
 from .results import FIGURES, as_csv, fixed, markdown, pyplot, save_figure
 from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, SINGLE, SOUP
@@ -72,10 +72,7 @@ def priced(studies: Sequence[Study]) -> str:
     """A sentence that explains the prices in a table."""
     timed = {TITLES[study.name]: measured_on(study.facts["costs"]) for study in studies if study.facts["costs"]}
     if not timed:
-        return (
-            "Price, in brackets: multiply-adds relative to Single's; not timed in these studies, `docs/price.md` "
-            "has times."
-        )
+        return "Price, in brackets: multiply-adds relative to Single's; no time was measured."
     devices = "; ".join(dict.fromkeys(timed.values()))
     return (
         f"Price: inference time relative to Single's ({devices}), on the first task that has the row; in brackets "
@@ -97,27 +94,50 @@ def same_models(studies: Sequence[Study], rows: Sequence[str]) -> str:
 
 
 def summary_table(studies: Sequence[Study]) -> str:
-    """The table of the results' first page: both leading metrics of a task in one cell, without intervals."""
+    """The table of the results' first page: what each row gains in both leading metrics, without intervals."""
     shown = leading(studies)
     lines = [
         [
             row,
             f"{shown[0].facts['trainings'][row]:g}",
             price_cell(shown, row),
-            *(gains(one, row, (*LEADING,)) for one in shown),
+            *(gains(one, row, [key]) for one, key in product(shown, LEADING)),
         ]
         for row in COMPARED
         if row != SINGLE
     ]
     note = (
-        "NLL after calibration / AUROC of near-OOD inputs by the largest probability, in points; both minus Single's, "
-        f"on the same seeds. **Better** or *worse* where significant {BEYOND}. Trainings: of a whole model, Single's "
-        "included. Price: inference time relative to Single's, on CIFAR-100. Intervals and more rows: "
-        "[findings](findings.md#gains-with-intervals)."
+        "Gains over Single on the same seeds: NLL after calibration; *near*: AUROC of near-OOD inputs by the largest "
+        f"probability, in points. **Better** or *worse* where significant {BEYOND}. Trainings: of a whole model, "
+        "Single's included. Price: inference time relative to Single's, on CIFAR-100. *D.2*: the paper's training after "
+        "pruning. Intervals and more rows: [findings](findings.md#gains-with-intervals)."
     )
-    return markdown(
-        [", ".join(LEADING.values()), "trainings ↓", "price ↓", *(TITLES[one.name] for one in shown)], lines, note
+    columns = [title for study in shown for title in (f"{TITLES[study.name]}: NLL ↓", "near ↑")]
+    return markdown(["", "trainings ↓", "price ↓", *columns], lines, note)
+
+
+def prices_table(studies: Sequence[Study]) -> str:
+    """What each row costs: trainings, size and work on the first task, inference time on every task."""
+    shown = leading(studies)
+    first = shown[0]
+    lines = [
+        [
+            row,
+            f"{first.facts['trainings'][row]:g}",
+            first.parameters(row),
+            first.work(row),
+            *(ratio(one.cost(row)) for one in shown),
+            memory(first.cost(row)),
+        ]
+        for row in COMPARED
+    ]
+    note = (
+        f"Inference time relative to Single's: {measured_on(first.facts['costs'])}. Trainings: of a whole model, "
+        f"Single's included. Parameters, work (multiply-adds) and peak memory: on {TITLES[first.name]}. From "
+        "`results/studies/`."
     )
+    head = ["method", "trainings ↓", "parameters ↓", "work ↓", *(TITLES[one.name] for one in shown), "memory ↓"]
+    return markdown(head, lines, note)
 
 
 def gains_table(studies: Sequence[Study]) -> str:
@@ -191,8 +211,8 @@ def compared_table(study: Study) -> str:
     about = (
         f"{TITLES[study.name]}, per cent except NLL, which is after calibration; AURC and *unsure* by the largest "
         "probability before it, *unfamiliar* by Mahalanobis distance, fitted to training data. **Better** or *worse* "
-        f"than Single where significant (95 % intervals, paired). {fewest} to {most} seeds a row: Single's mean, and "
-        "the gain over it on the seeds of the row. Work: multiply-adds. From `results/studies/`."
+        f"than Single where significant (95 % intervals, paired). A row is Single's mean plus what the method gained "
+        f"over it on its own {fewest} to {most} seeds. Work: multiply-adds. From `results/studies/`."
     )
     return markdown(["method", "trainings ↓", "work ↓", *GIVEN.values()], lines, about)
 
@@ -217,6 +237,7 @@ def blocks(studies: Mapping[str, Study], tables: Mapping[str, Mapping[str, str]]
     classifiers = of_tasks(list(studies.values()))
     of_all = {
         "study_summary": summary_table(classifiers),
+        "study_prices": prices_table(classifiers),
         "study_gains": gains_table(classifiers),
         "study_methods": methods_table(classifiers),
     }
