@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from numbers import Integral, Real
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -35,24 +35,20 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
     """
     processor = _part_for(stem, processor)
     if isinstance(stem, TextStemConfig):
-        text = processor if isinstance(processor, TextPreprocessing) else _read_tokenizer(processor, stem)
+        text = _read_tokenizer(processor, stem)
         if text.max_length > stem.max_tokens:
-            raise ConversionError(
-                f"texts of {text.max_length} tokens were requested, but the position embedding covers "
-                f"{stem.max_tokens}; lower max_length"
-            )
+            asked = f"texts of {text.max_length} tokens were requested"
+            raise ConversionError(f"{asked}, but there are positions for {stem.max_tokens}; lower max_length")
         return text
-    image = processor if isinstance(processor, ImagePreprocessing) else _read_image_processor(processor)
+    image = _read_image_processor(processor)
     if len(image.mean) == 1:  # one value for all channels
         image = replace(image, mean=image.mean * stem.channels, std=image.std * stem.channels)
     if len(image.mean) != stem.channels:
-        raise ConversionError(
-            f"images of {len(image.mean)} channels were requested, but the model reads {stem.channels}"
-        )
+        raise ConversionError(f"images of {len(image.mean)} channels were requested, the model reads {stem.channels}")
     if any(side % patch for side, patch in zip(image.size, stem.patch_size, strict=True)):
+        (height, width), (high, wide) = image.size, stem.patch_size
         raise ConversionError(
-            f"images of {image.size[0]}x{image.size[1]} were requested, which the patch size "
-            f"{stem.patch_size[0]}x{stem.patch_size[1]} does not divide"
+            f"images of {height}x{width} were requested, but patches of {high}x{wide} do not fill them"
         )
     return image
 
@@ -144,10 +140,7 @@ def size_of_images(processor: Any, changes: Mapping[str, Any] | None) -> tuple[i
     if changes is not None and "image_size" in changes:
         return _sides(changes["image_size"])
     processor = processor.image_processor if is_for_images(processor) is None else processor
-    if not is_for_images(processor):
-        return None
-    preprocessing = processor if isinstance(processor, ImagePreprocessing) else _read_image_processor(processor)
-    return preprocessing.size
+    return _read_image_processor(processor).size if is_for_images(processor) else None
 
 
 def is_for_images(processor: Any) -> bool | None:
@@ -192,17 +185,14 @@ def _require_setting(name: str, value: object, supported: object) -> None:
 
 
 def _read_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
-    if qualified_name(processor) == _SIMPLE_TOKENIZER:
+    if isinstance(processor, TextPreprocessing):
+        return processor
+    if qualified_name(processor) == "open_clip.tokenizer.SimpleTokenizer":
         return read_open_clip_tokenizer(processor)
     if qualified_name(processor) == "open_clip.tokenizer.HFTokenizer":
         return _read_wrapped_tokenizer(processor, stem)
     if hasattr(processor, "backend_tokenizer"):
         return _read_fast_tokenizer(processor, stem)
-    if hasattr(processor, "model_max_length"):
-        raise ConversionError(
-            f"{qualified_name(processor)} is a slow tokenizer, which needs transformers to run; give its fast "
-            "counterpart: transformers.AutoTokenizer.from_pretrained(...)"
-        )
     raise _unsupported(processor, "text")
 
 
@@ -213,10 +203,8 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
         raise ConversionError("the tokenizer has no padding token; set tokenizer.pad_token first")
     highest = max(processor.get_vocab().values(), default=0)
     if highest >= stem.vocabulary:
-        raise ConversionError(
-            f"the tokenizer gives ids up to {highest}, the model has {stem.vocabulary} word embeddings; give the "
-            "tokenizer of this model, or resize the embeddings of the model before converting it"
-        )
+        problem = f"the tokenizer gives ids up to {highest}, the model has {stem.vocabulary} word embeddings"
+        raise ConversionError(f"{problem}; give its own tokenizer, or resize its embeddings first")
     copied = require("tokenizers", extra="text").Tokenizer.from_str(processor.backend_tokenizer.to_str())
     copied.no_padding()  # settings left by its last call
     copied.no_truncation()
@@ -240,7 +228,6 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
 
 # --- tokenizers of open_clip -----------------------------------------------------------------------------
 
-_SIMPLE_TOKENIZER = "open_clip.tokenizer.SimpleTokenizer"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
@@ -249,7 +236,7 @@ def _cleaning(tokenizer: Any) -> TextCleaning:
     name: Any = tokenizer.clean_fn.__name__.removeprefix("_clean_")
     if name not in get_args(TextCleaning):
         raise ConversionError(f"this tokenizer cleans with {name}; supported are {list(get_args(TextCleaning))}")
-    return cast(TextCleaning, name)
+    return name
 
 
 def _read_wrapped_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
@@ -320,6 +307,8 @@ _UNREAD = ("max_size", "longest", "random_scale_prob", "random_aspect_prob")
 
 
 def _read_image_processor(processor: Any) -> ImagePreprocessing:
+    if isinstance(processor, ImagePreprocessing):
+        return processor
     if hasattr(processor, "image_mean") and hasattr(processor, "size"):
         return _read_transformers_images(processor)
     if all(hasattr(processor, name) for name in ("resize_size", "crop_size", "mean", "std", "interpolation")):
@@ -363,10 +352,8 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
     if not squash and size.keys() != {"shortest_edge"}:
         raise ConversionError(f"processor.size is {size}; supported are height and width, or shortest_edge alone")
     if crop.keys() != {"height", "width"} and (crop or not squash):
-        raise ConversionError(
-            f"processor.size is {size} and the centre crop {crop or 'off'}, so images come out in different sizes; set "
-            "do_center_crop and a crop_size with height and width"
-        )
+        problem = f"processor.size is {size} and the centre crop {crop or 'off'}, so images come out in different sizes"
+        raise ConversionError(f"{problem}; set do_center_crop and a crop_size with height and width")
     resized = (size["height"], size["width"]) if squash else pair(size["shortest_edge"])
     scale = 255.0 * float(processor.rescale_factor) if processor.do_rescale else 255.0  # relative to pixels in [0, 1]
     scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
@@ -406,10 +393,7 @@ def _image_preprocessing(
     """Resize to `resized` (its short side, unless `squash`), then crop the centre."""
     fraction = min(side / before for side, before in zip(crop, resized, strict=True))
     if fraction > 1 or any(int(side / fraction + 1e-6) != before for side, before in zip(crop, resized, strict=True)):
-        raise ConversionError(
-            f"images are resized to {resized[0]}x{resized[1]} and cropped to {crop[0]}x{crop[1]}; only a crop of the "
-            "same shape that is not larger is supported"
-        )
+        raise ConversionError(f"images are resized to {resized}, cropped to {crop}; give a smaller crop of that shape")
     return ImagePreprocessing(
         size=crop,
         crop_fraction=fraction,
@@ -433,13 +417,8 @@ def _channels(values: Any, scale: float = 1.0) -> tuple[float, ...]:
 
 def _interpolation(method: Any) -> Interpolation:
     """Return the name of a resampling filter of PIL (a number) or torchvision (an enum with a name as value)."""
-    name = getattr(method, "value", method)
-    if name is None:
-        return "bilinear"
-    if isinstance(name, int) and name in _PIL_RESAMPLING:
-        return _PIL_RESAMPLING[name]
-    name = "nearest" if name == "nearest-exact" else name
-    if name not in _PIL_RESAMPLING.values():
-        names = [*_PIL_RESAMPLING.values()]
-        raise ConversionError(f"the interpolation {method!r} is not supported; use one of {names}")
-    return cast(Interpolation, name)
+    value = getattr(method, "value", method)
+    name: Any = {None: "bilinear", "nearest-exact": "nearest", **_PIL_RESAMPLING}.get(value, value)
+    if name not in get_args(Interpolation):
+        raise ConversionError(f"the interpolation {method!r} is not supported; use one of {get_args(Interpolation)}")
+    return name
