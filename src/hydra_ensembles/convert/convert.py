@@ -41,9 +41,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *open_clip.ARCHITECTURES,
 )
 DUAL_ARCHITECTURES = (*transformers_dual.DUAL_ARCHITECTURES, *open_clip.DUAL_ARCHITECTURES)
-_BY_CLASS: dict[str, Architecture | DualArchitecture] = {
-    name: one for one in (*ARCHITECTURES, *DUAL_ARCHITECTURES) for name in one.classes
-}
+_BY_CLASS: dict[str, Architecture | DualArchitecture] = {name: one for one in ARCHITECTURES for name in one.classes}
+_BY_CLASS |= {name: one for one in DUAL_ARCHITECTURES for name in one.classes}
 _SPREAD = 0.02  # std of freshly initialised weights in timm and most of transformers
 _SCALES = ("logit_scale", "logit_bias")
 

@@ -18,13 +18,15 @@ from ..preprocessing import OTHER_CHANNELS, ImagePreprocessing, Interpolation, T
 from .core import pair, perhaps_meant, qualified_name
 
 _ACCEPTED = {
-    "text": "a fast tokenizer of transformers, a tokenizer of open_clip, a TextPreprocessing",
+    "text": "a fast tokenizer of transformers, a tokenizer of open_clip, or a TextPreprocessing",
     "image": "an image processor of transformers, the transforms of torchvision's weights, a Compose of Resize, "
-    "CenterCrop, ToTensor and Normalize, an ImagePreprocessing",
+    "CenterCrop, ToTensor and Normalize, or an ImagePreprocessing",
 }
 _TEXTS = ("What 1 processor makes of a Text, it is asked.", "Nothing else")
 _LEVELS = 3.0  # allowed mean difference of pixels, of 255: libraries resize slightly differently
-_PIL_RESAMPLING: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+# Numbers of PIL, and names that differ from ours; torchvision's default is None.
+_RESAMPLING: dict[Any, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+_RESAMPLING |= {"nearest-exact": "nearest", None: "bilinear"}
 
 
 def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> ImagePreprocessing | TextPreprocessing:
@@ -98,19 +100,18 @@ def with_changes(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStem
             settings[name] = values[:1] * stem.channels if len(set(values)) == 1 else values
     if not settings:
         return metadata
-    origin = "the user"
-    if metadata.preprocessing is None:
-        missing = [name for name in names if name not in changes and name != "image_size"]
-        if isinstance(stem, PatchStemConfig) and stem.channels not in (1, 3):
-            raise ConfigError(f"this model reads {stem.channels} channels. {OTHER_CHANNELS}")
-        if missing or not for_images:
-            tokenizer = "give its tokenizer: processor=..., or save it in the model's folder"
-            advice = f"also give {', '.join(missing)}" if for_images else tokenizer
-            raise ConfigError(f"the preprocessing of this model is not known; {advice}")
-        changed: Any = ImagePreprocessing(**{"size": stem.image_size, **settings})  # type: ignore[union-attr]
+    origin = metadata.preprocessing_from or "unknown"
+    if metadata.preprocessing is not None:
+        changed: Any = replace(metadata.preprocessing, **settings)
+    elif isinstance(stem, TextStemConfig):
+        way = "give its tokenizer: processor=..., or save it in the model's folder"
+        raise ConfigError(f"the preprocessing of this model is not known; {way}")
+    elif stem.channels not in (1, 3):
+        raise ConfigError(f"this model reads {stem.channels} channels. {OTHER_CHANNELS}")
+    elif missing := [name for name in names if name not in changes and name != "image_size"]:
+        raise ConfigError(f"the preprocessing of this model is not known; also give {', '.join(missing)}")
     else:
-        changed = replace(metadata.preprocessing, **settings)
-        origin = metadata.preprocessing_from or "unknown"
+        changed, origin = ImagePreprocessing(**{"size": stem.image_size, **settings}), "the user"
     told = f"{origin}; said by the user: {', '.join(sorted(changes))}"
     return replace(metadata, preprocessing=read_processor(changed, stem), preprocessing_from=told)
 
@@ -151,9 +152,8 @@ def is_for_images(processor: Any) -> bool | None:
     return theirs or isinstance(processor, ImagePreprocessing)
 
 
-def _unsupported(processor: Any, kind: str, step: str | None = None) -> ConversionError:
-    told = f"a {qualified_name(processor)}" if step is None else f"the step {step} of a {qualified_name(processor)}"
-    return ConversionError(f"{told} is not read as {kind} preprocessing; give {_ACCEPTED[kind]}")
+def _unread(processor: Any, kind: str, problem: str = "is not read as preprocessing", of: str = "") -> ConversionError:
+    return ConversionError(f"{of}a {qualified_name(processor)} {problem}; for {kind} give {_ACCEPTED[kind]}")
 
 
 def _run_processor(processor: Any, *inputs: Any, **settings: Any) -> dict[str, Tensor]:
@@ -164,16 +164,8 @@ def _run_processor(processor: Any, *inputs: Any, **settings: Any) -> dict[str, T
         prepared = processor(*inputs, **settings, return_tensors="pt")
         return {name: torch.as_tensor(value) for name, value in prepared.items()}
     except Exception as error:  # a user's processor may raise anything
-        raise ConversionError(
-            f"a {qualified_name(processor)} cannot prepare a small example ({type(error).__name__}: {error}); repair it"
-        ) from error
-
-
-def _unread_rules_error(processor: Any, problem: str, kind: str) -> ConversionError:
-    return ConversionError(
-        f"a {qualified_name(processor)} {problem}: it has rules of its own, which cannot be read; give "
-        f"{_ACCEPTED[kind]} that prepares inputs as in training"
-    )
+        problem = f"cannot prepare a small example ({type(error).__name__}: {error})"
+        raise ConversionError(f"a {qualified_name(processor)} {problem}; repair it") from error
 
 
 def _require_setting(name: str, value: object, supported: object) -> None:
@@ -193,7 +185,7 @@ def _read_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
         return _read_wrapped_tokenizer(processor, stem)
     if hasattr(processor, "backend_tokenizer"):
         return _read_fast_tokenizer(processor, stem)
-    raise _unsupported(processor, "text")
+    raise _unread(processor, "text")
 
 
 def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
@@ -222,7 +214,7 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
     ours, _ = read.encode(_TEXTS)
     theirs = _run_processor(processor, list(_TEXTS), padding=True, truncation=True, max_length=read.max_length)
     if any(name in theirs and theirs[name].tolist() != tensor.tolist() for name, tensor in ours.items()):
-        raise _unread_rules_error(processor, "produces different tokens than its tokenizer.json says", "text")
+        raise _unread(processor, "text", "produces different tokens than its tokenizer.json says, by rules of its own")
     return read
 
 
@@ -332,7 +324,7 @@ def _read_composed(processor: Any) -> ImagePreprocessing:
     if any(getattr(resize, name, None) for name in _UNREAD) or getattr(resize, "antialias", None) is False:
         unread.append(f"{resize}")
     if unread or resize is None or not (crop or squash):
-        raise _unsupported(processor, "image", unread[0] if unread else None)
+        raise _unread(processor, "image", of=f"the step {unread[0]} of " if unread else "")
     resized = (int(sides[0]), int(sides[-1]))
     cropped = resized if crop is None else (int(crop.size[0]), int(crop.size[-1]))
     mean, std = ((0.0,), (1.0,)) if scale is None else (_channels(scale.mean), _channels(scale.std))
@@ -376,7 +368,7 @@ def _require_same_pixels(processor: Any, read: ImagePreprocessing) -> None:
     ours, theirs = read(picture), _run_processor(processor, picture).get("pixel_values", torch.empty(0))  # [1, C, H, W]
     levels = 255 * torch.tensor(read.std).view(-1, 1, 1)
     if ours.shape != theirs.shape or ((ours - theirs.to(ours)) * levels).abs().mean() > _LEVELS:
-        raise _unread_rules_error(processor, "produces different pixels than its settings say", "image")
+        raise _unread(processor, "image", "produces different pixels than its settings say, by rules of its own")
 
 
 def _picture(mode: str) -> Any:
@@ -418,7 +410,7 @@ def _channels(values: Any, scale: float = 1.0) -> tuple[float, ...]:
 def _interpolation(method: Any) -> Interpolation:
     """Return the name of a resampling filter of PIL (a number) or torchvision (an enum with a name as value)."""
     value = getattr(method, "value", method)
-    name: Any = {None: "bilinear", "nearest-exact": "nearest", **_PIL_RESAMPLING}.get(value, value)
+    name: Any = _RESAMPLING.get(value, value)
     if name not in get_args(Interpolation):
         raise ConversionError(f"the interpolation {method!r} is not supported; use one of {get_args(Interpolation)}")
     return name

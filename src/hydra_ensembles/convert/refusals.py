@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ..errors import ConversionError
 
-HOW_TO = "docs/how-to/own_model.md"
-
 
 @dataclass(frozen=True)
 class Refusal:
@@ -171,12 +169,11 @@ def explain(*names: str) -> str:
     row = refusal(*names)
     if row is not None:
         return format_refusal(f"{names[0]} is {row.what}", row.why, row.way)
-    listed = "models of timm, torchvision, transformers, open_clip and sentence-transformers that docs/models.md lists"
     return format_refusal(
         f"{names[0]} is not a supported architecture",
-        f"converters know {listed}, and plain models around nn.TransformerEncoder",
+        "converters know the models that docs/models.md lists, and plain ones around nn.TransformerEncoder",
         "a table of names for a model of your own, he.convert(model, declaration=he.Declaration(names={...}));\n"
-        f"{HOW_TO} has an example, and every command takes the folder that save_pretrained of the result writes",
+        "docs/how-to/own_model.md has an example; every command takes the folder that save_pretrained then writes",
     )
 
 
