@@ -31,7 +31,7 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module) -> None:
                 called = getattr(hook, "__qualname__", type(hook).__qualname__)
                 raise ConversionError(
                     f"{name or 'the model'} ({type(module).__name__}) has the forward hook {called} of {origin}, which "
-                    "a converted model would not run; remove it first (remove() of its handle, or of torch.nn.utils)"
+                    "is not converted; remove it first, by its handle's remove() or what torch.nn.utils has for that"
                 )
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule":
@@ -92,12 +92,9 @@ _REMEDIES = {
     ),
 }
 # Settings that do not change the output, or are given by the shapes of the tensors.
-_IGNORED_ATTRIBUTES = frozenset(
-    [
-        *("training", "inplace", "init_values", "fused_attn", "layer_idx", "num_labels", "name_or_path", "loss_type"),
-        *("gradient_checkpointing", "grad_checkpointing", "kernel_config", "in_features", "out_features"),
-        "num_embeddings",
-    ]
+_IGNORED_ATTRIBUTES = (
+    *("training", "inplace", "init_values", "fused_attn", "layer_idx", "num_labels", "name_or_path", "loss_type"),
+    *("gradient_checkpointing", "grad_checkpointing", "kernel_config", "in_features", "out_features", "num_embeddings"),
 )
 
 

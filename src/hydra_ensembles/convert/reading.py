@@ -144,9 +144,7 @@ class _Reading:
             missing = f"does not exist{perhaps_meant(path, modules)}"
             actual = f"is a {type(modules[path]).__name__}" if path in modules else missing
             alike = [name.replace(".0", ".{i}") for name, module in modules.items() if isinstance(module, kind)]
-            raise ConversionError(
-                f"{part} {path} must be an nn.{kind.__name__}, but {actual}; the model has {alike[:4]}"
-            )
+            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but {actual}; there are {alike[:4]}")
         return modules[path]
 
     def _weight(self, path: str, layer: int = 0) -> str | None:
@@ -329,9 +327,7 @@ class _Reading:
                     eps = torch.finfo(self._needed(part).dtype).eps
                 epsilons |= set() if eps is None else {float(eps)}
         if len(epsilons) != 1 or len(kinds) != 1:
-            problem = (
-                f"are of the kinds {sorted(kinds)} with the eps {sorted(epsilons)}; give norm_eps= if there is none"
-            )
+            problem = f"are of the kinds {sorted(kinds)}, with eps {sorted(epsilons)}; give norm_eps= if there is none"
             raise ConversionError(f"the norms {', '.join(parts)} must agree, but {problem}")
         return kinds.pop(), epsilons.pop()
 
