@@ -143,10 +143,8 @@ def convert(
     if not probe:
         return both.ensemble
     if both.own and both.zero_classifier:
-        raise ConversionError(
-            f"{architecture.name}: all weights of its classifier are zero, so comparing its answers proves nothing; "
-            "give it other values for the conversion, or convert with probe=False"
-        )
+        problem = "all weights of its classifier are zero, so comparing its answers proves nothing"
+        raise ConversionError(f"{architecture.name}: {problem}; give it other values, or convert with probe=False")
     if declaration is None:
         require_same_answers(both)
     else:
@@ -270,13 +268,10 @@ def _explain_missing_parts(architecture: Architecture) -> Iterator[None]:
         library = architecture.name.rpartition(", ")[2].partition(" ")[0]  # the last one, inside sentence-transformers
         extra = "timm" if library == "torchvision" else library.replace("_", "-")
         release = getattr(sys.modules.get(library), "__version__", "of another kind")
-        raise ConversionError(
-            format_refusal(
-                f"{architecture.name}: a part that is needed to read it is missing ({error})",
-                f"the model was changed, or the installed {library} ({release}) builds it differently",
-                f"a tested release of {library}, pip install -U 'hydra-ensembles[{extra}]'",
-            )
-        ) from error
+        what = f"{architecture.name}: a part that is needed to read it is missing ({error})"
+        why = f"the model was changed, or the installed {library} ({release}) builds it differently"
+        way = f"a tested release of {library}, pip install -U 'hydra-ensembles[{extra}]'"
+        raise ConversionError(format_refusal(what, why, way)) from error
 
 
 def require_supported(kind: type, *names: str) -> None:
@@ -404,10 +399,7 @@ def _find_tower(dual: DualArchitecture, kind: str, model: nn.Module) -> tuple[st
             return path, tower, architecture
     found = sorted({type(getattr(model, path, None)).__name__ for path, _ in options if path})
     allowed = [name for _, architecture in options for name in architecture.classes]
-    raise ConversionError(
-        f"{dual.name}: the {kind} tower is a {', '.join(found)}; supported are {allowed}. Convert the towers "
-        "separately if possible, and combine them with DualEncoder(image, text, …)"
-    )
+    raise ConversionError(f"{dual.name}: the {kind} tower is a {', '.join(found)}; supported are {allowed}")
 
 
 def _convert_tower(

@@ -81,10 +81,9 @@ def _require_plain(model: Any, first: Any, behind: Sequence[Any]) -> None:
         raise refuse("it lower-cases texts before its tokenizer does anything (do_lower_case)")
     activation = getattr(model, "activation_fn", None)  # of a CrossEncoder
     if not isinstance(activation, nn.Identity | nn.Softmax | None):
-        raise ConversionError(
-            f"it answers with the {type(activation).__name__} of each class, but probabilities here are a softmax; if "
-            "exactly one class is right, set model.activation_fn = torch.nn.Identity()"
-        )
+        problem = f"it answers with the {type(activation).__name__} of each class, not with a softmax"
+        way = "if exactly one class is right, set model.activation_fn = torch.nn.Identity()"
+        raise ConversionError(f"{problem}, as probabilities here are; {way}")
     kinds = [type(part).__name__ for part in behind]
     if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
         raise refuse(f"after the encoder there are {kinds}")
