@@ -13,7 +13,6 @@ from torch import nn
 
 from ..errors import ConversionError
 from .core import ACTIVATIONS, is_identity, qualified_name, refuse
-from .refusals import option_of
 
 # --- hooks and methods ---------------------------------------------------------------------------------------
 
@@ -29,18 +28,14 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module) -> None:
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             origin = _origin(hook)
             if not origin.startswith(_HARMLESS_HOOKS):
-                way = "remove() of the handle that registering it returned"
-                if origin.startswith("torch.nn.utils."):
-                    way = "remove_weight_norm, remove_spectral_norm or prune.remove of torch.nn.utils"
+                called = getattr(hook, "__qualname__", type(hook).__qualname__)
                 raise ConversionError(
-                    f"{name or 'the model'} ({type(module).__name__}) has the forward hook "
-                    f"{getattr(hook, '__qualname__', type(hook).__qualname__)} of {origin}, which a converted model "
-                    f"would not run; remove it first with {way}"
+                    f"{name or 'the model'} ({type(module).__name__}) has the forward hook {called} of {origin}, which "
+                    "is not converted; remove it first, by its handle's remove() or what torch.nn.utils has for that"
                 )
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule":
-            way = "put back the module inside it (its _orig_mod), or compile that in place with its method compile()"
-            raise ConversionError(f"{name} is compiled on its own, so its parts have other names; {way}")
+            raise ConversionError(f"{name} is compiled on its own; put back the module inside it, its _orig_mod")
         for method, attribute in vars(module).items():
             original = getattr(type(module), method, None)
             if callable(original) and not _is_method(attribute, original):
@@ -97,12 +92,9 @@ _REMEDIES = {
     ),
 }
 # Settings that do not change the output, or are given by the shapes of the tensors.
-_IGNORED_ATTRIBUTES = frozenset(
-    [
-        *("training", "inplace", "init_values", "fused_attn", "layer_idx", "num_labels", "name_or_path", "loss_type"),
-        *("gradient_checkpointing", "grad_checkpointing", "kernel_config", "in_features", "out_features"),
-        "num_embeddings",
-    ]
+_IGNORED_ATTRIBUTES = (
+    *("training", "inplace", "init_values", "fused_attn", "layer_idx", "num_labels", "name_or_path", "loss_type"),
+    *("gradient_checkpointing", "grad_checkpointing", "kernel_config", "in_features", "out_features", "num_embeddings"),
 )
 
 
@@ -118,9 +110,7 @@ def require_known_parts(model: nn.Module) -> None:
             with torch.device("meta"):
                 built = type(model)(deepcopy(model.config))
         except Exception as error:  # the library may raise anything
-            raise ConversionError(
-                f"no model can be built from its configuration ({error}), which was edited"
-            ) from error
+            raise ConversionError(f"no model can be built from its edited configuration ({error})") from error
         agreement = "the model and model.config in agreement: change the one that is wrong"
         _require_alike(model, built, "by its configuration", agreement)
         return
@@ -156,8 +146,7 @@ def require_read_parts(model: nn.Module) -> None:
             bare = getattr(module, "elementwise_affine", True) is False
             told = " without weights (elementwise_affine=False)" if bare else ""
             way = "the same with elementwise_affine=True, whose weights of 1 and biases of 0 change no answer"
-            problem = f"{option_of(name)}{name} is a {qualified_name(module)}{told}, which is not expected there"
-            raise refuse(problem, way if bare else None)
+            raise refuse(f"{name} is an unexpected {qualified_name(module)}{told}", way if bare else None)
 
 
 def _remedy(name: str) -> str | None:

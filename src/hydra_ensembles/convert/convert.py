@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from os import PathLike
 from typing import Any, Protocol, overload
 
 from torch import nn
@@ -42,7 +41,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *open_clip.ARCHITECTURES,
 )
 DUAL_ARCHITECTURES = (*transformers_dual.DUAL_ARCHITECTURES, *open_clip.DUAL_ARCHITECTURES)
-_ALL: tuple[Architecture | DualArchitecture, ...] = (*ARCHITECTURES, *DUAL_ARCHITECTURES)
+_BY_CLASS: dict[str, Architecture | DualArchitecture] = {name: one for one in ARCHITECTURES for name in one.classes}
+_BY_CLASS |= {name: one for one in DUAL_ARCHITECTURES for name in one.classes}
 _SPREAD = 0.02  # std of freshly initialised weights in timm and most of transformers
 _SCALES = ("logit_scale", "logit_bias")
 
@@ -122,13 +122,14 @@ def convert(
         raise ConversionError(f"{given}; a tokenizer or image processor is given by processor=")
     wrapped: Any = model
     model = unwrapped(wrapped)
+    size = size_of_images(processor, preprocessing)
     if declaration is not None:
-        declaration = with_size(declaration, model, size_of_images(processor, preprocessing))
+        declaration = with_size(declaration, model, size)
         architecture: Architecture | DualArchitecture = _read_own(declaration, model)
     elif is_sentence_model(model):
         architecture, model = opened(model, ARCHITECTURES)
     else:
-        architecture = _find_architecture(model, num_labels, processor, preprocessing)
+        architecture = _find_architecture(model, num_labels, size)
     with prefix_errors(architecture.name):
         require_unaltered(wrapped, model)
     probe = probe and not any(parameter.is_meta for parameter in model.parameters())  # meta parameters cannot be run
@@ -139,20 +140,19 @@ def convert(
             raise ConversionError(f"{architecture.name} has no classifier; leave num_labels and labels out")
         return _convert_dual(architecture, model, processor, probe)
     both = _converted(architecture, model, num_labels, labels, processor, preprocessing)
-    if probe and both.own and both.zero_classifier:
-        raise ConversionError(
-            f"{architecture.name}: all weights of its classifier are zero, so comparing its answers proves nothing; "
-            "give it other values for the conversion, or convert with probe=False"
-        )
-    if probe and declaration is not None:
-        require_proof(declaration, model, num_labels, both.ensemble.metadata)
-    elif probe:
-        require_same_answers(both)
-    if not probe or not both.own:
+    if not probe:
         return both.ensemble
-    warn_of_padding(both)
-    if declaration is None or declaration.dropout is None:
-        warn_of_dropout(both)
+    if both.own and both.zero_classifier:
+        problem = "all weights of its classifier are zero, so comparing its answers proves nothing"
+        raise ConversionError(f"{architecture.name}: {problem}; give it other values, or convert with probe=False")
+    if declaration is None:
+        require_same_answers(both)
+    else:
+        require_proof(declaration, model, num_labels, both.ensemble.metadata)
+    if both.own:
+        warn_of_padding(both)
+        if declaration is None or declaration.dropout is None:
+            warn_of_dropout(both)
     return both.ensemble
 
 
@@ -207,9 +207,8 @@ def _warn_of_projection(architecture: Architecture, model: nn.Module, num_labels
         raise ConversionError(f"{told}, but num_labels={num_labels} was given; {way}")
     if outputs:
         warn(
-            f"{architecture.name}: {told}, but predict, calibrate and evaluate would treat them as classes. For a "
-            f"classifier {way}, with num_labels=...; for classes by their names convert the whole dual encoder "
-            "(he.zero_shot)"
+            f"{architecture.name}: {told}, but predict would name the largest as a class. For a classifier {way}, with "
+            "num_labels=...; for classes by their names convert the whole dual encoder (he.zero_shot)"
         )
 
 
@@ -269,42 +268,35 @@ def _explain_missing_parts(architecture: Architecture) -> Iterator[None]:
         library = architecture.name.rpartition(", ")[2].partition(" ")[0]  # the last one, inside sentence-transformers
         extra = "timm" if library == "torchvision" else library.replace("_", "-")
         release = getattr(sys.modules.get(library), "__version__", "of another kind")
-        raise ConversionError(
-            format_refusal(
-                f"{architecture.name}: a part that is needed to read it is missing ({error})",
-                f"the model was changed, or the installed {library} ({release}) builds it differently",
-                f"a tested release of {library}, pip install -U 'hydra-ensembles[{extra}]'",
-            )
-        ) from error
+        what = f"{architecture.name}: a part that is needed to read it is missing ({error})"
+        why = f"the model was changed, or the installed {library} ({release}) builds it differently"
+        way = f"a tested release of {library}, pip install -U 'hydra-ensembles[{extra}]'"
+        raise ConversionError(format_refusal(what, why, way)) from error
 
 
 def require_supported(kind: type, *names: str) -> None:
     """Raise if there is no converter for a class, before its weights are loaded; `names` are other names for it."""
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if not any(name in architecture.classes for architecture in _ALL):
+    if name not in _BY_CLASS:
         raise ConversionError(explain(name, *names))
 
 
 def _find_architecture(
-    model: object, num_labels: int | None, processor: Any = None, preprocessing: Mapping[str, Any] | None = None
+    model: object, num_labels: int | None, size: tuple[int, int] | None
 ) -> Architecture | DualArchitecture:
-    """Return the declaration for a live model, or raise an error that says what the model is and what to do.
-
-    Processor and preprocessing give the image size, if the model does not.
-    """
+    """Return the declaration for a live model, or raise an error that says what the model is and what to do."""
     name = qualified_name(model)
-    for architecture in _ALL:
-        if name in architecture.classes:
-            return architecture
+    if name in _BY_CLASS:
+        return _BY_CLASS[name]
     if not isinstance(model, nn.Module):
-        way = "load it by its library or he.load" if isinstance(model, str | PathLike) else "give the model itself"
-        raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}; {way}")
+        got = f"convert needs a live torch.nn.Module, got a {type(model).__name__}"
+        raise ConversionError(f"{got}; load it by its library, or by he.load")
     if isinstance(model, Ensemble | DualEncoder):
         raise ConversionError(f"convert needs a model of another library, but this is a {type(model).__name__} already")
     if name.startswith("peft."):
         prompts = "Learned prompts cannot be merged: give the model fine-tuned without them"
         raise ConversionError(f"{name} wraps a model in adapters; {MERGE}. {prompts}")
-    declaration = infer_declaration(model, num_labels, size_of_images(processor, preprocessing))
+    declaration = infer_declaration(model, num_labels, size)
     if declaration is not None:
         return _read_own(declaration, model)
     advice = "" if refusal(name) else _supported_inside(model)
@@ -313,16 +305,15 @@ def _find_architecture(
 
 def _supported_inside(model: nn.Module) -> str:
     """Return advice for a subclass of a supported model, or for a model that contains one; else an empty string."""
-    classes = {name for architecture in _ALL for name in architecture.classes}
     name = qualified_name(model)
-    above = next((kind for kind in type(model).__mro__ if f"{kind.__module__}.{kind.__qualname__}" in classes), None)
+    above = next((kind for kind in type(model).__mro__ if f"{kind.__module__}.{kind.__qualname__}" in _BY_CLASS), None)
     if above is not None:
         return format_refusal(
             f"{name} is a subclass of {above.__name__}, which is supported",
             "what a subclass computes is not known",
             f"load its weights into a {above.__name__} of the library, and convert that",
         )
-    path = next((path for path, module in model.named_modules() if qualified_name(module) in classes), None)
+    path = next((path for path, module in model.named_modules() if qualified_name(module) in _BY_CLASS), None)
     if path is None:
         return ""
     expression = f"model.{path}" if all(map(str.isidentifier, path.split("."))) else f"model.get_submodule({path!r})"
@@ -359,9 +350,8 @@ def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> t
     index = next((at for at, name in enumerate(names) if at < len(theirs) and name != theirs[at]), None)
     if index is not None and set(names) == set(theirs):
         raise ConversionError(
-            f"labels[{index}] is {names[index]!r}, but the model, with the same names, calls class {index} "
-            f"{theirs[index]!r}: leave labels out; if the model is wrong, rename its classes afterwards with "
-            ".with_metadata(labels=...)"
+            f"labels[{index}] is {names[index]!r}, but the model has the same names with {theirs[index]!r} there; "
+            "leave labels out, or, if the model is wrong, rename its classes afterwards: .with_metadata(labels=...)"
         )
     return names
 
@@ -409,10 +399,7 @@ def _find_tower(dual: DualArchitecture, kind: str, model: nn.Module) -> tuple[st
             return path, tower, architecture
     found = sorted({type(getattr(model, path, None)).__name__ for path, _ in options if path})
     allowed = [name for _, architecture in options for name in architecture.classes]
-    raise ConversionError(
-        f"{dual.name}: the {kind} tower is a {', '.join(found)}; supported are {allowed}. Convert the towers "
-        "separately if possible, and combine them with DualEncoder(image, text, …)"
-    )
+    raise ConversionError(f"{dual.name}: the {kind} tower is a {', '.join(found)}; supported are {allowed}")
 
 
 def _convert_tower(

@@ -16,7 +16,7 @@ from ..model.config import Activation, EnsembleConfig
 from ..model.ensemble import shapes_of
 from ..model.metadata import Metadata
 from ..schema import nearest
-from .refusals import format_refusal, option_of
+from .refusals import format_refusal
 
 # --- declarations ------------------------------------------------------------------------------------------
 
@@ -248,10 +248,7 @@ def translate(
     read = [*state.values(), *(foreign[name] for name in used)]  # joined tensors have one type, whatever theirs were
     dtypes = sorted({str(tensor.dtype) for tensor in read if tensor.is_floating_point()})
     if len(dtypes) > 1:
-        raise ConversionError(
-            f"the parameters have different types {dtypes}; convert the model to one of them first, for example "
-            "model.float() or model.bfloat16()"
-        )
+        raise ConversionError(f"the parameters have different types {dtypes}; use one of them, as by model.float()")
     return state, fresh, frozen
 
 
@@ -259,16 +256,12 @@ def _require_numbers(model: nn.Module) -> None:
     """Raise if some, but not all, parameters are on the meta device, or if parameters are quantised."""
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if 0 < len(empty) < sum(1 for _ in model.parameters()):
-        raise ConversionError(
-            f"{len(empty)} parameters, such as {empty[0]}, are on the meta device and have no values, unlike others; "
-            "load the whole model, without offloading, before converting it"
-        )
+        some = f"{len(empty)} parameters, such as {empty[0]}, are on the meta device, without values"
+        raise ConversionError(f"{some}; load the whole model, without offloading, before converting it")
     strange = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.dtype not in _DTYPES})
     if strange:
-        raise ConversionError(
-            f"parameters are {strange}, so they seem to be quantised; convert the model as it was before that, in one "
-            f"of {[str(dtype) for dtype in _DTYPES]}"
-        )
+        known = [str(dtype) for dtype in _DTYPES]
+        raise ConversionError(f"parameters are {strange}, as if quantised; convert the model before that, in {known}")
 
 
 def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
@@ -288,16 +281,12 @@ def require_all_used(problems: Sequence[str], unused: Sequence[str], advice: str
     """
     faults = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
     if unused:
-        by_pattern = {name: name for name in unused}
-        if len(unused) > _SHOWN:  # of names that differ only in numbers, show one
-            by_pattern = {re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)}
-        shown = sorted(by_pattern.values())[:_SHOWN]
+        by_pattern = {re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)}
+        shown = sorted(by_pattern.values())[:_SHOWN]  # of names that differ only in numbers, one
         more = f" and {len(unused) - len(shown)} more" if len(unused) > len(shown) else ""
         faults.append(f"the model has parameters that have no canonical place: {shown}{more}")
-    if faults and advice is None:
-        raise refuse(option_of(*problems, *unused) + "; ".join(faults))
     if faults:
-        raise ConversionError("; ".join([*faults, str(advice)]))
+        raise refuse("; ".join(faults)) if advice is None else ConversionError("; ".join([*faults, advice]))
 
 
 def perhaps_meant(name: str, known: Collection[str]) -> str:
@@ -309,11 +298,8 @@ def perhaps_meant(name: str, known: Collection[str]) -> str:
 def require_finite_weights(tensor: Tensor, name: str) -> None:
     """Raise if weights are NaN or infinite: they would turn every prediction into NaN."""
     if not tensor.is_meta and not tensor.isfinite().all():
-        broken = int((~tensor.isfinite()).sum())
-        raise ConversionError(
-            f"{broken} of the {tensor.numel()} values of {name} are NaN or infinite; load weights from a training that "
-            "did not diverge, in a dtype with sufficient range"
-        )
+        broken = f"{int((~tensor.isfinite()).sum())} of the {tensor.numel()} values of {name}"
+        raise ConversionError(f"{broken} are NaN or infinite; load weights of a training that did not diverge")
 
 
 def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> Source | None:
@@ -422,10 +408,7 @@ def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], any_si
     if not any_size:
         way = f"its weights in a model for images of {height}x{width}, which has the same patches"
         raise refuse(what, f"{way} (timm: model.set_input_size(({height}, {width})))")
-    warn(
-        f"for this model, {what}. The converted one takes only whole patches: give it images of {height}x{width} if "
-        "you preprocess them yourself"
-    )
+    warn(f"for this model, {what}; where you prepare images yourself, give it images of {height}x{width}")
 
 
 def read_classifier(module: Any, num_labels: int | None) -> tuple[int, bool]:
@@ -442,13 +425,10 @@ def number_of_classes(classes: int, num_labels: int | None) -> int:
     if num_labels is not None and num_labels < 2:
         raise ConversionError(f"num_labels must be at least 2, got {num_labels}")
     if classes == 1:
+        raise ConversionError("the classifier has one output, but the probabilities here are a softmax of at least two")
+    if classes and num_labels not in (None, classes):
         raise ConversionError(
-            "the classifier has one output (regression, or one sigmoid probability); the probabilities here are a "
-            "softmax, which needs at least two"
-        )
-    if classes and num_labels is not None and num_labels != classes:
-        raise ConversionError(
-            f"the model already has {classes} classes, but num_labels={num_labels} was given; remove its classifier "
-            "first (timm: model.reset_classifier(0); transformers: give model.base_model), or leave num_labels out"
+            f"the model already has {classes} classes, but num_labels={num_labels} was given; leave it out, or remove "
+            "the classifier first (timm: model.reset_classifier(0); transformers: give model.base_model)"
         )
     return classes or num_labels or 0

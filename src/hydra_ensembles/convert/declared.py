@@ -120,9 +120,8 @@ class Declaration:
     def __post_init__(self) -> None:
         for part, place in self.names.items():
             if part not in PARTS:
-                raise ConfigError(
-                    f"names has no part {part!r}{perhaps_meant(str(part), PARTS)}; there are {', '.join(PARTS)}"
-                )
+                meant = perhaps_meant(str(part), PARTS)
+                raise ConfigError(f"names has no part {part!r}{meant}; there are {', '.join(PARTS)}")
             if isinstance(place, tuple) and (part != "qkv" or len(place) != 3):
                 raise ConfigError(f"names[{part!r}] has {len(place)} paths; give one, or for qkv one or three")
             for path in paths(place):
@@ -132,9 +131,7 @@ class Declaration:
         if ("patch" in self.names) == ("words" in self.names):
             raise ConfigError("names must have either patch (a model for images) or words (a model for text)")
         if sorted(self.head_layout.replace("qkv", "").split()) != ["d", "h"]:
-            raise ConfigError(
-                f"head_layout is {self.head_layout!r}; give qkv, h and d in some order, such as 'qkv h d'"
-            )
+            raise ConfigError(f"head_layout is {self.head_layout!r}; order qkv, h and d, as in 'qkv h d'")
 
 
 Declaration.__init__ = checked(Declaration.__init__)  # type: ignore[method-assign]

@@ -94,7 +94,10 @@ class _Trial:
     def require_agreement(self, declaration: Declaration, *, locate: bool = True) -> None:
         """Raise if outputs differ under a declaration, for the first copy that can be run."""
         for model in self.copies:
-            both = self.both(declaration, model)
+            architecture = read_declaration(declaration, model)
+            config = architecture.config(model, self.num_labels)
+            state, fresh, _ = translate(architecture, model, config, may_be_fresh=self.num_labels is not None)
+            both = ModelPair(architecture, model, Ensemble.from_state(config, state, self.metadata), fresh)
             try:
                 require_same_answers(both, locate=locate)
                 require_special_ids(both)
@@ -102,13 +105,6 @@ class _Trial:
             except NoAnswerError:
                 if model is self.copies[-1]:
                     raise
-
-    def both(self, declaration: Declaration, model: nn.Module) -> ModelPair:
-        """Convert one of the copies by this declaration."""
-        architecture = read_declaration(declaration, model)
-        config = architecture.config(model, self.num_labels)
-        state, fresh, _ = translate(architecture, model, config, may_be_fresh=self.num_labels is not None)
-        return ModelPair(architecture, model, Ensemble.from_state(config, state, self.metadata), fresh)
 
     def agrees(self, declaration: Declaration) -> bool:
         try:

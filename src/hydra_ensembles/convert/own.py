@@ -59,9 +59,8 @@ def require_special_ids(both: ModelPair) -> None:
     which = f"the id {odd[0]}" if odd else f"some of the ids {suspects[:8].tolist()}"
     unmasked = "" if both.architecture.masks else "say masked=True in the declaration, and "
     raise OwnIdError(
-        f"{both.architecture.name}: the answers differ on texts with {which}, which the model does not treat as an "
-        f"ordinary token, but probably as padding: {unmasked}give the tokenizer as processor=, or the id as "
-        "padding_idx of the embedding, so that it is known as padding, or let only an attention_mask decide"
+        f"{both.architecture.name}: the answers differ on texts with {which}, which is no ordinary token to the model. "
+        f"If it is padding, {unmasked}give the tokenizer as processor=, or the id as padding_idx of the embedding"
     )
 
 
@@ -100,15 +99,10 @@ def warn_of_padding(both: ModelPair) -> None:
             if differs(others, unanswered=False):  # an error of the model itself suffices
                 needed.append(mask)
     if padded_before:
-        warn(
-            f"{name}: the answers agree on texts padded on the right, but not on the left, where the model counts "
-            "tokens differently: pad on the right (padding_side='right')"
-        )
+        warn(f"{name}: the answers agree only on texts padded on the right; pad there (padding_side='right')")
     if needed:
-        warn(
-            f"{name}: without {' and '.join(needed)} the model answers differently from the converted one, which reads "
-            "every id as a token of the first segment: always give everything that the tokenizer returns"
-        )
+        told = f"without {' and '.join(needed)} the model answers differently from the converted one"
+        warn(f"{name}: {told}; always give everything that the tokenizer returns")
 
 
 # --- dropout --------------------------------------------------------------------------------------------------------
@@ -126,7 +120,5 @@ def warn_of_dropout(both: ModelPair) -> None:
     dropping = {name: one for name, one in both.model.named_modules() if isinstance(one, _DropoutNd) and one.p > 0}
     unread = [name for name, module in dropping.items() if module not in known]
     if unread:
-        warn(
-            f"{both.architecture.name}: in training the model has dropout in {a_few(unread)}, but the converted one "
-            "does not: if you train it, set dropout= in the declaration or in the recipe"
-        )
+        told = f"in training the model has dropout in {a_few(unread)}, but the converted one does not"
+        warn(f"{both.architecture.name}: {told}: to train it, set dropout= in the declaration or in the recipe")

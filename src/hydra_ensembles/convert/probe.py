@@ -90,27 +90,18 @@ class ModelPair:
 
     def original(self, inputs: NamedTensors) -> Tensor:
         """Run the original: logits `[B, C]`, or features `[B, d]` if the classifier is new."""
-        name = self.architecture.name
-        shapes = _shapes(inputs)
+        told = f"{self.architecture.name}: for a random batch {_shapes(inputs)} the model itself"
         try:
             batch = {name: tensor.clone() for name, tensor in inputs.items()}
             answer = self.architecture.answer(self.model, batch, self.fresh)
         except Exception as error:  # a user's model may raise anything
-            raise NoAnswerError(
-                f"{name}: the model itself cannot answer a random batch {shapes}, so the converted one cannot be "
-                f"compared with it ({type(error).__name__}: {error}); repair it, or convert with probe=False"
-            ) from error
-        samples = len(next(iter(inputs.values())))
+            why = f"cannot answer ({type(error).__name__}: {error})"
+            raise NoAnswerError(f"{told} {why}; repair it, or convert with probe=False") from error
+        samples, shape = len(next(iter(inputs.values()))), list(answer.shape)
         if self.own and (answer.dim() != 2 or len(answer) != samples):
-            raise NoAnswerError(
-                f"{name}: the model answers a random batch {shapes} with a tensor {list(answer.shape)}, but "
-                f"[{samples}, classes] is expected; repair it, or say with answer= where its logits are"
-            )
+            raise NoAnswerError(f"{told} returns {shape}, not [{samples}, classes]; say with answer= where logits are")
         if not answer.isfinite().all():
-            raise ConversionError(
-                f"{name}: the model answers a random batch {shapes} with NaN or infinite numbers; its weights are "
-                f"broken, or {answer.dtype} has too small a range for them: try model.float()"
-            )
+            raise ConversionError(f"{told} returns NaN or infinite numbers in {answer.dtype}; try model.float()")
         return answer
 
     def converted(self, inputs: NamedTensors) -> Tensor:
@@ -169,16 +160,14 @@ class ModelPair:
         stem = self.ensemble.config.stem
         if isinstance(stem, PatchStemConfig):
             return _images(self.ensemble, stem.image_size, 2)
-        tokens = min(stem.max_tokens, _TOKENS)
-        masked = self.architecture.masks
-        texts = self._text_inputs(stem) if masked else {"input_ids": _random_ids(stem, _TEXTS, tokens)}
+        texts = {"input_ids": _random_ids(stem, _TEXTS, min(stem.max_tokens, _TOKENS))}
+        texts = self._text_inputs(stem) if self.architecture.masks else texts
         return {name: tensor.to(self.ensemble.device) for name, tensor in texts.items()}
 
     def _text_inputs(self, stem: TextStemConfig) -> dict[str, Tensor]:
         """Return token ids `[B, T]`, a mask if the family takes one, and segments if there are several.
 
-        For CLIP (the only family without a norm after the embedding), texts fill the whole context and contain the
-        end-of-text token that CLIP pools at.
+        CLIP's texts (no other family lacks a norm after the embedding) fill the context and have an end-of-text token.
         """
         config, clip = self.ensemble.config, not stem.norm and not self.own
         tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0))
@@ -240,14 +229,11 @@ def _difference_error(
     both: ModelPair, inputs: NamedTensors, apart: float, allowed: float, where: str
 ) -> ConversionError:
     by = f" by {apart:.2g} of their size" if apart else ", in tokens before the classifier,"
-    source, remedy = "the declaration says", "look for the difference"
-    if not both.own:
-        source, remedy = "its class and its configuration say", "undo what was changed"
+    source = "the declaration says" if both.own else "its class and its configuration say"
     return ConversionError(
         f"{both.architecture.name}: the {'features' if both.fresh else 'answers'} of the converted model differ from "
         f"those of the original{by} on a random batch {_shapes(inputs)} ({allowed:g} is allowed): the model does not "
-        f"compute what {source}. The two first differ {where}; {remedy} there, or convert with probe=False if the "
-        "difference is intended"
+        f"compute what {source}. The two first differ {where}; mend it there, or convert with probe=False"
     )
 
 
@@ -263,9 +249,9 @@ def _require_other_size(both: ModelPair) -> None:
     apart = difference(both.converted(inputs), expected)
     if not apart <= max(both.allowed(inputs), _RESAMPLED_TOLERANCE):
         raise OtherSizeError(
-            f"{both.architecture.name}: the answers agree on images of {stem.image_size[0]}x{stem.image_size[1]}, but "
-            f"differ by {apart:.2g} of their size on images of {size[0]}x{size[1]}, for which positions are resized by "
-            f"resample={stem.resample!r}: set another one in the declaration, or an answer= that refuses other sizes"
+            f"{both.architecture.name}: the answers agree on images of {stem.image_size}, but differ by {apart:.2g} of "
+            f"their size on images of {size[0]}x{size[1]}, for which positions are resized by "
+            f"resample={stem.resample!r}; set another one, or an answer= that refuses other sizes"
         )
 
 
@@ -296,10 +282,8 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest expected value; infinity if the shapes differ."""
     if actual.shape != expected.shape:
         return float("inf")
-    actual = actual.double()
     expected = expected.double()
-    scale = expected.abs().max().item()
-    apart = (actual - expected).abs().max().item()
+    scale, apart = expected.abs().max().item(), (actual.double() - expected).abs().max().item()
     return apart / scale if scale else apart
 
 
@@ -347,9 +331,8 @@ def _first_difference(both: ModelPair, inputs: NamedTensors, allowed: float) -> 
         if difference(torch.cat(alone), together) > allowed:
             return (
                 "in the original itself, which answers these samples differently one by one: look for a norm over the "
-                "batch, for swapped axes of batch and tokens (batch_first=), or for something random, such as "
-                "F.dropout without training=self.training; if samples are meant to be answered alone, use "
-                f"answer=lambda model, batch: torch.cat([model(one) for one in batch[{main!r}].split(1)])"
+                "batch, swapped axes of batch and tokens, or F.dropout without training=self.training; to convert it "
+                f"anyway, answer=lambda model, batch: torch.cat([model(one) for one in batch[{main!r}].split(1)])"
             )
     architecture, model, ensemble = both.architecture, both.model, both.ensemble
     names = [block_name(architecture, model, layer) for layer in range(ensemble.num_layers)]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from numbers import Integral, Real
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -18,13 +18,15 @@ from ..preprocessing import OTHER_CHANNELS, ImagePreprocessing, Interpolation, T
 from .core import pair, perhaps_meant, qualified_name
 
 _ACCEPTED = {
-    "text": "a fast tokenizer of transformers, a tokenizer of open_clip, a TextPreprocessing",
+    "text": "a fast tokenizer of transformers, a tokenizer of open_clip, or a TextPreprocessing",
     "image": "an image processor of transformers, the transforms of torchvision's weights, a Compose of Resize, "
-    "CenterCrop, ToTensor and Normalize, an ImagePreprocessing",
+    "CenterCrop, ToTensor and Normalize, or an ImagePreprocessing",
 }
 _TEXTS = ("What 1 processor makes of a Text, it is asked.", "Nothing else")
 _LEVELS = 3.0  # allowed mean difference of pixels, of 255: libraries resize slightly differently
-_PIL_RESAMPLING: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+# Numbers of PIL, and names that differ from ours; torchvision's default is None.
+_RESAMPLING: dict[Any, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+_RESAMPLING |= {"nearest-exact": "nearest", None: "bilinear"}
 
 
 def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> ImagePreprocessing | TextPreprocessing:
@@ -35,24 +37,20 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
     """
     processor = _part_for(stem, processor)
     if isinstance(stem, TextStemConfig):
-        text = processor if isinstance(processor, TextPreprocessing) else _read_tokenizer(processor, stem)
+        text = _read_tokenizer(processor, stem)
         if text.max_length > stem.max_tokens:
-            raise ConversionError(
-                f"texts of {text.max_length} tokens were requested, but the position embedding covers "
-                f"{stem.max_tokens}; lower max_length"
-            )
+            asked = f"texts of {text.max_length} tokens were requested"
+            raise ConversionError(f"{asked}, but there are positions for {stem.max_tokens}; lower max_length")
         return text
-    image = processor if isinstance(processor, ImagePreprocessing) else _read_image_processor(processor)
+    image = _read_image_processor(processor)
     if len(image.mean) == 1:  # one value for all channels
         image = replace(image, mean=image.mean * stem.channels, std=image.std * stem.channels)
     if len(image.mean) != stem.channels:
-        raise ConversionError(
-            f"images of {len(image.mean)} channels were requested, but the model reads {stem.channels}"
-        )
+        raise ConversionError(f"images of {len(image.mean)} channels were requested, the model reads {stem.channels}")
     if any(side % patch for side, patch in zip(image.size, stem.patch_size, strict=True)):
+        (height, width), (high, wide) = image.size, stem.patch_size
         raise ConversionError(
-            f"images of {image.size[0]}x{image.size[1]} were requested, which the patch size "
-            f"{stem.patch_size[0]}x{stem.patch_size[1]} does not divide"
+            f"images of {height}x{width} were requested, but patches of {high}x{wide} do not fill them"
         )
     return image
 
@@ -102,19 +100,18 @@ def with_changes(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStem
             settings[name] = values[:1] * stem.channels if len(set(values)) == 1 else values
     if not settings:
         return metadata
-    origin = "the user"
-    if metadata.preprocessing is None:
-        missing = [name for name in names if name not in changes and name != "image_size"]
-        if isinstance(stem, PatchStemConfig) and stem.channels not in (1, 3):
-            raise ConfigError(f"this model reads {stem.channels} channels. {OTHER_CHANNELS}")
-        if missing or not for_images:
-            tokenizer = "give its tokenizer: processor=..., or save it in the model's folder"
-            advice = f"also give {', '.join(missing)}" if for_images else tokenizer
-            raise ConfigError(f"the preprocessing of this model is not known; {advice}")
-        changed: Any = ImagePreprocessing(**{"size": stem.image_size, **settings})  # type: ignore[union-attr]
+    origin = metadata.preprocessing_from or "unknown"
+    if metadata.preprocessing is not None:
+        changed: Any = replace(metadata.preprocessing, **settings)
+    elif isinstance(stem, TextStemConfig):
+        way = "give its tokenizer: processor=..., or save it in the model's folder"
+        raise ConfigError(f"the preprocessing of this model is not known; {way}")
+    elif stem.channels not in (1, 3):
+        raise ConfigError(f"this model reads {stem.channels} channels. {OTHER_CHANNELS}")
+    elif missing := [name for name in names if name not in changes and name != "image_size"]:
+        raise ConfigError(f"the preprocessing of this model is not known; also give {', '.join(missing)}")
     else:
-        changed = replace(metadata.preprocessing, **settings)
-        origin = metadata.preprocessing_from or "unknown"
+        changed, origin = ImagePreprocessing(**{"size": stem.image_size, **settings}), "the user"
     told = f"{origin}; said by the user: {', '.join(sorted(changes))}"
     return replace(metadata, preprocessing=read_processor(changed, stem), preprocessing_from=told)
 
@@ -144,10 +141,7 @@ def size_of_images(processor: Any, changes: Mapping[str, Any] | None) -> tuple[i
     if changes is not None and "image_size" in changes:
         return _sides(changes["image_size"])
     processor = processor.image_processor if is_for_images(processor) is None else processor
-    if not is_for_images(processor):
-        return None
-    preprocessing = processor if isinstance(processor, ImagePreprocessing) else _read_image_processor(processor)
-    return preprocessing.size
+    return _read_image_processor(processor).size if is_for_images(processor) else None
 
 
 def is_for_images(processor: Any) -> bool | None:
@@ -158,9 +152,8 @@ def is_for_images(processor: Any) -> bool | None:
     return theirs or isinstance(processor, ImagePreprocessing)
 
 
-def _unsupported(processor: Any, kind: str, step: str | None = None) -> ConversionError:
-    told = f"a {qualified_name(processor)}" if step is None else f"the step {step} of a {qualified_name(processor)}"
-    return ConversionError(f"{told} is not read as {kind} preprocessing; give {_ACCEPTED[kind]}")
+def _unread(processor: Any, kind: str, problem: str = "is not read as preprocessing", of: str = "") -> ConversionError:
+    return ConversionError(f"{of}a {qualified_name(processor)} {problem}; for {kind} give {_ACCEPTED[kind]}")
 
 
 def _run_processor(processor: Any, *inputs: Any, **settings: Any) -> dict[str, Tensor]:
@@ -171,16 +164,8 @@ def _run_processor(processor: Any, *inputs: Any, **settings: Any) -> dict[str, T
         prepared = processor(*inputs, **settings, return_tensors="pt")
         return {name: torch.as_tensor(value) for name, value in prepared.items()}
     except Exception as error:  # a user's processor may raise anything
-        raise ConversionError(
-            f"a {qualified_name(processor)} cannot prepare a small example ({type(error).__name__}: {error}); repair it"
-        ) from error
-
-
-def _unread_rules_error(processor: Any, problem: str, kind: str) -> ConversionError:
-    return ConversionError(
-        f"a {qualified_name(processor)} {problem}: it has rules of its own, which cannot be read; give "
-        f"{_ACCEPTED[kind]} that prepares inputs as in training"
-    )
+        problem = f"cannot prepare a small example ({type(error).__name__}: {error})"
+        raise ConversionError(f"a {qualified_name(processor)} {problem}; repair it") from error
 
 
 def _require_setting(name: str, value: object, supported: object) -> None:
@@ -192,18 +177,15 @@ def _require_setting(name: str, value: object, supported: object) -> None:
 
 
 def _read_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
-    if qualified_name(processor) == _SIMPLE_TOKENIZER:
+    if isinstance(processor, TextPreprocessing):
+        return processor
+    if qualified_name(processor) == "open_clip.tokenizer.SimpleTokenizer":
         return read_open_clip_tokenizer(processor)
     if qualified_name(processor) == "open_clip.tokenizer.HFTokenizer":
         return _read_wrapped_tokenizer(processor, stem)
     if hasattr(processor, "backend_tokenizer"):
         return _read_fast_tokenizer(processor, stem)
-    if hasattr(processor, "model_max_length"):
-        raise ConversionError(
-            f"{qualified_name(processor)} is a slow tokenizer, which needs transformers to run; give its fast "
-            "counterpart: transformers.AutoTokenizer.from_pretrained(...)"
-        )
-    raise _unsupported(processor, "text")
+    raise _unread(processor, "text")
 
 
 def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
@@ -213,10 +195,8 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
         raise ConversionError("the tokenizer has no padding token; set tokenizer.pad_token first")
     highest = max(processor.get_vocab().values(), default=0)
     if highest >= stem.vocabulary:
-        raise ConversionError(
-            f"the tokenizer gives ids up to {highest}, the model has {stem.vocabulary} word embeddings; give the "
-            "tokenizer of this model, or resize the embeddings of the model before converting it"
-        )
+        problem = f"the tokenizer gives ids up to {highest}, the model has {stem.vocabulary} word embeddings"
+        raise ConversionError(f"{problem}; give its own tokenizer, or resize its embeddings first")
     copied = require("tokenizers", extra="text").Tokenizer.from_str(processor.backend_tokenizer.to_str())
     copied.no_padding()  # settings left by its last call
     copied.no_truncation()
@@ -234,13 +214,12 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
     ours, _ = read.encode(_TEXTS)
     theirs = _run_processor(processor, list(_TEXTS), padding=True, truncation=True, max_length=read.max_length)
     if any(name in theirs and theirs[name].tolist() != tensor.tolist() for name, tensor in ours.items()):
-        raise _unread_rules_error(processor, "produces different tokens than its tokenizer.json says", "text")
+        raise _unread(processor, "text", "produces different tokens than its tokenizer.json says, by rules of its own")
     return read
 
 
 # --- tokenizers of open_clip -----------------------------------------------------------------------------
 
-_SIMPLE_TOKENIZER = "open_clip.tokenizer.SimpleTokenizer"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
@@ -249,7 +228,7 @@ def _cleaning(tokenizer: Any) -> TextCleaning:
     name: Any = tokenizer.clean_fn.__name__.removeprefix("_clean_")
     if name not in get_args(TextCleaning):
         raise ConversionError(f"this tokenizer cleans with {name}; supported are {list(get_args(TextCleaning))}")
-    return cast(TextCleaning, name)
+    return name
 
 
 def _read_wrapped_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
@@ -320,6 +299,8 @@ _UNREAD = ("max_size", "longest", "random_scale_prob", "random_aspect_prob")
 
 
 def _read_image_processor(processor: Any) -> ImagePreprocessing:
+    if isinstance(processor, ImagePreprocessing):
+        return processor
     if hasattr(processor, "image_mean") and hasattr(processor, "size"):
         return _read_transformers_images(processor)
     if all(hasattr(processor, name) for name in ("resize_size", "crop_size", "mean", "std", "interpolation")):
@@ -343,7 +324,7 @@ def _read_composed(processor: Any) -> ImagePreprocessing:
     if any(getattr(resize, name, None) for name in _UNREAD) or getattr(resize, "antialias", None) is False:
         unread.append(f"{resize}")
     if unread or resize is None or not (crop or squash):
-        raise _unsupported(processor, "image", unread[0] if unread else None)
+        raise _unread(processor, "image", of=f"the step {unread[0]} of " if unread else "")
     resized = (int(sides[0]), int(sides[-1]))
     cropped = resized if crop is None else (int(crop.size[0]), int(crop.size[-1]))
     mean, std = ((0.0,), (1.0,)) if scale is None else (_channels(scale.mean), _channels(scale.std))
@@ -363,10 +344,8 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
     if not squash and size.keys() != {"shortest_edge"}:
         raise ConversionError(f"processor.size is {size}; supported are height and width, or shortest_edge alone")
     if crop.keys() != {"height", "width"} and (crop or not squash):
-        raise ConversionError(
-            f"processor.size is {size} and the centre crop {crop or 'off'}, so images come out in different sizes; set "
-            "do_center_crop and a crop_size with height and width"
-        )
+        problem = f"processor.size is {size} and the centre crop {crop or 'off'}, so images come out in different sizes"
+        raise ConversionError(f"{problem}; set do_center_crop and a crop_size with height and width")
     resized = (size["height"], size["width"]) if squash else pair(size["shortest_edge"])
     scale = 255.0 * float(processor.rescale_factor) if processor.do_rescale else 255.0  # relative to pixels in [0, 1]
     scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
@@ -389,7 +368,7 @@ def _require_same_pixels(processor: Any, read: ImagePreprocessing) -> None:
     ours, theirs = read(picture), _run_processor(processor, picture).get("pixel_values", torch.empty(0))  # [1, C, H, W]
     levels = 255 * torch.tensor(read.std).view(-1, 1, 1)
     if ours.shape != theirs.shape or ((ours - theirs.to(ours)) * levels).abs().mean() > _LEVELS:
-        raise _unread_rules_error(processor, "produces different pixels than its settings say", "image")
+        raise _unread(processor, "image", "produces different pixels than its settings say, by rules of its own")
 
 
 def _picture(mode: str) -> Any:
@@ -406,10 +385,7 @@ def _image_preprocessing(
     """Resize to `resized` (its short side, unless `squash`), then crop the centre."""
     fraction = min(side / before for side, before in zip(crop, resized, strict=True))
     if fraction > 1 or any(int(side / fraction + 1e-6) != before for side, before in zip(crop, resized, strict=True)):
-        raise ConversionError(
-            f"images are resized to {resized[0]}x{resized[1]} and cropped to {crop[0]}x{crop[1]}; only a crop of the "
-            "same shape that is not larger is supported"
-        )
+        raise ConversionError(f"images are resized to {resized}, cropped to {crop}; give a smaller crop of that shape")
     return ImagePreprocessing(
         size=crop,
         crop_fraction=fraction,
@@ -433,13 +409,8 @@ def _channels(values: Any, scale: float = 1.0) -> tuple[float, ...]:
 
 def _interpolation(method: Any) -> Interpolation:
     """Return the name of a resampling filter of PIL (a number) or torchvision (an enum with a name as value)."""
-    name = getattr(method, "value", method)
-    if name is None:
-        return "bilinear"
-    if isinstance(name, int) and name in _PIL_RESAMPLING:
-        return _PIL_RESAMPLING[name]
-    name = "nearest" if name == "nearest-exact" else name
-    if name not in _PIL_RESAMPLING.values():
-        names = [*_PIL_RESAMPLING.values()]
-        raise ConversionError(f"the interpolation {method!r} is not supported; use one of {names}")
-    return cast(Interpolation, name)
+    value = getattr(method, "value", method)
+    name: Any = _RESAMPLING.get(value, value)
+    if name not in get_args(Interpolation):
+        raise ConversionError(f"the interpolation {method!r} is not supported; use one of {get_args(Interpolation)}")
+    return name

@@ -36,9 +36,9 @@ from .core import (
 from .declared import IN_BLOCK, Declaration, Part, Place, called, is_masked, paths, unknown_arguments
 from .refusals import prefix_errors
 
-NEEDED: tuple[Part, ...] = ("position", "norm1", "qkv", "out", "norm2", "up", "down")
+_NEEDED: tuple[Part, ...] = ("position", "norm1", "qkv", "out", "norm2", "up", "down")
 _MATRICES: tuple[Part, ...] = ("patch", "words", "position", "out", "up", "down", "classifier")
-ADVICE = "correct the table of names; docs/how-to/own_model.md has every part"
+_ADVICE = "correct the table of names; docs/how-to/own_model.md has every part"
 _BLOCK = "encoder.layers.{i}"
 _WITH_BIAS = {  # linear layers and norms
     "embedding_projection": "stem.project",
@@ -80,16 +80,6 @@ class _Reading:
         self.model = model
         stored = {**dict(model.named_buffers()), **model.state_dict()}
         self.foreign: dict[str, Tensor] = {name: tensor.detach() for name, tensor in stored.items()}
-        self.frame = Architecture(
-            name=type(model).__name__,
-            classes=(),
-            config=self.config,
-            weights={},
-            ignored=(*declaration.ignored, *(name for name, x in stored.items() if not x.is_floating_point())),
-            answer=lambda model, inputs, fresh: called(declaration, model, inputs),
-            masks=is_masked(declaration, model),
-            advice=ADVICE,
-        )
         self.rates: dict[str, float] = {}
         self.declared = self._spelled_out(declaration)
         self.names: dict[Part, Place] = dict(self.declared.names)
@@ -102,10 +92,19 @@ class _Reading:
         weights = dict(self._weights())
         names = [name for source in weights.values() for name in source.names]
         used = {name.replace("{i}", str(i)) for name in names for i in range(self.layers)}
-        stored = self.model.state_dict()
-        unused = [name for name in stored if name not in used and not name.startswith(self.frame.ignored)]
-        require_all_used(list(self._unmatched(unused)), unused, ADVICE)
-        return replace(self.frame, weights=weights)
+        ignored = (*self.declared.ignored, *(name for name, x in self.foreign.items() if not x.is_floating_point()))
+        unused = [name for name in self.model.state_dict() if name not in used and not name.startswith(ignored)]
+        require_all_used(list(self._unmatched(unused)), unused, _ADVICE)
+        return Architecture(
+            name=type(self.model).__name__,
+            classes=(),
+            config=self.config,
+            weights=weights,
+            ignored=ignored,
+            answer=lambda model, inputs, fresh: called(self.declared, model, inputs),
+            masks=is_masked(self.declared, self.model),
+            advice=_ADVICE,
+        )
 
     # --- where tensors are -----------------------------------------------------------------------------------
 
@@ -145,8 +144,7 @@ class _Reading:
             missing = f"does not exist{perhaps_meant(path, modules)}"
             actual = f"is a {type(modules[path]).__name__}" if path in modules else missing
             alike = [name.replace(".0", ".{i}") for name, module in modules.items() if isinstance(module, kind)]
-            hint = f"; the model has {alike[:4]}" if alike else "; name its parts one by one"
-            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but {actual}{hint}")
+            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but {actual}; there are {alike[:4]}")
         return modules[path]
 
     def _weight(self, path: str, layer: int = 0) -> str | None:
@@ -180,7 +178,7 @@ class _Reading:
                         name = path.replace("{i}", str(layer))
                         yield f"{part} is said to be {name}, which the model does not have{perhaps_meant(name, near)}"
                         break
-        for part in NEEDED:
+        for part in _NEEDED:
             if part not in self.names and not (part == "position" and self.declared.rotary is not None):
                 yield f"names does not say where {part} is{perhaps_meant(part, near)}"
         if self.declared.attention_scale is not None and "query_norm" in self.names:
@@ -227,10 +225,9 @@ class _Reading:
                 if any(biases):
                     yield f"{_BLOCK}.attention.qkv_bias", self._biases(names, biases)
             elif part in ("patch", "out"):
-                canonical, source = "stem.patch", Source((names[0],), self._patches)
-                if part == "out":
-                    canonical, source = f"{_BLOCK}.attention.out", out_by_head(names[0])
-                yield canonical, source
+                patch = part == "patch"
+                canonical = "stem.patch" if patch else f"{_BLOCK}.attention.out"
+                yield canonical, Source((names[0],), self._patches) if patch else out_by_head(names[0])
                 bias = self._bias(str(place))
                 if bias is not None:
                     yield f"{canonical}_bias", as_stored(bias)
@@ -330,9 +327,8 @@ class _Reading:
                     eps = torch.finfo(self._needed(part).dtype).eps
                 epsilons |= set() if eps is None else {float(eps)}
         if len(epsilons) != 1 or len(kinds) != 1:
-            problem = f"have the eps {sorted(epsilons)} and are of the kinds {sorted(kinds)}; these must be the same"
-            problem = problem if epsilons else "do not say their eps; give norm_eps="
-            raise ConversionError(f"the norms {', '.join(parts)} {problem}")
+            problem = f"are of the kinds {sorted(kinds)}, with eps {sorted(epsilons)}; give norm_eps= if there is none"
+            raise ConversionError(f"the norms {', '.join(parts)} must agree, but {problem}")
         return kinds.pop(), epsilons.pop()
 
     def _text_stem(self) -> TextStemConfig:
@@ -378,15 +374,14 @@ class _Reading:
         for patches in range(rows - min(prefix, rows - 1), rows + 1):
             if math.isqrt(patches) ** 2 == patches:
                 return math.isqrt(patches), math.isqrt(patches)
-        problem = f"{rows} positions do not fit a square of patches with up to {prefix} tokens before it"
+        problem = f"{rows} positions are no square of patches with up to {prefix} tokens before it"
         raise ConversionError(f"{problem}; give image_size=(height, width)")
 
     def _known_grid(self, patch: tuple[int, int]) -> tuple[int, int]:
         """Return the grid of patches of a declared image size."""
         (height, width), (high, wide) = pair(self.declared.image_size), patch
         if height % high or width % wide:
-            problem = f"image_size is {(height, width)}, which is not divisible into patches of {patch}"
-            raise ConversionError(f"{problem}; give a multiple")
+            raise ConversionError(f"image_size is {(height, width)}; give a multiple of the patches of {patch}")
         return height // high, width // wide
 
     def _embedded(self) -> dict[str, Any]:
@@ -429,8 +424,7 @@ class _Reading:
         kind, eps = self._norm(("norm",)) if "norm" in self.names else (None, 1e-6)
         blocks = self._norm(("norm1",))[0]
         if kind not in (None, blocks):
-            problem = f"norm is of the kind {kind!r}, but those of the blocks are of {blocks!r}"
-            raise refuse(f"{problem}, and the norm after the blocks must be of their kind")
+            raise refuse(f"norm is of the kind {kind!r}, but those of the blocks are of {blocks!r}")
         return ReadoutConfig(
             pool=self.declared.pool,
             pool_prefix=self.declared.pool_prefix,

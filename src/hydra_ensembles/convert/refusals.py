@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ..errors import ConversionError
 
-HOW_TO = "docs/how-to/own_model.md"
-
 
 @dataclass(frozen=True)
 class Refusal:
@@ -148,35 +146,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 
-# Regular expression for parameter names of a variant → the library's option that creates this variant.
-_OPTIONS: dict[str, str] = {
-    # timm
-    r"attn\.norm\.": "scale_attn_norm, or scale_attn_inner (one norm spans all heads of a layer)",
-    r"ls2\.gamma": "attn_only_layer_scale",
-    r"attn\.k_proj\.weight.* cannot become": "num_kv_heads",
-    # torchvision
-    r"heads\.(act|pre_logits)": "representation_size",
-    r"conv_proj\.conv_": "conv_stem_configs",
-    # transformers
-    r"albert_layer_groups\.[1-9]": "num_hidden_groups",
-    r"albert_layers\.[1-9]": "inner_group_num",
-    r"attention\.[qkv]_proj\.bias": "query_bias, key_bias or value_bias",
-    # open_clip
-    r"attn\.head_scale": "scale_heads",
-    r"attn\.ln_inner": "scale_attn_inner",
-    r"attn\.logit_scale": "scaled_cosine_attn",
-    r"\.ln_attn\.": "scale_attn",
-    r"mlp\.ln\.": "scale_fc",
-    r"attn_pool\.(attn|ln_)": "attentional_pool",
-    r"^cls_emb": "embed_cls",
-}
-
-
-def option_of(*faults: str) -> str:
-    """Return the beginning of an error that names the option behind a variant, if its parameter names reveal it."""
-    found = [option for part, option in _OPTIONS.items() if any(re.search(part, fault) for fault in faults)]
-    return f"because of its option {found[0]}, " if found else ""
-
 
 def refusal(*names: str) -> Refusal | None:
     """Return the row for a model by any of its names: qualified class name, model type or timm name."""
@@ -200,12 +169,11 @@ def explain(*names: str) -> str:
     row = refusal(*names)
     if row is not None:
         return format_refusal(f"{names[0]} is {row.what}", row.why, row.way)
-    listed = "models of timm, torchvision, transformers, open_clip and sentence-transformers that docs/models.md lists"
     return format_refusal(
         f"{names[0]} is not a supported architecture",
-        f"converters know {listed}, and plain models around nn.TransformerEncoder",
+        "converters know the models that docs/models.md lists, and plain ones around nn.TransformerEncoder",
         "a table of names for a model of your own, he.convert(model, declaration=he.Declaration(names={...}));\n"
-        f"{HOW_TO} has an example, and every command takes the folder that save_pretrained of the result writes",
+        "docs/how-to/own_model.md has an example; every command takes the folder that save_pretrained then writes",
     )
 
 

@@ -29,10 +29,8 @@ def opened(model: Any, architectures: Sequence[Architecture]) -> tuple[Architect
     first, *behind = model.children() if isinstance(model, nn.Sequential) else (model,)
     inner: Any = getattr(first, "auto_model", None) or getattr(first, "model", None)
     if not isinstance(inner, nn.Module):
-        raise ConversionError(
-            f"sentence-transformers: a {type(first).__name__} holds no transformers encoder; give the whole "
-            "SentenceTransformer, one that begins with a Transformer module"
-        )
+        problem = f"a {type(first).__name__} holds no transformers encoder"
+        raise ConversionError(f"sentence-transformers: {problem}; give a SentenceTransformer that begins with one")
     architecture = next((one for one in architectures if qualified_name(inner) in one.classes), None)
     if architecture is None:
         raise ConversionError(f"sentence-transformers: {explain(qualified_name(inner))}")
@@ -54,9 +52,7 @@ def opened(model: Any, architectures: Sequence[Architecture]) -> tuple[Architect
         cut = getattr(model, "truncate_dim", None)
         if num_labels is None and (len(behind) > 1 or cut is not None):
             change = "scaled to length one" if cut is None else f"cut to {cut} numbers (truncate_dim)"
-            raise refuse(
-                f"its embeddings are {change}", "a classifier on the whole pooled embedding: give num_labels=..."
-            )
+            raise refuse(f"its embeddings are {change}", "a classifier on the whole embedding: give num_labels=...")
         bare = architecture.config(encoder, None)
         classes = number_of_classes(0, num_labels)
         last = bare.readout  # has the norm after the last block
@@ -79,19 +75,15 @@ def _require_plain(model: Any, first: Any, behind: Sequence[Any]) -> None:
     """Raise if a model processes texts before its encoder, or tokens after it, in a way that is not converted."""
     prompt = (getattr(model, "prompts", None) or {}).get(getattr(model, "default_prompt_name", None))
     if prompt:
-        raise ConversionError(
-            f"it puts the prompt {prompt!r} before every text, which the converted model would not do; set "
-            "model.default_prompt_name = None, and add the prompt to your texts yourself"
-        )
+        way = "set model.default_prompt_name = None, and add it to your texts yourself"
+        raise ConversionError(f"it puts the prompt {prompt!r} before every text, which is not converted; {way}")
     if getattr(first, "do_lower_case", False):
         raise refuse("it lower-cases texts before its tokenizer does anything (do_lower_case)")
     activation = getattr(model, "activation_fn", None)  # of a CrossEncoder
     if not isinstance(activation, nn.Identity | nn.Softmax | None):
-        raise ConversionError(
-            f"it answers with the {type(activation).__name__} of each class, but the probabilities here are a softmax "
-            "over mutually exclusive classes; if exactly one class is right, set model.activation_fn = "
-            "torch.nn.Identity()"
-        )
+        problem = f"it answers with the {type(activation).__name__} of each class, not with a softmax"
+        way = "if exactly one class is right, set model.activation_fn = torch.nn.Identity()"
+        raise ConversionError(f"{problem}, as probabilities here are; {way}")
     kinds = [type(part).__name__ for part in behind]
     if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
         raise refuse(f"after the encoder there are {kinds}")

@@ -90,10 +90,8 @@ def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     encoder = read_encoder(config, causal=True, attention_dropout=float(config.attention_dropout))
     end, words = config.eos_token_id, tables.token_embedding.num_embeddings
     if not isinstance(end, int) or not 0 <= end < words:
-        raise ConversionError(
-            f"its eos_token_id, at which texts are read, is {end!r}, but the vocabulary has {words} tokens; set that "
-            "of its tokenizer in the configuration, and rebuild the model from it"
-        )
+        problem = f"its eos_token_id, at which texts are read, is {end!r}, but the vocabulary has {words} tokens"
+        raise ConversionError(f"{problem}; set that of its tokenizer in the configuration, and build the model anew")
     readout = replace(
         _clip_readout(getattr(model, "text_projection", None), config, num_labels),
         pool="eot",

@@ -92,16 +92,15 @@ class BatchLoader:
     def with_classes(self, class_names: Sequence[str]) -> Self:
         """Return the same batches with classes numbered in the order of these names, see `Dataset.with_classes`."""
         if not isinstance(self.dataset, Dataset):
-            got = f"a {type(self.dataset).__name__}"
-            raise DataError(f"classes of {got} cannot be reordered; let it number them as in {a_few(class_names)}")
+            kind = type(self.dataset).__name__
+            raise DataError(f"a {kind} cannot be renumbered; let it number its classes as in {a_few(class_names)}")
         other = copy.copy(self)
         other.dataset = self.dataset.with_classes(class_names)
         return other
 
     def __iter__(self) -> Iterator[CollatedBatch]:
         seed = self.seed if self.stream is None else hash_key(self.seed, self.stream)
-        count = len(self.dataset)
-        size = self.batch_size
+        count, size = len(self.dataset), self.batch_size
         order = keyed_order(count, seed, self.epoch).tolist() if self.shuffle else list(range(count))
         positions = [order[start : start + size] for start in range(0, len(self) * size, size)]
         loader: DataLoader[Any] = DataLoader(

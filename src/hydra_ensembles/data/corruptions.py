@@ -290,16 +290,14 @@ def plasma(height: int, width: int, decay: float, rng: Random) -> PixelArray:
     field = np.zeros((side, side))
     amplitude, step = 100.0, side
     while step >= 2:
-        half = step // 2
-        scale = amplitude * amplitude
+        half, scale = step // 2, amplitude * amplitude
         corners, centres = field[::step, ::step], field[half::step, half::step]  # views
         right, below = np.roll(corners, -1, axis=1), np.roll(corners, -1, axis=0)
         deviation = partial(rng.uniform, -scale, scale, corners.shape)
         centres[:] = (corners + right + below + np.roll(right, -1, axis=0)) / 4 + deviation()
         field[::step, half::step] = (centres + np.roll(centres, 1, axis=0) + corners + right) / 4 + deviation()
         field[half::step, ::step] = (centres + np.roll(centres, 1, axis=1) + corners + below) / 4 + deviation()
-        amplitude = amplitude / decay
-        step = half
+        amplitude, step = amplitude / decay, half
     field -= field.min()
     return np.asarray(field / field.max())[:height, :width]
 

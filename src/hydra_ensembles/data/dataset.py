@@ -180,17 +180,15 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         unknown = [label for label in np.unique(self.labels).tolist() if label not in numbers]
         if unknown:
             lacking = a_few([self.class_names[label] if self.class_names else str(label) for label in unknown])
-            raise DataError(
-                f"{self.name} has the classes {lacking}, which are not among {a_few(class_names)}; rename them, or "
-                "leave their items out (data.only_classes)"
-            )
+            way = "rename them, or leave their items out (data.only_classes)"
+            raise DataError(f"{self.name} has the classes {lacking}, not among {a_few(class_names)}; {way}")
         return self.relabel(numbers, class_names)
 
     def _positions(self, indices: npt.ArrayLike | Iterable[int], count: int) -> LabelArray:
         positions = self._whole(indices, "positions", np.arange(count))
-        if len(positions) and not 0 <= positions.min() <= positions.max() < count:
-            got = f"{positions.min()}..{positions.max()}"
-            raise DataError(f"{self.name} has {count} items; positions must lie in 0..{count - 1}, got {got}")
+        outside = positions[(positions < 0) | (positions >= count)]
+        if len(outside):
+            raise DataError(f"{self.name} has {count} items; positions must lie in 0..{count - 1}, got {outside[0]}")
         return positions
 
     def _whole(self, values: Any, name: str, masked: LabelArray | None = None) -> LabelArray:
@@ -213,7 +211,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
             raise DataError(f"{self.name}: label {labels.min()} in row {int(labels.argmin())}; labels start at 0")
         if count and classes and labels.max() >= classes:
             row = f"label {labels.max()} in row {int(labels.argmax())}"
-            raise DataError(f"{self.name}: {row}, but there are only {classes} class names; check the class names")
+            raise DataError(f"{self.name}: {row}, but there are only {classes} class names; give them all")
 
 
 def _size(stored: bytes | Path | Text) -> int:
@@ -338,11 +336,9 @@ def warn_of_others(folder: Path, files: Iterable[Path]) -> None:
 def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) -> SomeDataset:
     """Draw `n` items without replacement; they keep their order, and the same seed draws the same items.
 
-    `stratified` keeps the class proportions. A `DataError` if there are fewer than `n` items.
-
     Args:
         dataset: What to draw from.
-        n: Number of items.
+        n: Number of items; a `DataError` if there are fewer.
         seed: Seed of the draw.
         stratified: Whether to keep the proportions of the classes.
 
@@ -370,7 +366,7 @@ def split(
     """Split into disjoint parts; the items of each keep their order, and the same seed gives the same parts.
 
     One fraction gives two parts, that one and the rest; several give a part each, and must not add up to more than one
-    (a `DataError`). `stratified` splits every class in these proportions.
+    (a `DataError`).
 
     Args:
         dataset: What to split.
@@ -405,12 +401,10 @@ def cut_position(fraction: float, count: int) -> int:
 def without_classes(dataset: SomeDataset, classes: Collection[Any], relabel: bool = False) -> SomeDataset:
     """Leave out the items of some classes, given by name or number.
 
-    Labels and class names stay as they are, unless `relabel` numbers the remaining classes from zero.
-
     Args:
         dataset: What to choose from.
         classes: Names or numbers.
-        relabel: Whether to renumber the remaining classes.
+        relabel: Whether to number the remaining classes from zero; else labels and class names stay as they are.
 
     Examples:
         >>> from hydra_ensembles import data
@@ -428,12 +422,10 @@ def without_classes(dataset: SomeDataset, classes: Collection[Any], relabel: boo
 def only_classes(dataset: SomeDataset, classes: Sequence[Any], relabel: bool = False) -> SomeDataset:
     """Keep the items of some classes, given by name or number.
 
-    Labels and class names stay as they are, unless `relabel` numbers the kept classes in the order given.
-
     Args:
         dataset: What to choose from.
         classes: Names or numbers.
-        relabel: Whether to renumber the kept classes in the order given.
+        relabel: Whether to number them in the order given; else labels and class names stay as they are.
 
     Examples:
         >>> from hydra_ensembles import data
@@ -449,8 +441,7 @@ def only_classes(dataset: SomeDataset, classes: Sequence[Any], relabel: bool = F
 def keyed_order(count: int, *key: int) -> LabelArray:
     """Return a permutation of `0..count-1` that depends only on the key: the same on every machine and version.
 
-    Positions are sorted by their hashes. Subsets, splits and shuffled batches all use this order, so published
-    results depend on it.
+    Positions are sorted by their hashes. Published results depend on it: subsets, splits and batches use this order.
     """
     with np.errstate(over="ignore"):
         steps = np.arange(1, count + 1, dtype=np.uint64) * _STEP

@@ -96,10 +96,8 @@ def require_unambiguous(values: Sequence[Any], names: tuple[str, ...], where: st
     called = {int(name): number for number, name in enumerate(names) if name.isdecimal()}
     doubtful = next((number for number in sorted(numbers) if called.get(number, number) != number), None)
     if doubtful is not None and numbers <= called.keys():
-        raise DataError(
-            f"{where} has the label {doubtful}, which may mean the class called {names[called[doubtful]]!r} or number "
-            f"{doubtful} of class_names {list(names)[:8]}; give names that are not numbers, or labels that are names"
-        )
+        two = f"the class called {names[called[doubtful]]!r} or number {doubtful} of class_names"
+        raise DataError(f"{where} has the label {doubtful}, which may mean {two}; give names that are not numbers")
 
 
 def as_number(value: Any, numbers: dict[str, int], where: str) -> int:

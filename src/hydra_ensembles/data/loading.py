@@ -14,6 +14,7 @@ import numpy as np
 
 from .._utils import require, warn
 from ..arguments import checked
+from ..classes import a_few
 from ..errors import DataError
 from ..files import expanded, unique
 from ..preprocessing import to_rgb
@@ -61,11 +62,6 @@ class Columns:
     text_pair: str = "text_pair"
     label: str = "label"
 
-    @property
-    def names_texts(self) -> bool:
-        """Whether texts have another name than by default, and images do not: a column `image` is then beside them."""
-        return self.text != Columns.text and self.image == Columns.image
-
     def needed(self, kind: Literal["image", "text"]) -> tuple[str, ...]:
         """Columns that a table of this kind must have: the main one, and for texts a renamed `text_pair`."""
         main: str = getattr(self, kind)
@@ -102,8 +98,7 @@ def load(
         name_or_path: What to load.
         split: Which part, such as `"test"`. May be left out if there is only one.
         root: Folder that relative paths start from; for torchvision, the folder of its data.
-        columns: Names of the columns of a table, if they differ from `image`, `text`, `text_pair`,
-            `label`.
+        columns: Names of the columns of a table, if they differ from `image`, `text`, `text_pair`, `label`.
         labels: `"required"`, or `"optional"` for OOD data, whose labels are not used; images outside of class
             folders are then loaded as well.
         class_names: Names in label order, if the data do not contain them.
@@ -173,9 +168,6 @@ class _Table:
     folder: Path = Path()  # folder of images given by path; absolute, because they are read later
     labels_as_written: bool = False  # whether labels are strings that may mean numbers, as in CSV
 
-    def __len__(self) -> int:
-        return int(self.data.num_rows)
-
     def has(self, column: str) -> bool:
         return path_of(column, self.data.column_names)[0] in self.data.column_names
 
@@ -198,9 +190,8 @@ class _Table:
         """Decode an image cell, see `stored_image`."""
         stored, where = self.stored(column, row), f"row {row} of {self.where}"
         if stored is None:
-            got = type(self.cell(column, row)).__name__
-            problem = f"{where} has no image in column {column!r} (a {got}, expected bytes, a path or {{bytes, path}})"
-            raise DataError(f"{problem}; remove or fill it, or name another column: {naming('image')}")
+            got = f"{where} has no image (bytes, a path or {{bytes, path}}) in column {column!r}"
+            raise DataError(f"{got}; remove or fill it, or name another column: {naming('image')}")
         return decode_image(stored, where) if isinstance(stored, bytes) else read_image(stored, f"{where} ({stored})")
 
     def stored(self, column: str, row: int) -> bytes | Path | None:
@@ -212,8 +203,7 @@ class _Table:
         cells = [self.cell(column, row) for column in columns]
         for column, cell in zip(columns, cells, strict=True):
             if not isinstance(cell, str):
-                where = f"row {row} of {self.where}"
-                raise DataError(f"{where} has no text in column {column!r} (got {cell!r}); remove or fill it")
+                raise DataError(f"row {row} of {self.where} has no text in column {column!r}, got {cell!r}; fill it")
         return cells[0] if len(cells) == 1 else (cells[0], cells[1])
 
 
@@ -253,36 +243,33 @@ def _whole(files: Sequence[Path]) -> Sequence[Path]:
     shards = [(int(shard["number"]), int(shard["all"])) for file in files if (shard := _SHARD.match(file.stem))]
     expected = [(number, len(files)) for number in range(len(files))]
     if shards != expected and (shards or len(files) > 1):  # a single file need not be a shard
-        listed = ", ".join(file.name for file in files[:8]) + (" and more" if len(files) > 8 else "")
-        remedy = "fetch missing shards, remove those of another download, or give the single file you mean"
-        raise DataError(f"{files[0].parent} has {listed}: these are not exactly the shards of one split; {remedy}")
+        problem = f"{files[0].parent} has {a_few([file.name for file in files])}, not exactly the shards of one split"
+        raise DataError(f"{problem}; fetch what is missing, remove what is too much, or give the file you mean")
     return files
 
 
 def _read_tables(files: Sequence[Path], title: str, columns: Columns) -> _Table:
     """Read one split: a file, or its shards in order."""
     arrow = require("pyarrow", extra="data")
-    where = str(files[0])
-    suffix = files[0].suffix.lower()
-    if suffix not in TABLE_SUFFIXES:
-        raise DataError(f"{files[0]} has an unknown suffix; accepted suffixes: {', '.join((*TABLE_SUFFIXES, '.txt'))}")
+    where, suffix = files[0], files[0].suffix.lower()
+    if suffix == ".parquet":
+        read = require("pyarrow.parquet", extra="data").read_table
+    elif suffix in JSON_LINES:
+        read = partial(_read_json_lines, arrow=arrow)
+    elif suffix in DELIMITERS:
+        strings = dict.fromkeys((columns.text, columns.text_pair, columns.label), arrow.string())
+        read = partial(_read_delimited, strings=strings)
+    else:
+        raise DataError(f"{where} has an unknown suffix; accepted suffixes: {', '.join((*TABLE_SUFFIXES, '.txt'))}")
     try:
-        if suffix == ".parquet":
-            parts = [require("pyarrow.parquet", extra="data").read_table(file) for file in files]
-        elif suffix in JSON_LINES:
-            parts = [arrow.table(_read_json_lines(file, arrow)) for file in files]
-        else:
-            letters = (columns.text, columns.text_pair, columns.label)
-            strings = dict.fromkeys(letters, arrow.string())
-            parts = [_read_delimited(file, strings) for file in files]
-        return _Table(arrow.concat_tables(parts), where, title, files[0].parent.absolute(), suffix in DELIMITERS)
+        table = arrow.concat_tables([read(file) for file in files])
     except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        kind = {".parquet": "Parquet", **dict.fromkeys(DELIMITERS, "a table with a header line")}
-        raise DataError(f"{where} cannot be read as {kind.get(suffix, 'a table of JSON lines')}: {error}") from error
+        raise DataError(f"{where} cannot be read as a {suffix} table: {error}") from error
+    return _Table(table, str(where), title, where.parent.absolute(), suffix in DELIMITERS)
 
 
-def _read_json_lines(file: Path, arrow: Any) -> dict[str, Any]:
-    """One Arrow column for every key that occurs; None in lines without that key."""
+def _read_json_lines(file: Path, arrow: Any) -> Any:
+    """A table with a column for every key that occurs; None in lines without that key."""
     rows = []
     for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
         try:
@@ -294,7 +281,7 @@ def _read_json_lines(file: Path, arrow: Any) -> dict[str, Any]:
         elif line.strip():
             raise ValueError(f"line {number} is a {type(row).__name__}")
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: _of_one_type(name, [row.get(name) for row in rows], arrow) for name in names}
+    return arrow.table({name: _of_one_type(name, [row.get(name) for row in rows], arrow) for name in names})
 
 
 def _of_one_type(name: str, values: list[Any], arrow: Any) -> Any:
@@ -302,26 +289,24 @@ def _of_one_type(name: str, values: list[Any], arrow: Any) -> Any:
     try:
         return arrow.array(values)
     except (arrow.ArrowException, OverflowError) as error:
-        named = {int: "number", float: "number"}
-        kinds = [(row, named.get(type(one), type(one).__name__)) for row, one in enumerate(values) if one is not None]
-        first, other = kinds[0], next((pair for pair in kinds if pair[1] != kinds[0][1]), None)
-        mixed = other and f"row {first[0]} has a {first[1]}, but row {other[0]} a {other[1]}; give all of them one type"
-        raise ValueError(f"in column {name!r}, {mixed or error}") from error
+        first = dict[str, int]()  # row of each kind
+        for row, one in enumerate(values):
+            first.setdefault("number" if type(one) in (int, float) else type(one).__name__, row)
+        kinds = ", ".join(f"row {row} a {kind}" for kind, row in first.items() if kind != "NoneType")
+        raise ValueError(f"in column {name!r}, {kinds}: {error}") from error
 
 
 def _read_delimited(file: Path, strings: dict[str, Any]) -> Any:
     """Read a table with a header line.
 
-    CSV fields may be quoted and may then hold commas and line breaks. TSV fields are never quoted, so that a lone
-    quotation mark in a sentence (as in the GLUE files) is just a character. Texts and labels (`strings`) are read as
-    strings, so that `007` is kept; in the other columns numbers are parsed.
+    CSV fields may be quoted, TSV fields never: a lone quotation mark in a sentence (as in the GLUE files) is just a
+    character. Texts and labels (`strings`) are read as strings, so that `007` is kept; other columns are parsed.
     """
     csv = require("pyarrow.csv", extra="data")
-    suffix = file.suffix.lower()
-    quoted = suffix == ".csv"
+    delimiter = DELIMITERS[file.suffix.lower()]
+    quoted = delimiter == ","
     one_block = csv.ReadOptions(block_size=max(1 << 20, file.stat().st_size + 1))  # no long text straddles two
-    quote = '"' if quoted else False
-    quoting = csv.ParseOptions(delimiter=DELIMITERS[suffix], quote_char=quote, newlines_in_values=quoted)
+    quoting = csv.ParseOptions(delimiter=delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted)
     return csv.read_csv(file, one_block, quoting, csv.ConvertOptions(strings_can_be_null=False, column_types=strings))
 
 
@@ -332,9 +317,8 @@ def _read_hub(name: str, config: str | None, split: str | None) -> _Table:
     try:
         loaded = datasets.load_dataset(name, config, split=split, trust_remote_code=False)
     except (ValueError, FileNotFoundError, ConnectionError, RuntimeError) as error:
-        advice = "a script is never run: download its Parquet files (branch refs/convert/parquet) and give their folder"
-        advice = f"; {advice}" if isinstance(error, RuntimeError) else ""  # raised for a set that needs its own script
-        raise DataError(f"{where}, split {split!r}, cannot be loaded: {error}{advice}") from error
+        advice = "if it needs a script, which is never run, give a folder of its Parquet files (refs/convert/parquet)"
+        raise DataError(f"{where}, split {split!r}, cannot be loaded: {error}; {advice}") from error
     if split is None:
         split = _choose(None, loaded, where)
         loaded = loaded[split]
@@ -344,7 +328,8 @@ def _read_hub(name: str, config: str | None, split: str | None) -> _Table:
 
 
 def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_names: Sequence[str] | None) -> AnyDataset:
-    if not len(table):
+    count = table.data.num_rows
+    if not count:
         raise DataError(f"{table.where} has no rows")
     if not table.has(columns.image) and not table.has(columns.text):
         problem = f"{table.where} has no column {columns.image!r} or {columns.text!r}; it has {table.data.column_names}"
@@ -354,24 +339,25 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
     if twice:
         raise DataError(f"{table.where} has several columns called {twice[0]!r}; rename all but the one that is meant")
     labels, names = _read_labels(table, columns.label, policy, class_names)
-    if table.has(columns.image) and not (columns.names_texts and table.has(columns.text)):
-        images = Rows(len(table), partial(table.image, columns.image), partial(table.stored, columns.image))
+    texts_are_meant = columns.text != Columns.text and columns.image == Columns.image and table.has(columns.text)
+    if table.has(columns.image) and not texts_are_meant:
+        images = Rows(count, partial(table.image, columns.image), partial(table.stored, columns.image))
         return ImageDataset(images, labels, names, table.title)
     texts = (columns.text, columns.text_pair) if table.has(columns.text_pair) else (columns.text,)
-    missing = [name for name in columns.needed("text") if name not in texts]
-    if missing:
-        problem = f"{table.where} has no column {missing[0]!r}; it has {table.data.column_names}"
+    if not set(columns.needed("text")) <= set(texts):
+        problem = f"{table.where} has no column {columns.text_pair!r}; it has {table.data.column_names}"
         raise DataError(f"{problem}. Leave text_pair out, or name the right one: {naming('text_pair')}")
-    return TextDataset(Rows(len(table), partial(table.text, texts)), labels, names, table.title)
+    return TextDataset(Rows(count, partial(table.text, texts)), labels, names, table.title)
 
 
 def _read_labels(
     table: _Table, column: str, policy: LabelPolicy, class_names: Sequence[str] | None
 ) -> tuple[LabelArray, tuple[str, ...]]:
     """Read a label column as integers, with the class names; see `labels.numbered`."""
+    unlabelled = np.full(table.data.num_rows, UNLABELLED, dtype=np.int64)
     if not table.has(column):
         if policy == "optional":
-            return np.full(len(table), UNLABELLED, dtype=np.int64), tuple(class_names or ())
+            return unlabelled, tuple(class_names or ())
         problem = f"{table.where} has no label column {column!r}; it has {table.data.column_names}"
         raise DataError(f"{problem}; only OOD data may lack it (labels='optional'). Name it: {naming('label')}")
     values, declared = table.column(column), table.class_names(column)
@@ -380,7 +366,7 @@ def _read_labels(
     except DataError:
         if policy == "required" or class_names is not None:
             raise
-        return np.full(len(table), UNLABELLED, dtype=np.int64), ()  # ratings, dates: not used
+        return unlabelled, ()  # ratings, dates: not used
 
 
 # --- folders and lists of images: tables of paths and labels -----------------------------------------------
@@ -388,13 +374,7 @@ def _read_labels(
 
 def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_names: Sequence[str] | None) -> _Table:
     """List the images of a folder, or of a split in it: one subfolder per class, searched to any depth, no litter."""
-    title = folder.name
-    below = _subfolders(folder)
-    splits = [entry for entry in below if entry in SPLIT_NAMES]
-    if split is not None or (splits and splits == below):
-        folder /= split if split in below else _choose(split, splits or below, folder)
-    elif class_names is None:
-        _require_classes(folder, splits, below)
+    title, folder = folder.name, _folder_of_classes(folder, split, class_names)
     subfolders = _subfolders(folder)
     names = subfolders if class_names is None else class_names
     unknown = sorted(set(subfolders) - set(names))
@@ -402,10 +382,10 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
         raise DataError(f"{folder} has subfolders {unknown} that are not among the class names {list(names)}")
     files = {class_name: files_below(folder / class_name) for class_name in names}
     images = {class_name: list(filter(called_image, files[class_name])) for class_name in names}
+    listed: list[tuple[Path, str | None]] = [(file, class_name) for class_name in names for file in images[class_name]]
     empty = [class_name for class_name in names if not images[class_name]]
     if policy == "required" and class_names is None and 0 < len(empty) < len(names):
         raise DataError(f"{folder} has subfolders without images: {empty}; move them, or give class_names with them")
-    listed: list[tuple[Path, str | None]] = [(file, class_name) for class_name in names for file in images[class_name]]
     beside = sorted(file for file in folder.iterdir() if file.is_file() and not is_litter(file.name))
     loose = list(filter(called_image, beside))
     if policy == "optional":
@@ -414,32 +394,33 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
         warn(f"{folder} has {len(loose)} images outside of class folders, which are left out")
     warn_of_others(folder, chain(beside if policy == "optional" else (), *files.values()))
     if not listed:
-        hint = f"; {len(loose)} images lie in it without a class, which is for OOD data (labels='optional')"
-        hint = hint if loose else ""
-        if saved := [part for part in (folder, *map(folder.joinpath, subfolders)) if (part / "state.json").is_file()]:
-            way = f"datasets.load_from_disk({str(saved[0])!r}).to_parquet('train.parquet')"
-            hint = f"; it looks written by save_to_disk of datasets: save it with to_parquet instead, as in {way}"
+        hint = "; images without a class are for OOD data (labels='optional')" if loose else ""
+        if any((part / "state.json").is_file() for part in (folder, *map(folder.joinpath, subfolders))):
+            hint = "; what save_to_disk of datasets wrote is read by load_from_disk, and saved for here by to_parquet"
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {subfolders}{hint}")
     return _table_of_files([(str(file.relative_to(folder)), label) for file, label in listed], folder, title, folder)
 
 
-def _subfolders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, sorted, without litter."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_litter(entry.name))
+def _folder_of_classes(folder: Path, split: str | None, class_names: Sequence[str] | None) -> Path:
+    """The folder of a split, or the given one if it has none.
 
-
-def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) -> None:
-    """Raise if folders named like splits are next to others: as classes, they would mix training and test data.
-
-    A class may be called `train` if it is the only such name and directly contains images.
+    Folders named like splits next to others are refused: as classes, they would mix training and test data. A class may
+    be called `train` if it is the only such name and directly contains images.
     """
+    below = _subfolders(folder)
+    splits = [entry for entry in below if entry in SPLIT_NAMES]
+    if split is not None or (splits and splits == below):
+        return folder / (split if split in below else _choose(split, splits or below, folder))
     alone = folder / splits[0] if len(splits) == 1 else None
-    if splits and (alone is None or (_subfolders(alone) and not any(map(is_image, alone.iterdir())))):
-        others = sorted(set(below).difference(splits))
-        raise DataError(
-            f"{folder} has {splits}, which look like splits, and also {others}; choose one "
-            f"(split=..., on the command line {folder}:NAME), or give class_names with all of them if they are classes"
-        )
+    is_class = alone is not None and (any(map(is_image, alone.iterdir())) or not _subfolders(alone))
+    if splits and class_names is None and not is_class:
+        problem = f"{folder} has {splits}, which look like splits, and also {sorted(set(below).difference(splits))}"
+        raise DataError(f"{problem}; choose one (split=..., in a shell {folder}:NAME), or give all as class_names")
+    return folder
+
+
+def _subfolders(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_litter(entry.name))
 
 
 def _read_list(list_file: Path, images: Path) -> _Table:
@@ -454,7 +435,7 @@ def _read_list(list_file: Path, images: Path) -> _Table:
         raise DataError(f"{list_file} lists no images")
     if not (images / listed[0][0]).exists():
         first = f"{images / listed[0][0]}, the first image of {list_file},"
-        texts = "texts with labels need a table instead: CSV, JSON lines or Parquet with the columns text and label"
+        texts = "texts need a table (CSV, JSON lines, Parquet) instead"
         raise DataError(f"{first} does not exist; lines are 'path label', relative to the folder images=; {texts}")
     return _table_of_files(listed, list_file, list_file.stem, images)
 
@@ -469,10 +450,7 @@ def _table_of_files(listed: Sequence[tuple[str, str | int | None]], where: Path,
 
 
 def _load_torchvision(name: str, split: str | None, root: Path, download: bool) -> ImageDataset:
-    """Load a classification data set of torchvision; `split` is passed as its `split` argument, or as `train`.
-
-    For one that has both, such as EMNIST, `split` combines them: `letters-test`.
-    """
+    """Load a data set of torchvision; `split` is its `split`, its `train`, or both (EMNIST): `letters-test`."""
     library = require("torchvision.datasets", extra="data")
     factory = getattr(library, name, None)
     if not inspect.isclass(factory) or name.startswith("_"):
@@ -482,8 +460,8 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
     if {"split", "train"} <= accepted:
         settings["split"], _, part = (split or "").rpartition("-")
         if part not in ("test", "train"):
-            both = "its splits have a training and a test part each: write split='NAME-train' or 'NAME-test'"
-            raise DataError(f"torchvision:{name} has no split {split!r}; {both}, such as 'letters-test' of EMNIST")
+            way = "write split='NAME-train' or 'NAME-test', such as 'letters-test' of EMNIST"
+            raise DataError(f"torchvision:{name} has no split {split!r}; {way}")
         settings["train"] = part == "train"
     elif "split" in accepted and split is not None:
         settings["split"] = split
@@ -500,14 +478,14 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
     labels = next((getattr(data, key) for key in attributes if hasattr(data, key)), None)
     labels = [data[row][1] for row in range(len(data))] if labels is None else labels
     names = next((getattr(data, key) for key in ("classes", "categories") if hasattr(data, key)), ())
-    class_names = tuple(", ".join(entry) if isinstance(entry, tuple) else str(entry) for entry in names)
+    class_names = [", ".join(entry) if isinstance(entry, tuple) else str(entry) for entry in names]
     images = Rows(len(data), partial(_torchvision_image, data))
     return ImageDataset(images, [int(label) for label in labels], class_names, f"torchvision:{name}")
 
 
 def _accepted(factory: type) -> set[str]:
     """Argument names that a class accepts, including those it passes on to its base classes."""
-    accepted: set[str] = set()
+    accepted = set[str]()
     for base in inspect.getmro(factory)[:-1]:
         parameters = inspect.signature(base).parameters
         accepted |= set(parameters)
