@@ -95,9 +95,9 @@ def predict(
         stored = ensemble.metadata.calibration or Calibration()
         ensemble = ensemble.with_metadata(calibration=replace(stored, threshold=threshold))
     items = find_inputs(ensemble.kind, inputs or (), text or (), named_columns(column))
-    # texts of similar length form a batch: padding costs as much as text
-    lengths = [len(str(read())) if ensemble.kind == "text" else 0 for _, read in items]
-    order = sorted(range(len(items)), key=lengths.__getitem__)
+    order = list(range(len(items)))
+    if ensemble.kind == "text":  # texts of similar length form a batch: padding costs as much as text
+        order.sort(key=lambda index: _length(items[index]))
     problems: dict[int, DataError] = {}
     found: dict[int, dict[str, Any]] = {}
     for start in range(0, len(items), batch_size):
@@ -162,6 +162,14 @@ def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns:
 
 def _content(data: AnyDataset, row: int) -> Any:
     return data[row][0]
+
+
+def _length(item: NamedItem) -> int:
+    """Characters of a text; 0 if it cannot be read, which is reported when it is to be answered."""
+    try:
+        return len(str(item[1]()))
+    except DataError:
+        return 0
 
 
 def _texts(argument: str, path: Path) -> list[str]:

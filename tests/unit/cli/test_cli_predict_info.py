@@ -74,6 +74,14 @@ def test_texts_of_similar_length_form_a_batch_and_answers_keep_their_order(text_
     assert batches == [["bad", "dull"], [texts[2], texts[0]]]
 
 
+def test_rows_without_text_are_reported_and_the_others_answered(text_folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a film"}\n{"text": null}\n{"text": "dull"}\n')
+    result = run("predict", text_folder, tmp_path / "rows.jsonl", "-f", "jsonl")
+    rows = [json.loads(line)["input"].rpartition(":")[2] for line in result.stdout.splitlines()]
+    assert (result.exit_code, rows) == (2, ["0", "2"])
+    assert "1 of 3 inputs have no answer, the others do; the first: row 1 of" in result.stderr
+
+
 def test_neither_inputs_nor_files_of_another_kind_are_replaced(text_folder, tmp_path):
     for name in ("in.csv", "out.csv", "other.json"):
         (tmp_path / name).write_text("text\na good film\n")
