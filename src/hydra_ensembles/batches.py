@@ -133,8 +133,10 @@ def require_usual_device(name: str) -> None:
 
 def iterate(
     batches: Batches, name: str = "data", labelled: bool = True, whole: bool = True
-) -> Iterator[tuple[Inputs, Tensor | None]]:
-    """Read all batches with `read_batch`, except those without samples; raise an error that names an empty source.
+) -> Iterator[tuple[int, Inputs, Tensor | None]]:
+    """Read all batches with `read_batch`, each with its number in the source; raise an error that names an empty one.
+
+    Batches without samples are skipped.
 
     Also raises if torch's default device is not the CPU, where results of all batches are collected, and, with `whole`,
     if each process has only its own part of the source.
@@ -154,15 +156,17 @@ def iterate(
         inputs, labels = read_batch(batch, name, index, labelled)
         if size_of(inputs):
             empty = False
-            yield inputs, labels
+            yield index, inputs, labels
     if empty:
         raise DataError(f"{name} has no samples; check the loader, or that it was not consumed before")
 
 
-def labelled(batches: Batches, classes: int, name: str = "data", whole: bool = True) -> Iterator[tuple[Inputs, Tensor]]:
+def labelled(
+    batches: Batches, classes: int, name: str = "data", whole: bool = True
+) -> Iterator[tuple[int, Inputs, Tensor]]:
     """Read all batches with `iterate`, and require labels that fit the number of classes."""
-    for index, (inputs, labels) in enumerate(iterate(batches, name, whole=whole)):
-        yield inputs, require_labels(labels, classes, name, index)
+    for index, inputs, labels in iterate(batches, name, whole=whole):
+        yield index, inputs, require_labels(labels, classes, name, index)
 
 
 def named_sources(sources: Sources, name: str) -> dict[str, Batches]:

@@ -190,7 +190,7 @@ def answers(
     if labelled:
         batches = in_model_order(batches, name, ensemble)
     with dropping(False), torch.no_grad(), first_epoch(batches, seed):
-        for index, (inputs, targets) in enumerate(iterate(batches, name, labelled)):
+        for index, inputs, targets in iterate(batches, name, labelled):
             features, logits = ensemble.features_and_logits(ensemble.prepare(inputs))
             check_finite(features, f"features of batch {index}", name)
             labels = torch.zeros(features.shape[1], dtype=torch.long)

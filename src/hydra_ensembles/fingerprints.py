@@ -78,7 +78,7 @@ def _update_digest(digest: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
 def data_fingerprint(batches: Batches, name: str = "data") -> str:
     """SHA-256 over all samples and labels, in order; see `DataFingerprint`. Errors call the data `name`."""
     fingerprint = DataFingerprint()
-    for inputs, labels in iterate(batches, name):
+    for _, inputs, labels in iterate(batches, name):
         fingerprint.update(inputs, labels)
     return fingerprint.hexdigest()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from hydra_ensembles.batches import epoch_of, iterate, read_batch, require_labels
+from hydra_ensembles.batches import epoch_of, iterate, labelled, read_batch, require_labels
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.fingerprints import source_fingerprint
@@ -32,9 +32,11 @@ def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
         list(iterate({"pixel_values": X, "labels": Y}, "val"))
 
 
-def test_batches_without_samples_are_skipped_and_nothing_else_is_refused() -> None:
+def test_batches_without_samples_are_skipped_and_the_others_keep_their_numbers() -> None:
     full, empty = (X, Y), (X[:0], Y[:0])
-    assert [len(inputs) for inputs, _ in iterate([full, empty, full])] == [4, 4]
+    assert [(index, len(inputs)) for index, inputs, _ in iterate([full, empty, full])] == [(0, 4), (2, 4)]
+    with pytest.raises(DataError, match="batch 2 of val has labels from 0 to 3"):
+        list(labelled([empty, empty, full], 3, "val"))
     with pytest.raises(DataError, match="val has no samples"):
         list(iterate([empty], "val"))
 

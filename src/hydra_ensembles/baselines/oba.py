@@ -149,14 +149,16 @@ def removable_weights(model: Ensemble) -> dict[str, Tensor]:
     return weights
 
 
-def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: Iterable[str]) -> dict[str, Tensor]:
+def curvature(
+    model: Ensemble, batches: Iterable[tuple[int, Inputs, Tensor]], names: Iterable[str]
+) -> dict[str, Tensor]:
     """`θ ∘ Hθ` of the named parameters, summed over batches; H is the Hessian of the mean cross-entropy in them."""
     weights = {name: model.get_parameter(name) for name in names}
     parameters = list(weights.values())
     values = [parameter.detach() for parameter in parameters]
     sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     with dropping(False), sdpa_kernel(SDPBackend.MATH):  # faster kernels have no second derivative
-        for index, (inputs, labels) in enumerate(batches):
+        for index, inputs, labels in batches:
             logits = model(model.prepare(inputs))[0]  # [B, C]
             loss = F.cross_entropy(logits, labels.to(logits.device))
             if not loss.isfinite():

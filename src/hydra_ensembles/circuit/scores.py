@@ -106,7 +106,7 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
             begin_epoch(batches, 0, seed)
             fingerprint = fingerprints[name] = DataFingerprint()
             batch_keys: list[Keys] = []
-            for index, (batch, targets) in enumerate(iterate(batches, name, labelled=source == 0)):
+            for index, batch, targets in iterate(batches, name, labelled=source == 0):
                 checked = None if source else require_labels(targets, model.num_classes, name, index)
                 fingerprint.update(batch, checked)
                 batch_keys.append(sample_keys(batch))

@@ -60,8 +60,9 @@ def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None
         [[4, 3, 64, 64]]
     """
     with first_epoch(id_batches, derive_seed(seed, "synthetic")):
-        batches = [inputs for inputs, _ in iterate(id_batches, "id_batches", labelled=False)]
-    tensors = [_main_input(inputs, index) for index, inputs in enumerate(batches)]
+        numbered = [(index, inputs) for index, inputs, _ in iterate(id_batches, "id_batches", labelled=False)]
+    tensors = [_main_input(inputs, index) for index, inputs in numbered]
+    batches = [inputs for _, inputs in numbered]
     images = {key.dim() == 4 for _, key in tensors}
     if len(images) > 1:
         raise DataError("id_batches has images [B, C, H, W] in some batches and token ids [B, T] in others; give one")

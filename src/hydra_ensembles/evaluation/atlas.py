@@ -417,7 +417,7 @@ def sweep_all(
     with keeping as kept, tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
         for key, answers_of in seen.items():
             name, labelled = f"set {key!r}", answers_of.labelled
-            for index, (inputs, targets) in enumerate(iterate(batches[key], name, labelled=labelled)):
+            for index, inputs, targets in iterate(batches[key], name, labelled=labelled):
                 prepared = ensemble.prepare(inputs)
                 labels = require_labels(targets, ensemble.num_classes, name, index) if labelled else None
                 keys = sample_keys(inputs)

@@ -163,15 +163,17 @@ class Runner:
         try:
             pairs = iterate(batches, f"set {name!r}", labelled)
             quiet = not self.progress or ranks.rank > 0
-            bar = tqdm(pairs, name, length_of(batches), leave=False, disable=quiet, unit="batch")
-            for index, (inputs, targets) in enumerate(bar):
-                beginning = beginning or sample_keys(inputs).tobytes()
-                if index % ranks.size == ranks.rank:
-                    piece = self._run_batch(inputs, targets, name, index, labelled)
-                    pieces.append((index, piece))
-                    if self.keep:
-                        gallery = self._with_batch(gallery, name, seen, inputs, piece, labelled)
-                seen += size_of(inputs)
+            total = length_of(batches)
+            with tqdm(desc=name, total=total, leave=False, disable=quiet, unit="batch") as bar:
+                for index, inputs, targets in pairs:
+                    beginning = beginning or sample_keys(inputs).tobytes()
+                    if index % ranks.size == ranks.rank:
+                        piece = self._run_batch(inputs, targets, name, index, labelled)
+                        pieces.append((index, piece))
+                        if self.keep:
+                            gallery = self._with_batch(gallery, name, seen, inputs, piece, labelled)
+                    seen += size_of(inputs)
+                    bar.update(index + 1 - bar.n)
         except Exception as problem:
             error = problem  # `gather` raises it in all processes
         everything = chain.from_iterable(ranks.gather(pieces, error))

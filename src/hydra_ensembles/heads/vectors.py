@@ -42,7 +42,7 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
         by_layer.setdefault(head.layer, []).append(head)
     collected: dict[Head, list[Tensor]] = {head: [] for head in heads}
     with dropping(False), torch.no_grad():
-        for index, (inputs, _) in enumerate(iterate(batches, "batches", labelled=False)):
+        for index, inputs, _ in iterate(batches, "batches", labelled=False):
             for layer, vectors in _vectors_of(ensemble, inputs, by_layer):  # [B, H, d_k]
                 for head, vector in zip(by_layer[layer], vectors.float().cpu().unbind(1), strict=True):
                     check_finite(vector, f"vectors of head {head}, batch {index},", "batches")

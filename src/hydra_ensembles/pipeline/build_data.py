@@ -162,8 +162,8 @@ class BuildData:
         first = {name: data[0][0] for name, data in self.held_out.items() if data is not None}
         if self.train is not None:
             with first_epoch(self.train, derive_seed(self.seed, "train")):
-                first["train"], labels = next(iterate(self.train, "train", whole=False))
-            require_labels(labels, base.num_classes, "train")
+                index, first["train"], labels = next(iterate(self.train, "train", whole=False))
+            require_labels(labels, base.num_classes, "train", index)
         for name, inputs in first.items():
             try:
                 with torch.no_grad():
@@ -284,7 +284,7 @@ def read_all(batches: Batches, name: str, seed: int, classes: int | None = None)
     """
     in_memory: list[ReadBatch] = []
     with first_epoch(batches, derive_seed(seed, name)):
-        for index, (inputs, labels) in enumerate(iterate(batches, name, labelled=classes is not None)):
+        for index, inputs, labels in iterate(batches, name, labelled=classes is not None):
             sizes = {} if isinstance(inputs, Tensor) else {key: len(part) for key, part in inputs.items()}
             if len(set(sizes.values())) > 1:
                 raise DataError(f"batch {index} of {name} has different numbers of samples: {sizes}")

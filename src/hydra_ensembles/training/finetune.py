@@ -157,7 +157,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # correct, NLL, samples
         with evaluation_mode(self.model):
             batches = labelled(validation, self.model.num_classes, "validation")
-            for inputs, labels in islice(batches, ranks.rank, None, ranks.size):
+            for _, inputs, labels in islice(batches, ranks.rank, None, ranks.size):
                 target = labels.to(device)
                 with self.autocast():
                     logits = self.model(self.prepared(inputs))  # [M, B, C]

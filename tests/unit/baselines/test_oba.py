@@ -40,7 +40,7 @@ def test_the_hessian_product_is_that_of_finite_differences(kind):
     model = single(kind)
     data = some(model, (4, 3))
     names = list(removable_weights(model))
-    found = curvature(model, data, names)
+    found = curvature(model, [(0, *batch) for batch in data], names)
 
     def gradient(step):
         """Gradient of the summed losses at θ + step·θ, for the removable parameters."""
