@@ -97,17 +97,13 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
     return cls(**{name: _read(hints[name], item, f"{path}.{name}", complete) for name, item in values.items()})
 
 
-def require_types(settings: Any, prefix: str | None = None) -> None:
-    """Convert every field of a dataclass created in code to its annotated type, and check its range.
-
-    Errors name a field with the class, or with another `prefix`.
-    """
-    prefix = f"{type(settings).__name__}." if prefix is None else prefix
+def require_types(settings: Any) -> None:
+    """Convert every field of a dataclass created in code to its annotated type, and check its range."""
     hints = hints_of(type(settings), include_extras=True)
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         plain = value if dataclasses.is_dataclass(value) else to_plain(value)
-        typed = _read(hints[field.name], plain, f"{prefix}{field.name}", complete=False)
+        typed = _read(hints[field.name], plain, f"{type(settings).__name__}.{field.name}", complete=False)
         object.__setattr__(settings, field.name, typed)  # the classes are frozen
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..arguments import Count, PositiveShare, Rate
+from ..arguments import Checked, Count, PositiveShare, Rate
 from ..calibrate import calibrate as calibrate_ensemble
 from ..data.batching import batches
 from ..errors import ConfigError
@@ -16,7 +16,7 @@ from ..metrics.distance import FamiliarityChoice
 from ..model.ensemble import Ensemble
 from ..prediction import ScoreName
 from . import sources as source
-from .command import CommandSettings, command, option
+from .command import command, option
 from .predict_info import next_commands, preprocessing_of
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
@@ -63,7 +63,7 @@ def calibrate(settings: CalibrateSettings) -> None:
 
 
 @dataclass(frozen=True)
-class FuseSettings(CommandSettings):
+class FuseSettings(Checked):
     """Output and settings of `fuse`; see there for details."""
 
     output: str = option(..., "New folder for the fused model.")

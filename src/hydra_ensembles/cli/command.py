@@ -30,7 +30,7 @@ from rich.console import Console, RenderableType
 
 from ..errors import CheckpointError, ConfigError, ConversionError, HydraError
 from ..files import expanded, parse_json, read_file, write_atomically
-from ..schema import from_plain, nearest, require_types
+from ..schema import from_plain, nearest
 from ..training.recipe import Recipe
 
 FLAGS: Mapping[str, tuple[str, ...]] = {  # options with a name other than their setting's, or with a short form
@@ -170,13 +170,6 @@ def _options(settings: type) -> Iterator[dict[str, Any]]:
         yield _entry(name, Annotated[kind | None, typer.Option(*flags, show_default=shown, help=help[name])])
 
 
-class CommandSettings:
-    """Settings of a command, checked; errors name fields alone, since the class is not public."""
-
-    def __post_init__(self) -> None:
-        require_types(self, "")
-
-
 def option(default: Any, help: str) -> Any:
     """A settings field with the help text of its option; `...` as default makes it required."""
     if default is ...:
@@ -240,7 +233,10 @@ def read_settings(
         merged["recipe"] = read_recipe(merged.get("recipe"))
     for parameter, kind in kinds.items():
         names = [setting.name for setting in fields(kind) if setting.name in merged]
-        others[parameter] = kind(**{name: _listed(hints[name], merged[name]) for name in names})
+        try:
+            others[parameter] = kind(**{name: _listed(hints[name], merged[name]) for name in names})
+        except ConfigError as error:  # here settings have no class
+            raise ConfigError(str(error).replace(f"{kind.__name__}.", "")) from error
     return others
 
 
@@ -288,7 +284,8 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
 def assign(settings: dict[str, Any], change: str, hints: Mapping[str, Any]) -> None:
     """Set `name.name=value` in nested settings; a preset name becomes settings based on that preset.
 
-    `hints` are the types of the settings: a text is taken literally (`null` is None if allowed), all else is YAML.
+    `hints` are the types of the settings: a text is taken literally (`null`, or no text, is None if allowed), all else
+    is YAML.
     """
     path, separator, value = change.partition("=")
     *outer, name = path.split(".")
@@ -300,7 +297,7 @@ def assign(settings: dict[str, Any], change: str, hints: Mapping[str, Any]) -> N
         settings = settings[part]
     first, *inner = path.split(".")
     hint = functools.reduce(_type_within, inner, hints.get(first))
-    literal = _without_none(hint) is str and (hint is str or value != "null")
+    literal = _without_none(hint) is str and (hint is str or value not in ("", "null"))
     settings[name] = value if literal else parse_yaml(value, change)
 
 

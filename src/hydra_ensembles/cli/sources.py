@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .._utils import require, require_device, warn
-from ..arguments import END, Count, Range, Whole
+from ..arguments import END, Checked, Count, Range, Whole
 from ..classes import a_few, are_numbers, class_names_in, class_numbers, require_as_many, same_names
 from ..convert.altered import MERGE
 from ..convert.convert import convert, require_supported
@@ -30,7 +30,7 @@ from ..model.kinds import load
 from ..preprocessing import OTHER_CHANNELS, Interpolation
 from ..run_folder import IDENTITY, RESULT
 from ..schema import from_plain
-from .command import CommandSettings, did_you_mean, format_of, option
+from .command import did_you_mean, format_of, option
 
 TIMM, HUB, TORCHVISION, SUITE = "timm:", "hub:", "torchvision:", "suite:"
 TRANSFORMERS = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
@@ -43,7 +43,7 @@ ZERO_SHOT = "in Python, he.zero_shot(he.convert(model, processor=…), class_nam
 
 
 @dataclass(frozen=True)
-class ModelSettings(CommandSettings):
+class ModelSettings(Checked):
     """Which model, its device, and how to create it and preprocess inputs if its name does not determine that."""
 
     model: str = field(metadata={"help": "Folder, timm:NAME or hub:OWNER/NAME."})
@@ -272,7 +272,7 @@ def _require_no_code(source: str, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class DataSettings(CommandSettings):
+class DataSettings(Checked):
     """How data are read."""
 
     root: str | None = option(None, "Folder with the data of a suite.")

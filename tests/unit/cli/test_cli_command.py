@@ -14,6 +14,7 @@ import hydra_ensembles_cli
 from cli_cases import fail, run, succeed
 from hydra_ensembles.cli.build import BuildSources
 from hydra_ensembles.cli.command import read_settings, report_failure
+from hydra_ensembles.cli.evaluations import EvaluateSettings
 from hydra_ensembles.cli.main import TABLE, commands, table
 from hydra_ensembles.cli.predict_info import named_columns
 from hydra_ensembles.errors import ConfigError, ConversionError
@@ -87,12 +88,19 @@ def test_texts_are_taken_literally_and_the_choice_none_is_none():
     found = read_settings(KINDS, given, None, ("train=2024", "id=null", "prune=1"))["sources"]
     assert (found.columns, found.train, found.id) == ({"label": "stars #raw", "text": "No"}, "2024", None)
     assert named_columns(["label=stars #raw"]).label == "stars #raw"
+    given = {"model": "m", "id": "x", "name": "a name"}
+    for unset in ("name=", "name=null"):  # a text that may be None
+        assert read_settings({"settings": EvaluateSettings}, given, None, (unset,))["settings"].name is None
     assert settings(familiarity="none").familiarity is None
     assert settings(None, "familiarity=none").familiarity is None
 
 
 def test_settings_of_a_command_are_named_without_their_class():
-    assert fail("calibrate", "m", "--id", "x", "-o", "y", "--share", 1.5).startswith("error: share must be")
+    line = ["m", "--id", "x", "-o", "y"]
+    assert fail("calibrate", *line, "--share", 1.5).startswith("error: share must be")
+    assert fail("build", *line, "--set", "members=x").startswith("error: members must be")
+    assert fail("build", *line, "--set", "limit=x").startswith("error: limit must be")
+    assert fail("serve", "m", "--set", "timeout=x").startswith("error: timeout must be")
 
 
 @pytest.mark.parametrize(
