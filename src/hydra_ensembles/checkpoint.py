@@ -213,8 +213,8 @@ def push_checkpoint(
 def locate(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
     """The folder that contains a checkpoint: `source` itself, or the hub's cache after downloading its files.
 
-    An existing folder takes precedence; of the folder of a build it is the finished ensemble. Otherwise a string like
-    `owner/name` is a hub id; `hub:owner/name`, the form used on the command line, always is.
+    An existing folder takes precedence; of a build's folder without a model of its own it is the finished ensemble.
+    Otherwise a string like `owner/name` is a hub id; `hub:owner/name`, the form used on the command line, always is.
     """
     folder = files.expanded(source)
     if isinstance(source, str) and source.startswith(HUB):
@@ -223,7 +223,8 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
         if revision is not None:
             raise CheckpointError(f"revision is {revision!r}, but {source} is a folder; revisions belong to hub ids")
         finished = folder / RESULT
-        return finished if (folder / IDENTITY).is_file() and (finished / CONFIG).is_file() else folder
+        is_run = (folder / IDENTITY).is_file() and not (folder / CONFIG).is_file()
+        return finished if is_run and (finished / CONFIG).is_file() else folder
     if isinstance(source, Path) or folder.exists() or not HUB_ID.fullmatch(source):
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{source} {problem}; give the folder that save_pretrained wrote, or 'hub:owner/name'")

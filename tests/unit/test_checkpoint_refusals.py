@@ -60,7 +60,10 @@ def test_the_folder_of_a_build_means_its_finished_ensemble(folder: Path, tmp_pat
     assert_refused(tmp_path / "run", "one of base, ensemble")  # two models side by side are no build
     (tmp_path / "run" / "run.json").write_text("{}")
     shutil.rmtree(tmp_path / "run" / "base")
-    assert isinstance(he.load(tmp_path / "run"), Ensemble)
+    built = he.load(tmp_path / "run")
+    assert isinstance(built, Ensemble)
+    built.with_metadata(source="mine").save_pretrained(tmp_path / "run")
+    assert he.load(tmp_path / "run").metadata.source == "mine"
 
 
 def test_missing_folders_and_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

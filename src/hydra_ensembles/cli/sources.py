@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from .._utils import require, require_device, warn
 from ..arguments import END, Checked, Count, Range, Whole
+from ..checkpoint import locate
 from ..classes import a_few, are_numbers, class_names_in, class_numbers, require_as_many, same_names
 from ..convert.altered import MERGE
 from ..convert.convert import convert, require_supported
@@ -28,7 +29,7 @@ from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.kinds import load
 from ..preprocessing import OTHER_CHANNELS, Interpolation
-from ..run_folder import IDENTITY, RESULT
+from ..run_folder import IDENTITY
 from ..schema import from_plain
 from .command import did_you_mean, format_of, option
 
@@ -147,10 +148,10 @@ def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
 
 def _from_folder(folder: Path, settings: ModelSettings) -> Ensemble | DualEncoder:
     """Load a folder written by a supported library, or the run folder of `build`."""
-    run = folder / IDENTITY
-    is_run = run.is_file() and format_of(run) != EVALUATION  # `evaluate run` writes one of this name
-    path = (folder / RESULT if is_run else folder) / "config.json"
+    path = locate(folder) / "config.json"
     if not path.is_file():
+        run = folder / IDENTITY
+        is_run = run.is_file() and format_of(run) != EVALUATION  # `evaluate run` writes one of this name
         hint = "run the same build again" if is_run else "give the folder that save_pretrained wrote"
         if (folder / "adapter_config.json").is_file():
             hint = f"it holds only adapters: {MERGE}, and save the result"

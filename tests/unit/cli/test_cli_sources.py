@@ -56,6 +56,9 @@ def test_a_run_folder_stands_for_its_result(run_folder, tmp_path):
     assert "no finished ensemble" in fail("info", tmp_path)
     (tmp_path / "run.json").write_text('{"format": "hydra_ensembles.evaluation"}')  # as `evaluate run` writes it
     assert "has no config.json" in fail("info", tmp_path)
+    shutil.copytree(run_folder, tmp_path / "both")
+    shutil.copytree(run_folder / "base", tmp_path / "both", dirs_exist_ok=True)  # a model saved in the folder itself
+    assert load_classifier(ModelSettings(str(tmp_path / "both"))).num_members == 1
 
 
 @pytest.mark.parametrize(
