@@ -58,7 +58,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         StorageError: The disk refuses it, or the path exists and is not a regular file (a device, say, which would be
             replaced by one). The previous content is untouched.
     """
-    require_replaceable(path)
+    require_regular(path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_dead(path)
@@ -77,7 +77,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             raise
 
 
-def require_replaceable(path: Path) -> None:
+def require_regular(path: Path) -> None:
     """Refuse a path that exists and is not a regular file."""
     with writing(path):
         if path.exists() and not path.is_file():

@@ -47,7 +47,7 @@ EXCLUDES: Mapping[str, tuple[str, Any]] = {  # settings that replace another one
     "learning_rate": ("grid", ()),
     "grid": ("learning_rate", None),
 }
-REPLACED = ("", ".txt", ".csv", ".tsv", ".jsonl", ".md", ".tex", ".html", ".log", ".out")  # suffixes of written texts
+HEAD = 8192  # bytes at the start of a file that show whether it is text, as in git
 WIDE = 240  # width, in characters, of a terminal table written to a file
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -329,24 +329,37 @@ def emit_json(result: Any) -> None:
 
 
 def format_of(file: Path) -> object:
-    """The `format` that a JSON file states; None without one."""
-    data = parse_json(read_file(file), str(file), foreign=True)
+    """The `format` that a JSON file states; None without one, or if it is no JSON."""
+    try:
+        data = parse_json(read_file(file), str(file), foreign=True)
+    except CheckpointError:
+        return None
     return data.get("format") if isinstance(data, dict) else None
 
 
 def require_replaceable(output: Path | None, kind: str | None = None, inputs: Iterable[str | Path] = ()) -> None:
-    """Refuse an output that is an input, or a file of another kind: the `format` of JSON, or None for text."""
+    """Refuse an output that is an input, or a file of another kind: the `format` of JSON, or None for text.
+
+    A text replaces any file that could be one: not settings in YAML, JSON of this library, or a binary file.
+    """
     path = None if output is None else expanded(output)
     if path is None or not path.is_file():
         return
     if any(expanded(one).exists() and path.samefile(expanded(one)) for one in inputs):
         raise ConfigError(f"output is {output}, which is also an input; give another --output")
-    try:
-        same = path.suffix.lower() in REPLACED if kind is None else format_of(path) == kind
-    except CheckpointError:
-        same = False
+    suffix = path.suffix.lower()
+    if kind is None:
+        same = suffix not in (".yaml", ".yml") and not _is_binary(path)
+        same = same and (suffix != ".json" or format_of(path) is None)
+    else:
+        same = format_of(path) == kind
     if not same:
         raise ConfigError(f"{output} exists, and is not what this command writes; remove it, or give another --output")
+
+
+def _is_binary(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" in file.read(HEAD)
 
 
 def emit(content: str | RenderableType, output: Path | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from ..arguments import checked
 from ..errors import DataError
-from ..files import DIGEST, expanded, read_object, require_replaceable, unsealed, write_sealed
+from ..files import DIGEST, expanded, read_object, require_regular, unsealed, write_sealed
 from ..fingerprints import SetTrace
 from ..metrics.bootstrap import Interval
 from ..metrics.distance import FittedName
@@ -349,7 +349,7 @@ class Evaluation:
         existing logits file in place: it may have been loaded without them.
         """
         file = expanded(path)
-        require_replaceable(file)  # before the logits are written
+        require_regular(file)  # before the logits are written
         digest = self.logits_digest if self.logits is None else self.logits.save(logits_path(file))
         write_sealed(file, replace(self, logits_digest=digest).to_dict())
 

@@ -87,10 +87,16 @@ def test_neither_inputs_nor_files_of_another_kind_are_replaced(text_folder, tmp_
         (tmp_path / name).write_text("text\na good film\n")
     line = ["predict", text_folder, tmp_path / "in.csv", "-f", "csv", "-o"]
     assert "is also an input" in fail(*line, tmp_path / "in.csv")
-    assert "is not what" in fail(*line, tmp_path / "other.json")
     assert "is not what" in fail("bench", text_folder, "-o", tmp_path / "other.json")
-    succeed(*line, tmp_path / "out.csv")
-    assert "confidence" in (tmp_path / "out.csv").read_text()
+    (tmp_path / "run.json").write_text('{"format": "hydra_ensembles build 1"}')
+    (tmp_path / "run.yaml").write_text("members: 3")
+    Image.new("RGB", (8, 8)).save(tmp_path / "image", "png")
+    for name in ("run.json", "run.yaml", "image"):
+        assert "is not what" in fail(*line, tmp_path / name)
+    for name in ("out.csv", "other.json", "answers.json", "answers.ndjson", "2026-01-31", "table.rst"):
+        for _ in range(2):
+            succeed(*line, tmp_path / name)
+        assert "confidence" in (tmp_path / name).read_text()
 
 
 def test_no_threshold_no_verdict(run_folder, world):
