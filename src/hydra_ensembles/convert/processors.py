@@ -321,7 +321,8 @@ def _read_composed(processor: Any) -> ImagePreprocessing:
     unread += [f"{name} (twice)" for name in names if names.count(name) > 1]
     sides = np.atleast_1d(getattr(resize, "size", ())).tolist()
     squash = len(sides) == 2 and type(resize).__name__ == "Resize"
-    if any(getattr(resize, name, None) for name in _UNREAD) or getattr(resize, "antialias", None) is False:
+    rounds = type(resize).__name__ == "ResizeKeepRatio" and len(set(sides)) == 1  # the long side; we cut it there
+    if rounds or any(getattr(resize, name, None) for name in _UNREAD) or getattr(resize, "antialias", None) is False:
         unread.append(f"{resize}")
     if unread or resize is None or not (crop or squash):
         raise _unread(processor, "image", of=f"the step {unread[0]} of " if unread else "")

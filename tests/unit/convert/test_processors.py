@@ -216,6 +216,7 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
         (transforms.Compose([resize, tensor]), "Compose is not read"),  # would give images of different sizes
         (transforms.Compose([resize, crop, transforms.RandomHorizontalFlip(), tensor]), "RandomHorizontalFlip of"),
         (timm.data.create_transform((3, 64, 48), crop_mode="border"), "CenterCropOrPad of"),
+        (transforms.Compose([timm.data.transforms.ResizeKeepRatio(64), crop, tensor]), "step ResizeKeepRatio"),
         (transforms.Compose([tensor, transforms.Resize(64, antialias=False), crop]), "Compose is not read"),
         (transforms.Compose([resize, crop]), "small example"),
     ]:
