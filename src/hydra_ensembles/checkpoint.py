@@ -112,9 +112,10 @@ def _require_no_others(folder: Path) -> None:
     """Refuse a folder with files that a save would replace, unless an earlier save wrote them."""
     theirs = [name for name in (WEIGHTS, TOKENIZER, CARD) if (folder / name).exists()]
     if theirs and not (folder / CONFIG).exists():
+        way = f"give a new folder{f', or remove {CARD}' if theirs == [CARD] else ''}"
         raise CheckpointError(
             f"{folder} holds {', '.join(theirs)}, and no model of this library that they belong to; saving would "
-            "replace them: give a new folder"
+            f"replace them: {way}"
         )
 
 

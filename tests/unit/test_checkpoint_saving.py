@@ -117,6 +117,9 @@ def test_a_folder_of_another_library_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors, README\.md"):
         ensemble(single()).save_pretrained(tmp_path)
     assert [path.read_text() for path in tmp_path.glob("[!.]*")] == [content] * 2
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"or remove README\.md"):
+        ensemble(single()).save_pretrained(tmp_path)
 
 
 def test_files_and_folders_respect_the_umask(tmp_path: Path) -> None:

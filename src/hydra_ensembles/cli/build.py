@@ -62,9 +62,7 @@ def ood_sources(specs: tuple[str, ...]) -> list[tuple[str | None, str]]:
     """Name (None: the data's own) and data of each given OOD source; empty for `synthetic`, which must stand alone."""
     if SYNTHETIC in specs and len(specs) > 1:
         raise DataError(f"ood is either {SYNTHETIC} or data that you give, not both; got {', '.join(specs)}")
-    paths = [(None, spec) for spec in specs if source.existing_path(spec)[0] is not None]  # a path may contain "="
-    others = [spec for spec in specs if spec != SYNTHETIC and (None, spec) not in paths]
-    return [*paths, *((name, data) for _, name, data in grouped_specs(others))]
+    return [(name, data) for _, name, data in grouped_specs([spec for spec in specs if spec != SYNTHETIC])]
 
 
 @command

@@ -333,7 +333,7 @@ def preprocessing_of(ensemble: Ensemble) -> str:
     facts = _facts(ensemble)
     origin = ensemble.metadata.preprocessing_from
     if facts["preprocessing"] is None:
-        return f"unknown: the model takes {ensemble.kind} tensors only"
+        return f"unknown: the model takes {ensemble.kind} tensors only" + (f" ({origin})" if origin else "")
     return _value(facts["preprocessing"]) + (f" (from: {origin})" if origin else "")
 
 

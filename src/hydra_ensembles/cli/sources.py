@@ -381,7 +381,8 @@ def require_preprocessing(model: Ensemble) -> None:
         missing = "tokenizer" if model.kind == "text" else "image processor"
         other = getattr(model.config.stem, "channels", 3) not in (1, 3)
         advice = f"{OTHER_CHANNELS}, in Python" if other else f"Save its {missing} into the same folder"
-        raise DataError(f"the model has no preprocessing. {advice}")
+        why = f" ({model.metadata.preprocessing_from})" if model.metadata.preprocessing_from else ""
+        raise DataError(f"the model has no preprocessing{why}. {advice}")
 
 
 def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labelled: bool = True) -> AnyDataset:

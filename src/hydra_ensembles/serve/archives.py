@@ -134,7 +134,9 @@ class Archive:
         """The item; without its text if that is not UTF-8, or one text where a pair is needed."""
         text = item.content if isinstance(item.content, str | tuple) else ""
         if _NOT_UTF_8.search("".join(text)):
-            return replace(item, content=None, error="it is not valid UTF-8; save the file as UTF-8")
+            return replace(
+                item, content=None, error="its text is not valid UTF-8; repair it, or save the file as UTF-8"
+            )
         if isinstance(item.content, str) and len(self._needed) > 1:
             return replace(item, content=None, error=f"there is no text in column {self._needed[1]!r}")
         return item

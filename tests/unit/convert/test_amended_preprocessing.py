@@ -53,6 +53,8 @@ def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], channels
     if "border" in changes.values():
         with pytest.raises(he.HydraError, match="'border'"):
             he.convert(model).predict(Image.new("RGB", (40, 40)))
+        with pytest.raises(he.HydraError, match=r"no preprocessing \(timm's crop_mode 'border'"):
+            require_preprocessing(he.convert(model))  # on the command line
     assert ("assumed" in found.preprocessing_from) == (changes.get("mean", MEAN) is None)
 
 
