@@ -8,6 +8,7 @@ from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
 from studies.results import ROOT, load, markdown
 
+
 def fusion_table() -> str:
     """A table for the documents: every way to fuse the same three members."""
     result = load("fusion_dinov2_cifar10.json")

@@ -109,8 +109,8 @@ def summary_table(studies: Sequence[Study]) -> str:
     note = (
         "Gains over Single on the same seeds: NLL after calibration; *near*: AUROC of near-OOD inputs by the largest "
         f"probability, in points. **Better** or *worse* where significant {BEYOND}. Trainings: of a whole model, "
-        "Single's included. Price: inference time relative to Single's, on CIFAR-100. *D.2*: the paper's training after "
-        "pruning. Intervals and more rows: [findings](findings.md#gains-with-intervals)."
+        "Single's included. Price: inference time relative to Single's, on CIFAR-100. *D.2*: the paper's training "
+        "after pruning. Intervals and more rows: [findings](findings.md#gains-with-intervals)."
     )
     columns = [title for study in shown for title in (f"{TITLES[study.name]}: NLL ↓", "near ↑")]
     return markdown(["", "trainings ↓", "price ↓", *columns], lines, note)
