@@ -169,7 +169,7 @@ class Scorer:
         if absent:
             raise DataError(f"the batch has no column {absent[0]!r} or {names[0]!r}; it has {sorted(batch)}")
         both = [name for name in (self.columns.text, *pair) if name in batch]
-        if len(both) < 2 or self.ensemble.kind == "image":
+        if len(both) < 2:  # images, or texts alone
             return self.ready(list(batch[raw[0]]), kept)
         found = [text_in(both, cells) for cells in zip(*(batch[name] for name in both), strict=True)]
         return self.ready([text for text, _ in found], kept, [problem for _, problem in found])
@@ -197,7 +197,7 @@ class Scorer:
                 outputs = columns(self.ensemble.predict(inputs, check_finite=False))
             if remarks and self.ensemble.kind == "text":  # notes on images: see `_images`
                 for row in rows:
-                    notes[row] = "; ".join([notes[row], *remarks] if notes[row] else remarks)
+                    notes[row] = "; ".join(filter(None, [notes[row], *remarks]))
             finite = np.isfinite(outputs["member_logits"]).all(axis=(1, 2))  # [B]
             answered = np.asarray(rows)[finite]
             for field in fields:
