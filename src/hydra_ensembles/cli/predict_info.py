@@ -34,16 +34,7 @@ from ..report.compare import save_costs
 from ..report.table import csv_text
 from ..schema import from_plain, to_plain
 from ..serve.archives import LINES
-from .command import (
-    Json,
-    NamedColumns,
-    assign,
-    command,
-    did_you_mean,
-    emit,
-    emit_json,
-    require_replaceable,
-)
+from .command import Json, NamedColumns, assign, command, did_you_mean, emit, emit_json, require_replaceable
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model, require_preprocessing
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")  # in `prediction.OUTPUTS`
@@ -51,7 +42,6 @@ IN_TABLE = ("confidence", "epistemic", "familiarity")  # those that fit into a t
 LONGEST = 60  # maximum number of characters of an input in a table
 KEPT, PRUNED = "■", "·"
 SHOWN = 12  # maximum number of list items to print
-MOST_DIGITS = 5  # maximum number of digits of a batch size
 TOKENS = 128  # length of the texts in `bench`, unless the model's maximum is smaller
 
 NamedItem = tuple[str, Callable[[], Any]]
@@ -111,9 +101,8 @@ def predict(
         print("no verdict: this model has no calibrated threshold; calibrate stores one, or give --threshold",
               file=sys.stderr)  # fmt: skip
     if first is not None:
-        raise DataError(
-            f"{len(problems)} of {len(items)} inputs have no answer, the others do; the first: {first}"
-        ) from first
+        missing = f"{len(problems)} of {len(items)} inputs have no answer, the others do"
+        raise DataError(f"{missing}; the first: {first}") from first
 
 
 def named_columns(pairs: Iterable[str] | None) -> Columns:
@@ -169,10 +158,8 @@ def _texts(argument: str, path: Path) -> list[str]:
     if path.is_dir():
         raise DataError(f"{path} is a folder, but the model reads text; give a file with one text per line")
     if argument != "-" and path.suffix.lower() not in ("", LINES):
-        raise DataError(
-            f"{path} has an unknown suffix; accepted suffixes: {', '.join((LINES, *TABLE_SUFFIXES))}. Rename it to "
-            f"{LINES} if it has one text per line, to .jsonl if it has one JSON object per line"
-        )
+        known = f"{', '.join(TABLE_SUFFIXES)}, or {LINES} for one text per line"
+        raise DataError(f"{path} is no file of texts by its suffix; accepted are {known}. Rename it")
     source = "standard input" if argument == "-" else path
     try:
         content = sys.stdin.read() if argument == "-" else read_file(path, most=None).decode("utf-8")
@@ -378,24 +365,22 @@ def bench(
       hydra-ensembles bench run --batch 1,8,32 --baseline single --baseline deep --output evaluations/costs.json
     """
     sizes = batch.split(",")
-    if not all(size.isdecimal() and len(size) <= MOST_DIGITS and int(size) for size in sizes):
-        raise ConfigError(
-            f"batch takes positive whole numbers of up to {MOST_DIGITS} digits, such as 1,8,32; got {batch}"
-        )
+    if not all(re.fullmatch(r"[1-9]\d{0,4}", size) for size in sizes):
+        raise ConfigError(f"batch takes positive whole numbers of up to 5 digits, such as 1,8,32; got {batch}")
     require_replaceable(output, COSTS)
     ensemble = load_classifier(model)
     title = name or model.own_name
-    models: dict[str, Ensemble] = {}
+    members = {"single": 1, "deep": ensemble.num_members}
+    measured: dict[str, Callable[[Any], Any]] = {}
     for kind in baseline or ["single"]:
-        models[kind] = _whole(ensemble, 1 if kind == "single" else ensemble.num_members)
-    if title in models:
+        measured[kind] = _whole(ensemble, members[kind])
+    if title in measured:
         raise ConfigError(f"the model and a baseline are both called {title!r}; give the model another name")
-    measured: dict[str, Callable[[Any], Any]] = {**models, title: ensemble}
+    measured[title] = ensemble
     if optimize:
         measured[f"{title}, optimized"] = ensemble.optimize()
-    costs: list[Cost] = []
-    for size in sizes:
-        costs += measure_costs(measured, _inputs(ensemble, int(size)), repeats=repeats)
+    by_size = [measure_costs(measured, _inputs(ensemble, int(size)), repeats=repeats) for size in sizes]
+    costs = [cost for one_size in by_size for cost in one_size]
     if output is not None:
         save_costs(output, costs)
     if as_json:
