@@ -337,8 +337,6 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
     evaluations: list[Evaluation] = []
     costs: list[Cost] = []
     for path in paths:
-        if not path.exists():
-            raise DataError(f"{path} does not exist; give saved evaluations (.json) or folders that hold them")
         count = len(evaluations) + len(costs)
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
             kind = format_of(file)
@@ -346,8 +344,6 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
                 evaluations.append(Evaluation.load(file))
             elif kind == COSTS:
                 costs += load_costs(file)
-            elif not path.is_dir():
-                raise DataError(f"{file} is neither a saved evaluation nor a table of costs")
         if len(evaluations) + len(costs) == count:
-            raise DataError(f"no saved evaluation found in {path}; hydra-ensembles evaluate MODEL writes one")
+            raise DataError(f"no saved evaluation or costs in {path}; hydra-ensembles evaluate MODEL writes one")
     return evaluations, costs

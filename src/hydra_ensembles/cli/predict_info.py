@@ -88,21 +88,22 @@ def predict(
     # texts of similar length form a batch: padding costs as much as text
     lengths = [len(str(read())) if ensemble.kind == "text" else 0 for _, read in items]
     order = sorted(range(len(items)), key=lengths.__getitem__)
-    problems: dict[int, DataError] = {}
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, Any] | DataError] = {}
     for start in range(0, len(items), batch_size):
-        found |= _answered(ensemble, {index: items[index] for index in order[start : start + batch_size]}, problems)
-    first = problems[min(problems)] if problems else None
-    if first is not None and not found:
-        raise first
-    answers = [found[index] for index in sorted(found)]
+        chosen = order[start : start + batch_size]
+        found |= zip(chosen, _answered(ensemble, [items[index] for index in chosen]), strict=True)
+    in_order = [found[index] for index in range(len(items))]
+    problems = [answer for answer in in_order if isinstance(answer, DataError)]
+    answers = [answer for answer in in_order if not isinstance(answer, DataError)]
+    if not answers:
+        raise problems[0]
     emit(_formatted(answers, format), output)
     if answers[0]["verdict"] is None:
         print("no verdict: this model has no calibrated threshold; calibrate stores one, or give --threshold",
               file=sys.stderr)  # fmt: skip
-    if first is not None:
+    if problems:
         missing = f"{len(problems)} of {len(items)} inputs have no answer, the others do"
-        raise DataError(f"{missing}; the first: {first}") from first
+        raise DataError(f"{missing}; the first: {problems[0]}") from problems[0]
 
 
 def named_columns(pairs: Iterable[str] | None) -> Columns:
@@ -175,19 +176,12 @@ def _texts(argument: str, path: Path) -> list[str]:
     return texts
 
 
-def _answered(
-    ensemble: Ensemble, items: Mapping[int, NamedItem], problems: dict[int, DataError]
-) -> dict[int, dict[str, Any]]:
-    """Answers to a batch, by index; if it fails, each input is tried alone, and errors are added to `problems`."""
+def _answered(ensemble: Ensemble, items: Sequence[NamedItem]) -> list[dict[str, Any] | DataError]:
+    """Answers to a batch; if it fails, each input is tried alone, and has an answer or its error."""
     try:
-        prediction = ensemble.predict([read() for _, read in items.values()])
-        return dict(zip(items, _answers([name for name, _ in items.values()], prediction), strict=True))
+        return [*_answers([name for name, _ in items], ensemble.predict([read() for _, read in items]))]
     except DataError as error:
-        if len(items) == 1:
-            problems |= dict.fromkeys(items, error)
-            return {}
-        alone = [_answered(ensemble, {index: item}, problems) for index, item in items.items()]
-        return {index: answer for one in alone for index, answer in one.items()}
+        return [error] if len(items) == 1 else [answer for item in items for answer in _answered(ensemble, [item])]
 
 
 def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any]]:

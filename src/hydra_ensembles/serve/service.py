@@ -256,9 +256,7 @@ class Service:
         return int(size[0]), int(size[1])
 
     def lengths(self) -> list[int]:
-        """Lengths that texts are padded to; empty for image models and for models without a padding mask."""
-        if self.kind == "image":
-            return []
+        """Lengths that texts are padded to; empty for models without a padding mask."""
         most: int = self.ensemble.config.stem.max_tokens
         most = min(most, getattr(self.preprocessing, "max_length", most))
         if getattr(self.preprocessing, "pad_to_max", False):
