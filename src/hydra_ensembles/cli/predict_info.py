@@ -373,8 +373,9 @@ def bench(
     measured[title] = ensemble
     if optimize:
         measured[f"{title}, optimized"] = ensemble.optimize()
-    by_size = [measure_costs(measured, _inputs(ensemble, int(size)), repeats=repeats) for size in sizes]
-    costs = [cost for one_size in by_size for cost in one_size]
+    costs: list[Cost] = []
+    for size in sizes:
+        costs += measure_costs(measured, _inputs(ensemble, int(size)), repeats=repeats)
     if output is not None:
         save_costs(output, costs)
     if as_json:

@@ -27,7 +27,7 @@ from ..errors import CheckpointError, ConfigError, ConversionError, DataError
 from ..files import expanded, parse_json, plain_file, read_file
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from ..model.kinds import load
+from ..model.kinds import load, require_ensemble
 from ..preprocessing import Interpolation
 from ..schema import from_plain
 from .command import CommandSettings, did_you_mean, option
@@ -36,7 +36,6 @@ TIMM, HUB, TORCHVISION, SUITE = "timm:", "hub:", "torchvision:", "suite:"
 TRANSFORMERS = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
 SEED = 0  # `limit` always keeps the same samples
 USUAL_BATCH = 64
-ZERO_SHOT = "in Python, he.zero_shot(he.convert(model, processor=…), class_names) makes a classifier of it"
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -90,12 +89,7 @@ class ModelSettings(CommandSettings):
 
 def load_classifier(settings: ModelSettings) -> Ensemble:
     """Load the model as an ensemble; raise `HydraError` if it does not exist or is not a classifier."""
-    model = load_model(settings)
-    if isinstance(model, DualEncoder):
-        raise ConfigError(f"{settings.model} is a dual encoder (CLIP); commands take classifiers; {ZERO_SHOT}")
-    if not model.num_classes:
-        raise ConfigError(f"{settings.model} has no classifier; fine-tune it on your classes first")
-    return model
+    return require_ensemble(load_model(settings), "this command", classifies=True)
 
 
 def further(settings: ModelSettings, name: str) -> ModelSettings:
@@ -213,7 +207,8 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
         if refusal(kind, *names) is not None:
             raise ConversionError(f"{source}: {explain(described, kind, *names)}")
         remedy = "fine-tune it by AutoModelFor…Classification, or by he.convert(model, num_labels=…) and he.finetune"
-        remedy = ZERO_SHOT if {"text_config", "vision_config"} <= config.keys() else remedy
+        if {"text_config", "vision_config"} <= config.keys():
+            remedy = "in Python, he.zero_shot(he.convert(model, processor=…), class_names) makes a classifier of it"
         raise ConversionError(format_refusal(f"{source} is a {described}", "it has no trained classifier", remedy))
     require_supported(getattr(transformers, chosen), kind)
     try:

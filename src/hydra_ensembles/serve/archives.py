@@ -93,20 +93,21 @@ class Archive:
         excluded = None if without is None else without.resolve()
         present = files_below(self.path, excluded) if self.path.is_dir() else [self.path]
         self._readers = {file: by_suffix[_suffix(file)] for file in present if _suffix(file) in by_suffix}
-        self.ignored = len(present) - len(self._readers)
-        if not self._readers:
+        self.files = list(self._readers)
+        self.ignored = len(present) - len(self.files)
+        if not self.files:
             raise DataError(f"{self.path} has no {kind}s ({self.ignored} other files); give {', '.join(by_suffix)}")
         self._require_column()
 
     def identity(self) -> dict[str, Any]:
         """Identifies the archive when a run resumes: paths, sizes and modification times of its files."""
-        facts = [[self._name(file), file.stat().st_size, file.stat().st_mtime_ns] for file in self._readers]
+        facts = [[self._name(file), file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
         return {"files": len(facts), "digest": digest_of(facts)}
 
     def count(self) -> int | None:
         """Number of items; None if counting requires reading everything."""
         total = 0
-        for file in self._readers:
+        for file in self.files:
             if file.suffix.lower() in IMAGE_SUFFIXES:
                 total += 1
             elif file.suffix.lower() == ".parquet":
@@ -246,7 +247,7 @@ class Archive:
 
     def _require_column(self) -> None:
         """Raise early if the first table lacks a column; a later table that lacks one is reported as an item."""
-        table = next((file for file in self._readers if file.suffix.lower() in TABLE_SUFFIXES), None)
+        table = next((file for file in self.files if file.suffix.lower() in TABLE_SUFFIXES), None)
         if table is None:
             if self.keep:
                 raise DataError(f"{self.path} has no tables, so there are no columns {list(self.keep)} to keep")
