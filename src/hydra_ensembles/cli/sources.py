@@ -96,7 +96,7 @@ def further(settings: ModelSettings, name: str) -> ModelSettings:
     """Settings of another training of the same model: a folder or name, or a weights file like the first one's."""
     if name.endswith(".safetensors"):
         if settings.weights is None:
-            raise ConfigError(f"{name} is a file of weights; then the first model is timm:NAME with --weights, too")
+            raise ConfigError(f"{name} is a file of weights; name the first model as timm:NAME with --weights FILE")
         return replace(settings, weights=name)
     if settings.weights is not None and name.startswith(TIMM):
         raise ConfigError(f"{name} would have timm's own weights; name a file instead, such as {settings.weights}")
@@ -185,7 +185,7 @@ def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> En
     try:
         model = timm.create_model(name, pretrained=state is None, **options).eval()
     except Exception as error:  # timm also raises errors of the model, the hub client and its HTTP library
-        raise CheckpointError(f"timm could not make {name}: {error!r}") from error
+        raise CheckpointError(f"timm could not make {name}: {error!r}; check options and connection") from error
     if state is not None:
         try:
             model.load_state_dict(state)

@@ -214,10 +214,9 @@ def model_metadata(service: Service) -> dict[str, Any]:
         datatype = NAMES.get(field.dtype, "FP32")
         return {"name": field.name, "datatype": datatype, "shape": [-1, *field.shape]}
 
-    size = service.image_size()
     inputs = [described(field) for field in service.inputs]
-    if size is not None:
-        inputs[0] |= {"datatype": "FP32", "shape": [-1, service.inputs[0].shape[0], *size]}
+    if service.image_size is not None:
+        inputs[0] |= {"datatype": "FP32", "shape": [-1, service.inputs[0].shape[0], *service.image_size]}
     return {
         "name": service.settings.name,
         "versions": ["1"],

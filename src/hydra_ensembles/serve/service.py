@@ -144,6 +144,8 @@ class Service:
         # class names, or class indices if it has none
         self.labels = ensemble.verified_metadata().labels or tuple(map(str, range(ensemble.num_classes)))
         self.preprocessing = ensemble.metadata.preprocessing
+        size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
+        self.image_size = tuple(map(int, size)) if self.kind == "image" else None  # that plans are warm for
         calibration = ensemble.metadata.calibration or Calibration()
         of_probs = calibration.calibrates == "probs"  # a temperature of the logits is already applied to them
         self._temperature = np.array(calibration.temperature if of_probs else (1.0,))[:, None]  # [1 or M, 1]
@@ -197,7 +199,7 @@ class Service:
             if self.kind == "image":
                 warn_of_raw_pixels(main, self.preprocessing)
         self._require_few(len(main))
-        size = self.image_size()
+        size = self.image_size
         if size is not None and tuple(main.shape[2:]) != size:
             raise RequestError(f"images are {list(main.shape[2:])}; this server takes {list(size)}, height and width")
         if main.is_floating_point() and not bool(main.isfinite().all()):
@@ -248,13 +250,6 @@ class Service:
             if passes > MAX_SCANS:
                 raise RequestError(f"image {index} is a JPEG of over {MAX_SCANS} passes; store it in fewer", 413)
 
-    def image_size(self) -> tuple[int, int] | None:
-        """Height and width of the images that plans are warm for; None for text models."""
-        if self.kind != "image":
-            return None
-        size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
-        return int(size[0]), int(size[1])
-
     def lengths(self) -> list[int]:
         """Lengths that texts are padded to; empty for models without a padding mask."""
         most: int = self.ensemble.config.stem.max_tokens
@@ -294,9 +289,8 @@ class Service:
 
     def examples(self) -> list[Sample]:
         """A blank row of every shape that is known in advance."""
-        size = self.image_size()
-        if size is not None:
-            return [Sample({self._main: torch.zeros(self.inputs[0].shape[0], *size)})]
+        if self.image_size is not None:
+            return [Sample({self._main: torch.zeros(self.inputs[0].shape[0], *self.image_size)})]
         return [self.tensors({self._main: torch.zeros(1, length, dtype=torch.long)})[0] for length in self.lengths()]
 
     def plain(self, answer: Answer, notes: Sequence[str] = ()) -> dict[str, Any]:
