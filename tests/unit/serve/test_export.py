@@ -194,8 +194,8 @@ def test_what_cannot_be_exported_is_named(monkeypatch, tmp_path: Path) -> None:
     one = served("image")
     pretend(monkeypatch, one)
     for model, file, options, error, token in (
-        (one, "model.bin", {}, ConfigError, "no known format has; use .onnx for onnx"),
-        (one, "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2', which is not the one for onnx"),
+        (one, "model.bin", {}, ConfigError, "'.bin'; use .onnx for onnx"),
+        (one, "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2'; use .onnx for onnx"),
         (one, "model.pt2", {"examples": torch.zeros(1, 3, 4, 4)}, DataError, "4"),
         (ensemble(map_pooled()), "model.pt2", {}, ConfigError, "classifier"),
         (dual_of(DUAL_CASES[0]), "model.pt2", {}, ConfigError, "zero_shot"),
