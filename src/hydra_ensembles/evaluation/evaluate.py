@@ -224,9 +224,8 @@ def warn_of_missed_shares(
         if chance_of_fewer(round(share * samples), samples, promised, reference.samples) < _CHANCE:
             warn(
                 f"{100 * share:.4g} % of the {samples:,} samples of {title} are {word} enough to be accepted, "
-                f"significantly fewer than the {100 * promised:.4g} % promised for inputs like the "
-                f"{reference.samples:,} that set the threshold: these inputs differ from those, or those trained the "
-                "model; calibrate on data like these"
+                f"significantly fewer than the {100 * promised:.4g} % promised for inputs like those that set the "
+                "threshold: these differ, or those trained the model; calibrate on data like these"
             )
 
 
