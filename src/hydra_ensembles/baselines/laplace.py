@@ -129,10 +129,7 @@ class Curvature:
         self.sums += torch.einsum("bce,bi,bj->ciej", spread, features, features)
 
     def posterior(self, mean: Tensor, prior: float | None, samples: int | None = None) -> "Posterior":
-        """The normal distribution around `mean` `[C, d]`, with the given prior or that of maximal marginal likelihood.
-
-        If `samples` is given, the curvature is scaled up to that many samples.
-        """
+        """The normal distribution around `mean` `[C, d]`, with the prior (None: the likeliest), for so many samples."""
         axes: tuple[Tensor, ...] | None = None
         if self.structure == "diag":
             values = self.sums.flatten()
@@ -164,14 +161,11 @@ def likeliest_prior(values: Tensor, mean: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Posterior:
-    """A normal distribution of classifiers: precisions `values + prior` along `axes` (None: along the parameters).
-
-    Two matrices are the eigenvectors of outputs and inputs (a Kronecker product), one those of all parameters.
-    """
+    """A normal distribution of classifiers: precisions `values + prior` along `axes` (None: along the parameters)."""
 
     mean: Tensor  # [C, d]
     values: Tensor  # [C·d]
-    axes: tuple[Tensor, ...] | None
+    axes: tuple[Tensor, ...] | None  # eigenvectors of outputs and inputs (a Kronecker product), or of all parameters
     prior: float
 
     def draw(self, count: int, seed: int) -> Tensor:

@@ -50,18 +50,14 @@ class Packed(Checked):
         sizes = {name: share * width for name, width in widths.items()}
         broken = {name: float(size) for name, size in sizes.items() if size.denominator > 1 or size < 1}
         if broken:
-            raise ConfigError(
-                f"each of {self.members} members with alpha {self.alpha:g} would get {broken} of {widths}; choose "
-                "members and alpha that give whole numbers"
-            )
+            each = f"each of {self.members} members with alpha {self.alpha:g}"
+            raise ConfigError(f"{each} would get {broken} of {widths}; choose others, which give whole numbers")
         width = int(sizes["width"])
         heads, remainder = divmod(width, encoder.head_dim) if self.heads is None else (self.heads, width % self.heads)
         if remainder or not heads:
             units = f"heads of width {encoder.head_dim}" if self.heads is None else f"{self.heads} heads"
             fitting = [count for count in range(1, width + 1) if width % count == 0]
-            raise ConfigError(
-                f"a member is {width} wide, which {units} do not divide; set Packed.heads to one of {fitting}"
-            )
+            raise ConfigError(f"a member is {width} wide, which {units} do not divide; set heads to one of {fitting}")
         narrow = replace(encoder, width=width, heads=heads, head_dim=width // heads, mlp_width=int(sizes["mlp_width"]))
         stem, readout = config.stem, config.readout
         if isinstance(stem, TextStemConfig) and not stem.project:
