@@ -144,7 +144,10 @@ def evaluate(
         runner = Runner(model, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept)
 
         def run(data: Data, key: str, labelled: bool, like: Tensor | None = None) -> Pass:
-            return runner.run(batched(data, key, preprocess, batch_size, num_workers), key, labelled, like)
+            of_set = (
+                runner if like is None or not labelled else replace(runner, keep=0)
+            )  # none is shown of shifted sets
+            return of_set.run(batched(data, key, preprocess, batch_size, num_workers), key, labelled, like)
 
         id_pass = run(id_data, id_name, labelled=True)
         like = id_pass.answers.logits  # [M, B, C]

@@ -211,7 +211,7 @@ def read_for_search(
     train, (held_out, judged), (circuits, judge_sets) = _read_sets(seed, base, train, sources, outside, why)
     assert held_out is not None  # `id` is given
     sizes = {name: samples_in(batches) for name, batches in {"id": held_out, **circuits, **judge_sets}.items()}
-    least = 2 * (4 if judged is None else 2) * base.num_classes  # one in 4 samples, or in 2, fits statistics of classes
+    least = 2 * (4 if judged is None else 2) * base.num_classes  # a quarter, or half, of id fits statistics of classes
     if sizes["id"] < least or min(sizes.values()) < 4:
         raise DataError(f"too few samples: {sizes}; give {least} or more of id, and 4 or more of other sets")
     if judged is None:
