@@ -117,7 +117,7 @@ class Measure:
             warn_of_declined_classes(prediction.accept, labels, names)
         members = {name: [key for key in ood if ood[key].group in groups] for name, groups in MEANS.items()}
         averaged = {name: keys for name, keys in members.items() if keys}  # the sets behind each mean
-        means = {
+        means: dict[str, dict[str, Detection]] = {
             name: {score: _mean([ood[key].detection[score] for key in keys]) for score in scores}
             for name, keys in averaged.items()
         }
