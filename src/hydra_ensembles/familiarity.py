@@ -406,7 +406,7 @@ class Fitting:
         if principal >= width:
             raise ConfigError(f"principal is {principal}, but features have {width} directions; it must be smaller")
         if self.samples <= width:  # otherwise directions without samples would dominate
-            raise TooFewSamplesError(f"vim needs more than {width} samples, got {self.samples}; give more, or use 'knn'")
+            raise TooFewSamplesError(f"vim needs over {width} samples, got {self.samples}; give more, or use 'knn'")
         mean, origin = sums.mean, self._origin()  # [M, d] each
         if origin is None:
             origin = mean + sums.shift
