@@ -60,7 +60,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("name", "format"), [("text", "onnx"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
+    ("name", "format"), [pytest.param("text", "onnx", marks=pytest.mark.ci), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
 )
 def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format: Any, tmp_path: Path) -> None:
     one = served(name)
@@ -119,6 +119,7 @@ def test_every_output_is_compared(monkeypatch, tmp_path: Path) -> None:
     assert (tmp_path / "model.pt2").read_text() == "made"
 
 
+@pytest.mark.ci
 def test_the_callers_autocast_is_not_written_into_the_file(tmp_path: Path) -> None:
     one = ensemble(single())
     with torch.autocast("cpu", dtype=torch.bfloat16):
