@@ -142,9 +142,8 @@ def _whole_layers(average: float, layers: int) -> int:
         return int(average)
     count = round(average * layers)
     if average and count in (0, layers):
-        some = f"all; give {layers} for that" if count else "none; give a number of layers"
-        share = "smaller" if count else "larger"
-        raise ConfigError(f"average {average} of {layers} layers rounds to {some}, or a {share} share")
+        some = "all" if count else "none"
+        raise ConfigError(f"average {average} of {layers} layers rounds to {some}; give a number of layers")
     return count
 
 
@@ -208,10 +207,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: FusionByGroup, limit: int 
     differing = differing_names(states)
     stem = next((name for name in differing if place_of(name)[0] == "stem"), None)
     if how["stem"] == "shared" and stem is not None:
-        advice = (
-            "if they were fine-tuned from one model, average the first layers: average 0.8, mlp 'separate'; otherwise "
-            "fuse with the stem 'mean' or 'separate', or fine-tune without the stem"
-        )
+        advice = "give average 0.8 with mlp 'separate', or stem 'mean' or 'separate'"
         raise ConfigError(f"the members differ in {stem}, so one stem cannot serve all; {advice}")
     config = replace(member_config(members[0].config, 0), heads=heads)
     if len(states) > 1:
@@ -311,9 +307,8 @@ def _warn_of_unrelated(states: Sequence[Mapping[str, Tensor]], stored_once: Iter
     if least < MIN_COSINE:
         where = "the stem" if layer is None else f"layer {layer}"
         warn(
-            f"the weights of members 0 and {index} that are averaged in {where} have a cosine of {least:.2f}; "
-            "fine-tunings of one model have 0.9 or more, and averaging anything else makes no sense. Keep such "
-            "members separate: fuse them with stem and mlp 'separate' and no average, or use Ensemble.stack"
+            f"the weights of members 0 and {index} that are averaged in {where} have a cosine of {least:.2f}, but "
+            "fine-tunings of one model 0.9 or more: averaging others makes no sense; keep them apart (Ensemble.stack)"
         )
 
 

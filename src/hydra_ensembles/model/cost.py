@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._utils import few_digits
 from ..arguments import Count, Whole, checked
-from ..batches import changed
+from ..batches import move
 from ..errors import ConfigError, DataError
 from .config import EncoderConfig, EnsembleConfig, KeptHeads, PatchStemConfig
 from .dropout import evaluating
@@ -192,7 +192,6 @@ def interleaved_times(
 
 
 def _wait(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -212,25 +211,16 @@ def _cost(
     return Cost(name, parameters, counted, *latency, ratio, peak, len(example), device, len(seconds))
 
 
-def _peak_memory(model: Callable[[Any], Any], inputs: Given, device: torch.device) -> int | None:
+def _peak_memory(model: Any, inputs: Any, device: torch.device) -> int | None:
     """Bytes of the weights, plus the peak allocation of one run; other models on the device do not count."""
     if device.type != "cuda":
         return None
-    run, inputs = _allocating_model(model, inputs)
+    if hasattr(model, "choice_for"):  # optimized: its graphs allocated at recording, so run the module behind them
+        inputs = move(inputs, device, model.dtype)
+        model = model.module(model.choice_for(inputs).plan)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    model_call(run, inputs)()
+    model_call(model, inputs)()
     _wait(device)
-    tensors = [*run.parameters(), *run.buffers()] if isinstance(run, nn.Module) else []
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     return sum(tensor.nbytes for tensor in tensors) + torch.cuda.max_memory_allocated(device) - before
-
-
-def _allocating_model(model: Any, inputs: Given) -> tuple[Callable[[Any], Any], Given]:
-    """The model that does the allocating, with inputs in its dtype.
-
-    An optimized ensemble replays CUDA graphs, whose memory was allocated at recording: measure the module behind them.
-    """
-    if not hasattr(model, "choice_for"):
-        return model, inputs
-    module = model.module(model.choice_for(inputs).plan)
-    return module, changed(inputs, lambda tensor: tensor.to(model.dtype) if tensor.is_floating_point() else tensor)

@@ -77,14 +77,12 @@ class DualEncoder(OurModel, Saved):
         self.logit_scale = _numbers(logit_scale, image)  # [1] or [M]
         self.logit_bias = None if logit_bias is None else _numbers(logit_bias, image)
         if self.logit_bias is not None and self.logit_bias.shape != self.logit_scale.shape:
-            counts = f"logit_scale has {self.logit_scale.numel()} numbers and logit_bias {self.logit_bias.numel()}"
-            raise ConfigError(f"{counts}; give both the same number")
+            raise ConfigError("logit_scale and logit_bias differ in length; give both one number, or one per member")
         for tower, projection in ((image, self.projections.image), (text, self.projections.text)):
             takes = None if projection is None else projection.weight.shape[2]
             gives = output_width(tower.config)
             if takes not in (None, gives):
-                problem = f"a projection takes features of width {takes}"
-                raise ConfigError(f"{problem}, but the {tower.kind} tower before it gives {gives}")
+                raise ConfigError(f"a projection takes features of width {takes}, the {tower.kind} tower gives {gives}")
         maps = projection_config(self.projections.image), projection_config(self.projections.text)
         scales = self.logit_scale.numel(), self.logit_bias is not None
         self.config = DualEncoderConfig(image.config, text.config, *maps, *scales)
@@ -132,9 +130,7 @@ class DualEncoder(OurModel, Saved):
 
     def predict(self, *inputs: Any, **named: Any) -> NoReturn:
         """Refused: there are no classes; make a classifier by `he.zero_shot(dual, class_names)`."""
-        raise ConfigError(
-            "a dual encoder has no classes to predict; make a classifier: he.zero_shot(dual, class_names)"
-        )
+        raise ConfigError("a dual encoder has no classes; make a classifier: he.zero_shot(dual, class_names)")
 
     def member(self, index: int) -> "DualEncoder":
         """A copy of one member as a separate dual encoder."""

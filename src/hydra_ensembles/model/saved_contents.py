@@ -153,8 +153,7 @@ def _check_tokens(config: EnsembleConfig, preprocessing: TextPreprocessing, path
     """Refuse a padding id without an embedding, and a tokenizer that cannot be parsed."""
     assert isinstance(config.stem, TextStemConfig)
     if preprocessing.pad_id >= config.stem.vocabulary:
-        received = f"pad_id is {preprocessing.pad_id}, in a vocabulary of {config.stem.vocabulary} tokens"
-        raise CheckpointError(f"{path}: {received}")
+        raise CheckpointError(f"{path}: pad_id is {preprocessing.pad_id}, of {config.stem.vocabulary} tokens")
     try:
         preprocessing.require_tokenizer()
     except ConfigError as error:
@@ -183,11 +182,7 @@ def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
 def require_fit(
     stored: Mapping[str, tuple[tuple[int, ...], str]], named: Callable[[], Mapping[str, Tensor]]
 ) -> dict[str, tuple[int, ...]]:
-    """Check names, shapes and types of stored tensors against those that `named` makes, without allocating any.
-
-    Returns:
-        Names and shapes in the model. Older files store an attention that pools under other names and shapes.
-    """
+    """Check stored tensors against those that `named` makes, without allocating any; returns their shapes by name."""
     try:
         with torch.device("meta"):
             expected = {name: tuple(tensor.shape) for name, tensor in named().items()}
