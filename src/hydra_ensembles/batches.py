@@ -89,11 +89,7 @@ def looks_like_input(name: str) -> bool:
 
 
 def tensors_of(mapping: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """The tensors of a mapping; entries named like an input are converted to tensors, and all others are dropped.
-
-    So arrays and nested lists are accepted, and texts and file names may be present, but not under the name of a model
-    input. `where` is for messages.
-    """
+    """The tensors of a mapping, also of arrays and lists named like an input; others, such as texts, are dropped."""
     tensors: dict[str, Tensor] = {}
     for name, value in mapping.items():
         if isinstance(value, Tensor):

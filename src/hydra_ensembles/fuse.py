@@ -195,7 +195,7 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
     if len(set(heads)) > 1:
         raise ConfigError("soup averages models with the same heads; these lost different ones: use fuse instead")
     _warn_of_unrelated(states, states[0])
-    mean = {name: _mean(torch.stack([state[name] for state in states]))[0] for name in states[0]}
+    mean = {name: _mean([state[name] for state in states]) for name in states[0]}
     return Ensemble.from_state(ensembles[0].config, mean, metadata.after(f"mean weights of {len(states)} models"))
 
 
@@ -222,7 +222,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: FusionByGroup, limit: int 
         group, layer = place_of(name)
         in_trunk = layer is not None and layer < config.trunk
         if how.get(group) == "mean" and not in_trunk and copies_of(config, name) == 1:
-            joined[name] = _mean(torch.stack([state[name] for state in states]))[0]
+            joined[name] = _mean([state[name] for state in states])
     settings = ", ".join(f"{group} {fusion}" for group, fusion in how.items())
     line = f"fused {len(states)} members: {settings}, trunk of {config.trunk} layers"
     return Ensemble.from_state(config, joined, metadata.after(line))
@@ -241,7 +241,7 @@ def _with_mean_trunk(
     for name in states[0]:
         group, layer = place_of(name)
         if group == "stem" or (layer is not None and layer < layers):
-            mean = _mean(torch.stack([state[name] for state in states]))[0]
+            mean = _mean([state[name] for state in states])
             for state in averaged:
                 state[name] = mean
     return averaged
@@ -283,7 +283,7 @@ def _stored_weights(
     if all(bool((tensor == tensor[:1]).all()) for tensor in tensors):
         tensors = [tensor[:1] for tensor in tensors]
     elif how["readout"] == "mean":
-        tensors = [_mean(tensor) for tensor in tensors]
+        tensors = [_mean(tensor.split(1)) for tensor in tensors]
     return tensors[0], tensors[1] if biases else None
 
 
@@ -323,6 +323,5 @@ def _cosine(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     return inner / math.sqrt(squares[0] * squares[1]) if all(squares) else 1.0
 
 
-def _mean(copies: Tensor) -> Tensor:
-    """The mean `[1, …]` of copies `[M, …]`."""
-    return copies.double().mean(0, keepdim=True).to(copies.dtype)
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).double().mean(0).to(tensors[0].dtype)

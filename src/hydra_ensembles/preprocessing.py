@@ -73,10 +73,9 @@ class ImagePreprocessing(Checked):
             raise DataError("got no images; give at least one")
         for index, image in enumerate(batch):
             if not isinstance(image, image_module.Image):
-                if isinstance(image, str | PathLike):
-                    raise DataError(f"item {index} is {image!r}, expected a PIL image: PIL.Image.open({str(image)!r})")
-                advice = "give normalised images as one tensor [B, channels, H, W], without labels"
-                raise DataError(f"item {index} is a {type(image).__name__}, expected a PIL image; {advice}")
+                got = repr(image) if isinstance(image, str | PathLike) else f"a {type(image).__name__}"
+                advice = "give PIL.Image.open(path), or normalised images as one tensor [B, channels, H, W]"
+                raise DataError(f"item {index} is {got}, expected a PIL image; {advice}")
             if not image.width or not image.height:
                 raise DataError(f"image {index} is {image.width}x{image.height}, so it has no pixels; leave it out")
         if any(map(_is_rotated, batch)):

@@ -243,16 +243,13 @@ def identity_of(
 
 def _check_methods(ensemble: Ensemble | DualEncoder, method: Method, ood_score: OODScore, with_text: bool) -> None:
     """Raise if the method does not support the request, or if the feature score was not fitted."""
-    if method == "screened" and with_text:
-        raise ConfigError('method="screened" is for one tower; use method="exact", or towers=("image",)')
-    if ood_score != "msp":
-        familiarity = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
-        if familiarity is None or ood_score not in familiarity.settings.scores:
-            fitted = [] if familiarity is None else list(familiarity.settings.scores)
-            accepted = f"'msp' or a feature score fitted for this ensemble, {fitted}"
-            raise ConfigError(f"ood_score must be {accepted}, got {ood_score!r}; fit_familiarity(...) fits one")
-        if method == "screened":
-            raise ConfigError(f'method="screened" is for ood_score="msp", got {ood_score!r}; use method="exact"')
+    familiarity = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
+    fitted = [] if familiarity is None else list(familiarity.settings.scores)
+    if ood_score not in ("msp", *fitted):
+        accepted = f"'msp' or a feature score fitted for this ensemble, {fitted}"
+        raise ConfigError(f"ood_score must be {accepted}, got {ood_score!r}; fit_familiarity(...) fits one")
+    if method == "screened" and (with_text or ood_score != "msp"):
+        raise ConfigError('method="screened" is for one tower and ood_score="msp"; use method="exact"')
 
 
 def _checked_scope(

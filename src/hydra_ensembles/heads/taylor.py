@@ -196,7 +196,7 @@ def _steps(
     if scope == "global":
         return [(candidates, len(candidates))]
     if budget % len(layers):
-        raise HeadError(f'budget {budget} is no multiple of {len(layers)} layers; give one, or use scope="global"')
+        raise HeadError(f'budget {budget} does not spread evenly over {len(layers)} layers; use scope="global"')
     per_layer = budget // len(layers)
     steps = []
     for layer in layers:

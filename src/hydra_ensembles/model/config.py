@@ -415,8 +415,8 @@ class DualEncoderConfig:
         if kinds != ("image", "text"):
             raise ConfigError(f"a dual encoder has a tower for image and one for text, got {' and '.join(kinds)}")
         if self.image.members != self.text.members and 1 not in (self.image.members, self.text.members):
-            counts = f"{self.image.members} and {self.text.members}"
-            raise ConfigError(f"the towers have {counts} members; give both the same number, or one of them one")
+            counts = f"the image tower has {self.image.members} members and the text tower {self.text.members}"
+            raise ConfigError(f"{counts}; both must have the same number, or one of them a single member")
         widths = self.embedding_of("image"), self.embedding_of("text")
         if widths[0] != widths[1]:
             ends = f"the image tower ends in width {widths[0]}, the text tower in width {widths[1]}"

@@ -77,7 +77,8 @@ class DualEncoder(OurModel, Saved):
         self.logit_scale = _numbers(logit_scale, image)  # [1] or [M]
         self.logit_bias = None if logit_bias is None else _numbers(logit_bias, image)
         if self.logit_bias is not None and self.logit_bias.shape != self.logit_scale.shape:
-            raise ConfigError("logit_scale and logit_bias differ in length; give both one number, or one per member")
+            counts = f"logit_scale has {self.logit_scale.numel()} numbers and logit_bias {self.logit_bias.numel()}"
+            raise ConfigError(f"{counts}; give both the same number")
         for tower, projection in ((image, self.projections.image), (text, self.projections.text)):
             takes = None if projection is None else projection.weight.shape[2]
             gives = output_width(tower.config)

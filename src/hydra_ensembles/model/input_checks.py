@@ -37,8 +37,6 @@ def collect_inputs(
     main, *extra = READ[kind]
     if isinstance(inputs, Tensor) and not named and attention_mask is None and token_type_ids is None:
         return inputs, None, None
-    if isinstance(attention_mask, bool):
-        raise DataError(f"attention_mask is {attention_mask}; name other arguments: predict(x, check_finite=False)")
     arguments = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, **named}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     unknown = [name for name in named if name not in (main, *extra, *IGNORED_INPUTS)]
