@@ -44,7 +44,7 @@ class Range:
 
     def require(self, name: str, value: Any) -> None:
         """Raise a `ConfigError` unless `value` is a number in this range."""
-        if not _fits(Annotated[float, self], value):
+        if not _fits(float, value) or value not in self:
             raise ConfigError(f"{name} must be {self.in_words(_WORDS[float], value)}, got {short(value)}")
 
     def in_words(self, noun: str, value: Any = None) -> str:

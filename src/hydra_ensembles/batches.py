@@ -118,7 +118,7 @@ def _is_text(value: Any) -> bool:
 def require_usual_device(name: str) -> None:
     """Raise if torch's default device is not the CPU."""
     if (default := torch.get_default_device()).type != "cpu":
-        raise ConfigError(f"torch's default device is {default}; for {name}, torch.set_default_device('cpu') first")
+        raise ConfigError(f"torch's default device is {default}; for {name} call torch.set_default_device('cpu') first")
 
 
 def iterate(

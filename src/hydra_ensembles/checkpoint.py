@@ -339,7 +339,7 @@ def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> 
         data = _parse_config(file)
         version = data.get("format_version")
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-            raise CheckpointError(f"format version {short(version)}; this library reads 1 to {FORMAT_VERSION}")
+            raise CheckpointError(f"format version {short(version)}; readable are 1 to {FORMAT_VERSION}: update it")
         content = files.unsealed(data, CONFIG, required=version > 1)
         record = from_plain(Record, content, "config", complete=version > 1)
         if record.kind not in kinds:
