@@ -57,13 +57,10 @@ def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, sta
     """What `save_pretrained` writes for an ensemble; `name` is its name in the model card."""
     plain = _plain_metadata(config, metadata)
     tensors = dict(state)
-    side = metadata.text_side
-    if side is not None:
-        plain[TEXT_SIDE] = to_plain(side.settings)
-        tensors |= {f"{TEXT_SIDE}.{key}": tensor for key, tensor in side.state.items()}
-    if (familiarity := metadata.familiarity) is not None:
-        plain[FAMILIARITY] = to_plain(familiarity.settings)
-        tensors |= {f"{FAMILIARITY}.{key}": tensor for key, tensor in familiarity.state.items()}
+    for prefix, part in ((TEXT_SIDE, metadata.text_side), (FAMILIARITY, metadata.familiarity)):
+        if part is not None:
+            plain[prefix] = to_plain(part.settings)
+            tensors |= {f"{prefix}.{key}": tensor for key, tensor in part.state.items()}
     return Contents(ENSEMBLE, to_plain(config), plain, tensors, model_card(name, config, metadata, state))
 
 
