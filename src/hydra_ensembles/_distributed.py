@@ -49,7 +49,8 @@ class Ranks:
         left = count % self.size
         shuffled = uses_sampler(batches, RANDOM_SAMPLERS) or getattr(batches, "shuffle", False) is True
         if left and self.rank == 0 and not shuffled:
-            warn(f"the last {left} of {count} batches of train are left over and never trained on; shuffle train")
+            uneven = f"train has {count} batches, which {self.size} processes cannot share equally"
+            warn(f"{uneven}: the last {left} are never trained on; shuffle train")
         loader = batches if isinstance(batches, DataLoader) else None
         if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
             return EveryNth(batches, self.rank, self.size)

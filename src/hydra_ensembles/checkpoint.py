@@ -223,8 +223,9 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
     try:
         return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=names))
     except Exception as error:  # as above
-        problem = f"{source!r} is no folder here, and loading it from the hub failed: {first_line(error)}"
-        raise CheckpointError(f"{problem}. Check the name, the revision, the connection and the token") from error
+        wanted = f"{source!r} is no folder here, and revision {revision or 'main'!r} cannot be loaded from the hub"
+        advice = "Check the name, the connection and, for a private model, the token"
+        raise CheckpointError(f"{wanted}: {first_line(error)}. {advice}") from error
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
