@@ -124,7 +124,8 @@ class Ranks:
 
     def require_same_data(self, item: object, what: str) -> None:
         """Like `require_same`, for data sets, which may shard themselves: only their samples show it."""
-        self.require_same(item, what, "give every rank all of them (no datasets.distributed)")
+        itself = "if a data set splits itself between processes (datasets.distributed), turn that off"
+        self.require_same(item, what, f"give every rank all of them, since the batches are distributed here; {itself}")
 
 
 SINGLE_PROCESS = Ranks()
