@@ -98,10 +98,7 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
 
 
 def require_types(settings: Any, prefix: str | None = None) -> None:
-    """Convert every field of a dataclass created in code to its annotated type, and check its range.
-
-    Errors name a field with the class, or with another `prefix`.
-    """
+    """Convert every field of a dataclass created in code to its annotated type, and check its range."""
     prefix = f"{type(settings).__name__}." if prefix is None else prefix
     hints = hints_of(type(settings), include_extras=True)
     for field in dataclasses.fields(settings):
