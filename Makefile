@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(or $(wildcard $(STAMP)),$(VENV)/.demo)  # the full environment if it exists, else what the demo and its server need
 
-.PHONY: demo serve-demo test slow attack notebooks docs commands lint release format clean
+.PHONY: demo serve-demo test test-ci slow attack notebooks docs commands lint release format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,10 @@ serve-demo: $(DEMO)
 # Tests read files as UTF-8 in every locale.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONUTF8=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+# What CI runs besides: studies, samples of the attack, examples of documents, notebooks, the site.
+test-ci: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONUTF8=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m ci -n auto --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow

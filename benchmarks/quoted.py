@@ -13,7 +13,8 @@ Below one or more paragraphs, a comment names the sources of their numbers, one 
 without a sign is negative, or if a claim is wrong: significantly `better` or `worse`, not significant (`chance`), on
 average `higher` or `lower`. A line that begins with `!` is a claim without a number. At the end of a difference,
 `, all looks` makes its interval as wide as a correction for all looks at the test set says (`studies/data/looks.yaml`):
-with `| better, all looks` a gain survives it, with `| better` and a second line `| chance, all looks` it does not.
+with `| better, all looks` a gain survives it, with `| better` and a second line `| chance, all looks` it does not;
+`, 6 looks` corrects for that many.
 
 Lines, with their parts separated by ` | ` (several on a line are separated by ` ; `):
 
@@ -65,7 +66,7 @@ PRICES = ("cost", "work", "parameters", "trainings", "seeds")
 VERDICTS = ("reproduced", "not reproduced", "tie", "not run", "not testable", "one seed", "two seeds")
 CLAIMED, CLAIMED_OF = "claims", "claims of "
 CLAIMS = ("better", "worse", "chance", "higher", "lower")
-ALL_LOOKS = ", all looks"
+LOOKS = re.compile(r", (all|\d+) looks$")
 
 
 UNCHECKED: Mapping[str, str] = {  # pages, below the root, with numbers in sentences that need no source, and why
@@ -168,18 +169,18 @@ def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float
         return of_file(results / origin, rest)
     if origin == "intervals":
         return counted([study for study in studies.values() if not isinstance(study, DualStudy)], *rest)
-    if all_looks := rest[-1].endswith(ALL_LOOKS):
-        rest[-1] = rest[-1].removesuffix(ALL_LOOKS)
+    if looks := LOOKS.search(rest[-1]):
+        rest[-1] = rest[-1][: looks.start()]
     claim = rest.pop() if rest[-1] in CLAIMS else None
     rows, key = rest
-    if all_looks and " - " not in rows:
+    if looks and " - " not in rows:
         raise UnbackedError(f"{source}: only differences have looks")
     if rows == "foretold":
         key, _, said = key.partition(" by ")
         if (correlation := foretold(studies[origin], said or key, key)) is None:
             raise UnbackedError(f"{origin} has too few settings that were chosen")
         return correlation[0]
-    value = of_study(studies[origin], rows, key, all_looks)
+    value = of_study(studies[origin], rows, key, looks[1] if looks else "1")
     if isinstance(value, Difference):
         if claim and not holds(value, key, claim):
             raise UnbackedError(f"{source}: {scaled(value.value, key):+.3f} ± {scaled(value.half_width, key):.3f}")
@@ -205,7 +206,7 @@ def holds(gap: Difference, key: str, claim: str) -> bool:
     return gap.certain and improved == (claim == "better")
 
 
-def of_study(study: Study, rows: str, key: str, all_looks: bool = False) -> float | Difference:
+def of_study(study: Study, rows: str, key: str, looks: str = "1") -> float | Difference:
     """A number of one row, of two rows, or the largest or smallest of all rows."""
     if rows == CLAIMED or rows.startswith(CLAIMED_OF):
         tested = claims(study)
@@ -217,8 +218,8 @@ def of_study(study: Study, rows: str, key: str, all_looks: bool = False) -> floa
         return OF_ALL[rows]([value for row in study.rows if (value := study.mean(row, key)) is not None])
     if " - " in rows:
         first, second = rows.split(" - ")
-        looks = study.looks(first, second) if all_looks else 1
-        gap = study.difference(first, second, key.removeprefix("± "), looks)
+        counted = study.looks(first, second) if looks == "all" else int(looks)
+        gap = study.difference(first, second, key.removeprefix("± "), counted)
         if gap is None:
             raise UnbackedError(f"{study.name} has no {key} of {rows}")
         return gap

@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from typing import Annotated, Any
 TYPES: dict[str, Any] = {"bool": bool, "float": float, "int": int, "path": Path, "str": str}
 
 NAME = "hydra-ensembles"  # also shown for `python -m hydra_ensembles`
-NEAR = 0.7  # minimum difflib ratio of a suggested option; 1 means identical
 
 
 def main() -> None:
@@ -112,20 +110,6 @@ def read_table() -> dict[str, Any] | None:
 def make_app(table: dict[str, Any], run: Callable[[str, dict[str, Any]], None]) -> Any:
     """Build the command line from a table; calls `run` with the name and the options of the requested command."""
     import typer
-    from typer.core import TyperCommand
-
-    class Command(TyperCommand):
-        """A command that suggests only similar names for an unknown option."""
-
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            try:
-                return super().parse_args(ctx, args)
-            except Exception as error:
-                offered = {name.lstrip("-"): name for name in getattr(error, "possibilities", None) or ()}
-                if offered:
-                    near = get_close_matches(error.option_name.lstrip("-"), offered, cutoff=NEAR)  # type: ignore[attr-defined]
-                    error.possibilities = [offered[name] for name in near]  # type: ignore[attr-defined]
-                raise
 
     def print_version(wanted: bool) -> None:
         if wanted:
@@ -151,7 +135,7 @@ def make_app(table: dict[str, Any], run: Callable[[str, dict[str, Any]], None]) 
     )
     app.callback()(root)
     for entry in table["commands"]:
-        app.command(cls=Command)(_stub(entry, partial(run, entry["name"])))
+        app.command()(_stub(entry, partial(run, entry["name"])))
     return app
 
 

@@ -21,14 +21,20 @@ FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # slow: fi
 FIRST |= {"test_public_names", "test_checkpoint_saving", "test_every_function", "test_attack_deeds", "test_export"}
 
 
+BESIDES = {"studies", "attack", "slow"}  # folders that the usual suite skips; tests of the first two have the mark ci
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files that take seconds to import (Ray) unless their tests are selected."""
-    usual = config.getoption("markexpr") == "not slow and not gpu"
-    return True if usual and collection_path.name == "slow" else None
+    """Skip folders without tests of the usual suite, some of which take seconds to import, unless it is not that."""
+    usual = config.getoption("markexpr") == "not ci and not slow and not gpu"
+    return True if usual and collection_path.name in BESIDES else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow tests first."""
+    """Mark the folders that CI runs besides the suite, and run slow tests first."""
+    for item in items:
+        if {"studies", "attack"} & set(item.path.parts) and item.get_closest_marker("slow") is None:
+            item.add_marker("ci")
     items.sort(key=lambda item: FIRST.isdisjoint((item.path.parent.name, item.path.stem)))
 
 
@@ -100,7 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ.pop(name, None)
         os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # no network, no threads before forks
         tqdm.tqdm.monitor_interval = 0  # its thread sometimes holds a lock, on which a forked child would wait forever
-        if config.getoption("markexpr") not in ("slow", "gpu"):  # slow tests may use all cores
+        if config.getoption("markexpr") not in ("slow", "gpu"):  # those may use all cores
             # sums round alike everywhere, and a forked child does not wait for OpenMP threads that it does not have
             os.environ["OMP_NUM_THREADS"] = "1"  # set before torch is loaded: some of its libraries read it only then
         hypothesis.settings.register_profile(

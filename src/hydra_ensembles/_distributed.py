@@ -42,20 +42,15 @@ class Ranks:
         return list(items[self.rank :: self.size])
 
     def share_batches(self, batches: Any) -> Any:
-        """The batches of this rank: every `size`-th, equally many for each; a sharded loader is returned unchanged.
-
-        Remaining batches are not read; if the loader is not shuffled, a warning says so.
-        """
+        """The batches of this rank: every `size`-th, equally many for each; a sharded loader is returned unchanged."""
         if self.size == 1 or is_sharded(batches):
             return batches
         count = length_hint(batches)  # 0 if unknown
         left = count % self.size
         shuffled = uses_sampler(batches, RANDOM_SAMPLERS) or getattr(batches, "shuffle", False) is True
         if left and self.rank == 0 and not shuffled:
-            warn(
-                f"train has {count} batches, which {self.size} processes cannot share equally: the last {left} are "
-                f"never trained on; shuffle train, or give a multiple of {self.size} batches"
-            )
+            uneven = f"train has {count} batches, which {self.size} processes cannot share equally"
+            warn(f"{uneven}: the last {left} are never trained on; shuffle train")
         loader = batches if isinstance(batches, DataLoader) else None
         if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
             return EveryNth(batches, self.rank, self.size)
@@ -113,10 +108,7 @@ class Ranks:
             yield
 
     def common(self, read: Callable[[], T], batches: Any) -> T:
-        """What `read` returns, or rank 0's result if ranks are expected to differ.
-
-        That is if the loader is sharded, or if batches differ in every pass (random augmentation without a seed).
-        """
+        """What `read` returns; rank 0's result if ranks may differ: a sharded loader, or other batches each time."""
         own = read()
         parts = self.gather(own)
         if all(part == parts[0] for part in parts):
@@ -227,7 +219,5 @@ def uses_sampler(data: object, samplers: type | tuple[type, ...]) -> bool:
 def check_unsharded(data: object, name: str) -> None:
     """Refuse an already sharded loader where every process must read all batches."""
     if is_sharded(data) and launched():
-        raise ConfigError(
-            f"{name} comes from a loader that is already split between processes (by DistributedSampler or "
-            "accelerate), so part of it would be mistaken for the whole; give every process the plain DataLoader"
-        )
+        split = "is already split between processes (by DistributedSampler or accelerate)"
+        raise ConfigError(f"{name} {split}, and needed as a whole; give every process the plain DataLoader")

@@ -32,10 +32,8 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(
-            f"this call needs the library {module.partition('.')[0]!r}, which cannot be imported ({error}); "
-            f"install it with: pip install 'hydra-ensembles[{extra}]'"
-        ) from error
+        advice = f"install it with: pip install 'hydra-ensembles[{extra}]'"
+        raise MissingExtraError(f"{module.partition('.')[0]!r} cannot be imported ({error}); {advice}") from error
 
 
 def require_device(device: torch.device | str) -> torch.device:
@@ -178,10 +176,7 @@ def all_seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode inside, and restore the training flag of every submodule afterwards.
-
-    Threads may overlap on the same module: the last one to leave restores the flags.
-    """
+    """Switch to evaluation mode inside; of several threads in one module, the last to leave restores all flags."""
     parts = {part for module in modules for part in module.modules()}
     with _mode_lock:
         for part in parts:
@@ -211,10 +206,8 @@ def require_same_run(theirs: Any, ours: Any, path: Path, what: str) -> None:
     """Raise if the work (`what`) stored at `path` was started with settings (`theirs`) that differ from `ours`."""
     lines = list(_differences(theirs, ours))
     if lines:
-        raise CheckpointError(
-            f"{path} holds {what} of another run: {'; '.join(lines[:5])}{'; …' if len(lines) > 5 else ''}. "
-            "Give another place, or delete this one to start over"
-        )
+        some = "; ".join([*lines[:5], *["…"] * (len(lines) > 5)])
+        raise CheckpointError(f"{path} holds {what} of another run: {some}. Give another place, or delete this one")
 
 
 def _differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:

@@ -44,7 +44,7 @@ class Range:
 
     def require(self, name: str, value: Any) -> None:
         """Raise a `ConfigError` unless `value` is a number in this range."""
-        if not _fits(Annotated[float, self], value):
+        if not _fits(float, value) or value not in self:
             raise ConfigError(f"{name} must be {self.in_words(_WORDS[float], value)}, got {short(value)}")
 
     def in_words(self, noun: str, value: Any = None) -> str:
@@ -64,7 +64,6 @@ class Range:
 
 
 def _written(number: float) -> str:
-    """A limit for people: 1 instead of 1.0."""
     return f"{number}".removesuffix(".0")
 
 
@@ -106,9 +105,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     other libraries. NumPy numbers become Python numbers, because seeds are derived from them and files store them.
     """
     signature = inspect.signature(function)
-    title = function.__name__
-    if title == "__init__":
-        title = function.__qualname__.split(".")[-2]
+    title = function.__name__ if function.__name__ != "__init__" else function.__qualname__.split(".")[-2]
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
     @functools.cache

@@ -56,9 +56,7 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
     if isinstance(inputs, Mapping):
         tensors = tensors_of(inputs, where)
         if not tensors:
-            raise DataError(
-                f"{where} is a mapping without tensors, with the keys {sorted(inputs)}; no model can read it ({_RAW})"
-            )
+            raise DataError(f"{where} is a mapping without tensors, with the keys {sorted(inputs)}; {_RAW}")
         inputs = tensors
     elif not isinstance(inputs, Tensor):
         raise DataError(f"the inputs in {where} are a {type(inputs).__name__}; expected tensors, in {_FORMS} ({_RAW})")
@@ -79,10 +77,9 @@ def read_labels(labels: Any, samples: int, where: str) -> Tensor:
     not_whole = tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or tensor.dtype == torch.bool
     if tensor.dim() != 1 or not_whole or len(tensor) != samples:
         way = "class numbers [B]: .long() for floats, .squeeze(1) for [B, 1], .argmax(1) for one-hot rows"
-        raise DataError(
-            f"labels in {where} must be whole numbers, one for each of its {samples} inputs; got {tensor.dtype} "
-            f"{list(tensor.shape)} on {tensor.device}; give {way if tensor.dim() else 'a DataLoader of the data set'}"
-        )
+        advice = way if tensor.dim() else "a DataLoader of the data set"
+        got = f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}; give {advice}"
+        raise DataError(f"labels in {where} must be whole numbers, one for each of its {samples} inputs; {got}")
     return tensor
 
 
@@ -92,11 +89,7 @@ def looks_like_input(name: str) -> bool:
 
 
 def tensors_of(mapping: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """The tensors of a mapping; entries named like an input are converted to tensors, and all others are dropped.
-
-    So arrays and nested lists are accepted, and texts and file names may be present, but not under the name of a model
-    input. `where` is for messages.
-    """
+    """The tensors of a mapping, also of arrays and lists named like an input; others, such as texts, are dropped."""
     tensors: dict[str, Tensor] = {}
     for name, value in mapping.items():
         if isinstance(value, Tensor):
@@ -125,10 +118,7 @@ def _is_text(value: Any) -> bool:
 def require_usual_device(name: str) -> None:
     """Raise if torch's default device is not the CPU."""
     if (default := torch.get_default_device()).type != "cpu":
-        raise ConfigError(
-            f"torch's default device is {default}, but the numbers of {name} are collected on the CPU; call "
-            "torch.set_default_device('cpu') first: the model stays where it is"
-        )
+        raise ConfigError(f"torch's default device is {default}; for {name} call torch.set_default_device('cpu') first")
 
 
 def iterate(
@@ -176,10 +166,8 @@ def named_sources(sources: Sources, name: str) -> dict[str, Batches]:
     if not sources:
         raise DataError(f"{name} is an empty mapping; give {{name: batches}}, or the batches themselves")
     if any(isinstance(batches, Tensor) for batches in sources.values()):
-        raise DataError(
-            f"{name} is a mapping with tensors {sorted(map(str, sources))}: that is a single batch; give a list of "
-            "batches, or {name: batches}"
-        )
+        received = f"a single batch, a mapping of tensors {sorted(map(str, sources))}"
+        raise DataError(f"{name} is {received}; give a list of batches, or {{name: batches}}")
     return {f"{name}[{key!r}]": batches for key, batches in sources.items()}
 
 
@@ -215,10 +203,8 @@ def within_classes(labels: Tensor, classes: int, where: str) -> Tensor:
     """Labels as int64, checked against the number of classes; `where` is for messages."""
     labels = labels.long()  # before comparing: not every integer type supports it
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise DataError(
-            f"{where} has labels from {int(labels.min())} to {int(labels.max())}, but there are {classes} classes "
-            f"(0 to {classes - 1}); check that model and data have the same classes"
-        )
+        found = f"{where} has labels from {int(labels.min())} to {int(labels.max())}"
+        raise DataError(f"{found}, valid are 0 to {classes - 1}; check that model and data have the same classes")
     return labels
 
 
@@ -226,9 +212,7 @@ def require_rereadable(batches: Batches, name: str) -> None:
     """Refuse a one-shot iterator: training reads its data once per epoch, and again when it resumes."""
     require_usual_device(name)
     if isinstance(batches, Iterator):
-        raise DataError(
-            f"{name} is a {type(batches).__name__}, which can be read only once; give a DataLoader or a list of batches"
-        )
+        raise DataError(f"{name} is an iterator, which can be read only once; give a DataLoader or a list of batches")
 
 
 def length_of(batches: Batches) -> int | None:
@@ -245,10 +229,8 @@ def warn_if_cut(batches: Batches, name: str, samples: int) -> None:
     source: Any = next((source for source in sources if getattr(source, "drop_last", False)), None)
     whole = length_of(getattr(source, "sampler", getattr(source, "dataset", ())))
     if whole is not None and samples < whole:
-        warn(
-            f"the loader of {name} left out {whole - samples} of {whole} samples (drop_last=True), so they are not "
-            "measured; set drop_last=False"
-        )
+        left = f"left out {whole - samples} of {whole} samples"
+        warn(f"the loader of {name} {left}, which are not measured; set drop_last=False")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from .arguments import PositiveShare, checked
 from .batches import Batches, warn_if_cut
 from .classes import a_few
 from .errors import DataError, TooFewSamplesError
-from .familiarity import PER_THRESHOLD, Answered, Fitting, answers, append_earlier, require_fresh
+from .familiarity import PER_THRESHOLD, Answered, Fitting, answers, require_fresh, with_earlier
 from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import BY_CLASS, FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
@@ -104,9 +104,8 @@ def calibrate(
         temperature: Whether to fit a temperature at all.
         familiarity: Score for how familiar an input is. If it is not fitted yet, a random half of the samples fits it,
             and the other half sets its threshold; the same batches, or the same shuffling loader, give the same
-            halves. `"auto"` takes what
-            was fitted, else `mahalanobis` if there are enough samples (if not, the history says so); None sets no such
-            threshold.
+            halves. `"auto"` takes what was fitted, else `mahalanobis` if there are enough samples (if not, the history
+            says so); None sets no such threshold.
 
     Raises:
         DataError: More than half of the samples fitted the familiarity: they do not show how familiar new ones look.
@@ -134,17 +133,17 @@ def calibrate(
     warn_of_copies("validation", len(keys), len(np.unique(keys)), "thresholds promise their share only for such data")
     if (trained := reused_of(keys, metadata.trained_set)).share:
         warn(
-            f"{trained} of the validation samples were used to train this ensemble, which is more confident and more "
-            "often right on them than on new ones: the temperature makes it overconfident, and thresholds accept "
-            "fewer new inputs than they promise; calibrate on held-out data"
+            f"{trained} of the validation samples were used to train this ensemble: it will be overconfident, and "
+            "thresholds accept fewer new inputs than they promise; calibrate on held-out data"
         )
-    settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
-    fit = fit_calibration(samples.logits, samples.labels, **settings)
+    fit = fit_calibration(
+        samples.logits, samples.labels, share=share, score=score, per_member=per_member, temperature=temperature
+    )
     answered_as = fit.calibration.prediction(samples.logits).label
     warn_of_exchanged_classes(answered_as, samples.labels, metadata.labels, "validation")
     degrees = ", ".join(f"{value:.4g}" for value in fit.calibration.temperature)
-    told = f"calibrated on {fit.samples} samples, {fit.accuracy:.2%} of them right"
-    line = f"{told}: temperature {degrees}; {score} threshold accepts {fit.accepted:.2%}"
+    line = f"calibrated on {fit.samples} samples, {fit.accuracy:.2%} of them right: temperature {degrees}"
+    line += f"; {score} threshold accepts {fit.accepted:.2%}"
     metrics = {
         "validation/accuracy": fit.accuracy,
         "validation/nll_uncalibrated": fit.nll_before,
@@ -188,8 +187,7 @@ def _familiar_part(
     fitted = None
     if earlier is not None and choice in ("auto", earlier.settings.scores[0]):
         name = cast(FamiliarityName, earlier.settings.scores[0])
-        again = earlier.settings.halved and reused_of(keys, earlier.settings.fitted_set).share
-        fitted = None if again else earlier
+        fitted = None if earlier.settings.halved and reused_of(keys, earlier.settings.fitted_set).share else earlier
     try:
         if fitted is not None:
             reused = require_fresh(fitted, keys)
@@ -197,7 +195,7 @@ def _familiar_part(
         else:
             reused = 0.0
             familiarity, held_out = _fitted_on_a_half(ensemble, samples, keys, name, share)
-            familiarity = append_earlier(familiarity, earlier)
+            familiarity = with_earlier(familiarity, earlier)
         familiarity, both = _with_threshold(familiarity, held_out, fit.calibration, share, ensemble.metadata.labels)
     except TooFewSamplesError as problem:
         if choice != "auto" or earlier is not None:
@@ -227,9 +225,9 @@ def _fitted_on_a_half(
     fits = torch.from_numpy(drawn[first_copy[copies]])
     held_out = samples.pick(~fits)
     if len(held_out.labels) < max(samples_for(share), 1):
-        few = f"{len(held_out.labels)} of {len(samples.labels)} samples, those not used to fit it, are too few"
-        few = f"{few} to promise a share of {share:.4g} of familiar inputs"
-        raise TooFewSamplesError(f"{few}; it needs {samples_for(share)}, or statistics fitted before (fit_familiarity)")
+        few = f"{len(held_out.labels)} of {len(labels)} samples, those not used to fit it, are too few"
+        needed = f"to promise a share of {share:.4g} takes {samples_for(share)}"
+        raise TooFewSamplesError(f"{few}: {needed}, or statistics fitted before (fit_familiarity)")
     fitting = Fitting(ensemble, (score,), draws)
     for rows in fits.nonzero()[:, 0].split(_ROWS):
         fitting.add(samples.pick(rows))
@@ -344,7 +342,7 @@ def fit_calibration(
     if bool((labels == labels[0]).all()):
         warn(
             f"all {samples} labels are {int(labels[0])}: temperature and threshold describe this class only; shuffle "
-            "sorted data before taking a part of it"
+            "sorted data first"
         )
     ones = torch.zeros(len(member_logits), dtype=torch.float64, device="cpu")  # logarithms of temperatures
     nll_before = nll_after = _nll(_label_log_probs(member_logits, labels, ones)[0])
@@ -388,14 +386,13 @@ def _fit_temperature(
     if not per_member:
         means = [log_mean_probs(rows.double()) for rows in member_logits.split(_ROWS, dim=1)]
         member_logits = torch.cat(means)[None]  # log of the mean probabilities, treated as one member: [1, n, C]
-    samples = member_logits.shape[1]
     logs, lowest = _minimise(member_logits, labels)
     if nll_before - lowest <= _MIN_GAIN:
         logs = torch.zeros_like(logs)
     temperatures = logs.exp().tolist()
     fitted = _nll(_label_log_probs(member_logits, labels, logs)[0])
     nll_after = min(fitted, nll_before)  # equal at temperature 1, up to rounding
-    _warn_of_doubtful_fit(temperatures, nll_before, nll_after, samples, member_logits.shape[2])
+    _warn_of_doubtful_fit(temperatures, nll_before, nll_after, *member_logits.shape[1:])
     return tuple(temperatures), nll_after
 
 

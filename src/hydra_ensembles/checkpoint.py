@@ -78,10 +78,6 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
 
     Everything is flushed to disk in a staging folder before `config.json` is renamed into place. Saves to the same
     folder wait for each other; the next one finishes or removes what a killed one left.
-
-    Raises:
-        CheckpointError: The model cannot be saved, or the folder is another library's.
-        StorageError: The disk refuses it; the error says which model is in the folder now.
     """
     folder = files.expanded(folder)
     if folder.exists() and not folder.is_dir():
@@ -113,10 +109,7 @@ def _require_no_others(folder: Path) -> None:
     theirs = [name for name in (WEIGHTS, TOKENIZER, CARD) if (folder / name).exists()]
     if theirs and not (folder / CONFIG).exists():
         way = f"give a new folder{f', or remove {CARD}' if theirs == [CARD] else ''}"
-        raise CheckpointError(
-            f"{folder} holds {', '.join(theirs)}, and no model of this library that they belong to; saving would "
-            f"replace them: {way}"
-        )
+        raise CheckpointError(f"{folder} has {', '.join(theirs)} of something else, not replaced; {way}")
 
 
 def clean_up_checkpoint(folder: Path) -> None:
@@ -205,9 +198,8 @@ def push_checkpoint(
             api.create_repo(repo_id, private=private, exist_ok=True)
             commit = api.upload_folder(repo_id=repo_id, folder_path=temporary, commit_message=message)
         except Exception as error:  # the hub client passes on any error of its HTTP library
-            raise CheckpointError(
-                f"uploading to {repo_id!r} failed: {first_line(error)}. Check the name, the connection and the token"
-            ) from error
+            problem = f"uploading to {repo_id!r} failed: {first_line(error)}"
+            raise CheckpointError(f"{problem}. Check the name, the connection and the token") from error
     return str(commit.commit_url)
 
 
@@ -233,10 +225,9 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
     try:
         return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=names))
     except Exception as error:  # as above
-        raise CheckpointError(
-            f"{source!r} is not a folder here, and loading revision {revision or 'main'!r} from the hub failed: "
-            f"{first_line(error)}. Check the name, the connection and, for a private model, the token"
-        ) from error
+        wanted = f"{source!r} is no folder here, and revision {revision or 'main'!r} cannot be loaded from the hub"
+        advice = "Check the name, the connection and, for a private model, the token"
+        raise CheckpointError(f"{wanted}: {first_line(error)}. {advice}") from error
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -317,10 +308,7 @@ class Stored:
 
     def _verify(self, name: str, digest: str) -> None:
         if digest != self.record.files[name]:
-            raise CheckpointError(
-                f"its SHA-256 is not the one in {CONFIG}: it was changed, cut off, or belongs to another model; save "
-                "or download the model again"
-            )
+            raise CheckpointError(f"its SHA-256 is not the one in {CONFIG}; save or download the model again")
 
 
 def load_checkpoint(
@@ -345,9 +333,7 @@ def load_checkpoint(
             except CheckpointError:
                 if _is_same_file(opened, folder / CONFIG):
                     raise
-    raise CheckpointError(
-        f"{folder} was saved to again during each of {READ_ATTEMPTS} attempts to read it; wait until that ends"
-    )
+    raise CheckpointError(f"{folder} is being saved to all the time ({READ_ATTEMPTS} attempts); wait until that ends")
 
 
 def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> Stored:
@@ -356,10 +342,7 @@ def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> 
         data = _parse_config(file)
         version = data.get("format_version")
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-            raise CheckpointError(
-                f"format version {short(version)}; this library reads 1 to {FORMAT_VERSION}: update it"
-            )
-        digest = data.get(files.DIGEST)
+            raise CheckpointError(f"format version {short(version)}; readable are 1 to {FORMAT_VERSION}: update it")
         content = files.unsealed(data, CONFIG, required=version > 1)
         record = from_plain(Record, content, "config", complete=version > 1)
         if record.kind not in kinds:
@@ -371,10 +354,8 @@ def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> 
         if any("tokenizer" in preprocessing for preprocessing in texts):
             raise CheckpointError("preprocessing has the unknown field 'tokenizer'; a tokenizer is its own file")
         if TOKENIZER in record.files and len(texts) != 1:
-            raise CheckpointError(
-                f"it lists a tokenizer, but has {len(texts)} text preprocessings; exactly one is needed"
-            )
-    stored = Stored(folder, record, digest)
+            raise CheckpointError(f"it lists a tokenizer, but has {len(texts)} text preprocessings instead of one")
+    stored = Stored(folder, record, data.get(files.DIGEST))
     for preprocessing in texts:
         preprocessing["tokenizer"] = stored.tokenizer() if TOKENIZER in record.files else ""
     return stored
@@ -401,18 +382,14 @@ def _mapped(file: BufferedReader) -> safe_open:
     try:
         return safe_open(_name_of(file), framework="pt", device="cpu")
     except (MemoryError, RuntimeError) as error:  # of safetensors or torch
-        raise CheckpointError(
-            f"it does not fit into memory ({first_line(error)}); free some, or check the size of the file"
-        ) from error
+        raise CheckpointError(f"it does not fit into memory ({first_line(error)}); free some") from error
 
 
 def _parse_config(file: BufferedReader) -> dict[str, Any]:
     data = files.parse_json(file.read(MAX_CONFIG + 1), CONFIG, most=MAX_CONFIG)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise CheckpointError(
-            f'it was not written by hydra_ensembles (it has no "format": "{FORMAT}"); load such a model with its '
-            "own library and hydra_ensembles.convert, and save to a folder of its own"
-        )
+        problem = f'it was not written by hydra_ensembles (it has no "format": "{FORMAT}")'
+        raise CheckpointError(f"{problem}; use its own library and hydra_ensembles.convert, and a folder of its own")
     return data
 
 

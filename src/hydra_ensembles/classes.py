@@ -12,6 +12,7 @@ from .errors import DataError
 _NAMES = ("class_names", "classes", "class_to_idx")  # attributes of data sets
 SHOWN = 6  # names shown in an error
 _UNNAMED = "if the loader has numbered them already, give list(loader), which carries no names"
+_WAYS = "dataset.with_classes(names) for ours, target_transform= for torchvision"
 
 
 def same_names(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
@@ -109,15 +110,22 @@ def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owne
     may_be_others = len(names) == len(labels) or name == "train"  # other words for the same, or classes to learn
     if moved is None and (may_be_others or not unknown):
         if labels and not numbers and name != "train":  # for `train`, `warn_of_other_classes` warns
-            _warn_of_other_words(names, labels, owner, name)
+            warn(
+                f"no class of {name} ({a_few(names)}) has the same name as one of {owner} ({a_few(labels)}): they are "
+                f"assumed to be the same, in this order; if they are not, rename them: {_WAYS}"
+            )
         return source
     if moved is not None and not same_names(names, labels):
-        raise _doubtful_number_error(moved, numbers, names, owner, name)
+        renamed = f"dataset.with_classes([str(n) for n in range({max(numbers.values()) + 1})])"
+        raise DataError(
+            f"class {moved} of {name} is called {names[moved]}, a number that is not its index: if the name counts, "
+            f"use {renamed}; if the index, model.with_metadata(labels=dataset.class_names); {_UNNAMED}"
+        )
     if hasattr(source, "with_classes"):
         return source.with_classes(labels)
     if moved is None:
         raise _order_error(f"{name} has {a_few(unknown)}, which {owner} does not have", labels)
-    place = f"class {numbers[moved]}: one would be mistaken for the other"
+    place = f"class {numbers[moved]}"
     raise _order_error(f"class {moved} of {name} is {names[moved]!r}, which {owner} has as {place}", labels)
 
 
@@ -126,10 +134,9 @@ def require_as_many(
 ) -> None:
     """Refuse class names if a model without names has another number of classes; `otherwise` is further advice."""
     if classes is not None and not labels and not are_numbers(names) and len(names) != classes:
-        raise DataError(
-            f"{name} has {len(names)} classes ({a_few(names)}), but the model has {classes} without names; name them "
-            f"all (model.with_metadata(labels=...), or dataset.with_classes(names)); {otherwise}"
-        )
+        problem = f"{name} has {len(names)} classes ({a_few(names)}), but the model has {classes} without names"
+        ways = "model.with_metadata(labels=...), or dataset.with_classes(names)"
+        raise DataError(f"{problem}; name them all ({ways}); {otherwise}")
 
 
 def are_numbers(names: Sequence[str]) -> bool:
@@ -148,11 +155,8 @@ def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
     for names in _class_names(batches):
         learned = [name for name in names if not name.isdecimal()]
         if labels and learned and set(map(normalised, learned)).isdisjoint(map(normalised, labels)):
-            warn(
-                f"train has the classes {', '.join(learned[:4])}, but the model has {', '.join(labels[:4])}: it will "
-                "learn the former under the names of the latter. If they are not the same, rename the model's: "
-                "model.with_metadata(labels=...)"
-            )
+            both = f"train has the classes {', '.join(learned[:4])}, but the model has {', '.join(labels[:4])}"
+            warn(f"{both}, and keeps these names; if they are others, give it model.with_metadata(labels=...)")
             return
 
 
@@ -184,27 +188,5 @@ def _listed(names: Any) -> tuple[str, ...]:
     return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
 
 
-def _warn_of_other_words(names: Sequence[str], labels: Sequence[str], owner: str, name: str) -> None:
-    warn(
-        f"no class of {name} ({a_few(names)}) has the same name as one of {owner} ({a_few(labels)}): they are "
-        "assumed to be the same, in this order; if they are not, rename them: dataset.with_classes(names) for "
-        "ours, target_transform= for torchvision"
-    )
-
-
-def _doubtful_number_error(
-    moved: int, numbers: Mapping[int, int], names: Sequence[str], owner: str, name: str
-) -> DataError:
-    return DataError(
-        f"class {moved} of {name} is called {names[moved]}, a number that is not its index, and {owner} does not "
-        "say which of the two counts; if the number, use dataset.with_classes([str(n) for n in "
-        f"range({max(numbers.values()) + 1})]); if the index, name the model's classes accordingly: "
-        f"model.with_metadata(labels=dataset.class_names); {_UNNAMED}"
-    )
-
-
 def _order_error(what: str, labels: Sequence[str]) -> DataError:
-    return DataError(
-        f"{what}; number them in the order {a_few(labels)}: dataset.with_classes(names) for ours, target_transform= "
-        f"for torchvision; {_UNNAMED}"
-    )
+    return DataError(f"{what}; number them in the order {a_few(labels)}: {_WAYS}; {_UNNAMED}")

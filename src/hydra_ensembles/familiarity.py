@@ -35,6 +35,12 @@ SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # added to each eigenvalue, as a share 
 MAX_HELD_OUT = 4096  # maximum number of samples held out for p-values
 PER_THRESHOLD = ("validation/sure_share", "validation/familiar_share")  # metrics of each of the two thresholds alone
 OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # metrics of all thresholds together
+_SETTINGS = {  # of single scores
+    "knn": ("stored", "neighbours"),
+    "vim": ("principal",),
+    "vilu": ("hidden", "projected", "embedding"),
+    "neglabel": ("words", "embedding"),
+}
 _NULL = 1e-10  # eigenvalues below this share of the largest are directions without variance
 
 
@@ -52,11 +58,8 @@ class Answered(NamedTuple):
     @classmethod
     def join(cls, parts: Sequence["Answered"]) -> "Answered":
         """Concatenate along the samples."""
-        return cls(
-            torch.cat([part.features for part in parts], dim=1),
-            torch.cat([part.logits for part in parts], dim=1),
-            torch.cat([part.labels for part in parts]),
-        )
+        features, logits, labels = zip(*parts, strict=True)
+        return cls(torch.cat(features, dim=1), torch.cat(logits, dim=1), torch.cat(labels))
 
 
 @checked
@@ -138,18 +141,14 @@ def fit_familiarity(
         scores = familiarity.scores(held.features, held.logits)[0].mean(dim=0)
         familiarity = Familiarity(replace(familiarity.settings, reference=Reference.of(scores)), familiarity.state)
     line = f"familiarity ({', '.join(names)}) fitted on {familiarity.settings.samples} samples"
-    metadata = _refitted(before, append_earlier(familiarity, before.familiarity), line)
+    metadata = _refitted(before, with_earlier(familiarity, before.familiarity), line)
     return Ensemble.from_state(weights.config, weights.state_dict(), metadata)
 
 
 def with_score(ensemble: Ensemble, familiarity: Familiarity, line: str) -> Ensemble:
-    """A copy of an ensemble with one more fitted score, which decides from now on and has no threshold yet.
-
-    Earlier scores are kept, except one of the same name, which is replaced.
-    """
+    """A copy of an ensemble with one more fitted score, which decides from now on; one of the same name is replaced."""
     before = valid_metadata(ensemble, "fitted")
-    earlier = before.familiarity
-    metadata = _refitted(before, familiarity if earlier is None else _joined(familiarity, earlier, ()), line)
+    metadata = _refitted(before, with_earlier(familiarity, before.familiarity, replaced=()), line)
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
 
 
@@ -162,21 +161,16 @@ def _refitted(metadata: Metadata, familiarity: Familiarity, line: str) -> Metada
     return replace(metadata, familiarity=familiarity, metrics=metrics, history=(*metadata.history, line))
 
 
-def append_earlier(familiarity: Familiarity, earlier: Familiarity | None) -> Familiarity:
-    """New feature scores, followed by earlier scores that are learned in another way (`vilu`, `neglabel`)."""
-    return familiarity if earlier is None else _joined(familiarity, earlier, FAMILIARITY_NAMES)
-
-
-def _joined(familiarity: Familiarity, earlier: Familiarity, replaced: Sequence[str]) -> Familiarity:
+def with_earlier(
+    familiarity: Familiarity, earlier: Familiarity | None, replaced: Sequence[str] = FAMILIARITY_NAMES
+) -> Familiarity:
     """New scores, the first of which decides, followed by earlier ones with other names that are not in `replaced`."""
+    if earlier is None:
+        return familiarity
     old, new = earlier.settings, familiarity.settings
     others = tuple(score for score in old.scores if score not in (*new.scores, *replaced))
     state = {key: tensor for key, tensor in earlier.state.items() if key.rpartition(".")[0] in others}
-    settings_of = {"knn": ("stored", "neighbours"), "vim": ("principal",), "neglabel": ("words",)}
-    settings_of["vilu"] = ("hidden", "projected")
-    carried = {name: getattr(old, name) for score in others for name in settings_of.get(score, ())}
-    if {"vilu", "neglabel"} & set(others):
-        carried["embedding"] = old.embedding  # shared by both: the text embedding
+    carried = {name: getattr(old, name) for score in others for name in _SETTINGS.get(score, ())}
     return Familiarity(replace(new, scores=(*new.scores, *others), **carried), {**familiarity.state, **state})
 
 
@@ -200,21 +194,13 @@ def answers(
 
 
 def require_fresh(familiarity: Familiarity, keys: Keys) -> float:
-    """Refuse data most of which fitted the statistics, and warn of fewer; returns their share.
-
-    Such samples look more familiar than new ones: a threshold set on them accepts fewer new inputs than promised.
-    """
+    """Refuse data most of which fitted the statistics, and warn of fewer; returns their share."""
     reused = reused_of(keys, familiarity.settings.fitted_set)
+    told = f"{reused} of the validation samples were used to fit the familiarity of this ensemble"
     if reused.mostly:
-        raise DataError(
-            f"{reused} of the validation samples were used to fit the familiarity of this ensemble, so they do not "
-            "show how familiar new ones look; calibrate on other data"
-        )
+        raise DataError(f"{told}, so they do not show how familiar new ones look; calibrate on other data")
     if reused.share:
-        warn(
-            f"{reused} of the validation samples were used to fit the familiarity of this ensemble, and look more "
-            "familiar than new ones: its threshold accepts fewer new inputs than it promises; calibrate on other data"
-        )
+        warn(f"{told}: its threshold accepts fewer new inputs than it promises; calibrate on other data")
     return reused.share
 
 
@@ -385,14 +371,12 @@ class Fitting:
             return 0.0
         missing = self.missing()
         classes = len(self.counts)
-        other = "or use the score 'knn', which ignores classes (the setting familiarity of calibrate)"
+        other = "or use the score 'knn', which ignores classes"
         if missing:
-            problem = f"classes {self._named(missing)} have no samples, so their inputs never look familiar"
-            raise TooFewSamplesError(f"{problem}; give some of every class, {other}")
+            raise TooFewSamplesError(f"classes {self._named(missing)} have no samples; give some of each, {other}")
         if self.samples < 2 * classes:
             raise TooFewSamplesError(
-                f"{self.samples} samples of {classes} classes are too few for a covariance; give at least two per "
-                f"class, better {FEW_PER_CLASS}, {other}"
+                f"{self.samples} samples of {classes} classes are too few; give two of each, {other}"
             )
         if self.shrinkage == 0.0 and self.samples - classes < self.width:
             raise TooFewSamplesError(
@@ -408,10 +392,11 @@ class Fitting:
         elif rare := (self.counts < RARE).nonzero()[:, 0].tolist():
             warn(
                 f"classes {self._named(rare)} have fewer than {RARE} samples here, so their inputs look less familiar "
-                "than they are, and more of them are declined; give more"
+                "than they are; give more"
             )
-        usual = SHRINKAGE_OF_FEW if few else SHRINKAGE
-        return usual if self.shrinkage is None else self.shrinkage
+        if self.shrinkage is not None:
+            return self.shrinkage
+        return SHRINKAGE_OF_FEW if few else SHRINKAGE
 
     def _vim(self, kept: Answered) -> dict[str, Tensor]:
         """Origin, directions outside the principal subspace, and weight of the residual against the energy."""
@@ -421,14 +406,11 @@ class Fitting:
         if principal >= width:
             raise ConfigError(f"principal is {principal}, but features have {width} directions; it must be smaller")
         if self.samples <= width:  # otherwise directions without samples would dominate
-            problem = f"vim needs more samples than features have dimensions, {width}; got {self.samples}"
-            raise TooFewSamplesError(f"{problem}. Give more, or use 'mahalanobis' or 'knn'")
-        origin = self._origin()
+            raise TooFewSamplesError(f"vim needs over {width} samples, got {self.samples}; give more, or use 'knn'")
+        mean, origin = sums.mean, self._origin()  # [M, d] each
         if origin is None:
-            origin = sums.mean + sums.shift
-        # [M, d] each
+            origin = mean + sums.shift
         offset = origin - sums.shift
-        mean = sums.mean
         crossed = mean[:, :, None] * offset[:, None]
         moment = sums.products / self.samples - crossed - crossed.mT + offset[:, :, None] * offset[:, None]
         directions = torch.linalg.eigh(moment).eigenvectors  # [M, d, d], by ascending eigenvalue
@@ -437,8 +419,8 @@ class Fitting:
         peaks = self.peaks / self.samples
         if not bool((peaks > 0).all()) or not bool((lengths > 0).all()):
             raise DataError(
-                f"vim compares the largest logits, {peaks.tolist()} on average, with what lies outside the principal "
-                f"subspace, {lengths.tolist()}; both must be above 0: use another score"
+                f"vim needs largest logits, {peaks.tolist()} on average, and lengths outside the principal subspace, "
+                f"{lengths.tolist()}, above 0; use another score"
             )
         return {"origin": origin, "residual": residual, "weight": peaks / lengths}
 

@@ -44,8 +44,7 @@ def expanded(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # unknown user, or no home folder
-        home = Path(path).parts[0]
-        raise ConfigError(f"{path}: there is no home folder {home} here; give the whole path") from error
+        raise ConfigError(f"{path}: there is no such home folder here; give the whole path") from error
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -54,9 +53,7 @@ def expanded(path: str | Path) -> Path:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write to a temporary file in the same folder, flush it to disk, then rename it; the umask is respected.
 
-    Raises:
-        StorageError: The disk refuses it, or the path exists and is not a regular file (a device, say, which would be
-            replaced by one). The previous content is untouched.
+    If that fails, or the path is not a regular file (a device, say), what was there before is untouched.
     """
     require_regular(path)
     with writing(path):
@@ -227,18 +224,15 @@ def _flock_if_any(handle: int, path: Path, wait: bool) -> None:
     except OSError as error:
         if error.errno not in _LOCKLESS:
             raise
-        warn(
-            f"the file system of {path.parent} has no locks ({error.strerror}), so nothing prevents two processes from "
-            "working there at the same time: run only one, or give another place"
-        )
+        warn(f"the file system of {path.parent} has no locks ({error.strerror}): never run two processes there at once")
 
 
 def _holder(path: Path) -> str:
-    try:
+    with suppress(OSError):
         process = path.read_text(encoding="ascii", errors="replace")[:20].strip()
-    except OSError:
-        process = ""
-    return f" (process {process})" if process.isdigit() else ""
+        if process.isdigit():
+            return f" (process {process})"
+    return ""
 
 
 def _close_in_child() -> None:
@@ -263,20 +257,15 @@ def plain_file(path: Path) -> Path:
 
 
 def read_file(path: Path, most: int | None = MAX_BYTES) -> bytes:
-    """The content of a regular file of at most `most` bytes; None for no limit.
-
-    Raises:
-        CheckpointError: The file is missing or unreadable.
-        StorageError: The disk failed, not the file: a retry may succeed.
-    """
+    """The content of a regular file of at most `most` bytes; a `StorageError` (the disk failed) may be retried."""
     try:
         with plain_file(path).open("rb") as file:
             content = file.read() if most is None else file.read(most + 1)
     except OSError as error:
-        own = error.errno in _OF_A_FILE
-        advice = "check the path and its permissions" if own else "check the disk, and try again"
-        failure = f"{path} cannot be read ({error.strerror or error}); {advice}"
-        raise (CheckpointError if own else StorageError)(failure) from error
+        problem = f"{path} cannot be read ({error.strerror or error})"
+        if error.errno in _OF_A_FILE:
+            raise CheckpointError(f"{problem}; check the path and its permissions") from error
+        raise StorageError(f"{problem}; check the disk, and try again") from error
     _require_size(len(content), path, most)
     return content
 
@@ -397,18 +386,11 @@ def sealed(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(plain: Mapping[str, Any], name: str, *, required: bool = True) -> dict[str, Any]:
-    """The content of a `sealed` object; without `required`, objects of earlier versions may lack a digest.
-
-    Raises:
-        CheckpointError: The content does not match its digest.
-    """
+    """The content of a `sealed` object, verified; without `required`, objects of earlier versions may lack a digest."""
     content = dict(plain)
     digest = content.pop(DIGEST, None)
     if (digest is not None or required) and digest != digest_of(content):
-        raise CheckpointError(
-            f"{name} was changed after it was written: its content does not match its digest; restore it, or make it "
-            "again"
-        )
+        raise CheckpointError(f"{name} was changed: it does not match its digest; restore it, or make it again")
     return content
 
 

@@ -84,10 +84,7 @@ def data_fingerprint(batches: Batches, name: str = "data") -> str:
 
 
 class DataFingerprint:
-    """Fingerprint of data that are read batch by batch for another purpose anyway.
-
-    Order, values, shapes and dtypes of the samples matter; the batch boundaries do not.
-    """
+    """Fingerprint of data read batch by batch: of the samples and their order, whatever the batch boundaries."""
 
     def __init__(self) -> None:
         self.samples = 0

@@ -142,9 +142,8 @@ def _whole_layers(average: float, layers: int) -> int:
         return int(average)
     count = round(average * layers)
     if average and count in (0, layers):
-        some = f"all; give {layers} for that" if count else "none; give a number of layers"
-        share = "smaller" if count else "larger"
-        raise ConfigError(f"average {average} of {layers} layers rounds to {some}, or a {share} share")
+        some = "all" if count else "none"
+        raise ConfigError(f"average {average} of {layers} layers rounds to {some}; give a number of layers")
     return count
 
 
@@ -196,7 +195,7 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
     if len(set(heads)) > 1:
         raise ConfigError("soup averages models with the same heads; these lost different ones: use fuse instead")
     _warn_of_unrelated(states, states[0])
-    mean = {name: _mean(torch.stack([state[name] for state in states]))[0] for name in states[0]}
+    mean = {name: _mean([state[name] for state in states]) for name in states[0]}
     return Ensemble.from_state(ensembles[0].config, mean, metadata.after(f"mean weights of {len(states)} models"))
 
 
@@ -208,10 +207,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: FusionByGroup, limit: int 
     differing = differing_names(states)
     stem = next((name for name in differing if place_of(name)[0] == "stem"), None)
     if how["stem"] == "shared" and stem is not None:
-        advice = (
-            "if they were fine-tuned from one model, average the first layers: average 0.8, mlp 'separate'; otherwise "
-            "fuse with the stem 'mean' or 'separate', or fine-tune without the stem"
-        )
+        advice = "give average 0.8 with mlp 'separate', or stem 'mean' or 'separate'"
         raise ConfigError(f"the members differ in {stem}, so one stem cannot serve all; {advice}")
     config = replace(member_config(members[0].config, 0), heads=heads)
     if len(states) > 1:
@@ -226,7 +222,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: FusionByGroup, limit: int 
         group, layer = place_of(name)
         in_trunk = layer is not None and layer < config.trunk
         if how.get(group) == "mean" and not in_trunk and copies_of(config, name) == 1:
-            joined[name] = _mean(torch.stack([state[name] for state in states]))[0]
+            joined[name] = _mean([state[name] for state in states])
     settings = ", ".join(f"{group} {fusion}" for group, fusion in how.items())
     line = f"fused {len(states)} members: {settings}, trunk of {config.trunk} layers"
     return Ensemble.from_state(config, joined, metadata.after(line))
@@ -245,7 +241,7 @@ def _with_mean_trunk(
     for name in states[0]:
         group, layer = place_of(name)
         if group == "stem" or (layer is not None and layer < layers):
-            mean = _mean(torch.stack([state[name] for state in states]))[0]
+            mean = _mean([state[name] for state in states])
             for state in averaged:
                 state[name] = mean
     return averaged
@@ -287,7 +283,7 @@ def _stored_weights(
     if all(bool((tensor == tensor[:1]).all()) for tensor in tensors):
         tensors = [tensor[:1] for tensor in tensors]
     elif how["readout"] == "mean":
-        tensors = [_mean(tensor) for tensor in tensors]
+        tensors = [_mean(tensor.split(1)) for tensor in tensors]
     return tensors[0], tensors[1] if biases else None
 
 
@@ -311,9 +307,8 @@ def _warn_of_unrelated(states: Sequence[Mapping[str, Tensor]], stored_once: Iter
     if least < MIN_COSINE:
         where = "the stem" if layer is None else f"layer {layer}"
         warn(
-            f"the weights of members 0 and {index} that are averaged in {where} have a cosine of {least:.2f}; "
-            "fine-tunings of one model have 0.9 or more, and averaging anything else makes no sense. Keep such "
-            "members separate: fuse them with stem and mlp 'separate' and no average, or use Ensemble.stack"
+            f"the weights of members 0 and {index} that are averaged in {where} have a cosine of {least:.2f}, but "
+            "fine-tunings of one model 0.9 or more: averaging others makes no sense; keep them apart (Ensemble.stack)"
         )
 
 
@@ -328,6 +323,5 @@ def _cosine(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     return inner / math.sqrt(squares[0] * squares[1]) if all(squares) else 1.0
 
 
-def _mean(copies: Tensor) -> Tensor:
-    """The mean `[1, …]` of copies `[M, …]`."""
-    return copies.double().mean(0, keepdim=True).to(copies.dtype)
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).double().mean(0).to(tensors[0].dtype)

@@ -125,14 +125,15 @@ def _calibration(metadata: Metadata) -> str:
     of_mean = calibration.calibrates == "probs" and len(calibration.temperature) == 1
     after = " (of the mean probabilities)" if of_mean else ""
     text = f"Temperature{after}: {', '.join(f'{temperature:.4g}' for temperature in calibration.temperature)}."
-    rules: list[tuple[str, float]] = []  # when to abstain, and the promised share of accepted inputs
-    if calibration.threshold is not None and calibration.threshold < ACCEPTS_ALL:
-        rule = f"the score `{calibration.score}` is above {calibration.threshold:.4g} (unsure)"
-        rules.append((rule, calibration.accepted_share))
-    familiar = None if metadata.familiarity is None else metadata.familiarity.settings
-    if familiar is not None and familiar.threshold is not None and familiar.threshold < ACCEPTS_ALL:
-        rule = f"the score `{familiar.scores[0]}` of the features is above {familiar.threshold:.4g} (unfamiliar)"
-        rules.append((rule, familiar.accepted_share))
+    limits = [(f"`{calibration.score}`", calibration.threshold, "unsure", calibration.accepted_share)]
+    if metadata.familiarity is not None:
+        fitted = metadata.familiarity.settings
+        limits += [(f"`{fitted.scores[0]}` of the features", fitted.threshold, "unfamiliar", fitted.accepted_share)]
+    rules = [
+        (f"the score {score} is above {threshold:.4g} ({reason})", share)
+        for score, threshold, reason, share in limits
+        if threshold is not None and threshold < ACCEPTS_ALL
+    ]
     if not rules:
         never = " Every input is accepted: there were too few held-out samples to decline any, or the share was 100 %."
         return text if calibration.threshold is None else text + never

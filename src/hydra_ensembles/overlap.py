@@ -78,8 +78,7 @@ def names_of(keys: Keys) -> list[str]:
 def with_smallest_hashes(keys: Keys) -> Keys:
     """The keys by which a set is recognised: the 1,024 distinct keys with the smallest hashes (a min-hash).
 
-    Hashing makes the order independent of the samples, so marks are a uniform draw from the distinct samples, whatever
-    their order and repetitions, and the marks of a union can be computed from the marks of its parts.
+    They are a uniform draw from the distinct samples, and the marks of a union follow from those of its parts.
     """
     different = np.unique(keys)
     return different[np.argsort(splitmix64(different.view(np.uint64)))[:MARKS]]
@@ -108,9 +107,8 @@ class FittedSet(NamedTuple):
 def union_of(sets: Sequence[FittedSet]) -> FittedSet:
     """The union of sets that fitted the same thing: its marks, and its estimated number of distinct samples.
 
-    Each set's share of the union's marks estimates its share of the union, and so the size of the union (a min-hash).
-    If one set has marks for a smaller part of its samples than another, that size, and the share of a new set computed
-    from it, is overestimated rather than underestimated.
+    Each set's share of the union's marks estimates its share of the union, and so the size of the union (a min-hash),
+    rather too large than too small.
     """
     names = np.array([int(name, 16) for name in {name for one in sets for name in one.marks}], dtype=np.uint64)
     marks = marks_of(names.view(np.int64))
@@ -138,12 +136,10 @@ def reused_of(keys: Keys, fitted: FittedSet) -> Reused:
     """Estimate the share of a new set, given by its keys, that is also in a set used for fitting.
 
     The marks estimate which share of the fitted set is in the new one, and its size converts that to samples. If a
-    share f of the fitted set is in the new one, all of its n marks are missed with probability (1 - f)^n, however much
-    of the new set that is: 1,000 of 300,000 fitted samples are missed in 3 of 100 cases with 1,024 marks, and in 81
-    with the 64 marks of older files.
-
-    Copies in the fitted set count, so its share is overestimated rather than underestimated. Samples are compared by
-    their values as the model receives them: augmented samples, and those of another size or dtype, do not match.
+    share f of the fitted set is in the new one, all of its n marks are missed with probability (1 - f)^n: 1,000 of
+    300,000 fitted samples in 3 of 100 cases with 1,024 marks, and in 81 with the 64 marks of older files. Copies in the
+    fitted set count, so its share is rather over- than underestimated. Samples are compared by their values as the
+    model receives them: augmented samples, and those of another size or dtype, do not match.
     """
     recognised = len(set(fitted.marks).intersection(names_of(keys)))
     samples = len(np.unique(keys))
@@ -164,10 +160,8 @@ def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> fl
     found = {use: reused_of(keys, fitted_set) for use, fitted_set in fitted.items() if fitted_set.marks}
     remarks = [f"{reused} {use}" for use, reused in found.items() if reused.share]
     if remarks:
-        warn(
-            f"of the samples of {name}, {' and '.join(remarks)}: the numbers look better than on new data; evaluate on "
-            "other samples"
-        )
+        remark = f"of the samples of {name}, {' and '.join(remarks)}"
+        warn(f"{remark}: the numbers look better than on new data; evaluate on other samples")
     return max((reused.share for reused in found.values()), default=None)
 
 
@@ -184,10 +178,7 @@ class Known(NamedTuple):
 
 
 def keys_in_memory(batches: Batches | None) -> Keys | None:
-    """Keys of a source that is in memory and read completely in every pass; None for any other.
-
-    That is a list of batches, or a `DataLoader` over a `TensorDataset`, shuffled or not.
-    """
+    """Keys of a source in memory that is read whole: batches in a list, or a loader of a `TensorDataset`; else None."""
     if isinstance(batches, list | tuple) and batches:
         return np.concatenate([sample_keys(read_batch(batch, labelled=False)[0]) for batch in batches])
     data = _read_whole(batches)
@@ -256,15 +247,9 @@ def require_unlike(name: str, id_keys: Keys, ood: Mapping[str, Keys]) -> None:
         same = [other for other, theirs in earlier.items() if np.array_equal(np.sort(keys), np.sort(theirs))]
         if shared == len(keys) or same:
             which = name if shared == len(keys) else same[0]
-            raise DataError(
-                f"{title} has the same samples as {which} (all {len(keys)} of them are there); OOD detection tells "
-                "different data apart: give other data, or leave it out"
-            )
+            raise DataError(f"{title} has the same samples as {which}, all {len(keys)}; give other data, or none")
         if shared:
-            warn(
-                f"{shared} of {len(keys)} samples of {title} are also samples of {name}; leave them out of one of the "
-                "two"
-            )
+            warn(f"{shared} of {len(keys)} samples of {title} are also samples of {name}; leave them out of one")
         warn_of_one_sample(title, len(keys))
         earlier[title] = keys
 
@@ -279,10 +264,7 @@ def warn_of_copies(name: str, samples: int, different: int, why: str) -> None:
     """Warn of a set in which many samples are copies of others; `why` says why that matters."""
     again = samples - different
     if again > _COPIES * samples:
-        warn(
-            f"{again} of the {samples} samples of {name} are copies of others, as from drawing with replacement: "
-            f"{why}; give every sample once"
-        )
+        warn(f"{again} of the {samples} samples of {name} are copies of others: {why}; give every sample once")
 
 
 def warn_if_shared(name: str, data: Known, title: str, other: Known, why: str) -> None:

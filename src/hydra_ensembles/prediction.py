@@ -8,8 +8,7 @@ uncertainty, disagreement) is computed from uncalibrated members.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from operator import and_
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, SupportsIndex, cast, get_args
 
 import torch
@@ -19,7 +18,7 @@ from .arguments import checked
 from .errors import ConfigError, DataError
 from .metrics import inputs
 from .metrics.conformal import Reference
-from .metrics.distance import FittedName, LearnedName
+from .metrics.distance import FittedName
 from .metrics.probabilities import EntropyParts, differing_pairs, log_mean_probs, split_entropy
 from .schema import short
 
@@ -221,8 +220,7 @@ class Prediction:
     @cached_property
     def accept(self) -> Tensor | None:
         """`[B]` of bool, True if every score with a threshold is at most its threshold; None without any threshold."""
-        decisions = [passed for passed in self.passed().values() if passed is not None]
-        return reduce(and_, decisions) if decisions else None
+        return None if self.doubt is None else self.doubt == 0
 
     def passed(self) -> dict[str, Tensor | None]:
         """Whether samples pass each threshold, `[B]` of bool by the reason for failing; None without the threshold."""
@@ -236,12 +234,11 @@ class Prediction:
     @cached_property
     def doubt(self) -> Tensor | None:
         """`[B]`, index in `REASONS` of why each sample is not accepted, 0 if it is; None without a threshold."""
-        doubt: Tensor | None = None
-        for reason, passed in self.passed().items():
-            if passed is not None:
-                before = torch.zeros_like(self.label) if doubt is None else doubt
-                doubt = torch.where(passed, before, REASONS.index(reason))
-        return doubt
+        passes = {reason: passed for reason, passed in self.passed().items() if passed is not None}
+        doubt = torch.zeros_like(self.label)
+        for reason, passed in passes.items():
+            doubt = torch.where(passed, doubt, REASONS.index(reason))
+        return doubt if passes else None
 
     @cached_property
     def reason(self) -> list[Reason | None] | None:
@@ -277,11 +274,9 @@ class Prediction:
         name = cast(AnyScore, asked if isinstance(asked, str) else short(asked))  # arrays cannot be compared
         fitted_names = () if self.unfamiliarity is None else self.unfamiliarity.score_names
         if name not in (*get_args(ScoreName), *fitted_names):
-            remedy = f"fit_familiarity(ensemble, id_batches, {name!r})"
-            remedy = "see baselines.vilu and baselines.neg_label" if name in get_args(LearnedName) else remedy
-            advice = f"; {name} has to be fitted first: {remedy}" if name in get_args(FittedName) else ""
+            fit = "; fit_familiarity, baselines.vilu or neg_label adds it" if name in get_args(FittedName) else ""
             choice = ", ".join((*get_args(ScoreName), *fitted_names))
-            raise ConfigError(f"score {name!r} is not known; choose one of {choice}{advice}")
+            raise ConfigError(f"score {name!r} is not known; choose one of {choice}{fit}")
         if self.unfamiliarity is not None and name in self.unfamiliarity.score_names:
             return self.unfamiliarity.score(name)
         if name == "msp":
@@ -311,15 +306,13 @@ class Prediction:
         inputs like the held-out data, at most a share p has a p-value of p or less.
         """
         name = self.score_name if name is None else name
-        references: dict[AnyScore, Reference | None] = {self.score_name: self.reference}
-        if (fitted := self.unfamiliarity) is not None:
-            references[fitted.score_names[0]] = fitted.reference
-        reference = references.get(name)
+        fitted = self.unfamiliarity
+        reference = self.reference if name == self.score_name else None
+        if fitted is not None and name == fitted.score_names[0]:
+            reference = fitted.reference
         scores = self.score(name)
         if reference is None:
-            raise ConfigError(
-                f"there are no held-out scores of {name} to compute p-values from; calibrate the ensemble"
-            )
+            raise ConfigError(f"there are no held-out scores of {name} for p-values; calibrate the ensemble")
         return reference.p_values(scores)
 
     @property
@@ -372,10 +365,7 @@ class Prediction:
             return dataclasses.replace(first, member_logits=joined)
         deciding = [(part.score_names, part.threshold, part.reference) for part in features]
         if len(features) < len(predictions) or any(rule != deciding[0] for rule in deciding):
-            raise DataError(
-                "some predictions have feature scores that others lack, or different thresholds on them; join only "
-                "predictions of one model"
-            )
+            raise DataError("feature scores or their thresholds differ; join only predictions of one model")
         scores = torch.cat([part.member_scores for part in features], dim=2)  # [S, M, B]
         unfamiliarity = dataclasses.replace(features[0], member_scores=scores)
         return dataclasses.replace(first, member_logits=joined, unfamiliarity=unfamiliarity)

@@ -73,20 +73,14 @@ class ImagePreprocessing(Checked):
             raise DataError("got no images; give at least one")
         for index, image in enumerate(batch):
             if not isinstance(image, image_module.Image):
-                if isinstance(image, str | PathLike):
-                    raise DataError(f"item {index} is {image!r}, expected a PIL image: PIL.Image.open({str(image)!r})")
-                raise DataError(
-                    f"item {index} is a {type(image).__name__}, expected a PIL image: PIL.Image.open, "
-                    "PIL.Image.fromarray; give normalised images as one tensor [B, channels, H, W], and only the "
-                    "images of a batch (images, labels)"
-                )
+                got = repr(image) if isinstance(image, str | PathLike) else f"a {type(image).__name__}"
+                advice = "give PIL.Image.open(path), or normalised images as one tensor [B, channels, H, W]"
+                raise DataError(f"item {index} is {got}, expected a PIL image; {advice}")
             if not image.width or not image.height:
                 raise DataError(f"image {index} is {image.width}x{image.height}, so it has no pixels; leave it out")
         if any(map(_is_rotated, batch)):
-            warn(
-                f"{_subject(batch, 'image')} is stored sideways or mirrored (EXIF) and is used as stored, like the "
-                "images of data sets: PIL.ImageOps.exif_transpose turns it upright"
-            )
+            state = "is stored sideways or mirrored (EXIF) and is used as stored"
+            warn(f"{_subject(batch, 'image')} {state}: PIL.ImageOps.exif_transpose turns it upright")
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
         mean, std = (pixels.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return (pixels - mean) / std
@@ -158,10 +152,8 @@ class TextPreprocessing(Checked):
         for name, text in zip(which, batch, strict=True):
             pair = isinstance(text, tuple) and len(text) == 2 and all(isinstance(part, str) for part in text)
             if not pair and not isinstance(text, str):
-                raise DataError(
-                    f"{name} is a {type(text).__name__}, expected a string, or a tuple of two; give token ids as "
-                    "one tensor [B, T] or as a mapping with 'input_ids', and only the inputs of a labelled batch"
-                )
+                advice = "give token ids as one tensor [B, T] or a mapping with 'input_ids', without labels"
+                raise DataError(f"{name} is a {type(text).__name__}, expected a string, or a tuple of two; {advice}")
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
         tokenizer = _tokenizer(self)
@@ -200,8 +192,7 @@ class TextPreprocessing(Checked):
         first, *second = (clean_text(part, self.cleaning) for part in parts)
         for part in (first, *second):
             if not part.isascii() and any("\ud800" <= letter <= "\udfff" for letter in part):
-                advice = 'read the file as UTF-8, or replace it: text.encode("utf-8", "replace").decode()'
-                raise DataError(f"{which} has an unpaired surrogate, which is not a character; {advice}")
+                raise DataError(f"{which} has an unpaired surrogate, which is not a character; read it as UTF-8")
         return (first, second[0]) if second else first
 
 
@@ -225,10 +216,7 @@ def _subject(batch: Sequence[Any], kind: str) -> str:
 
 
 def _items(inputs: Any, *single: type) -> list[Any]:
-    """Inputs as a list; an object of a type in `single`, or one that is not iterable, is a single item.
-
-    Object arrays, such as columns of a table, are lists. A set is refused as an item: its order says nothing.
-    """
+    """Inputs as a list; objects of a type in `single`, sets (whose order says nothing) and scalars are single items."""
     several = isinstance(inputs, Iterable) and not isinstance(inputs, (*single, bytes, set, frozenset))
     return list(inputs) if several or (isinstance(inputs, np.ndarray) and inputs.dtype.hasobject) else [inputs]
 
@@ -248,19 +236,15 @@ def _tokenizer(settings: TextPreprocessing) -> Any:
 
 @contextmanager
 def _tokenizing() -> Iterator[None]:
-    """Turn errors of the tokenizers library, while it parses or tokenises, into a `ConfigError`.
-
-    It has no exception class of its own, and its panics do not derive from `Exception`.
-    """
+    """Turn errors of the tokenizers library, whose panics do not derive from `Exception`, into a `ConfigError`."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ConfigError(
-            f"tokenizers {require('tokenizers', extra='text').__version__} cannot use this tokenizer: {error}; save or "
-            "download the model again, or update that library"
-        ) from error
+        version = require("tokenizers", extra="text").__version__
+        advice = "save or download the model again, or update that library"
+        raise ConfigError(f"tokenizers {version} cannot use this tokenizer: {error}; {advice}") from error
 
 
 # --- images of any mode --------------------------------------------------------------------------------------
@@ -289,16 +273,11 @@ def _plain(image: "Image") -> "Image":
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BITS):
         pixels = np.asarray(image, dtype=np.uint16)
         if 0 < pixels.max() < _TWELVE_BITS:
-            warn(
-                f"a 16-bit greyscale image has no pixel above {_TWELVE_BITS - 1}, like 12-bit scans, and looks nearly "
-                "black, since 65535 is white; multiply such images by 16"
-            )
-        upper_bits = (pixels >> 8).astype(np.uint8)
-        return require("PIL.Image", extra="data").fromarray(upper_bits)
+            dark = f"has no pixel above {_TWELVE_BITS - 1}, like 12-bit scans, and looks nearly black"
+            warn(f"a 16-bit greyscale image {dark}; multiply such images by 16")
+        return require("PIL.Image", extra="data").fromarray((pixels >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise DataError(
-            f"an image has the mode {image.mode}, 32-bit greyscale: which number is white? Give 8-bit or 16-bit images"
-        )
+        raise DataError(f"an image has the mode {image.mode}, 32-bit greyscale; give 8-bit or 16-bit images")
     if image.mode == "P" and "transparency" in image.info:
         return image.convert("RGBA")
     first = _CONVERTED_FIRST.get(image.mode)

@@ -43,8 +43,7 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     """
     require_model(ensemble, "prune")
     if ensemble.num_members != 1:
-        advice = "prune each member (model.member(i)) and fuse them again"
-        raise HeadError(f"prune takes a model with one member, this one has {ensemble.num_members}; {advice}")
+        raise HeadError(f"prune takes one member, got {ensemble.num_members}; prune each model.member(i), then fuse")
     gone = as_heads(heads)
     kept = {name: [list(layer) for layer in tower.config.heads[0]] for name, tower in towers_of(ensemble).items()}
     for head in gone:
@@ -55,9 +54,7 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
             raise HeadError(f"head {head} is not in this model; it has {present}")
         layers[head.layer].remove(head.head)
         if not layers[head.layer] and head.layer == tower.num_layers:
-            raise HeadError(
-                f"head {head} is the last that pools the tokens: without it every input would get the same answer"
-            )
+            raise HeadError(f"head {head} is the last that pools the tokens, and must stay")
     lost = {name: [head for head in gone if head.tower == name] for name in kept}
     towers = {name: _keep(tower, kept[name], lost[name]) for name, tower in towers_of(ensemble).items()}
     if isinstance(ensemble, Ensemble):

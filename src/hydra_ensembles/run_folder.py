@@ -42,10 +42,8 @@ def require_own_folder(path: Path, what: str = "a build") -> None:
     names = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     foreign = [name for name in names if name not in (IDENTITY, SETTINGS) and not name.startswith(".")]
     if foreign and not (path / IDENTITY).exists():  # checked after listing: another process may just have written it
-        raise CheckpointError(
-            f"{path} has {a_few(foreign)}, but no {IDENTITY} to say what they belong to; {what} needs a folder of its "
-            "own: give a new or empty one as output"
-        )
+        problem = f"{path} has {a_few(foreign)}, but no {IDENTITY} to say what they belong to"
+        raise CheckpointError(f"{problem}; {what} needs a new or empty folder as output")
 
 
 class RunFolder:
@@ -78,18 +76,14 @@ class RunFolder:
         if self.path is not None:
             require_own_folder(self.path, what)
             if (self.path / IDENTITY).exists():
-                self._require_own_run()
+                self._digests()  # refuses the folder of another run
             elif self._writes:
                 with files.locked(self.path, "run"), files.resumable(self.path):
                     self._begin()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Lock the folder and remove what killed writes left; `product` does this by itself.
-
-        Raises:
-            StorageError: Another process is working there.
-        """
+        """Lock the folder and remove what killed writes left; `product` does this by itself."""
         if self.path is None or not self._writes or self._working:
             yield
             return
@@ -164,9 +158,7 @@ class RunFolder:
                     raise CheckpointError("it is not what this run made: it was changed, or comes from another run")
                 return read(path)
             except (OSError, ValueError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"{path} cannot be used: {error}. Delete {path} and run this again to recreate it"
-                ) from error
+                raise CheckpointError(f"{path} cannot be used: {error}. Delete it and run this again") from error
         with self.working():
             product = make()
             if path is not None and self._writes:
@@ -183,13 +175,10 @@ class RunFolder:
         """Take a folder that no run has by writing `run.json`; returns False if this run did so before."""
         assert self.path is not None
         if (self.path / IDENTITY).exists():
-            self._require_own_run()
+            self._digests()
             return False
         self._write_identity({})
         return True
-
-    def _require_own_run(self) -> None:
-        self._digests()  # checks whose they are
 
     def _write_identity(self, digests: Mapping[str, str]) -> None:
         assert self.path is not None
@@ -205,9 +194,7 @@ class RunFolder:
         products = identity.pop(PRODUCTS, None)  # missing in earlier versions
         are_digests = isinstance(products, dict) and all(isinstance(digest, str) for digest in products.values())
         if products is not None and not are_digests:
-            raise CheckpointError(
-                f"{self.path / IDENTITY} does not list the digests of its products by name; give another folder"
-            )
+            raise CheckpointError(f"{self.path / IDENTITY} does not list digests of products; give another folder")
         require_same_run(identity, self._identity, self.path, self._what)
         return products
 

@@ -66,6 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.ci
 def test_the_examples_run(folder: Path) -> None:
     for command in commands():
         if command[0] not in ELSEWHERE:

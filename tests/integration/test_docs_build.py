@@ -1,4 +1,4 @@
-"""The documentation names everything public; slow: the site builds without warnings, as in `make docs`."""
+"""The documentation names everything public; in CI: the site builds without warnings, as in `make docs`."""
 
 import importlib
 import inspect
@@ -50,14 +50,14 @@ def test_the_reference_names_everything_public_and_nothing_that_is_not_there() -
     assert not missing, f"add them to a page under docs/api: {missing}"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_site_is_built_with_members_of_classes(site: Path) -> None:
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]  # written by mkdocstrings
     known = {line.split(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
     assert "hydra_ensembles.model.ensemble.Ensemble.predict" in known
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_pages_fetch_nothing(site: Path) -> None:
     """Pages load fonts, scripts and pictures only from the site itself."""
     pages = list(site.rglob("*.html"))
@@ -82,7 +82,7 @@ OVERFLOWS = """(() => {
 })()"""
 
 
-@pytest.mark.slow  # a hundred pages in a browser
+@pytest.mark.ci  # a hundred pages in a browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_pages_fit_a_phone_and_a_desk(site: Path, width: int, tab: Tab) -> None:
     for page in sorted(site.rglob("*.html")):

@@ -61,7 +61,7 @@ def test_what_a_notebook_keeps(path: Path) -> None:
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
 
 
-@pytest.mark.slow  # a kernel's start takes seconds, and each runs a whole build; .ci/run runs it
+@pytest.mark.ci  # a kernel's start takes seconds, and each runs a whole build
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path) -> None:

@@ -126,6 +126,7 @@ class MadeUp:
         ("2", "small | B - A | accuracy | chance", "chance"),
         ("0", "small | D - A | accuracy | chance", "chance"),  # one seed has no interval
         ("2", "small | B - A | accuracy | better, all looks", "± 3.000"),
+        ("2", "small | B - A | accuracy | better, 4 looks", "± 4.000"),
         ("3", "small | B | accuracy, all looks", "only differences"),
         ("", "! small | B - A | accuracy | chance, all looks ; ! small | B - A | accuracy | chance", "± 1.000"),
         ("2 of 3", "small | B - A | accuracy", "2 numbers"),

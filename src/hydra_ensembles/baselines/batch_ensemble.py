@@ -50,13 +50,9 @@ class BatchEnsemble(Checked):
     def check(self, model: Ensemble) -> None:
         """Raise for more layers than the model has, and for folding scales in a post-norm model."""
         if self.last_layers is not None and self.last_layers > model.num_layers:
-            layers = model.num_layers
-            raise ConfigError(f"BatchEnsemble.last_layers is {self.last_layers}, but the model has {layers} layers")
+            raise ConfigError(f"last_layers is {self.last_layers}, but the model has {model.num_layers} layers")
         if self.scales == "inputs" and not model.config.encoder.norm_first:
-            raise ConfigError(
-                "BatchEnsemble.scales='inputs' folds scales into the norm before a map, but in this model norms come "
-                "after; use scales='all'"
-            )
+            raise ConfigError("scales='inputs' needs norms before the maps; in this model they come after: use 'all'")
 
 
 @trains

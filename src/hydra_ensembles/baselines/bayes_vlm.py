@@ -272,12 +272,9 @@ def published_prior(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class VLMPosterior:
-    """Posteriors of both projections of a dual encoder; builds classifiers: an ensemble, or one in closed form.
+    """Posteriors of both projections of a dual encoder (a copy); builds classifiers: an ensemble, or in closed form."""
 
-    The dual encoder is a copy, because the posteriors are valid only for its current towers.
-    """
-
-    dual: DualEncoder
+    dual: DualEncoder  # a copy, because the posteriors are valid only for these towers
     image: ProjectionPosterior
     text: ProjectionPosterior
     as_published: bool = False
@@ -335,8 +332,7 @@ class VLMPosterior:
             template: One sentence with `{label}`.
         """
         names = checked_names(class_names)
-        sentences = checked_templates(template)
-        return ProbitClassifier(self, names, self._texts(prompts_of(names, sentences)))
+        return ProbitClassifier(self, names, self._texts(prompts_of(names, checked_templates(template))))
 
     @torch.no_grad()
     def _texts(self, prompts: Sequence[str]) -> Tensor:

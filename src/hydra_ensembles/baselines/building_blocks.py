@@ -38,22 +38,18 @@ def warn_equal(ensemble: Ensemble) -> Ensemble:
     """Return the result of a method; warns if two members are equal after training."""
     if equal := find_equal_members([ensemble]):
         warn(
-            f"members {equal[0]} and {equal[1]} are equal after training: they will never disagree. Let them differ by "
-            "the order of the data (DataLoader(..., shuffle=True)), dropout, classifiers (reinit_classifier='random') "
-            "or the method's own settings"
+            f"members {equal[0]} and {equal[1]} are equal after training: they will never disagree. Shuffle the data, "
+            "or let classifiers (reinit_classifier='random') or dropout differ"
         )
     return ensemble
 
 
 class View(OurModel):
-    """A view of a model: it answers like an `Ensemble`, uncalibrated, and cannot be saved.
+    """A view of a model: it answers like an `Ensemble`, uncalibrated, and cannot be saved."""
 
-    `model` is the ensemble that prepares inputs, `metadata` has the class names, `saved` says what to save instead.
-    """
-
-    model: Ensemble
-    metadata: Metadata
-    saved: str
+    model: Ensemble  # prepares inputs
+    metadata: Metadata  # has the class names
+    saved: str  # what to save instead
 
     @torch.no_grad()
     def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
@@ -108,11 +104,7 @@ def fresh(config: EnsembleConfig, seed: int, metadata: Metadata) -> Ensemble:
 
 
 def embedding_statistics(model: object, caller: str) -> dict[str, Tensor]:
-    """How a zero-shot ensemble projects features: `projection` `[M, e, d]` and `shift` `[M, e]`, on the CPU.
-
-    Raises:
-        ConfigError: The model has no class embeddings, or a hidden layer before the projection.
-    """
+    """How a zero-shot ensemble projects features: `projection` `[M, e, d]` and `shift` `[M, e]`, on the CPU."""
     ensemble = require_ensemble(model, caller)
     readout = ensemble.readout
     if readout.class_embeddings is None:

@@ -129,11 +129,8 @@ class Curvature:
         self.sums += torch.einsum("bce,bi,bj->ciej", spread, features, features)
 
     def posterior(self, mean: Tensor, prior: float | None, samples: int | None = None) -> "Posterior":
-        """The normal distribution around `mean` `[C, d]`, with the given prior or that of maximal marginal likelihood.
-
-        If `samples` is given, the curvature is scaled up to that many samples.
-        """
-        axes: tuple[Tensor, ...] | None = None
+        """The normal distribution around `mean` `[C, d]`, with the prior (None: the likeliest), for so many samples."""
+        axes: tuple[Tensor, ...] = ()
         if self.structure == "diag":
             values = self.sums.flatten()
         elif self.structure == "full":
@@ -164,24 +161,18 @@ def likeliest_prior(values: Tensor, mean: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Posterior:
-    """A normal distribution of classifiers: precisions `values + prior` along `axes` (None: along the parameters).
-
-    Two matrices are the eigenvectors of outputs and inputs (a Kronecker product), one those of all parameters.
-    """
+    """A normal distribution of classifiers: precisions `values + prior` along `axes` (none: along the parameters)."""
 
     mean: Tensor  # [C, d]
     values: Tensor  # [C·d]
-    axes: tuple[Tensor, ...] | None
+    axes: tuple[Tensor, ...]  # eigenvectors of outputs and inputs (a Kronecker product), or of all parameters
     prior: float
 
     def draw(self, count: int, seed: int) -> Tensor:
         """Draw classifiers `[count, C, d]`."""
         noise = torch.randn(count, len(self.values), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         scaled = noise / (self.values + self.prior).sqrt()
-        if self.axes is None:
-            moved = scaled.unflatten(1, self.mean.shape)
-        elif len(self.axes) == 1:
-            moved = (scaled @ self.axes[0].T).unflatten(1, self.mean.shape)
-        else:
-            moved = self.axes[0] @ scaled.unflatten(1, self.mean.shape) @ self.axes[1].T
-        return self.mean + moved
+        if len(self.axes) == 1:
+            scaled = scaled @ self.axes[0].T
+        moved = scaled.unflatten(1, self.mean.shape)  # [count, C, d]
+        return self.mean + (self.axes[0] @ moved @ self.axes[1].T if len(self.axes) == 2 else moved)

@@ -64,8 +64,7 @@ class LoRA(Checked):
     def check(self, model: Ensemble) -> None:
         """Raise if the rank is not below that of the weights it updates."""
         encoder = model.config.encoder
-        rows = [len(heads) * encoder.head_dim for heads in model.heads[0] if heads]
-        least = min([encoder.width, *rows])
+        least = min(encoder.width, *(len(heads) * encoder.head_dim for heads in model.heads[0] if heads))
         if self.rank >= least:
             raise ConfigError(f"LoRA.rank is {self.rank}, but the attention has matrices of rank {least}; lower it")
 
@@ -128,10 +127,7 @@ def lora_ensemble(
 
 
 class LowRank(Parametrised):
-    """An ensemble with an update `scale · B A` on the attention of every member, in the layers that train.
-
-    Parameters are named by layer and projection: `down` has A `[M, r, in]`, `up` has B `[M, out, r]`.
-    """
+    """An ensemble with an update `scale · B A` on the attention of every member, in the layers that train."""
 
     def __init__(self, ensemble: Ensemble, settings: LoRA, recipe: Recipe, seed: int) -> None:
         super().__init__(ensemble)
@@ -141,7 +137,7 @@ class LowRank(Parametrised):
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in ensemble.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name.startswith(CLASSIFIERS))
-        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()  # A [M, r, in] and B [M, out, r]
         for layer in range(config.encoder.layers):
             heads = config.heads[0][layer]
             width = config.encoder.width

@@ -123,10 +123,8 @@ class MimoLearner(EnsembleLearner):
         """Like `EnsembleLearner.read`; the first batch of an epoch must have an image for every member."""
         inputs, labels = super().read(raw, index)
         if index == 0 and len(labels) < self.settings.members:
-            raise DataError(
-                f"batch 0 of train has {len(labels)} images, but MIMO shows each of {self.settings.members} members "
-                "a different one; use larger batches, or fewer members"
-            )
+            few = f"batch 0 of train has {len(labels)} images for {self.settings.members} members"
+            raise DataError(f"{few}; MIMO shows each a different one: use larger batches, or fewer members")
         return inputs, labels
 
     def prepared(self, inputs: Inputs) -> Inputs:
@@ -136,8 +134,7 @@ class MimoLearner(EnsembleLearner):
     def training_batch(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
         """Repeat every image `batch_repeat` times and shuffle separately for each member, except a share `rho`."""
         images = self._images(inputs)
-        count = len(labels)
-        order = torch.arange(count).repeat(self.settings.batch_repeat)
+        order = torch.arange(len(labels)).repeat(self.settings.batch_repeat)
         order = order[torch.randperm(len(order))]
         apart = int(len(order) * (1.0 - self.settings.rho))
         rows = [torch.cat([order[torch.randperm(apart)], order[apart:]]) for _ in range(self.settings.members)]

@@ -134,10 +134,8 @@ def neg_label(
     others = [position for position, word in enumerate(vocabulary.words) if word.casefold() not in classes]
     count = int(len(others) * settings.share) // settings.groups * settings.groups
     if not count:
-        raise DataError(
-            f"{len(others)} words, of which a share of {settings.share:g} is taken, cannot be put in {settings.groups} "
-            "groups; give more words, or use fewer groups"
-        )
+        taken = f"a share of {settings.share:g} of {len(others)} words"
+        raise DataError(f"{taken} cannot be put in {settings.groups} groups; give more words, or use fewer groups")
     embedded = vocabulary.embeddings.to(ensemble.device)[:, others]  # [G, N, e]
     readout = ensemble.state_dict()
     rows = readout["readout.class_embeddings.weight"].float()  # [G, C, e], multiplied by the logit scale

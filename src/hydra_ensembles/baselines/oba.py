@@ -61,10 +61,8 @@ class OBA(Checked):
         total = sum(parameter.numel() for parameter in model.parameters())
         stay = total - sum(parameter.numel() for parameter in removable_weights(model).values())
         if self.keep * total <= stay:
-            raise ConfigError(
-                f"OBA.keep is {self.keep}, but norms, embeddings and classifier, which are not pruned, are "
-                f"{stay / total:.3f} of all parameters; keep more"
-            )
+            what = "norms, embeddings and classifier, which are not pruned"
+            raise ConfigError(f"OBA.keep is {self.keep}, but {what}, are {stay / total:.3f} of all; keep more")
 
 
 @trains

@@ -44,30 +44,23 @@ class Packed(Checked):
         share = Fraction(self.alpha).limit_denominator(1 << 20) / self.members
         if config.readout.cosine is not None:
             raise ConfigError("Packed-Ensembles learn from scratch; a zero-shot model has nothing to start from")
-        widths = {"width": encoder.width, "mlp_width": encoder.mlp_width}
-        if config.readout.map_mlp_width:
-            widths["map_mlp_width"] = config.readout.map_mlp_width
-        sizes = {name: share * width for name, width in widths.items()}
+        stem, readout = config.stem, config.readout
+        widths = {"width": encoder.width, "mlp_width": encoder.mlp_width, "map_mlp_width": readout.map_mlp_width}
+        sizes = {name: share * width for name, width in widths.items() if width}
         broken = {name: float(size) for name, size in sizes.items() if size.denominator > 1 or size < 1}
         if broken:
-            raise ConfigError(
-                f"each of {self.members} members with alpha {self.alpha:g} would get {broken} of {widths}; choose "
-                "members and alpha that give whole numbers"
-            )
+            each = f"each of {self.members} members with alpha {self.alpha:g}"
+            raise ConfigError(f"{each} would get {broken} of {widths}; choose others, which give whole numbers")
         width = int(sizes["width"])
         heads, remainder = divmod(width, encoder.head_dim) if self.heads is None else (self.heads, width % self.heads)
         if remainder or not heads:
             units = f"heads of width {encoder.head_dim}" if self.heads is None else f"{self.heads} heads"
             fitting = [count for count in range(1, width + 1) if width % count == 0]
-            raise ConfigError(
-                f"a member is {width} wide, which {units} do not divide; set Packed.heads to one of {fitting}"
-            )
+            raise ConfigError(f"a member is {width} wide, which {units} do not divide; set heads to one of {fitting}")
         narrow = replace(encoder, width=width, heads=heads, head_dim=width // heads, mlp_width=int(sizes["mlp_width"]))
-        stem, readout = config.stem, config.readout
         if isinstance(stem, TextStemConfig) and not stem.project:
             stem = replace(stem, embedding_width=width)
-        if readout.map_mlp_width:
-            readout = replace(readout, map_mlp_width=int(sizes["map_mlp_width"]))
+        readout = replace(readout, map_mlp_width=int(sizes.get("map_mlp_width", 0)))
         return EnsembleConfig(stem, narrow, readout, narrow.all_heads(self.members))
 
 

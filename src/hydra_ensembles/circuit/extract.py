@@ -243,18 +243,13 @@ def identity_of(
 
 def _check_methods(ensemble: Ensemble | DualEncoder, method: Method, ood_score: OODScore, with_text: bool) -> None:
     """Raise if the method does not support the request, or if the feature score was not fitted."""
-    if method == "screened" and with_text:
-        raise ConfigError('method="screened" is for one tower; use method="exact", or towers=("image",)')
-    if ood_score != "msp":
-        familiarity = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
-        if familiarity is None or ood_score not in familiarity.settings.scores:
-            fitted = [] if familiarity is None else list(familiarity.settings.scores)
-            raise ConfigError(
-                f"ood_score must be 'msp' or a feature score fitted for this ensemble, {fitted}; got {ood_score!r}: "
-                f"fit_familiarity(ensemble, id_batches, {ood_score!r}) returns an ensemble that has it"
-            )
-        if method == "screened":
-            raise ConfigError(f'method="screened" is for ood_score="msp", got {ood_score!r}; use method="exact"')
+    familiarity = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
+    fitted = [] if familiarity is None else list(familiarity.settings.scores)
+    if ood_score not in ("msp", *fitted):
+        accepted = f"'msp' or a feature score fitted for this ensemble, {fitted}"
+        raise ConfigError(f"ood_score must be {accepted}, got {ood_score!r}; fit_familiarity(...) fits one")
+    if method == "screened" and (with_text or ood_score != "msp"):
+        raise ConfigError('method="screened" is for one tower and ood_score="msp"; use method="exact"')
 
 
 def _checked_scope(
@@ -370,10 +365,9 @@ class Extraction:
         hidden = not progress or self.ranks.rank > 0
         counts = (len(self.candidates) - step for step in range(self.budget))
         decided = list(accumulate(counts, initial=0))  # candidates before each step
-        bar = tqdm(
+        with tqdm(
             total=decided[-1], initial=decided[len(done)], desc=name, unit="head", disable=hidden, dynamic_ncols=True
-        )
-        with bar:
+        ) as bar:
             for index in range(len(done), self.budget):
                 search.on_progress = bar_updater(bar, decided[index], len(self.candidates) - index, self.ranks.size)
                 choice, excess = search.take(removable(self.model, left), audited=index in self.audited)
@@ -391,17 +385,14 @@ class Extraction:
                 search.on_progress(len(self.candidates))  # the step is complete
 
     def _warn_of_end(self, journal: Journal) -> None:
-        count, most, start = self.objective.id_count, self.objective.most_errors, journal.start
-        assert start is not None
-        assert most is not None
-        errors = journal.steps[-1].errors if journal.steps else start["errors"]
+        assert journal.start is not None
+        assert self.objective.most_errors is not None
+        errors = journal.start["errors"], self.objective.most_errors
+        before, least = (f"{1 - count / self.objective.id_count:.4f}" for count in errors)
         if self.ranks.rank == 0:
-            warn(
-                f"the circuit for {self.objective.score!r} ends after {len(journal.steps)} of {self.budget} heads: "
-                f"removing any other head would lower the accuracy, {1 - errors / count:.4f} (at first "
-                f"{1 - start['errors'] / count:.4f}), below {1 - most / count:.4f} "
-                f"(max_accuracy_loss={self.max_accuracy_loss})"
-            )
+            ends = f"the circuit for {self.objective.score!r} ends after {len(journal.steps)} of {self.budget} heads"
+            limit = f"below {least} (from {before}, max_accuracy_loss={self.max_accuracy_loss})"
+            warn(f"{ends}: removing any other head would lower the accuracy {limit}")
 
     def _start(self, done: Sequence[Head]) -> Naive | Exact | JointExact | Screened:
         """Create the search after the steps in `done`."""

@@ -68,8 +68,7 @@ def stored_journal(path: Path | None, ranks: Ranks) -> Journal | None:
                 raise CheckpointError("it lacks the state of the model before the first step")
             return journal
         except ValueError as error:
-            problem = f"{path} is not a journal of a circuit extraction ({error})"
-            raise CheckpointError(f"{problem}; delete it to start over, or give another path") from error
+            raise CheckpointError(f"{path} is not a journal of a circuit ({error}); delete it to start over") from error
 
     return ranks.gather(ranks.all_or_none(read))[0]
 

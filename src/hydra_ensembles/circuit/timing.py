@@ -70,8 +70,5 @@ def say(text: str) -> None:
 
 
 def bar_updater(bar: Any, start: int, most: int, ranks: int) -> Callable[[int], None]:
-    """Return a callback that advances the bar within a step from `start` by at most `most` candidates, never back.
-
-    It receives the number of this rank's candidates that are decided, including those dropped early.
-    """
+    """Return a callback for `Search.on_progress` that advances the bar from `start` by at most `most`, never back."""
     return lambda decided: bar.update(max(0, start + min(decided * ranks, most) - bar.n))

@@ -13,7 +13,7 @@ import typer
 from .._distributed import launched_rank
 from ..data.batching import TrainTransform, batches
 from ..errors import ConfigError, DataError
-from ..files import expanded, locked, read_file, read_json, write_atomically
+from ..files import expanded, locked, read_json, write_atomically
 from ..metrics.distance import FamiliarityName
 from ..model.ensemble import Ensemble
 from ..pipeline.chain import build as build_ensemble
@@ -25,7 +25,7 @@ from ..run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
 from ..schema import to_plain
 from ..training.recipe import Recipe
 from . import sources as source
-from .command import Json, Quiet, command, emit, emit_json, option, parse_yaml, read_recipe, write_settings
+from .command import Json, Quiet, command, emit, emit_json, option, read_recipe, read_yaml, write_settings
 from .evaluations import grouped_specs
 from .predict_info import next_commands, preprocessing_of
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
@@ -137,9 +137,7 @@ class SearchSources(DataSettings, ModelSettings):
         super().__post_init__()
         source.output_folder(self.output)
         if SYNTHETIC in self.judge_ood:
-            raise ConfigError(
-                f"judge_ood is {SYNTHETIC}; give that for ood instead, half of which is then used to judge"
-            )
+            raise ConfigError(f"judge_ood is {SYNTHETIC}; give that for ood, half of which then judges")
         labelled = [(name, getattr(self, name)) for name in ("id", "train", "judge_id")]
         ood_data = [("ood", data) for _, data in (*ood_sources(self.ood), *ood_sources(self.judge_ood))]
         source.require_different_sources(*labelled, *ood_data)
@@ -205,12 +203,14 @@ def search(
 def _read_candidates(settings: DataSettings, file: str) -> list[dict[str, Any]]:
     """Settings of candidates from a file; a recipe may be the name of a preset."""
     path = expanded(file)
-    most = settings.batch_size
-    listed = parse_yaml(read_file(path), str(path))
+    listed = read_yaml(path)
     if not isinstance(listed, list) or not all(isinstance(raw, Mapping) for raw in listed):
         raise ConfigError(f"{path} must hold a list of candidates, each with settings of build: '- shared_layers: 8'")
-    recipes = ({"recipe": in_batches_of(read_recipe(raw["recipe"]), most)} if "recipe" in raw else {} for raw in listed)
-    return [{**raw, **recipe} for raw, recipe in zip(listed, recipes, strict=True)]
+    candidates = [dict(raw) for raw in listed]
+    for candidate in candidates:
+        if "recipe" in candidate:
+            candidate["recipe"] = in_batches_of(read_recipe(candidate["recipe"]), settings.batch_size)
+    return candidates
 
 
 # --- shared by both --------------------------------------------------------------------------------------------------
@@ -219,8 +219,8 @@ def _read_candidates(settings: DataSettings, file: str) -> list[dict[str, Any]]:
 @contextmanager
 def with_settings(folder: Path, settings: Mapping[str, Any], name: str) -> Iterator[None]:
     """Write the settings, then work in the folder; if two commands start in it at once, the second one raises."""
-    begun = (folder / IDENTITY).exists()
-    writes = launched_rank() == 0 and (not begun or os.access(folder, os.W_OK))  # a finished run may be read-only
+    read_only = (folder / IDENTITY).exists() and not os.access(folder, os.W_OK)  # as a finished run may be
+    writes = launched_rank() == 0 and not read_only
     with locked(folder, name, file=SETTINGS) if writes else nullcontext():
         if writes and not (folder / IDENTITY).exists():  # otherwise keep those of the run, which may differ
             write_settings(folder / SETTINGS, settings, name)
@@ -249,10 +249,8 @@ def model_and_sets(
 ) -> tuple[Ensemble, dict[str, Any], int | None]:
     """The model, batches by role of the sets that the config needs, and the batch size to write into the settings.
 
-    The batch size is None if none was given and the recipe has its own: a written 64 would limit the recipe.
-
-    `sources` has a field for each role in `LABELLED` and `OOD_ROLES` that the command takes. `folder` is the output of
-    the command called `name`: it must not belong to another command, or lie inside the data.
+    The batch size is None if none was given and the recipe has its own: a written 64 would limit the recipe. `folder`
+    is the output of the command called `name`: it must not belong to another command, or lie inside the data.
     """
     require_own_folder(folder, f"a {name}")
     specs = {role: getattr(sources, role, None) for role in LABELLED}

@@ -99,7 +99,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     """Make a function a command, as described at the top of this file; the command line is built from its `table`."""
     hints = get_type_hints(function, include_extras=True)
     kinds: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    entries: list[dict[str, Any]] = []
+    entries = list[dict[str, Any]]()
     for name, parameter in inspect.signature(function).parameters.items():
         entries += _options(kinds[name]) if name in kinds else [_entry(name, hints[name], parameter.default)]
     if kinds:
@@ -148,8 +148,8 @@ def _options(settings: type) -> Iterator[dict[str, Any]]:
     hints = get_type_hints(settings)
     help = _help(settings)
     for setting in fields(settings):
-        name = setting.name
-        kind = _without_none(hints[setting.name])
+        name, metavar = setting.name, None
+        kind = _without_none(hints[name])
         if name == "model":
             yield _entry(name, Annotated[str | None, typer.Argument(metavar="MODEL", help=help[name])])
             continue
@@ -160,14 +160,14 @@ def _options(settings: type) -> Iterator[dict[str, Any]]:
         elif origin in (Mapping, tuple):
             kind = list[str]
         elif _is_count_or_share(kind):  # keep the text: the decimal point marks a share
-            yield _entry(name, Annotated[str | None, typer.Option(*flags, metavar="NUMBER", help=help[name])])
-            continue
+            kind, metavar = str, "NUMBER"
         elif _is_choice_or_none(hints[name]) and setting.default is not None:
             kind = Literal[*get_args(kind), "none"]
         elif origin is bool and setting.default is not False:
             flags = (f"{flags[0]}/--no-{flags[0][2:]}",)
         shown = setting.default not in (MISSING, None, False, "", ()) and str(setting.default)
-        yield _entry(name, Annotated[kind | None, typer.Option(*flags, show_default=shown, help=help[name])])
+        info = typer.Option(*flags, metavar=metavar, show_default=shown, help=help[name])
+        yield _entry(name, Annotated[kind | None, info])
 
 
 def option(default: Any, help: str) -> Any:
@@ -205,12 +205,9 @@ def _help(settings: type) -> dict[str, str]:
 def read_settings(
     kinds: Mapping[str, type], options: Mapping[str, Any], config: Path | None, changes: Iterable[str]
 ) -> dict[str, Any]:
-    """Merge settings from a YAML file, options (None if not given) and `--set` (`name.name=value`).
-
-    `kinds` maps each dataclass parameter to its class; options that are not settings are returned unchanged.
-    """
+    """Settings by parameter, from a YAML file, options (None if not given) and `--set`; other options unchanged."""
     settings: dict[str, Field[Any]] = {setting.name: setting for kind in kinds.values() for setting in fields(kind)}
-    merged = {} if config is None else parse_yaml(read_file(config), str(config)) or {}
+    merged = {} if config is None else read_yaml(config) or {}
     if not isinstance(merged, dict):
         raise ConfigError(f"{config} holds a {type(merged).__name__}; it must hold settings as 'name: value' lines")
     others: dict[str, Any] = {}
@@ -279,6 +276,11 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file."""
+    return parse_yaml(read_file(path), str(path))
 
 
 def assign(settings: dict[str, Any], change: str, hints: Mapping[str, Any]) -> None:
@@ -386,10 +388,9 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
-        advice = str(error)
-        if not advice and hasattr(error, "__notes__"):  # the note says what was kept and how to resume
-            advice = f"{error.__notes__[0]}: {shlex.join(['hydra-ensembles', *sys.argv[1:]])}"
-        code, message = 130, f"interrupted{': ' if advice else ''}{advice}"
+        notes = getattr(error, "__notes__", ())  # what was kept, and how to resume
+        resume = f": {notes[0]}: {shlex.join(['hydra-ensembles', *sys.argv[1:]])}" if notes else ""
+        code, message = 130, f"interrupted{resume}"
     elif isinstance(error, HydraError | OSError):
         code, message = 2, f"error: {error}"
     elif isinstance(error, torch.OutOfMemoryError | MemoryError):

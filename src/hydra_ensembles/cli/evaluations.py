@@ -18,7 +18,7 @@ from ..evaluation.atlas import atlas as make_atlas
 from ..evaluation.evaluate import evaluate as evaluate_model
 from ..evaluation.evaluation import FORMAT as EVALUATION
 from ..evaluation.evaluation import Evaluation, Selective, logits_path
-from ..files import expanded, read_file, read_json
+from ..files import expanded, read_json
 from ..metrics.inputs import Convention
 from ..model.cost import Cost
 from ..model.ensemble import Ensemble
@@ -39,7 +39,7 @@ from .command import (
     emit_json,
     format_of,
     option,
-    parse_yaml,
+    read_yaml,
     require_replaceable,
     write_settings,
 )
@@ -115,12 +115,10 @@ class EvaluateSettings(MeasuredSettings):
         if Path(self.output).suffix == ".json" or not self.file.exists():
             return
         settings, ours = self.file.with_suffix(SETTINGS_SUFFIX), self.by_full_names()
-        theirs = parse_yaml(read_file(settings), str(settings)) if settings.exists() else None
+        theirs = read_yaml(settings) if settings.exists() else None
         if not isinstance(theirs, dict) or {**theirs, **{name: ours[name] for name in HOW}} != ours:
-            raise ConfigError(
-                f"{self.file} holds another evaluation (see {settings.name}); give this one its own --name or "
-                f"--output, or --output {self.file} to replace it"
-            )
+            advice = f"give this one its own --name or --output, or --output {self.file} to replace it"
+            raise ConfigError(f"{self.file} holds another evaluation (see {settings.name}); {advice}")
 
     def by_full_names(self) -> dict[str, Any]:
         """The settings as plain data with absolute paths, so that they mean the same in any working directory."""
@@ -153,13 +151,8 @@ class AtlasSettings(MeasuredSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.page.suffix != ".html":
+        if Path(self.output).suffix != ".html":
             raise ConfigError(f"output is the page, a name that ends in .html, got {self.output!r}")
-
-    @property
-    def page(self) -> Path:
-        """Where the page is written."""
-        return expanded(self.output)
 
 
 def grouped_specs(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
@@ -213,6 +206,7 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
       hydra-ensembles compare evaluations/
     """
     settings.require_free_file()
+    file, kept = settings.file, settings.file.with_suffix(KEPT)
     model = source.load_classifier(settings)
     test, groups = read_sets(settings, model)
     shifts = {name or spec: _read(spec, settings, model) for _, name, spec in grouped_specs(settings.shift)}
@@ -227,23 +221,23 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
         bootstrap=settings.bootstrap,
         gallery=GALLERY,
         keep_logits=settings.keep_logits,
-        output=settings.file.with_suffix(KEPT),
+        output=kept,
         progress=not quiet,
     )
-    write_settings(settings.file.with_suffix(SETTINGS_SUFFIX), settings.by_full_names(), "evaluate")  # for later runs
-    evaluation.save(settings.file)
-    shutil.rmtree(settings.file.with_suffix(KEPT))
+    write_settings(file.with_suffix(SETTINGS_SUFFIX), settings.by_full_names(), "evaluate")  # for later runs
+    evaluation.save(file)
+    shutil.rmtree(kept)
     if evaluation.logits is None:  # remove those of the evaluation that this one replaces
-        logits_path(settings.file).unlink(missing_ok=True)
+        logits_path(file).unlink(missing_ok=True)
     if as_json:
-        emit_json(read_json(settings.file))
+        emit_json(read_json(file))
         return
     shifted = [Column(f"shift.{name}.accuracy", "Acc", name, "higher", scale=100) for name in evaluation.shift]
     columns = [*columns_for([evaluation], list(evaluation.ood)), *shifted]
     Console().print(to_rich(compare_evaluations([evaluation], columns=columns)))
     if evaluation.selective is not None:
         print(accepted_in_words(evaluation.selective, evaluation.id_name))
-    print(f"wrote {settings.file}")
+    print(f"wrote {file}")
 
 
 def accepted_in_words(chosen: Selective, id_name: str) -> str:
@@ -301,8 +295,8 @@ def report(
     """
     require_replaceable(output, inputs=paths)
     evaluations, costs = find_runs(paths)
-    options: dict[str, Any] = {"title": title, "focus": focus, "baseline": baseline, "allow_mismatch": allow_mismatch}
-    page = write_report(output, evaluations, costs=costs, **options)
+    named: dict[str, Any] = {"title": title, "focus": focus, "baseline": baseline}
+    page = write_report(output, evaluations, costs=costs, allow_mismatch=allow_mismatch, **named)
     print(f"wrote {page}")
 
 
@@ -317,7 +311,8 @@ def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
       hydra-ensembles atlas run --id test/ --ood cars=cars/ --limit 200 --output atlas.html
       hydra-ensembles atlas timm:vit_base_patch16_224 --id test/ --layers 10,11
     """
-    numbers = settings.page.with_suffix(".json")
+    page = expanded(settings.output)
+    numbers, kept = page.with_suffix(".json"), page.with_suffix(KEPT)
     require_replaceable(numbers, ATLAS)
     model = source.load_classifier(settings)
     test, groups = read_sets(settings, model)
@@ -328,13 +323,13 @@ def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
         **settings.common,
         inputs=settings.inputs,
         layers=settings.layers or None,
-        output=settings.page.with_suffix(KEPT),
+        output=kept,
         progress=not quiet,
     )
     measured.save(numbers)
-    write_atlas(settings.page, measured)
-    shutil.rmtree(settings.page.with_suffix(KEPT))
-    print(f"wrote {settings.page} and {numbers}")
+    write_atlas(page, measured)
+    shutil.rmtree(kept)
+    print(f"wrote {page} and {numbers}")
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
@@ -342,8 +337,6 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
     evaluations: list[Evaluation] = []
     costs: list[Cost] = []
     for path in paths:
-        if not path.exists():
-            raise DataError(f"{path} does not exist; give saved evaluations (.json) or folders that hold them")
         count = len(evaluations) + len(costs)
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
             kind = format_of(file)
@@ -351,8 +344,6 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
                 evaluations.append(Evaluation.load(file))
             elif kind == COSTS:
                 costs += load_costs(file)
-            elif not path.is_dir():
-                raise DataError(f"{file} is neither a saved evaluation nor a table of costs")
         if len(evaluations) + len(costs) == count:
-            raise DataError(f"no saved evaluation found in {path}; hydra-ensembles evaluate MODEL writes one")
+            raise DataError(f"no saved evaluation or costs in {path}; hydra-ensembles evaluate MODEL writes one")
     return evaluations, costs

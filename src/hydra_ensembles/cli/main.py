@@ -24,8 +24,7 @@ TABLE = Path(__file__).with_name("commands.json")
 
 def commands() -> tuple[Callable[..., None], ...]:
     """All commands, in the order of the help."""
-    making = (demo, calibrate, fuse, build, search)
-    judging = (evaluate, compare, report, atlas)
+    making, judging = (demo, calibrate, fuse, build, search), (evaluate, compare, report, atlas)
     return (*making, *judging, predict, score, serve, export, bench, info)
 
 

@@ -34,16 +34,7 @@ from ..report.compare import save_costs
 from ..report.table import csv_text
 from ..schema import from_plain, to_plain
 from ..serve.archives import LINES
-from .command import (
-    Json,
-    NamedColumns,
-    assign,
-    command,
-    did_you_mean,
-    emit,
-    emit_json,
-    require_replaceable,
-)
+from .command import Json, NamedColumns, assign, command, did_you_mean, emit, emit_json, require_replaceable
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model, require_preprocessing
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")  # in `prediction.OUTPUTS`
@@ -51,7 +42,6 @@ IN_TABLE = ("confidence", "epistemic", "familiarity")  # those that fit into a t
 LONGEST = 60  # maximum number of characters of an input in a table
 KEPT, PRUNED = "■", "·"
 SHOWN = 12  # maximum number of list items to print
-MOST_DIGITS = 5  # maximum number of digits of a batch size
 TOKENS = 128  # length of the texts in `bench`, unless the model's maximum is smaller
 
 NamedItem = tuple[str, Callable[[], Any]]
@@ -98,22 +88,22 @@ def predict(
     order = list(range(len(items)))
     if ensemble.kind == "text":  # texts of similar length form a batch: padding costs as much as text
         order.sort(key=lambda index: _length(items[index]))
-    problems: dict[int, DataError] = {}
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, Any] | DataError] = {}
     for start in range(0, len(items), batch_size):
-        found |= _answered(ensemble, {index: items[index] for index in order[start : start + batch_size]}, problems)
-    first = problems[min(problems)] if problems else None
-    if first is not None and not found:
-        raise first
-    answers = [found[index] for index in sorted(found)]
+        chosen = order[start : start + batch_size]
+        found |= zip(chosen, _answered(ensemble, [items[index] for index in chosen]), strict=True)
+    in_order = [found[index] for index in range(len(items))]
+    problems = [answer for answer in in_order if isinstance(answer, DataError)]
+    answers = [answer for answer in in_order if not isinstance(answer, DataError)]
+    if not answers:
+        raise problems[0]
     emit(_formatted(answers, format), output)
     if answers[0]["verdict"] is None:
         print("no verdict: this model has no calibrated threshold; calibrate stores one, or give --threshold",
               file=sys.stderr)  # fmt: skip
-    if first is not None:
-        raise DataError(
-            f"{len(problems)} of {len(items)} inputs have no answer, the others do; the first: {first}"
-        ) from first
+    if problems:
+        missing = f"{len(problems)} of {len(items)} inputs have no answer, the others do"
+        raise DataError(f"{missing}; the first: {problems[0]}") from problems[0]
 
 
 def named_columns(pairs: Iterable[str] | None) -> Columns:
@@ -177,10 +167,8 @@ def _texts(argument: str, path: Path) -> list[str]:
     if path.is_dir():
         raise DataError(f"{path} is a folder, but the model reads text; give a file with one text per line")
     if argument != "-" and path.suffix.lower() not in ("", LINES):
-        raise DataError(
-            f"{path} has an unknown suffix; accepted suffixes: {', '.join((LINES, *TABLE_SUFFIXES))}. Rename it to "
-            f"{LINES} if it has one text per line, to .jsonl if it has one JSON object per line"
-        )
+        known = f"{', '.join(TABLE_SUFFIXES)}, or {LINES} for one text per line"
+        raise DataError(f"{path} is no file of texts by its suffix; accepted are {known}. Rename it")
     source = "standard input" if argument == "-" else path
     try:
         content = sys.stdin.read() if argument == "-" else read_file(path, most=None).decode("utf-8")
@@ -196,19 +184,12 @@ def _texts(argument: str, path: Path) -> list[str]:
     return texts
 
 
-def _answered(
-    ensemble: Ensemble, items: Mapping[int, NamedItem], problems: dict[int, DataError]
-) -> dict[int, dict[str, Any]]:
-    """Answers to a batch, by index; if it fails, each input is tried alone, and errors are added to `problems`."""
+def _answered(ensemble: Ensemble, items: Sequence[NamedItem]) -> list[dict[str, Any] | DataError]:
+    """Answers to a batch; if it fails, each input is tried alone, and has an answer or its error."""
     try:
-        prediction = ensemble.predict([read() for _, read in items.values()])
-        return dict(zip(items, _answers([name for name, _ in items.values()], prediction), strict=True))
+        return [*_answers([name for name, _ in items], ensemble.predict([read() for _, read in items]))]
     except DataError as error:
-        if len(items) == 1:
-            problems |= dict.fromkeys(items, error)
-            return {}
-        alone = [_answered(ensemble, {index: item}, problems) for index, item in items.items()]
-        return {index: answer for one in alone for index, answer in one.items()}
+        return [error] if len(items) == 1 else [answer for item in items for answer in _answered(ensemble, [item])]
 
 
 def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any]]:
@@ -386,19 +367,18 @@ def bench(
       hydra-ensembles bench run --batch 1,8,32 --baseline single --baseline deep --output evaluations/costs.json
     """
     sizes = batch.split(",")
-    if not all(size.isdecimal() and len(size) <= MOST_DIGITS and int(size) for size in sizes):
-        raise ConfigError(
-            f"batch takes positive whole numbers of up to {MOST_DIGITS} digits, such as 1,8,32; got {batch}"
-        )
+    if not all(re.fullmatch(r"[1-9]\d{0,4}", size) for size in sizes):
+        raise ConfigError(f"batch takes positive whole numbers of up to 5 digits, such as 1,8,32; got {batch}")
     require_replaceable(output, COSTS)
     ensemble = load_classifier(model)
     title = name or model.own_name
-    models: dict[str, Ensemble] = {}
+    members = {"single": 1, "deep": ensemble.num_members}
+    measured: dict[str, Callable[[Any], Any]] = {}
     for kind in baseline or ["single"]:
-        models[kind] = _whole(ensemble, 1 if kind == "single" else ensemble.num_members)
-    if title in models:
+        measured[kind] = _whole(ensemble, members[kind])
+    if title in measured:
         raise ConfigError(f"the model and a baseline are both called {title!r}; give the model another name")
-    measured: dict[str, Callable[[Any], Any]] = {**models, title: ensemble}
+    measured[title] = ensemble
     if optimize:
         measured[f"{title}, optimized"] = ensemble.optimize()
     costs: list[Cost] = []

@@ -57,10 +57,7 @@ def serve(model: ModelSettings, settings: ServeSettings) -> None:
 
 
 def listen(settings: ServeSettings) -> socket.socket:
-    """Bind the server's socket before the model is loaded, so that an address in use is reported at once.
-
-    Only the user who started the server can open its Unix socket.
-    """
+    """Bind the server's socket before the model is loaded; only this user can open a Unix socket."""
     try:
         if settings.uds is None:
             family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -68,17 +65,11 @@ def listen(settings: ServeSettings) -> socket.socket:
         path = expanded(settings.uds)
         if path.is_socket() and not _answers(path):
             path.unlink()  # left by a killed server
-        listener = socket.socket(socket.AF_UNIX)
         umask = os.umask(0o177)
         try:
-            listener.bind(str(path))
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
+            return socket.create_server(str(path), family=socket.AF_UNIX, backlog=BACKLOG)
         finally:
             os.umask(umask)
-        return listener
     except OSError as error:
         where = settings.uds or f"{settings.host}:{settings.port}"
         raise StorageError(f"cannot listen on {where}: {error}; give another address, or stop what uses it") from error
@@ -137,10 +128,8 @@ def _announce(listener: socket.socket, settings: ServeSettings) -> None:
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if settings.key is None and settings.host not in LOOPBACK:
             print(f"warning: anyone who reaches {where} gets answers; set {API_KEY} to require a key", file=sys.stderr)
-    threads = torch.get_num_threads()
-    counted = f"{threads} thread{'' if threads == 1 else 's'}"
-    print(f"serving {settings.name} at {where} ({counted}); Ctrl-C ends it", file=sys.stderr)
-    sys.stderr.flush()
+    threads = f"threads: {torch.get_num_threads()}"
+    print(f"serving {settings.name} at {where} ({threads}); Ctrl-C ends it", file=sys.stderr, flush=True)
 
 
 @command

@@ -1,5 +1,6 @@
 """Models and data by name (folders, files, the Hugging Face hub, timm, torchvision, suites); matching of classes."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,21 +24,18 @@ from ..data.loading import Columns
 from ..data.loading import load as load_set
 from ..data.suites import SetRef, suite
 from ..errors import CheckpointError, ConfigError, ConversionError, DataError
-from ..evaluation.evaluation import FORMAT as EVALUATION
 from ..files import expanded, parse_json, plain_file, read_file
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from ..model.kinds import load
-from ..preprocessing import OTHER_CHANNELS, Interpolation
-from ..run_folder import IDENTITY
+from ..model.kinds import load, require_ensemble
+from ..preprocessing import Interpolation
 from ..schema import from_plain
-from .command import did_you_mean, format_of, option
+from .command import did_you_mean, option
 
 TIMM, HUB, TORCHVISION, SUITE = "timm:", "hub:", "torchvision:", "suite:"
 TRANSFORMERS = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
 SEED = 0  # `limit` always keeps the same samples
 USUAL_BATCH = 64
-ZERO_SHOT = "in Python, he.zero_shot(he.convert(model, processor=…), class_names) makes a classifier of it"
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -86,29 +84,19 @@ class ModelSettings(Checked):
     @property
     def own_name(self) -> str:
         """Default name in tables: the last part of the model's name."""
-        name = Path(self.model.rstrip("/")).name
-        if name in ("", "..", "~"):  # `.` and the like: use the name of the folder
-            name = expanded(self.model).resolve().name
-        return name or self.model
+        return Path(os.path.abspath(expanded(self.model))).name or self.model
 
 
 def load_classifier(settings: ModelSettings) -> Ensemble:
     """Load the model as an ensemble; raise `HydraError` if it does not exist or is not a classifier."""
-    model = load_model(settings)
-    if isinstance(model, DualEncoder):
-        raise ConfigError(f"{settings.model} is a dual encoder (CLIP); commands take classifiers; {ZERO_SHOT}")
-    if not model.num_classes:
-        raise ConfigError(f"{settings.model} has no classifier; fine-tune it on your classes first")
-    return model
+    return require_ensemble(load_model(settings), "this command", classifies=True)
 
 
 def further(settings: ModelSettings, name: str) -> ModelSettings:
     """Settings of another training of the same model: a folder or name, or a weights file like the first one's."""
     if name.endswith(".safetensors"):
         if settings.weights is None:
-            raise ConfigError(
-                f"{name} is a file of weights; name the first model as timm:NAME, with weights of its own"
-            )
+            raise ConfigError(f"{name} is a file of weights; name the first model as timm:NAME with --weights FILE")
         return replace(settings, weights=name)
     if settings.weights is not None and name.startswith(TIMM):
         raise ConfigError(f"{name} would have timm's own weights; name a file instead, such as {settings.weights}")
@@ -122,13 +110,8 @@ def load_further(settings: ModelSettings, labels: tuple[str, ...]) -> Ensemble:
 
 
 def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
-    """Load a model onto its device.
-
-    Accepts `timm:NAME`, `hub:OWNER/NAME` (a transformers classifier, a timm model, or one saved by this library), and a
-    folder written by one of these libraries, including the run folder of `build`.
-    """
-    name = settings.model
-    path = expanded(settings.model)
+    """Load a model onto its device: `timm:NAME`, or `hub:OWNER/NAME` or a folder of transformers, timm or ours."""
+    name, path = settings.model, expanded(settings.model)
     if name.startswith(TIMM):
         model: Ensemble | DualEncoder = _load_timm(name.removeprefix(TIMM), settings)
     elif name.startswith(HUB):
@@ -136,9 +119,7 @@ def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
     elif path.is_dir():
         model = _from_folder(path, settings)
     else:
-        raise CheckpointError(
-            f"no model {name!r}: there is no such folder{did_you_mean(path)}; give one, timm:NAME or hub:OWNER/NAME"
-        )
+        raise CheckpointError(f"no model {name!r}{did_you_mean(path)}; give a folder, timm:NAME or hub:OWNER/NAME")
     if settings.preprocessing:
         if isinstance(model, DualEncoder):
             raise ConfigError(f"{name} is a dual encoder; its preprocessing cannot be changed here")
@@ -150,14 +131,10 @@ def _from_folder(folder: Path, settings: ModelSettings) -> Ensemble | DualEncode
     """Load a folder written by a supported library, or the run folder of `build`."""
     path = locate(folder) / "config.json"
     if not path.is_file():
-        run = folder / IDENTITY
-        is_run = run.is_file() and format_of(run) != EVALUATION  # `evaluate run` writes one of this name
-        hint = "run the same build again" if is_run else "give the folder that save_pretrained wrote"
+        hint = "give the folder that save_pretrained wrote, or run its build to the end"
         if (folder / "adapter_config.json").is_file():
-            hint = f"it holds only adapters: {MERGE}, and save the result"
-        elif inside := not is_run and sorted(one.parent.name for one in folder.glob("*/config.json")):
-            hint += f"; it contains such folders: {', '.join(inside[:5])}"
-        raise CheckpointError(f"{folder} has no {'finished ensemble' if is_run else 'config.json'}; {hint}")
+            hint = f"it holds only adapters: {MERGE}"
+        raise CheckpointError(f"{folder} has no config.json and no finished ensemble; {hint}")
     return _by_config(str(path.parent), "local-dir", path, settings)
 
 
@@ -208,15 +185,13 @@ def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> En
     try:
         model = timm.create_model(name, pretrained=state is None, **options).eval()
     except Exception as error:  # timm also raises errors of the model, the hub client and its HTTP library
-        hint = "check the connection, or give a file of weights" if state is None else "check model_options"
-        raise CheckpointError(f"timm could not make {name}: {error!r}; {hint}") from error
+        raise CheckpointError(f"timm could not make {name}: {error!r}; check options and connection") from error
     if state is not None:
         try:
             model.load_state_dict(state)
         except RuntimeError as error:
-            raise CheckpointError(
-                f"the weights {settings.weights} do not fit timm:{name} with these model_options: {str(error)[:400]}"
-            ) from error
+            reason = f"do not fit timm:{name} with these model_options: {str(error)[:400]}"
+            raise CheckpointError(f"the weights {settings.weights} {reason}") from error
     return convert(model)
 
 
@@ -231,15 +206,10 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
         described = " or ".join(names) or kind
         if refusal(kind, *names) is not None:
             raise ConversionError(f"{source}: {explain(described, kind, *names)}")
-        remedy = (
-            "fine-tune it as one, by AutoModelFor…Classification.from_pretrained(…, num_labels=…), or, where "
-            "transformers has none for it, by he.convert(model, num_labels=…) and he.finetune in Python"
-        )
-        remedy = ZERO_SHOT if {"text_config", "vision_config"} <= config.keys() else remedy
-        every = "; every command takes the folder that save_pretrained writes"
-        raise ConversionError(
-            format_refusal(f"{source} is a {described}", "it has no trained classifier", remedy + every)
-        )
+        remedy = "fine-tune it by AutoModelFor…Classification, or by he.convert(model, num_labels=…) and he.finetune"
+        if {"text_config", "vision_config"} <= config.keys():
+            remedy = "in Python, he.zero_shot(he.convert(model, processor=…), class_names) makes a classifier of it"
+        raise ConversionError(format_refusal(f"{source} is a {described}", "it has no trained classifier", remedy))
     require_supported(getattr(transformers, chosen), kind)
     try:
         transformers.utils.logging.disable_progress_bar()  # loading a local file is fast
@@ -263,10 +233,8 @@ def _require_no_code(source: str, folder: Path) -> None:
     for path in sorted(folder.glob("*config.json")):
         content = parse_json(read_file(path), str(path), foreign=True)
         if isinstance(content, dict) and content.get("auto_map"):
-            raise CheckpointError(
-                f"{source} brings code of its own (auto_map in {path.name}), which is never run here; if you trust it, "
-                "load the model in Python and give it to he.convert(model, processor=...)"
-            )
+            advice = "if you trust it, load it in Python and give it to he.convert(model, processor=...)"
+            raise CheckpointError(f"{source} brings code of its own (auto_map), which is never run here; {advice}")
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -291,10 +259,7 @@ class DataSettings(Checked):
 
 
 def load_data(spec: str, settings: DataSettings, labelled: bool = True) -> AnyDataset:
-    """Load a data set from a file or folder (optionally with `:SPLIT`), the hub, torchvision or a suite.
-
-    OOD data need no labels. Raises `DataError` if the data do not exist or do not match the description.
-    """
+    """Load a data set from a file or folder (optionally with `:SPLIT`), the hub, torchvision or a suite."""
     source, split = existing_path(spec)
     columns = from_plain(Columns, settings.columns, "columns")
     options: dict[str, Any] = {"columns": columns, "labels": "required" if labelled else "optional"}
@@ -317,10 +282,8 @@ def load_data(spec: str, settings: DataSettings, labelled: bool = True) -> AnyDa
         data = load_set(TORCHVISION + name, part or None, root=settings.root, **options)
     else:
         path = expanded(spec.rpartition(":")[0] or spec)
-        raise DataError(
-            f"no data {spec!r}: there is no such file or folder{did_you_mean(path)}; give a "
-            "path, hub:NAME[:CONFIG][:SPLIT], torchvision:NAME[:SPLIT] or suite:NAME:SET"
-        )
+        forms = "a path, hub:NAME[:CONFIG][:SPLIT], torchvision:NAME[:SPLIT] or suite:NAME:SET"
+        raise DataError(f"no data {spec!r}: there is no such file or folder{did_you_mean(path)}; give {forms}")
     if settings.limit is None or len(data) <= settings.limit:
         return data
     return subset(data, settings.limit, SEED, stratified=labelled)
@@ -379,10 +342,9 @@ def require_preprocessing(model: Ensemble) -> None:
     """Raise if a model has no preprocessing and so cannot read files."""
     if model.metadata.preprocessing is None:
         missing = "tokenizer" if model.kind == "text" else "image processor"
-        other = getattr(model.config.stem, "channels", 3) not in (1, 3)
-        advice = f"{OTHER_CHANNELS}, in Python" if other else f"Save its {missing} into the same folder"
         why = f" ({model.metadata.preprocessing_from})" if model.metadata.preprocessing_from else ""
-        raise DataError(f"the model has no preprocessing{why}. {advice}")
+        advice = f"so it reads no files; save its {missing} into its folder"
+        raise DataError(f"the model has no preprocessing{why}, {advice}")
 
 
 def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labelled: bool = True) -> AnyDataset:
@@ -429,14 +391,10 @@ def _warn_of_numbers(data: AnyDataset, numbers: Mapping[int, int]) -> None:
     if moved is not None:
         warn(
             f"{data.name} has numbers as class names, and {numbers[moved]} is taken as the model's class of that "
-            f"number, though it is at position {moved} of the sorted names: if the model was trained on such folders "
-            "with torchvision, which uses positions, give --by-position"
+            f"number, not as position {moved} of the sorted names; torchvision uses positions: for them --by-position"
         )
     elif min(numbers.values()) == 1:
-        warn(
-            f"{data.name} has no sample of class 0, but some of class 1: the model counts classes from 0; if the data "
-            "count from 1, every label is wrong by one"
-        )
+        warn(f"{data.name} has no sample of class 0; if it counts classes from 1, every label is wrong by one")
 
 
 def with_labels_of(model: Ensemble, data: AnyDataset) -> Ensemble:

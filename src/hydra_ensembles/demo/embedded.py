@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..data.dataset import ImageDataset, Rows, decode_image
-from ..errors import StorageError
 from ..model.ensemble import Ensemble
 from .gains import Answers
 
@@ -63,7 +62,7 @@ def load_backbone() -> Ensemble:
         >>> load_backbone().num_members
         1
     """
-    return Ensemble.from_pretrained(_installed(BACKBONE), dtype=torch.float32)
+    return Ensemble.from_pretrained(BACKBONE, dtype=torch.float32)
 
 
 def load_sample() -> DemoSample:
@@ -75,18 +74,15 @@ def load_sample() -> DemoSample:
         >>> len(sample.test), sorted(sample.near), sample.test.class_names[0]
         (1050, ['AnnualCrop', 'River'], 'Forest')
     """
-    sets = read_images(_installed(SAMPLE))
+    sets = read_images(SAMPLE)
     near, far = ({name: sets.pop(name) for name in names} for names in (NEAR, FAR))
     return DemoSample(**sets, near=near, far=far)
 
 
 def load_answers() -> dict[str, list[dict[str, Answers]]]:
-    """Stored answers of models whose weights are not in the package: for each method, one entry per backbone, by set.
-
-    The backbones were trained like the embedded one, from other seeds.
-    """
+    """Stored answers of backbones from other seeds, which the package has not: by method, for each backbone, by set."""
     models: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for key, tensor in sorted(load_file(_installed(ANSWERS)).items()):
+    for key, tensor in sorted(load_file(ANSWERS).items()):
         model, name, kind = key.split("/")  # "Single 1/test/logits"
         models.setdefault(model, {}).setdefault(name, {})[kind] = tensor.float()
     answers: dict[str, list[dict[str, Answers]]] = {}
@@ -94,16 +90,6 @@ def load_answers() -> dict[str, list[dict[str, Answers]]]:
         by_set = {name: Answers(tensors["logits"], tensors["unfamiliar"]) for name, tensors in sets.items()}
         answers.setdefault(model.rpartition(" ")[0], []).append(by_set)
     return answers
-
-
-def _installed(path: Path) -> Path:
-    """Return the path if it exists; a wheel and a clone contain the demo's data, a repackaged library may not."""
-    if path.exists():
-        return path
-    raise StorageError(
-        f"the demo's {path.name} is not installed ({path.parent} lacks it); install the wheel of hydra-ensembles again "
-        "(pip install --force-reinstall --no-deps), or run `make demo` in a clone of the repository"
-    )
 
 
 def read_images(path: Path) -> dict[str, ImageDataset]:

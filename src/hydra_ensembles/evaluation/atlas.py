@@ -1,7 +1,7 @@
 """The head atlas: the effect of every head of an ensemble, measured by switching it off."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -19,7 +19,6 @@ from ..circuit.scores import NO_HEAD, not_finite
 from ..circuit.timing import in_words, say
 from ..classes import in_model_order
 from ..data.batching import Preprocess
-from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
 from ..files import expanded, write_sealed
 from ..heads.masking import checked_layers, masked, working_copy
@@ -246,10 +245,9 @@ def atlas(
     title = f"the in-distribution set {id_name!r}"
     sets = {id_name: in_model_order(id_data, title, ensemble), **ood_sets}
     sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
-    shown_as = metadata.preprocessing or preprocess
-    seen = {key: SetAnswers(key, inputs, key == id_name, shown_as) for key in sets}
+    seen = {key: SetAnswers(key, inputs, key == id_name, metadata.preprocessing or preprocess) for key in sets}
     batches = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in sets.items()}
-    sweep_all(sweep, seen, batches, partial(inputs_of, sets.values()), output, progress)
+    sweep_all(sweep, seen, batches, output, progress)
     keys = {key: np.concatenate(answers.keys) for key, answers in seen.items()}
     require_unlike(title, keys[id_name], {f"OOD set {key!r}": keys[key] for key in ood_sets})
     warn_if_fitted(title, keys[id_name], fitted_sets(metadata, calibration, metadata.familiarity))
@@ -271,17 +269,13 @@ def heads_of(ensemble: Ensemble, layers: Sequence[int] | None) -> list[Head]:
 
 
 class Swept(NamedTuple):
-    """Answers to B inputs, all `[1 + K, B]`: with all heads in the first row, then without each of K heads.
-
-    `moved` is the share of the probability that moves to other classes, `likelihood` the log-probability of the label,
-    zero if there is none.
-    """
+    """Answers to B inputs, all `[1 + K, B]`: with all heads in the first row, then without each of K heads."""
 
     label: Tensor
     confidence: Tensor
     score: Tensor
-    moved: Tensor
-    likelihood: Tensor
+    moved: Tensor  # share of the probability that moves to other classes
+    likelihood: Tensor  # log-probability of the right class, zero if there is none
 
     @classmethod
     def joined(cls, parts: Sequence["Swept"]) -> "Swept":
@@ -364,13 +358,10 @@ class Sweep:
 
 @dataclass(eq=False)
 class SetAnswers:
-    """Results on one set, batch by batch: answers, keys, labels, and the inputs whose answers change most.
-
-    For each head, the `most` inputs whose answers change most when it is off; ties go to the earlier one.
-    """
+    """Results on one set, batch by batch: answers, keys, labels, and the inputs whose answers change most."""
 
     name: str
-    most: int
+    most: int  # inputs to keep for each head; ties go to the earlier one
     labelled: bool  # whether this is the in-distribution set
     preprocessing: object  # of its inputs
     swept: list[Swept] = field(default_factory=list)
@@ -405,14 +396,14 @@ def sweep_all(
     sweep: Sweep,
     seen: Mapping[str, SetAnswers],
     batches: Mapping[str, Batches],
-    total_of: Callable[[int], int | None],
     output: str | Path | None,
     progress: bool,
 ) -> None:
-    """Run every batch of every set, or read it from `output`; `total_of(batch_size)` is the number of inputs."""
+    """Run every batch of every set, or read it from `output`."""
     ensemble, measure = sweep.ensemble, sweep.measure
     settings = {"heads": [*map(str, sweep.heads)], "score": measure.score, "calibration": to_plain(measure.calibration)}
     announced = not progress
+    lengths = [length_of(data) for data in batches.values()]
     keeping = AnswerStore(output, ensemble, settings, "an atlas")
     with keeping as kept, tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
         for key, answers_of in seen.items():
@@ -425,7 +416,7 @@ def sweep_all(
                 stored = kept.get(digest)
                 if stored is None and not announced:
                     announced = True
-                    bar.total = total_of(size_of(inputs))
+                    bar.total = None if None in lengths else sum(filter(None, lengths)) * size_of(inputs)
                     sweep.say_how_long(prepared, size_of(inputs), bar.total)
                 if stored is None:
                     answers = sweep.answers(prepared, labels, f"batch {index} of {name}", bar)
@@ -466,10 +457,3 @@ def assembled(
         quality = qualities[1 + index]
         effects.append(HeadEffect(head.layer, head.head, keepers, shared, quality, lost, gained, tuple(changes)))
     return qualities[0], tuple(effects), tuple(places)
-
-
-def inputs_of(sets: Collection[Data], batch: int) -> int | None:
-    """Total number of inputs, assuming `batch` inputs in each batch of a loader; None if unknown."""
-    counts = [len(data) if isinstance(data, Dataset) else length_of(data) for data in sets]
-    sizes = [1 if isinstance(data, Dataset) else batch for data in sets]
-    return None if None in counts else sum(count * size for count, size in zip(counts, sizes, strict=True) if count)

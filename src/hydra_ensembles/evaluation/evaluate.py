@@ -144,7 +144,10 @@ def evaluate(
         runner = Runner(model, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept)
 
         def run(data: Data, key: str, labelled: bool, like: Tensor | None = None) -> Pass:
-            return runner.run(batched(data, key, preprocess, batch_size, num_workers), key, labelled, like)
+            of_set = (
+                runner if like is None or not labelled else replace(runner, keep=0)
+            )  # none is shown of shifted sets
+            return of_set.run(batched(data, key, preprocess, batch_size, num_workers), key, labelled, like)
 
         id_pass = run(id_data, id_name, labelled=True)
         like = id_pass.answers.logits  # [M, B, C]
@@ -224,9 +227,8 @@ def warn_of_missed_shares(
         if chance_of_fewer(round(share * samples), samples, promised, reference.samples) < _CHANCE:
             warn(
                 f"{100 * share:.4g} % of the {samples:,} samples of {title} are {word} enough to be accepted, "
-                f"significantly fewer than the {100 * promised:.4g} % promised for inputs like the "
-                f"{reference.samples:,} that set the threshold: these inputs differ from those, or those trained the "
-                "model; calibrate on data like these"
+                f"significantly fewer than the {100 * promised:.4g} % promised for inputs like those that set the "
+                "threshold: these differ, or those trained the model; calibrate on data like these"
             )
 
 

@@ -371,10 +371,7 @@ class Evaluation:
         numbers = (evaluation.model.members * evaluation.model.classes + 1) * sum(evaluation.samples.values())
         logits, digest = MemberLogits.read(file, 8 * numbers + (1 << 20))  # float64, labels, room for names
         if DIGEST in data and digest != evaluation.logits_digest:  # older files store no digest of their logits
-            raise DataError(
-                f"{file} does not hold the logits that {path} was saved with: they belong to another evaluation, or a "
-                "save was interrupted; evaluate again with keep_logits=True"
-            )
+            raise DataError(f"the logits in {file} belong to another evaluation; evaluate again with keep_logits=True")
         return replace(evaluation, logits=logits, logits_digest=digest)
 
 

@@ -66,7 +66,7 @@ class Measure:
         choices = (*get_args(ScoreName), *fitted)
         unknown = [name for name in (self.score, *self.scores) if name not in choices]
         if unknown:
-            fit = "; fit_familiarity adds scores of the features" if not fitted else ""
+            fit = "" if fitted else "; fit_familiarity adds scores of the features"
             raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(choices)}{fit}")
 
     @property
@@ -115,13 +115,12 @@ class Measure:
         warn_of_exchanged_classes(prediction.label, labels, names, self.id_name)
         if prediction.accept is not None:
             warn_of_declined_classes(prediction.accept, labels, names)
-        averaged: dict[str, list[str]] = {}  # the sets behind each mean
-        means: dict[str, dict[str, Detection]] = {}
-        for name, groups in MEANS.items():
-            keys = [key for key in ood if ood[key].group in groups]
-            if keys:
-                averaged[name] = keys
-                means[name] = {score: _mean([ood[key].detection[score] for key in keys]) for score in scores}
+        members = {name: [key for key in ood if ood[key].group in groups] for name, groups in MEANS.items()}
+        averaged = {name: keys for name, keys in members.items() if keys}  # the sets behind each mean
+        means: dict[str, dict[str, Detection]] = {
+            name: {score: _mean([ood[key].detection[score] for key in keys]) for score in scores}
+            for name, keys in averaged.items()
+        }
         return Evaluation(
             name=self.name,
             id_name=self.id_name,
@@ -147,10 +146,8 @@ class Measure:
     def _classification(self, prediction: Prediction, labels: Tensor, name: str) -> Classification:
         """Accuracy, calibration, diversity and selective risk on a labelled set."""
         if bool((labels == labels[0]).all()):
-            raise DataError(
-                f"{where(name)}all {len(labels)} labels are {int(labels[0])}; accuracy and calibration need at least "
-                "two classes: shuffle sorted data before taking a part"
-            )
+            same = f"{where(name)}all {len(labels)} labels are {int(labels[0])}"
+            raise DataError(f"{same}; accuracy and calibration need two classes: shuffle sorted data first")
         correct = prediction.label == labels
         curve = risk_curve(prediction.score(self.score), ~correct)
         return Classification(

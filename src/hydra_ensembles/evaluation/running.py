@@ -74,10 +74,8 @@ class AnswerStore:
         if folder is None:
             return
         if not isinstance(model, Ensemble) or current_ranks().size > 1:
-            raise ConfigError(
-                f"output needs an Ensemble in one process, got a {type(model).__name__} in "
-                f"{current_ranks().size}; leave output out"
-            )
+            got = f"a {type(model).__name__} in {current_ranks().size}"
+            raise ConfigError(f"output needs an Ensemble in one process, got {got}; leave output out")
         fitted = model.metadata.familiarity
         statistics = None if fitted is None else tensors_digest(fitted.state)
         identity = {"weights": model_fingerprint(model), "familiarity": statistics, **settings}
@@ -176,8 +174,7 @@ class Runner:
                     bar.update(index + 1 - bar.n)
         except Exception as problem:
             error = problem  # `gather` raises it in all processes
-        everything = chain.from_iterable(ranks.gather(pieces, error))
-        parts = [piece for _, piece in sorted(everything, key=itemgetter(0))]
+        parts = [piece for _, piece in sorted(chain.from_iterable(ranks.gather(pieces, error)), key=itemgetter(0))]
         warn_if_cut(batches, f"set {name!r}", seen)
         ranks.require_same_data((beginning, seen), f"samples in set {name!r}")
         gallery = top_of_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
@@ -265,10 +262,8 @@ def member_logits(answer: Any, name: str, of: str = "", like: Tensor | None = No
     shape = list(answer.shape) if isinstance(answer, Tensor) else []
     if len(shape) not in (2, 3) or 0 in shape or shape[-1] < 2 or not answer.is_floating_point():
         got = f"{answer.dtype} {shape}" if isinstance(answer, Tensor) else type(answer).__name__
-        raise DataError(
-            f"{where(name)}member logits{of} must be floating point [M, B, C] or [B, C], with at least one member, one "
-            f"sample and two classes, got {got}"
-        )
+        expected = "floating point [M, B, C] or [B, C], with one sample and two classes or more"
+        raise DataError(f"{where(name)}member logits{of} must be {expected}, got {got}")
     logits = at_least_float32(answer.detach().cpu())
     logits = logits.unsqueeze(0) if logits.ndim == 2 else logits  # [B, C] -> [1, B, C]
     check_finite(logits, f"member logits [M, B, C]{of}", name)
@@ -282,8 +277,8 @@ def require_like(logits: Tensor, like: Tensor, name: str) -> None:
     (members, _, classes), (expected, _, like_classes) = logits.shape, like.shape
     if (members, classes) != (expected, like_classes):
         raise DataError(
-            f"{where(name)}logits of {members} members over {classes} classes, but before there were {expected} over "
-            f"{like_classes}; all must come from the same model"
+            f"{where(name)}logits of {members} members over {classes} classes, but before of {expected} over "
+            f"{like_classes}; all must come from one model"
         )
 
 

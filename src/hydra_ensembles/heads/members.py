@@ -56,10 +56,8 @@ def circuit_members(
         new = [option for option in options if set(option) not in earlier]
         if not new:
             same = needed[earlier.index(set(options[0]))]
-            raise SameMembersError(
-                f"the circuits for {same!r} and {score!r} remove the same {prune} heads, so two members would be "
-                "identical; use another `prune`, other data for the circuits, or members sampled from one circuit"
-            )
+            advice = "use another `prune`, other data, or members sampled from one circuit"
+            raise SameMembersError(f"the circuits for {same!r} and {score!r} remove the same {prune} heads; {advice}")
         chosen.append(new[0])
     if members > len(chosen):
         heads = rankings["avg"].first(len(rankings["avg"]) if pool is None else pool)
@@ -80,10 +78,9 @@ def distinct_taylor(rank: Callable[[int], HeadRanking], prune: Whole, members: W
         distinct.setdefault(frozenset(ranking.first(prune)), (draw, ranking))
         if len(distinct) == members:
             return list(distinct.values())
-    raise SameMembersError(
-        f"{members * TAYLOR_DRAWS} Taylor rankings chose {len(distinct)} different sets of {prune} heads for {members} "
-        "members; rank with fewer `calibration_batches` or with smaller batches, or change `prune`"
-    )
+    problem = f"{members * TAYLOR_DRAWS} Taylor rankings chose {len(distinct)} different sets of {prune} heads"
+    advice = "rank with fewer `calibration_batches` or with smaller batches, or change `prune`"
+    raise SameMembersError(f"{problem} for {members} members; {advice}")
 
 
 @checked
@@ -140,10 +137,8 @@ def _draw_distinct(
     if 0 < len(never_all) <= prune:
         possible -= math.comb(len(heads) - len(never_all), prune - len(never_all))
     if possible < count:
-        raise SameMembersError(
-            f"prune {prune} of {len(heads)} heads leaves {possible} different choices for {count} more members; "
-            f"enlarge `{setting}`, change `prune`, or ask for fewer members"
-        )
+        problem = f"prune {prune} of {len(heads)} heads leaves {possible} choices for {count} more members"
+        raise SameMembersError(f"{problem}; enlarge `{setting}`, change `prune`, or ask for fewer members")
     generator = np.random.Generator(np.random.PCG64(seed))
     drawn: list[tuple[Head, ...]] = []
     while len(drawn) < count:

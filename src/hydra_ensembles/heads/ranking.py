@@ -61,9 +61,7 @@ def _as_head(value: HeadLike) -> Head:
 def require_budget(budget: int, candidates: int) -> None:
     """Raise unless the budget is between 1 and the number of candidates."""
     if not 1 <= budget <= candidates:
-        raise HeadError(
-            f"budget is {budget}; there are {candidates} heads to choose from, at least one must be removed"
-        )
+        raise HeadError(f"budget is {budget}; it must be from 1 to {candidates}, the number of heads to choose from")
 
 
 @dataclass(frozen=True)
@@ -104,16 +102,13 @@ class HeadRanking:
         try:
             object.__setattr__(self, "scores", tuple(float(score) for score in self.scores))
         except (TypeError, ValueError) as error:
-            received = f"got {short(self.scores)} ({error})"
-            raise HeadError(f"scores are a list of numbers, one for each head, {received}") from error
+            raise HeadError(f"scores must be numbers, one per head, got {short(self.scores)} ({error})") from error
         object.__setattr__(self, "provenance", to_plain(self.provenance))
         if len(self.scores) != len(self.heads):
             raise HeadError(f"a ranking needs one score per head, got {len(self.scores)} for {len(self.heads)}")
         for head, score in zip(self.heads, self.scores, strict=True):
-            if head.layer < 0 or head.head < 0:
-                raise HeadError(f"a ranking counts layers and heads from 0, got {head}")
-            if not math.isfinite(score):
-                raise HeadError(f"the score of head {head} is {score}; a ranking needs finite scores")
+            if head.layer < 0 or head.head < 0 or not math.isfinite(score):
+                raise HeadError(f"head {head} has the score {score}; heads count from 0, and scores are finite")
         if self.only is not None and (not isinstance(self.only, int) or self.only != len(self)):
             raise HeadError(f"`only` is {self.only}, but the ranking has {len(self)} heads; they must be equal")
 
@@ -130,9 +125,7 @@ class HeadRanking:
     def first(self, count: Count) -> tuple[Head, ...]:
         """The `count` heads to prune, in removal order."""
         if self.only is not None and count != self.only:
-            raise HeadError(
-                f"this ranking ({self.method}) is for exactly {self.only} heads, not {count}; rank with budget={count}"
-            )
+            raise HeadError(f"this {self.method} ranking is for exactly {self.only} heads; rank with budget={count}")
         if count > len(self):
             remedy = "rank with a larger budget"
             if self.provenance.get("complete") is False:
@@ -181,7 +174,6 @@ def jensen_shannon(first: HeadRanking, second: HeadRanking, count: Whole) -> flo
     p, q = (Counter((head.tower, head.layer) for head in heads) for heads in chosen)
     divergence = 0.0
     for layer in sorted(p.keys() | q.keys()):
-        a = p[layer]
-        b = q[layer]
+        a, b = p[layer], q[layer]
         divergence += sum(heads * math.log(2 * heads / (a + b)) for heads in (a, b) if heads > 0)
     return min(max(divergence / (2 * count), 0.0), math.log(2))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from .._distributed import check_unsharded
+from .._distributed import check_unsharded, with_batches
 from .._utils import require_device, torch_seeded, without_autocast
 from ..arguments import Seed, Whole, checked
 from ..batches import Batches, Inputs, begin_epoch, length_of, read_batch, require_labels, restored
@@ -107,8 +107,7 @@ def taylor(
         data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
         stack.enter_context(masked(model, off))
-        per_step = len(samples) if isinstance(samples, list) else calibration_batches or length_of(batches)
-        total = None if per_step is None else len(steps) * per_step
+        total = len(steps) * len(samples) if isinstance(samples, list) else calibration_batches or length_of(batches)
         bar = stack.enter_context(tqdm(total=total, desc=f"taylor/{scope}", unit="batch", disable=not progress))
         for heads, count in steps:
             scores = head_importance(model, _counted(samples, bar), heads)
@@ -174,8 +173,7 @@ def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: S
             logits = model(model.prepare(inputs))[0]  # [1, B, C] -> [B, C]
             loss = F.cross_entropy(logits.to(precise), labels.to(model.device), reduction="sum")
             if not loss.isfinite():
-                value = float(loss.detach())
-                raise DataError(f"batch {index} of {NAME} gives a loss of {value} in {model.dtype}; check its inputs")
+                raise DataError(f"batch {index} of {NAME} gives no finite loss in {model.dtype}; check its inputs")
             gradients = torch.autograd.grad(loss, weights)
         for total, gradient in zip(totals, gradients, strict=True):
             total += gradient
@@ -198,16 +196,13 @@ def _steps(
     if scope == "global":
         return [(candidates, len(candidates))]
     if budget % len(layers):
-        whole = f"budget {budget} cannot be spread evenly over {len(layers)} layers; give a multiple of {len(layers)}"
-        raise HeadError(f'{whole}, or use scope="global"')
+        raise HeadError(f'budget {budget} does not spread evenly over {len(layers)} layers; use scope="global"')
     per_layer = budget // len(layers)
     steps = []
     for layer in layers:
         heads = [head for head in candidates if head.layer == layer]
         if (most := max_removable(model, heads)) < per_layer:
-            raise HeadError(
-                f"budget {budget} takes {per_layer} heads per layer, but layer {layer} can lose only {most}"
-            )
+            raise HeadError(f"budget {budget} takes {per_layer} heads per layer; layer {layer} can lose only {most}")
         steps.append((heads, per_layer))
     return steps
 
@@ -262,13 +257,6 @@ def drawn(source: Batches, count: int | None, seed: int) -> Iterator[tuple[int, 
         yield from ((index, batch) for _, index, batch in smallest)
         return
     torch.default_generator.manual_seed(seed)  # random transforms must not depend on the sampler's draws
-    fewer = DataLoader(
-        loader.dataset,
-        batch_sampler=[samples for _, _, samples in smallest],
-        num_workers=min(loader.num_workers, len(smallest)),
-        collate_fn=loader.collate_fn,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-    )
+    fewer = with_batches(loader, [samples for _, _, samples in smallest])
+    fewer.generator = None
     yield from zip((index for _, index, _ in smallest), fewer, strict=True)

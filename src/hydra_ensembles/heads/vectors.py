@@ -89,10 +89,8 @@ def centroid_distance(inside: Tensor, outside: Tensor) -> CentroidDistance:
         if vectors.dim() != 2 or not len(vectors) or not bool(vectors.isfinite().all()):
             raise DataError(f"{name} must be one or more finite vectors [N, d]; got {list(vectors.shape)}")
     if len(inside) < 2 or inside.shape[1] != outside.shape[1]:
-        raise DataError(
-            f"got ID vectors {list(inside.shape)} and OOD vectors {list(outside.shape)}; give at least two ID vectors "
-            "(for their covariance), and the same width for both"
-        )
+        shapes = f"ID vectors {list(inside.shape)} and OOD vectors {list(outside.shape)}"
+        raise DataError(f"got {shapes}; give at least two ID vectors, and the same width for both")
     inside, outside = inside.double(), outside.double()
     gap = outside.mean(0) - inside.mean(0)  # [d]
     covariance = torch.atleast_2d(inside.T.cov())

@@ -95,10 +95,7 @@ def unfamiliarity(
 
 
 def nearest_class(name: FittedName, statistics: Statistics, features: Tensor) -> Tensor:
-    """The class whose mean is nearest to each sample, `[B]`, by the sum of all members' squared distances.
-
-    Takes a score in `BY_CLASS` and features `[M, B, d]`.
-    """
+    """The class whose mean is nearest, `[B]`, to features `[M, B, d]`: by the sum of all members' squared distances."""
     centred = prepared(name, features.float()) - statistics["mean"][:, None]
     return _up_to_a_constant(centred @ statistics["whiten"], statistics).sum(dim=0).argmin(dim=-1)
 

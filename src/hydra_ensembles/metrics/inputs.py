@@ -44,8 +44,7 @@ def check_finite(values: Tensor, quantity: str, name: str | None = None) -> None
     first = tuple(int(index) for index in bad[0])
     raise DataError(
         f"{where(name)}{len(bad)} of {values.numel()} {quantity} are NaN or infinite, the first at index {first} "
-        f"(value {values[first].item()}); every value must be finite: look for NaN in the inputs, "
-        "and for overflow in what produced them"
+        f"(value {values[first].item()}); look for NaN in the inputs, and for overflow in what produced them"
     )
 
 
@@ -81,8 +80,7 @@ def check_same_length(lengths: dict[str, int], name: str | None = None) -> int:
 def check_scores(scores: Tensor, quantity: str) -> Tensor:
     """Require scores `[B]`, at least one, no NaN. Infinite scores have a rank and are accepted."""
     if scores.ndim != 1 or scores.is_complex():
-        received = f"{scores.dtype} {list(scores.shape)}"
-        raise DataError(f"{quantity} must be a vector [B] of real numbers, one per sample, but are {received}")
+        raise DataError(f"{quantity} must be real numbers [B], but are {scores.dtype} {list(scores.shape)}")
     if scores.numel() == 0:
         raise DataError(f"got no {quantity}; at least one is needed: check how the set was loaded")
     bad = scores.isnan()
@@ -117,18 +115,15 @@ def check_confidence(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tenso
         raise DataError(f"confidences run from {low:.4g} to {high:.4g}; give probabilities, from 0 to 1")
     right = correct.detach().cpu()
     if right.shape != confidence.shape or not bool(((right == 0) | (right == 1)).all()):
-        raise DataError(
-            f"give for each sample whether its answer is right, True or False; got {right.dtype} "
-            f"{list(right.shape)}: with labels, predicted == labels"
-        )
+        got = f"{right.dtype} {list(right.shape)}"
+        raise DataError(f"give for each sample whether its answer is right (predicted == labels); got {got}")
     return confidence, right
 
 
 def check_member_probs(member_probs: Tensor) -> Tensor:
     """Member probabilities `[M, B, C]`, at least one sample, in at least float32, clamped to [0, 1]."""
     if member_probs.ndim != 3 or member_probs.shape[0] == 0 or member_probs.shape[1] == 0:
-        shape = list(member_probs.shape)
-        raise DataError(f"member probabilities must be [M, B, C], at least one member and one sample, but are {shape}")
+        raise DataError(f"member probabilities must be [M, B, C], none of them 0, but are {list(member_probs.shape)}")
     return check_rows(member_probs)
 
 

@@ -75,9 +75,7 @@ def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
     check_same_length({"scores": len(scores), "errors": len(errors)})
     check_finite(errors, "errors")
     if not errors.is_floating_point() and bool((errors > 1).any()):
-        raise DataError(
-            f"errors are {errors.dtype} above 1, like labels; give predicted != labels, or losses as floats"
-        )
+        raise DataError(f"errors are {errors.dtype} above 1, like labels; give predicted != labels, or float losses")
     return risk_curve(scores, errors)
 
 
@@ -244,10 +242,8 @@ def joint_ranks(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, 
     if id_scores.is_floating_point() != ood_scores.is_floating_point():
         name, whole = ("OOD", ood_scores) if id_scores.is_floating_point() else ("ID", id_scores)
         if len(id_scores) == len(ood_scores) and bool(((whole == 0) | (whole == 1)).all()):
-            sets = (
-                "one vector for each set, scores[labels == 0] and scores[labels == 1], or .float() if they are scores"
-            )
-            raise DataError(f"{name} scores are {whole.dtype}, all of them 0 or 1, like labels; give {sets}")
+            advice = "give scores[labels == 0] and scores[labels == 1], or .float() of scores"
+            raise DataError(f"{name} scores are {whole.dtype}, all of them 0 or 1, like labels; {advice}")
         dtype = torch.float64  # exact for integers up to 2**53
     scores = torch.cat([id_scores.to(dtype), ood_scores.to(id_scores.device, dtype)])
     distinct, ranks = torch.unique(scores, return_inverse=True)

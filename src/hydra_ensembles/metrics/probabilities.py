@@ -20,14 +20,11 @@ BINS = 15
 
 @dataclass(frozen=True, eq=False)
 class ReliabilityBins:
-    """Equal-width bins of confidence for a reliability diagram, in float64 on the CPU.
-
-    Mean confidence and accuracy are NaN in an empty bin.
-    """
+    """Equal-width bins of confidence for a reliability diagram, in float64 on the CPU; means of no samples are NaN."""
 
     edges: Tensor  # [bins + 1], from 0 to 1
     count: Tensor  # [bins]
-    confidence: Tensor  # [bins]
+    confidence: Tensor  # [bins], mean
     accuracy: Tensor  # [bins]
 
 
@@ -247,10 +244,7 @@ def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS)
 
 
 def log_mean_probs(member_logits: Tensor) -> Tensor:
-    """Logarithm of the mean over members of the softmax of logits `[M, …, C]`: `[…, C]`.
-
-    It is finite even if a probability underflows to zero.
-    """
+    """Logarithm of the mean over members of the softmax of `[M, …, C]`: `[…, C]`, finite even if that underflows."""
     return log_mean_exp(member_logits.log_softmax(dim=-1))
 
 

@@ -249,9 +249,7 @@ class ReadoutConfig(Checked):
         if self.pool == "map" and not (self.map_heads and self.map_mlp_width):
             raise ConfigError("pool 'map' needs map_heads and map_mlp_width of at least 1")
         if self.pool == "cls_mean" and self.norm == "pooled":
-            raise ConfigError(
-                "pool 'cls_mean' doubles the width of the features, and no norm fits them; use norm 'tokens' or 'none'"
-            )
+            raise ConfigError("pool 'cls_mean' doubles the width of features; use norm 'tokens' or 'none' with it")
         if self.hidden_norm and self.hidden is None:
             raise ConfigError("hidden_norm is true, but there is no hidden layer to normalise")
         if self.cosine is not None and (self.num_classes < 1 or self.pool == "distilled"):
@@ -304,12 +302,10 @@ class EnsembleConfig:
             for layer, heads in enumerate(layers):
                 received = f"heads[{member}][{layer}] is {list(heads)}"
                 if list(heads) != sorted(set(heads)) or any(not 0 <= head < counts[layer] for head in heads):
-                    accepted = f"distinct heads below {counts[layer]} in ascending order"
-                    raise ConfigError(f"{received}; it must list {accepted}")
+                    raise ConfigError(f"{received}; it must list distinct heads below {counts[layer]}, ascending")
                 shared = layer < self.trunk or (self.sharing.attention and layer < blocks)
                 if shared and heads != self.heads[0][layer]:
-                    kept = list(self.heads[0][layer])
-                    raise ConfigError(f"{received} and member 0 keeps {kept}, but members share this attention")
+                    raise ConfigError(f"{received}, but members share this attention with the heads of member 0")
         everything = tuple(tuple(range(count)) for count in counts)
         object.__setattr__(self, "heads", tuple(layers + everything[len(layers) :] for layers in self.heads))
         self._check_ends()
@@ -428,8 +424,7 @@ class DualEncoderConfig:
         projections = (self.image_projection, self.text_projection)
         copies = [self.scale_copies, *(projection.copies for projection in projections if projection is not None)]
         if any(count not in (1, self.members) for count in copies):
-            received = f"scale_copies and projections have {copies} copies"
-            raise ConfigError(f"{received}; there must be one, or one for each of {self.members} members")
+            raise ConfigError(f"scale and maps have {copies} copies; give one, or one for each of {self.members}")
 
     @property
     def members(self) -> int:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._utils import few_digits
 from ..arguments import Count, Whole, checked
-from ..batches import changed
+from ..batches import move
 from ..errors import ConfigError, DataError
 from .config import EncoderConfig, EnsembleConfig, KeptHeads, PatchStemConfig
 from .dropout import evaluating
@@ -150,13 +150,11 @@ def measure_costs(
         warmup: Runs of each model before the clock starts.
     """
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
-    if not tensors or not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors):
-        raise DataError("inputs must be one batch: a tensor [B, ...], or a mapping of such tensors")
+    if not tensors or not all(isinstance(tensor, Tensor) and tensor.dim() and len(tensor) for tensor in tensors):
+        raise DataError("inputs must be one batch, not empty: a tensor [B, ...], or a mapping of such tensors")
     if not models:
         raise ConfigError("got no models to measure; give {name: model}")
     example = tensors[0]
-    if not len(example):
-        raise DataError("the batch to measure on is empty; give at least one input")
     modules = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
     for name, module in modules.items():
         device = next(module.parameters(), example).device
@@ -168,7 +166,18 @@ def measure_costs(
         times = interleaved_times(runs, repeats, example.device)
         memory = {name: _peak_memory(model, inputs, example.device) for name, model in models.items()}
     reference = statistics.median(times[next(iter(models))])
-    return tuple(_cost(name, models[name], times[name], reference, memory[name], example) for name in models)
+    where = torch.cuda.get_device_name(example.device) if example.is_cuda else example.device.type
+    costs = []
+    for name, model in models.items():
+        median = statistics.median(times[name])
+        low, _, high = statistics.quantiles(times[name], method="inclusive") if repeats > 1 else (median,) * 3
+        latency = (1e3 * median, 1e3 * low, 1e3 * high)
+        ratio = median / reference if reference else 1.0
+        parameters = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None
+        describing = getattr(model, "describe", None)
+        counted = getattr(describing() if callable(describing) else None, "multiply_adds", None)
+        costs.append(Cost(name, parameters, counted, *latency, ratio, memory[name], len(example), where, repeats))
+    return tuple(costs)
 
 
 def interleaved_times(
@@ -192,45 +201,20 @@ def interleaved_times(
 
 
 def _wait(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _cost(
-    name: str, model: object, seconds: Sequence[float], reference: float, peak: int | None, example: Tensor
-) -> Cost:
-    describing = getattr(model, "describe", None)
-    description = describing() if callable(describing) else None
-    median = statistics.median(seconds)
-    low, _, high = statistics.quantiles(seconds, method="inclusive") if len(seconds) > 1 else (median,) * 3
-    latency = (1e3 * median, 1e3 * low, 1e3 * high)
-    ratio = median / reference if reference else 1.0
-    parameters = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None
-    device = torch.cuda.get_device_name(example.device) if example.is_cuda else example.device.type
-    counted = getattr(description, "multiply_adds", None)
-    return Cost(name, parameters, counted, *latency, ratio, peak, len(example), device, len(seconds))
-
-
-def _peak_memory(model: Callable[[Any], Any], inputs: Given, device: torch.device) -> int | None:
+def _peak_memory(model: Any, inputs: Any, device: torch.device) -> int | None:
     """Bytes of the weights, plus the peak allocation of one run; other models on the device do not count."""
     if device.type != "cuda":
         return None
-    run, inputs = _allocating_model(model, inputs)
+    if hasattr(model, "choice_for"):  # optimized: its graphs allocated at recording, so run the module behind them
+        inputs = move(inputs, device, model.dtype)
+        model = model.module(model.choice_for(inputs).plan)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    model_call(run, inputs)()
+    model_call(model, inputs)()
     _wait(device)
-    tensors = [*run.parameters(), *run.buffers()] if isinstance(run, nn.Module) else []
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     return sum(tensor.nbytes for tensor in tensors) + torch.cuda.max_memory_allocated(device) - before
-
-
-def _allocating_model(model: Any, inputs: Given) -> tuple[Callable[[Any], Any], Given]:
-    """The model that does the allocating, with inputs in its dtype.
-
-    An optimized ensemble replays CUDA graphs, whose memory was allocated at recording: measure the module behind them.
-    """
-    if not hasattr(model, "choice_for"):
-        return model, inputs
-    module = model.module(model.choice_for(inputs).plan)
-    return module, changed(inputs, lambda tensor: tensor.to(model.dtype) if tensor.is_floating_point() else tensor)

@@ -16,10 +16,7 @@ _THREAD = threading.local()  # `rule`: set by `dropping` in this thread; absent 
 
 @contextmanager
 def dropping(rule: bool | torch.Generator) -> Iterator[None]:
-    """Override dropout in this thread: off (False), or drawn from a generator, whatever mode layers are in.
-
-    No module flag changes, so other threads may run or train the same model meanwhile.
-    """
+    """Override dropout in this thread alone, without changing flags: off (False), or drawn from a generator."""
     before = getattr(_THREAD, "rule", None)
     _THREAD.rule = rule
     try:

@@ -83,8 +83,7 @@ class DualEncoder(OurModel, Saved):
             takes = None if projection is None else projection.weight.shape[2]
             gives = output_width(tower.config)
             if takes not in (None, gives):
-                problem = f"a projection takes features of width {takes}"
-                raise ConfigError(f"{problem}, but the {tower.kind} tower before it gives {gives}")
+                raise ConfigError(f"a projection takes features of width {takes}, the {tower.kind} tower gives {gives}")
         maps = projection_config(self.projections.image), projection_config(self.projections.text)
         scales = self.logit_scale.numel(), self.logit_bias is not None
         self.config = DualEncoderConfig(image.config, text.config, *maps, *scales)
@@ -132,9 +131,7 @@ class DualEncoder(OurModel, Saved):
 
     def predict(self, *inputs: Any, **named: Any) -> NoReturn:
         """Refused: there are no classes; make a classifier by `he.zero_shot(dual, class_names)`."""
-        raise ConfigError(
-            "a dual encoder has no classes to predict; make a classifier: he.zero_shot(dual, class_names)"
-        )
+        raise ConfigError("a dual encoder has no classes; make a classifier: he.zero_shot(dual, class_names)")
 
     def member(self, index: int) -> "DualEncoder":
         """A copy of one member as a separate dual encoder."""

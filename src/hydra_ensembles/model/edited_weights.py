@@ -13,7 +13,6 @@ from .dropout import OurModel
 from .metadata import Metadata
 
 EDITED = "weights edited", "the weights of this ensemble were edited after it was measured"  # history, warning
-_WITHOUT_HOOKS = ("calibrated", "fitted", "joined", "optimized", "pruned", "saved", "taken apart")  # copies keep them
 _PLACING_HOOKS = ("torch.", "accelerate.")  # their hooks move weights and inputs
 DROPPED = "its calibration, familiarity and metrics are dropped; calibrate again"
 
@@ -136,7 +135,7 @@ def valid_metadata(model: Watched, operation: str) -> Metadata:
 
     With heads masked, the weights are not those that were measured, and the copy keeps the mask.
     """
-    if operation in _WITHOUT_HOOKS:
+    if operation not in ("copied", "exported"):  # these keep hooks
         _warn_of_hooks(model, operation)
     metadata = model.verified_metadata()
     if not model._masks:

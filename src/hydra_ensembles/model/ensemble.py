@@ -73,9 +73,8 @@ def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tenso
     """Refuse weights with other names or shapes than the configuration, naming the first, and sharded weights."""
     if any(hasattr(tensor, "full_tensor") for tensor in state.values()):
         raise ConfigError(
-            "the weights are sharded across processes (DTensor, as in FSDP); gather them in each, with full_tensor() "
-            "on every entry of state_dict(), and build a model from them: he.Ensemble.from_state(model.config, state, "
-            "metadata)"
+            "the weights are sharded across processes (FSDP); gather them with full_tensor() on every entry of "
+            "state_dict(), and build a model from them: he.Ensemble.from_state(model.config, state, metadata)"
         )
     found = {name: tensor.shape for name, tensor in state.items()}
     odd = sorted(expected.items() ^ found.items())
@@ -83,9 +82,8 @@ def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tenso
         name = odd[0][0]
         said, got = (list(shapes[name]) if name in shapes else "none" for shapes in (expected, found))
         raise ConfigError(
-            f"the weight {name} does not match the configuration (shape {said} expected, got {got}), so the model "
-            "cannot be used, nor loaded once saved. Give weights that match, or undo what was changed "
-            "(torch.nn.utils.prune.remove, parametrize.remove_parametrizations)"
+            f"the weight {name} does not match the configuration (shape {said} expected, got {got}); give weights that "
+            "match, or undo what was changed (torch.nn.utils.prune.remove, parametrize.remove_parametrizations)"
         )
 
 
@@ -252,7 +250,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
             attention_mask: `[B, T]`, 1 at tokens and 0 at padding.
             token_type_ids: `[B, T]`, the segment of each token.
             named: The same as keywords: `ensemble(**tokenizer(texts, return_tensors="pt"))`. Keywords that do not
-                affect the answer (`labels`, see `given.IGNORED_INPUTS`) are ignored; all others are refused.
+                affect the answer (`labels`, see `input_checks.IGNORED_INPUTS`) are ignored; all others are refused.
         """
         return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids, **named)))
 
@@ -306,10 +304,7 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
     def prepare(
         self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
     ) -> Inputs:
-        """Turn inputs of `predict` into inputs of `forward`, on the device and in the dtype of the model.
-
-        Inputs on the CPU are checked before they are sent to another device.
-        """
+        """Turn inputs of `predict` into inputs of `forward`: checked, then moved to the model's device and dtype."""
         by_name = bool(named) or attention_mask is not None or token_type_ids is not None
         ready = isinstance(inputs, Tensor | Mapping) or (inputs is None and by_name)
         if not ready:
@@ -351,8 +346,8 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
             check_device(arguments, next(self.parameters(), None))
             if torch.is_grad_enabled() and drops(self) is True and self.metadata.measured:
                 warn(
-                    "this ensemble was calibrated or measured before this training, so those results no longer hold: "
-                    "calibrate it again afterwards, or train it with he.finetune"
+                    "this ensemble was calibrated or measured before this training, which changes it: calibrate it "
+                    "again afterwards, or train it with he.finetune"
                 )
         x, context = self.embed(*arguments)
         return self.encoder(x, context, self.readout.tokens_read()), context.key_mask, arguments[0]
@@ -489,11 +484,7 @@ def with_valid_metadata(ensemble: Ensemble, operation: str) -> Ensemble:
 
 
 def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], KeptHeads, Metadata]:
-    """Split ensembles into single members: their states and heads, and the metadata they have in common.
-
-    Raises:
-        ConfigError: They differ in architecture, dtype, device or class names, so they cannot form one ensemble.
-    """
+    """States and heads of all members, and their common metadata; refused if they cannot form one ensemble."""
     require_same_architecture([model.config for model in ensembles])
     states, known = list[dict[str, Tensor]](), list[Metadata]()
     for model in ensembles:

@@ -33,17 +33,10 @@ model could take for an input: texts, file names, objects, and one number for ea
 def collect_inputs(
     kind: Literal["image", "text"], inputs: Any, attention_mask: Any, token_type_ids: Any, named: Mapping[str, Any]
 ) -> Arguments:
-    """Collect the tensors that a model of this kind reads from the arguments of `forward`; not yet checked against it.
-
-    Raises:
-        DataError: The main input is missing, something was given twice, or something would be ignored.
-    """
+    """Collect the tensors that a model of this kind reads; refused if one is missing, given twice, or not read."""
     main, *extra = READ[kind]
     if isinstance(inputs, Tensor) and not named and attention_mask is None and token_type_ids is None:
         return inputs, None, None
-    if isinstance(attention_mask, bool):
-        advice = "give a tensor, or leave it out; pass settings by name: predict(inputs, check_finite=False)"
-        raise DataError(f"attention_mask, the second argument, is {attention_mask}; {advice}")
     arguments = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, **named}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     unknown = [name for name in named if name not in (main, *extra, *IGNORED_INPUTS)]
@@ -65,10 +58,7 @@ def collect_inputs(
 
 
 def model_call(model: Callable[..., Any], inputs: Given) -> Callable[[], Any]:
-    """A call of a model of any library, with keywords if a module takes them, as those of transformers do.
-
-    Segments that it does not take, and entries that are not inputs, are then dropped, as in ensembles.
-    """
+    """A call of any library's model, with keywords if a module takes them; others that are no inputs are dropped."""
     if not isinstance(inputs, Mapping) or not isinstance(model, nn.Module):
         return partial(model, inputs)
     names = inspect.signature(unwrapped(model).forward).parameters
@@ -113,8 +103,7 @@ def require_images(config: PatchStemConfig, images: Tensor) -> None:
         raise DataError(f"expected images of shape [batch, {channels}, height, width], got {list(images.shape)}")
     height, width = images.shape[2:]
     if height % patch[0] or width % patch[1] or not height or not width:
-        advice = f"resize them, for example to {config.image_size}"
-        raise DataError(f"images are {height}x{width}, which the patch size {patch} does not divide; {advice}")
+        raise DataError(f"images are {height}x{width}; give sides that the patch size {patch} divides")
 
 
 def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
@@ -139,10 +128,8 @@ def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
             0 <= low < 0.5 < high <= 1 and (most_of_range or _in_steps(pixels)) and not all(map(_in_steps, undone))
         )
     if up_to_255 or up_to_1:
-        warn(
-            f"images have values from {low:.3g} to {high:.3g}, like pixels that are not normalised, and the model uses "
-            "them unchanged: give PIL images, or apply its preprocessing"
-        )
+        found = f"images have values from {low:.3g} to {high:.3g}, like pixels that are not normalised"
+        warn(f"{found}, and are used unchanged: give PIL images, or apply the model's preprocessing")
 
 
 def _in_steps(pixels: Tensor) -> bool:
@@ -152,20 +139,15 @@ def _in_steps(pixels: Tensor) -> bool:
 
 
 def warn_of_odd_images(config: EnsembleConfig, images: Tensor, preprocessing: object) -> None:
-    """Warn of raw pixels, and of an image size for which position embeddings have to be resampled.
-
-    Rotary positions work for any size.
-    """
+    """Warn of raw pixels, and of an image size for which position embeddings have to be resampled."""
     warn_of_raw_pixels(images, preprocessing)
-    if not isinstance(config.stem, PatchStemConfig) or config.encoder.rotary is not None:
+    if not isinstance(config.stem, PatchStemConfig) or config.encoder.rotary is not None:  # rotary: any size works
         return
     size = images.shape[2], images.shape[3]
     sizes = [config.stem.image_size, *([preprocessing.size] if isinstance(preprocessing, ImagePreprocessing) else [])]
     if size not in sizes and not torch.compiler.is_compiling():
-        warn(
-            f"images are {size[0]}x{size[1]}, but the model has positions for {sizes[0][0]}x{sizes[0][1]}, which are "
-            "resampled: answers change, and a calibration holds only for the image size it was made with"
-        )
+        usual = f"{sizes[0][0]}x{sizes[0][1]}"
+        warn(f"images are {size[0]}x{size[1]}, but positions, and any calibration, are for {usual}: answers change")
 
 
 def _check_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Arguments:
@@ -210,10 +192,8 @@ def warn_of_unmasked_padding(config: TextStemConfig, ids: Tensor, mask: Tensor |
     if isinstance(preprocessing, TextPreprocessing):
         padding = preprocessing.pad_id if preprocessing.attention_mask else None
     if mask is None and padding is not None and _visible(ids) and bool((ids[:, [0, -1]] == padding).any()):
-        warn(
-            f"some texts begin or end with the padding id {padding}, but there is no attention_mask: the model reads "
-            "padding as tokens; pass everything that the tokenizer returns, model(**batch)"
-        )
+        problem = f"some texts begin or end with the padding id {padding}, but there is no attention_mask"
+        warn(f"{problem}, so padding is read as tokens; pass all that the tokenizer returns, model(**batch)")
 
 
 def require_first_tokens(mask: Tensor | None, window: int | None) -> None:
@@ -252,8 +232,7 @@ def _visible(tensor: Tensor) -> bool:
 def require_values(parameter: Tensor | None) -> None:
     """Refuse a model without values: `parameter`, any of its parameters, is on the `meta` device."""
     if parameter is not None and parameter.is_meta:
-        advice = "load some first: he.load(...), or load_state_dict(state, assign=True)"
-        raise ConfigError(f"the model is on the device 'meta', where its weights have no values; {advice}")
+        raise ConfigError("the model on the device 'meta' has no values; load some: load_state_dict(..., assign=True)")
 
 
 def check_device(tensors: Arguments, parameter: Tensor | None) -> None:
@@ -262,9 +241,7 @@ def check_device(tensors: Arguments, parameter: Tensor | None) -> None:
         return
     for tensor in tensors:
         if tensor is not None and tensor.device != parameter.device:
-            advice = "move one of them, or use `predict`"
-            raise DataError(f"the inputs are on {tensor.device} and the model is on {parameter.device}; {advice}")
+            raise DataError(f"inputs are on {tensor.device}, weights on {parameter.device}; move one, or use `predict`")
     main = tensors[0]
     if main.is_floating_point() and main.dtype != parameter.dtype and not torch.is_autocast_enabled(main.device.type):
-        advice = "convert one of them, or use `predict`"
-        raise DataError(f"the inputs are {main.dtype} and the model is {parameter.dtype}; {advice}")
+        raise DataError(f"inputs are {main.dtype}, the model {parameter.dtype}; convert one or use `predict`")

@@ -70,10 +70,10 @@ def require_model(model: object, caller: str, *kinds: type) -> Any:
     elif isinstance(model, str | Path):
         advice = f"load it first: he.load({str(model)!r})"
     elif isinstance(model, nn.Module) and isinstance(unwrapped(model), kinds):
-        advice = f"give the model inside it, model.{'_orig_mod' if hasattr(model, '_orig_mod') else 'module'}"
+        advice = "give the model inside it (model.module, or model._orig_mod)"
     elif type(model).__module__.startswith(__name__.partition(".")[0]) and Ensemble in kinds:  # a view, or optimized
         advice = "it only answers; give the ensemble that it was made from"
-    takes = " or ".join(f"{'an' if kind is Ensemble else 'a'} {kind.__name__}" for kind in kinds)
+    takes = " or ".join(kind.__name__ for kind in kinds)
     raise ConfigError(f"{caller} takes {takes}, got {type(model).__name__}; {advice}")
 
 

@@ -352,10 +352,7 @@ def select_queries(x: Tensor, read: Read) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation; if gated (SwiGLU), the first gives gate and value, in this order.
-
-    `norm`, if any, comes before the second layer.
-    """
+    """Two linear layers, perhaps with a norm before the second; if gated (SwiGLU), the first gives gate and value."""
 
     def __init__(self, config: EncoderConfig, copies: int) -> None:
         super().__init__()

@@ -154,5 +154,5 @@ def require_same_architecture(configs: Sequence[EnsembleConfig]) -> None:
     for index, config in enumerate(configs[1:], start=1):
         differences = configs[0].differences(config)
         if differences:
-            problem = f"member 0 and member {index} do not have the same architecture: {'; '.join(differences[:5])}"
-            raise ConfigError(f"{problem}. Members must be copies of one model, pruned or fine-tuned in different ways")
+            some = "; ".join(differences[:5])
+            raise ConfigError(f"members 0 and {index} are not copies of one model: they differ in {some}")

@@ -18,12 +18,13 @@ from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, ne
 from ..overlap import FittedSet, union_of
 from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from ..schema import ADDED_LATER
+from ..schema import ADDED_LATER, short
 from .config import EnsembleConfig, ProjectionConfig
 from .member_states import differing_names, join_equal, member_config, member_state
 
 ACCEPTS_ALL = torch.finfo(torch.float32).max  # threshold if samples are too few for another; finite, for JSON
 Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # one entry for all members, or one for each
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,8 @@ class FamiliaritySettings(Checked):
         if not self.scores or len(set(self.scores)) < len(self.scores):
             raise ConfigError(f"familiarity has the scores {list(self.scores)}; give one or more, each once")
         if not 0 <= self.principal < self.width or not 0 <= self.neighbours <= self.stored:
-            raise ConfigError(
-                f"familiarity has {self.principal} principal directions of {self.width} and {self.neighbours} "
-                f"neighbours of {self.stored} stored: principal directions must be fewer than all, neighbours no more "
-                "than are stored"
-            )
+            directions = f"{self.principal} principal directions (of at most {self.width - 1})"
+            raise ConfigError(f"got {directions} and {self.neighbours} neighbours (of {self.stored} stored)")
 
     @property
     def fitted_set(self) -> FittedSet:
@@ -302,26 +300,12 @@ def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:
 
 
 def common_metadata(members: Sequence[Metadata]) -> Metadata:
-    """Metadata of an ensemble made from members: what they agree on, without calibration, with joined text sides.
-
-    Raises:
-        ConfigError: Two members have different class names, or the same in another order, or different preprocessing.
-    """
-    named = {index: member.labels for index, member in enumerate(members) if member.labels}
-    first, labels = next(iter(named.items()), (0, ()))
-    for index, names in named.items():
-        if names != labels:  # classes are averaged by position
-            both = f"{', '.join(labels[:8])} and {', '.join(names[:8])}"
-            advice = "if only the names differ, give both the same with .with_metadata(labels=...)"
-            raise ConfigError(f"members {first} and {index} have different class names, {both}; {advice}")
-    prepared = {index: member.preprocessing for index, member in enumerate(members) if member.preprocessing is not None}
-    first, preprocessing = next(iter(prepared.items()), (0, None))
-    for index, other in prepared.items():
-        if other != preprocessing:  # all members get the same tensors
-            advice = "retrain one of them, or give both the same with .with_metadata(preprocessing=...)"
-            raise ConfigError(f"members {first} and {index} have different preprocessing; {advice}")
-    if len(named) not in (0, len(members)):
-        labels, bare = (), next(index for index in range(len(members)) if index not in named)
+    """Metadata of an ensemble made from members: what they agree on, without calibration, with joined text sides."""
+    labels = _common([member.labels for member in members], "labels")  # classes are averaged by position
+    preprocessing = _common([member.preprocessing for member in members], "preprocessing")  # all get the same tensors
+    bare = next((index for index, member in enumerate(members) if not member.labels), None)
+    if labels and bare is not None:
+        labels = ()
         advice = "give it those of the others with .with_metadata(labels=...), if it numbers classes in the same way"
         warn(f"member {bare} has no class names, so all have none; {advice}")
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
@@ -329,6 +313,17 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     marks, samples = union_of([member.trained_set for member in members])
     common = replace(members[0].unmeasured, labels=labels, preprocessing=preprocessing, history=history, text_side=side)
     return replace(common, train_marks=marks, train_samples=samples)
+
+
+def _common(values: Sequence[T], name: str) -> T:
+    """The value of a field of those members that have one; refused if two differ."""
+    known = {index: value for index, value in enumerate(values) if value}
+    first, common = next(iter(known.items()), (0, values[0]))
+    for index, value in known.items():
+        if value != common:
+            both = f"members {first} and {index} have different {name}, {short(common)} and {short(value)}"
+            raise ConfigError(f"{both}; if they mean the same, give both one by .with_metadata({name}=...)")
+    return common
 
 
 def invalid_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
@@ -395,10 +390,7 @@ class TextSide(_WithTensors):
 
 
 def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
-    """Join the text sides of single members into one; parts that are equal in all are stored once.
-
-    None if a member has none, or if they do not match (other templates, another model).
-    """
+    """Join the text sides of single members, storing equal parts once; None if one lacks it, or they do not match."""
     present = [side for side in sides if side is not None]
     if not present or len(present) < len(sides):
         return None

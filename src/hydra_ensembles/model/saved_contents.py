@@ -57,13 +57,10 @@ def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, sta
     """What `save_pretrained` writes for an ensemble; `name` is its name in the model card."""
     plain = _plain_metadata(config, metadata)
     tensors = dict(state)
-    side = metadata.text_side
-    if side is not None:
-        plain[TEXT_SIDE] = to_plain(side.settings)
-        tensors |= {f"{TEXT_SIDE}.{key}": tensor for key, tensor in side.state.items()}
-    if (familiarity := metadata.familiarity) is not None:
-        plain[FAMILIARITY] = to_plain(familiarity.settings)
-        tensors |= {f"{FAMILIARITY}.{key}": tensor for key, tensor in familiarity.state.items()}
+    for prefix, part in ((TEXT_SIDE, metadata.text_side), (FAMILIARITY, metadata.familiarity)):
+        if part is not None:
+            plain[prefix] = to_plain(part.settings)
+            tensors |= {f"{prefix}.{key}": tensor for key, tensor in part.state.items()}
     return Contents(ENSEMBLE, to_plain(config), plain, tensors, model_card(name, config, metadata, state))
 
 
@@ -153,8 +150,7 @@ def _check_tokens(config: EnsembleConfig, preprocessing: TextPreprocessing, path
     """Refuse a padding id without an embedding, and a tokenizer that cannot be parsed."""
     assert isinstance(config.stem, TextStemConfig)
     if preprocessing.pad_id >= config.stem.vocabulary:
-        received = f"pad_id is {preprocessing.pad_id}, in a vocabulary of {config.stem.vocabulary} tokens"
-        raise CheckpointError(f"{path}: {received}")
+        raise CheckpointError(f"{path}: pad_id is {preprocessing.pad_id}, of {config.stem.vocabulary} tokens")
     try:
         preprocessing.require_tokenizer()
     except ConfigError as error:
@@ -183,11 +179,7 @@ def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
 def require_fit(
     stored: Mapping[str, tuple[tuple[int, ...], str]], named: Callable[[], Mapping[str, Tensor]]
 ) -> dict[str, tuple[int, ...]]:
-    """Check names, shapes and types of stored tensors against those that `named` makes, without allocating any.
-
-    Returns:
-        Names and shapes in the model. Older files store an attention that pools under other names and shapes.
-    """
+    """Check stored tensors against those that `named` makes, without allocating any; returns their shapes by name."""
     try:
         with torch.device("meta"):
             expected = {name: tuple(tensor.shape) for name, tensor in named().items()}

@@ -86,10 +86,8 @@ def require_distinct(tower: Ensemble, names: Sequence[str], templates: Sequence[
     for name, tokens in zip(names, ids.cpu().unflatten(0, (len(names), -1)), strict=True):
         earlier = by_tokens.setdefault(tokens.numpy().tobytes(), name)
         if earlier != name:
-            raise DataError(
-                f"the classes {earlier!r} and {name!r} have the same tokens: the tokenizer does not know the words in "
-                "which they differ, or truncates them; use words it knows, and shorter templates"
-            )
+            problem = f"the classes {earlier!r} and {name!r} have the same tokens"
+            raise DataError(f"{problem}; use words that the tokenizer knows, and shorter templates")
 
 
 def average_templates(embedded: Tensor, templates: int) -> Tensor:

@@ -296,11 +296,7 @@ class Choice:
 
 
 def fastest(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.device) -> Choice:
-    """Time each plan and choose the fastest; plans that cannot run these inputs are skipped.
-
-    Raises:
-        RuntimeError: No plan can run these inputs; the first plan's error.
-    """
+    """Time each plan and choose the fastest; those that cannot run these inputs are skipped, unless none can."""
     able: dict[Plan, Callable[[], tuple[Tensor, ...]]] = {}
     errors: dict[Plan, RuntimeError] = {}
     for plan, run in runs.items():

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -147,11 +148,9 @@ class BuildData:
     def fingerprints(self, ranks: Ranks = SINGLE_PROCESS) -> dict[str, str | None]:
         """Fingerprints of the sets; for the training data only of what is in memory, see `source_fingerprint`."""
         names = {name: None if data is None else data_fingerprint(data, name) for name, data in self.held_out.items()}
-        return {"train": ranks.common(self._train_fingerprint, self.train), **names}
-
-    def _train_fingerprint(self) -> str | None:
-        seed = derive_seed(self.seed, "train")
-        return None if self.train is None else source_fingerprint(self.train, "train", seed)
+        train, seed = self.train, derive_seed(self.seed, "train")
+        own = ranks.common(lambda: None if train is None else source_fingerprint(train, "train", seed), train)
+        return {"train": own, **names}
 
     def samples(self) -> dict[str, int | None]:
         """Number of samples in each held-out set."""
@@ -185,28 +184,15 @@ def read_data(
     Without `validation`, one half of `id` ranks and the other validates, whatever the strategy: builds that differ
     only in strategy are then calibrated on the same samples. Synthetic OOD data are made from the ranking half.
     """
-    if train is not None:
-        require_rereadable(train, "train")
-    labels, classes = model.metadata.labels, model.num_classes
-    train, id, validation = renumbered({"train": train, "id": id, "validation": validation}, labels, classes).values()
-    checked = None if validation is None else read_all(validation, "validation", seed, classes)
-    ranking = None if id is None else read_all(id, "id", seed, classes)
-    ood_sets = {} if ood is None or isinstance(ood, str) else _read_ood(ood, "ood", seed)
-    known = {"train": Known.of(train)}
-    known |= {"id": Known(id, keys_in_memory(ranking)), "validation": Known(validation, keys_in_memory(checked))}
-    for name in ("id", "validation"):
-        warn_if_shared("train", known["train"], name, known[name], TRAINED_ON)
-    why = "the samples that rank the heads also calibrate them"
-    warn_if_shared("id", known["id"], "validation", known["validation"], why)
-    id_keys = {name: some.keys for name, some in known.items() if some.keys is not None}
-    if ood_sets and id_keys:
-        require_unlike(" and ".join(id_keys), np.concatenate(list(id_keys.values())), _keys_of(ood_sets))
+    sources, why = {"id": id, "validation": validation}, "the samples that rank the heads also calibrate them"
+    outside = {"ood": None if isinstance(ood, str) else ood}
+    train, (ranking, checked), (ood_sets,) = _read_sets(seed, model, train, sources, outside, why)
     if ranking is not None and checked is None:
         ranking, checked = halves(ranking, seed)
     if isinstance(ood, str):
         if ranking is None:
             raise DataError(f"ood is {ood!r}, which is made from the data of id, and there are none; give id")
-        ood_sets = {"ood": make_synthetic_ood(ranking, seed, model)}
+        ood_sets = {"ood": _synthetic(ranking, seed, model)}
     return BuildData(train, ranking, checked, _by_given_names(ood, ood_sets), seed)
 
 
@@ -220,47 +206,51 @@ def read_for_search(
     judge_ood: Sources | None,
 ) -> tuple[BuildData, Judges]:
     """Read the data of a search: those for builds, and those to judge on."""
-    if train is not None:
-        require_rereadable(train, "train")
-    labels, classes = base.metadata.labels, base.num_classes
-    train, id, judge_id = renumbered({"train": train, "id": id, "judge_id": judge_id}, labels, classes).values()
-    held_out = read_all(id, "id", seed, classes)
-    circuits = {} if isinstance(ood, str) else _read_ood(ood, "ood", seed)
-    judged = None if judge_id is None else read_all(judge_id, "judge_id", seed, classes)
-    judge_sets = {} if judge_ood is None else _read_ood(judge_ood, "judge_ood", seed)
-    known = {"train": Known.of(train)}
-    known |= {"id": Known(id, keys_in_memory(held_out)), "judge_id": Known(judge_id, keys_in_memory(judged))}
-    id_keys = [part.keys for part in known.values() if part.keys is not None]
-    why = "the samples that make the candidates also judge them"
-    outside = {**circuits, **judge_sets}
-    require_unlike("the in-distribution data", np.concatenate(id_keys), _keys_of(outside))
-    warn_if_shared("train", known["train"], "id", known["id"], TRAINED_ON)
-    for name in ("train", "id"):
-        warn_if_shared(name, known[name], "judge_id", known["judge_id"], why)
-    parts = 4 if judged is None else 2
-    sizes = {name: samples_in(batches) for name, batches in {"id": held_out, **outside}.items()}
-    if sizes["id"] < 2 * parts * classes or min(sizes.values()) < 4:
-        raise DataError(
-            f"too few samples: {sizes}; one in {parts} samples of id fits statistics of {classes} classes, so give "
-            f"{2 * parts * classes} or more of it (better 100 per class), and 4 or more of other sets"
-        )
+    sources, why = {"id": id, "judge_id": judge_id}, "the samples that make the candidates also judge them"
+    outside = {"ood": None if isinstance(ood, str) else ood, "judge_ood": judge_ood}
+    train, (held_out, judged), (circuits, judge_sets) = _read_sets(seed, base, train, sources, outside, why)
+    assert held_out is not None  # `id` is given
+    sizes = {name: samples_in(batches) for name, batches in {"id": held_out, **circuits, **judge_sets}.items()}
+    least = 2 * (4 if judged is None else 2) * base.num_classes  # a quarter, or half, of id fits statistics of classes
+    if sizes["id"] < least or min(sizes.values()) < 4:
+        raise DataError(f"too few samples: {sizes}; give {least} or more of id, and 4 or more of other sets")
     if judged is None:
         held_out, judged = halves(held_out, seed)
     ranking, validation = halves(held_out, seed + 1)
     if isinstance(ood, str):
-        circuits = {"ood": make_synthetic_ood(ranking, seed, base)}
-        judge_sets = judge_sets or {ood: make_synthetic_ood(judged, seed, base)}
+        circuits = {"ood": _synthetic(ranking, seed, base)}
+        judge_sets = judge_sets or {ood: _synthetic(judged, seed, base)}
     elif not judge_sets:
         cut = {name: halves(batches, seed) for name, batches in circuits.items()}
         circuits = {name: first for name, (first, _) in cut.items()}
         judge_sets = {name: second for name, (_, second) in cut.items()}
-    data = BuildData(train, ranking, validation, _by_given_names(ood, circuits), seed)
-    return data, {"ID": judged, **judge_sets}
+    return BuildData(train, ranking, validation, _by_given_names(ood, circuits), seed), {"ID": judged, **judge_sets}
 
 
-def _read_ood(sources: Any, name: str, seed: int) -> dict[str, list[ReadBatch]]:
-    """Read OOD sets, by their names in messages."""
-    return {key: read_all(batches, key, seed) for key, batches in named_sources(sources, name).items()}
+def _read_sets(
+    seed: int, model: Ensemble, train: Batches | None, labelled: Mapping[str, Any], ood: Mapping[str, Any], why: str
+) -> tuple[Batches | None, list[list[ReadBatch] | None], list[dict[str, list[ReadBatch]]]]:
+    """Training data, and labelled and OOD sets in memory: numbered as in the model, and compared by their samples.
+
+    OOD sets are by their names in messages. `why` says why samples in two labelled sets matter.
+    """
+    if train is not None:
+        require_rereadable(train, "train")
+    classes = model.num_classes
+    train, *sources = renumbered({"train": train, **labelled}, model.metadata.labels, classes).values()
+    named = list(zip(labelled, sources, strict=True))
+    held_out = [None if batches is None else read_all(batches, name, seed, classes) for name, batches in named]
+    given = [{} if sets is None else named_sources(sets, name) for name, sets in ood.items()]
+    outside = [{name: read_all(batches, name, seed) for name, batches in sets.items()} for sets in given]
+    known = {"train": Known.of(train)}
+    known |= {name: Known(source, keys_in_memory(read)) for (name, source), read in zip(named, held_out, strict=True)}
+    for (name, one), (title, other) in combinations(known.items(), 2):
+        warn_if_shared(name, one, title, other, TRAINED_ON if name == "train" else why)
+    keys = {name: some.keys for name, some in known.items() if some.keys is not None}
+    if keys:
+        ood_keys = {name: keys_of(batches) for sets in outside for name, batches in sets.items()}
+        require_unlike(" and ".join(keys), np.concatenate(list(keys.values())), ood_keys)
+    return train, held_out, outside
 
 
 def _by_given_names(ood: Any, sets: Mapping[str, list[ReadBatch]]) -> Any:
@@ -268,20 +258,18 @@ def _by_given_names(ood: Any, sets: Mapping[str, list[ReadBatch]]) -> Any:
     return dict(zip(map(str, ood), sets.values(), strict=True)) if isinstance(ood, Mapping) else sets.get("ood")
 
 
-def _keys_of(sets: Mapping[str, list[ReadBatch]]) -> dict[str, Keys]:
-    return {name: np.concatenate([sample_keys(inputs) for inputs, _ in batches]) for name, batches in sets.items()}
+def keys_of(batches: list[ReadBatch]) -> Keys:
+    """The keys of all samples."""
+    return np.concatenate([sample_keys(inputs) for inputs, _ in batches])
 
 
-def make_synthetic_ood(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
+def _synthetic(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
     """Synthetic OOD data, one sample per ID sample."""
     return [(inputs, None) for (inputs,) in synthetic_ood(batches, seed=seed, model=model)]
 
 
 def read_all(batches: Batches, name: str, seed: int, classes: int | None = None) -> list[ReadBatch]:
-    """Read all batches into memory; a shuffling loader yields the same order for the same seed.
-
-    Labels are read and checked only if `classes` is given.
-    """
+    """Read all batches into memory, with labels if `classes` is given; a loader shuffles by the seed."""
     in_memory: list[ReadBatch] = []
     with first_epoch(batches, derive_seed(seed, name)):
         for index, inputs, labels in iterate(batches, name, labelled=classes is not None):

@@ -10,7 +10,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,11 +31,11 @@ from ..metrics.distance import FamiliarityName
 from ..metrics.probabilities import at_labels
 from ..model.ensemble import Ensemble
 from ..model.zero_shot import DEFAULT_TEMPLATES, Templates
-from ..overlap import reused_of, sample_keys
+from ..overlap import reused_of
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
-from .build_data import BuildData, ReadBatch, StartingModel, read_data, starting_model, with_upper_layers
+from .build_data import BuildData, ReadBatch, StartingModel, keys_of, read_data, starting_model, with_upper_layers
 from .settings import HydraConfig
 
 FORMAT = "hydra_ensembles build 1"
@@ -145,8 +144,7 @@ def model_identity(start: StartingModel) -> dict[str, Any]:
     """Identity of the starting model, for a run folder."""
     # without metadata that no result depends on: text, and marks of training samples
     metadata = replace(start.base.metadata.plain, preprocessing_from="", train_marks=(), train_samples=0)
-    content = json.dumps(to_plain(metadata), sort_keys=True).encode()
-    digest = hashlib.sha256(content).hexdigest()
+    digest = hashlib.sha256(json.dumps(to_plain(metadata), sort_keys=True).encode()).hexdigest()
     model: dict[str, Any] = {"weights": model_fingerprint(start.ranked), "metadata": digest}
     if start.upper is not None:
         model["upper"] = model_fingerprint(start.upper)
@@ -179,8 +177,7 @@ def _familiar(
             raise
         return fused  # `calibrate` will try with half of its own samples, and report problems
     familiarity = fitted.metadata.familiarity
-    keys = np.concatenate([sample_keys(inputs) for inputs, _ in validation])
-    refused = familiarity is not None and reused_of(keys, familiarity.settings.fitted_set).mostly
+    refused = familiarity is not None and reused_of(keys_of(validation), familiarity.settings.fitted_set).mostly
     if choice == "auto" and refused:
         return fused  # `calibrate` will fit on half of its samples and set the threshold on the rest
     return fitted  # `calibrate` checks that a score chosen by name was fitted on other samples

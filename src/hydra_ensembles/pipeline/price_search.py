@@ -387,11 +387,10 @@ class _Search:
     def _numbers(self, name: str, make: Callable[[], Ensemble]) -> Mapping[str, float]:
         """Results of an ensemble on held-out data."""
         further: Any = () if self.settings.familiarity is None else (self.settings.familiarity,)
-        id_name, *ood_names = self.judges
-        ood_sets = {key: self.judges[key] for key in ood_names}
+        id_set, ood_sets = self.judges["ID"], {key: sets for key, sets in self.judges.items() if key != "ID"}
 
         def judge() -> Evaluation:
-            return evaluate(make(), self.judges[id_name], ood_sets, scores=further, name=name, progress=False)
+            return evaluate(make(), id_set, ood_sets, scores=further, name=name, progress=False)
 
         evaluation = self.run.product(f"{name}.json", judge, Evaluation.load, lambda file, result: result.save(file))
         numbers = evaluation.numbers()

@@ -108,8 +108,7 @@ class SearchResult:
         """Price against NLL and against the mean of the OOD AUROCs, with both fronts, as an SVG file."""
         fronts = {}
         for key, title, factor in (("nll", "NLL", 1), ("auroc", "mean OOD AUROC (%)", -100)):
-            values = {name: factor * value for name, value in self._values()[key].items()}
-            fronts[title] = (values, self.front[key])
+            fronts[title] = ({name: factor * value for name, value in self._values()[key].items()}, self.front[key])
         prices = {row.name: row.price for row in self.rows if row.numbers}
         return draw_fronts(prices, fronts, chosen=self.choice, given=YOURS, limit=self.cost)
 

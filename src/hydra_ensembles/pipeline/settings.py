@@ -118,8 +118,8 @@ class HydraConfig(Checked):
             raise ConfigError("members must be at least 2 if the last one is whole, got 1")
         if branches and (self.prune or (self.training is None and self.recipe is None)):
             raise ConfigError(
-                "the strategy 'branches' keeps all heads, so only training makes members differ: leave out prune "
-                f"(got {self.prune}), and give training ('together') or a recipe"
+                "with the strategy 'branches' only training makes members differ: leave out prune, and give training "
+                "('together') or a recipe"
             )
         if self.pool is not None and self.pool <= self.lost:
             raise ConfigError(f"pool is {self.pool}; draws differ only if it is above prune ({self.lost})")
@@ -136,8 +136,8 @@ class HydraConfig(Checked):
         no_trunk = self.shared_layers == 0 or (self.shared_layers is None and self.prune is not None)
         if one_stem and moves and no_trunk:
             raise ConfigError(
-                "the recipe trains the stem of every member, but the setting stem is 'shared': one for all; leave the "
-                "stem out of the recipe's train_groups, or set stem to 'mean' or 'separate'"
+                "the recipe trains the stem of every member, but the setting stem is 'shared'; set it to 'mean' or "
+                "'separate', or leave the stem out of train_groups"
             )
 
     @property
@@ -175,9 +175,8 @@ class HydraConfig(Checked):
             shared = usual if self.prune is None or self.average_trunk else 0
             if shared < usual:
                 warn(
-                    f"prune is {self.prune} and shared_layers not given: members share none of the {layers} layers, so "
-                    "each runs once for every member, as in the paper. Set shared_layers to 0 if you want that, or to "
-                    f"{usual}, the default without prune"
+                    f"prune is {self.prune} and shared_layers not given: members share none of the {layers} layers, as "
+                    f"in the paper. Set shared_layers to 0 if you want that, or to {usual}, the default without prune"
                 )
         prune = self.prune
         free = range(min(shared, layers - 1), self._last(start))
@@ -253,25 +252,21 @@ class HydraConfig(Checked):
     def _check_sets(self, data: BuildData) -> None:
         """Check that every needed set is given, and that Taylor rankings can draw different batches."""
         if self.extracts_circuits and (data.ranking is None or data.ood is None):
-            raise DataError(
-                f"the strategy {self.strategy!r} needs id and ood; without OOD data give 'synthetic' for ood, or use "
-                "the strategy 'taylor'"
-            )
-        if self.strategy == "taylor" and data.for_taylor is None:
-            raise DataError("the strategy 'taylor' needs labelled batches; give train or id")
+            need = f"the strategy {self.strategy!r} needs id and ood"
+            raise DataError(f"{need}; without OOD data give 'synthetic' for ood, or use the strategy 'taylor'")
         if self.strategy == "taylor":
+            if data.for_taylor is None:
+                raise DataError("the strategy 'taylor' needs labelled batches; give train or id")
             check_unsharded(data.train, "train, which the strategy 'taylor' ranks heads by,")
+            total = length_of(data.for_taylor)
+            if total is not None and total < self.calibration_batches + (self.pruned_members > 1):
+                name = "the ranking half of id" if data.train is None else "train"
+                few = f"calibration_batches is {self.calibration_batches}, but {name} has {total} batches"
+                raise ConfigError(f"{few}, too few to draw others for each member; lower it, or make batches smaller")
         if self.recipe is not None and data.train is None:
             raise DataError("the recipe is for fine-tuning, which needs data: give train")
         if self.calibrate and data.validation is None:
             raise DataError("calibration needs held-out data: give id or validation, or turn calibrate off")
-        total = length_of(data.for_taylor) if self.strategy == "taylor" and data.for_taylor is not None else None
-        if total is not None and total < self.calibration_batches + (self.pruned_members > 1):
-            name = "the ranking half of id" if data.train is None else "train"
-            raise ConfigError(
-                f"calibration_batches is {self.calibration_batches}, but {name} has {total} batches, "
-                "too few to draw others for each member; lower calibration_batches, or make the batches smaller"
-            )
 
     def _check_layers(self, start: StartingModel) -> None:
         """Check that members have layers to differ in, and that the method can rank both towers of a dual encoder."""
@@ -295,23 +290,15 @@ class HydraConfig(Checked):
             counts = [len(start.base.heads[0][layer]) for layer in layers]
             each, rest = divmod(self.lost, len(counts))
             if rest or min(counts) < each:
-                raise _uneven_error(self.lost, counts)
+                raise ConfigError(
+                    f"prune is {self.lost}, not the same number in each of {len(counts)} layers with {min(counts)} or "
+                    f"more heads; use a multiple of {len(counts)}, or the taylor_scope 'global'"
+                )
             choices = math.prod(math.comb(count, each) for count in counts)
         else:
             choices = math.comb(self.pool_size(free) if self.draws_from_pool else free, self.lost)
         if choices < self.pruned_members:
-            raise _too_few_choices_error(f"{self.prune} of {free} heads{where}", choices, self.pruned_members)
-
-
-def _uneven_error(prune: int, counts: list[int]) -> ConfigError:
-    return ConfigError(
-        f"prune is {prune}, not the same number in each of {len(counts)} layers with {min(counts)} heads or more; "
-        f"use a multiple of {len(counts)}, or the taylor_scope 'global'"
-    )
-
-
-def _too_few_choices_error(prune: str, choices: int, members: int) -> ConfigError:
-    return ConfigError(
-        f"prune is {prune}: {choices} different choices for {members} members; prune another number, make the pool "
-        "larger, or ask for fewer members"
-    )
+            raise ConfigError(
+                f"prune is {self.prune} of {free} heads{where}: {choices} different choices for {self.pruned_members} "
+                "members; prune another number, make the pool larger, or ask for fewer members"
+            )

@@ -97,12 +97,9 @@ def set_columns(names: Sequence[str], fitted: Sequence[str] = ()) -> tuple[Colum
     columns: list[Column] = []
     for name in names:
         columns += _detection(f"ood.{name}", name)
-        columns += (Column(f"{score}:ood.{name}.auroc", _by(score), name, "higher", scale=100) for score in fitted)
+        for score in fitted:
+            columns.append(Column(f"{score}:ood.{name}.auroc", f"AUROC by {score}", name, "higher", scale=100))
     return tuple(columns)
-
-
-def _by(score: str) -> str:
-    return f"AUROC by {score}"
 
 
 _MEANS = {"near": "Near-OOD", "far": "Far-OOD", "all": "OOD avg"}
@@ -120,7 +117,7 @@ def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> 
     titles = {**_MEANS, **{f"ood.{name}": name for name in sets}}
     added: list[Column] = []
     for score, (key, title) in product(fitted, _MEANS.items()):
-        added.append(Column(f"{score}:{key}.auroc", title, _by(score), "higher", scale=100))
+        added.append(Column(f"{score}:{key}.auroc", title, f"AUROC by {score}", "higher", scale=100))
     if any(run.selective is not None and run.selective.familiarity is not None for run in runs):
         better: Direction = "higher" if len({promise(run) for run in runs} - {None}) == 1 else "neither"
         added.append(Column("selective.accepted", "ID", "Accepted %", scale=100))

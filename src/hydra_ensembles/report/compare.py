@@ -10,6 +10,7 @@ from typing import Any
 
 from .._utils import warn
 from ..arguments import checked
+from ..classes import a_few
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import UNNAMED, Evaluation, read_saved
 from ..files import expanded, write_sealed
@@ -100,9 +101,7 @@ def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
 
 def _require_one_method(name: str, runs: Sequence[Evaluation]) -> None:
     """Raise if evaluations with the same name are not runs of one method."""
-    advice = (
-        "give them different names with evaluate(name=) or --name, or give compare a mapping {name: evaluation or runs}"
-    )
+    advice = "give them different names (evaluate(name=), --name), or give compare a mapping {name: runs}"
     first, *others = (_make(run) for run in runs)
     for other in others:
         unlike = [f"{key} ({value} and {other[key]})" for key, value in first.items() if other[key] != value]
@@ -157,7 +156,7 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
         if (run.score, run.convention) != (first.score, first.convention):
             raise ConfigError(
                 f"{first_name!r} was evaluated with score {first.score!r} and convention {first.convention!r}, "
-                f"{name!r} with {run.score!r} and {run.convention!r}; their numbers cannot be compared"
+                f"{name!r} with {run.score!r} and {run.convention!r}; use the same"
             )
         if run.samples != first.samples:
             other = f"{name} was evaluated on {run.samples}, {first_name} on {first.samples}"
@@ -179,11 +178,11 @@ def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: 
         same = [key for key, count in run.samples.items() if first.samples.get(key) == count]
         differing = compare_traces(run.traces, first.traces, same)
         if differing.labels:
-            other = f"the labels of {_listed(differing.labels)} differ between {name} and {first_name}"
+            other = f"the labels of {a_few(differing.labels)} differ between {name} and {first_name}"
             notes.append(_mismatch(other, allow_mismatch))
         if differing.inputs:
             why = "other samples, or the same prepared differently"
-            notes.append(f"{name} was given other inputs than {first_name} in {_listed(differing.inputs)}: {why}.")
+            notes.append(f"{name} was given other inputs than {first_name} in {a_few(differing.inputs)}: {why}.")
         if differing.unknown:
             unknown[name] = None
     if unknown:
@@ -195,15 +194,8 @@ def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: 
 def _mismatch(what: str, allowed: bool) -> str:
     """Return the note on different data if that is allowed, otherwise raise."""
     if not allowed:
-        raise DataError(
-            f"{what}; evaluate both on the same data, or allow the mismatch (allow_mismatch=True, --allow-mismatch)"
-        )
+        raise DataError(f"{what}; evaluate both on the same data, or allow it (allow_mismatch=True, --allow-mismatch)")
     return f"Not the same data: {what}."
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first three names, and the number of further ones."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:

@@ -144,7 +144,7 @@ def make_app(
     if not isinstance(service, Service):
         service = Service(require_ensemble(model, "make_app"), settings or ServeSettings())
     backend: Engine = LocalEngine(service) if engine is None else engine
-    server = _Server(service, backend)
+    server, name = _Server(service, backend), service.settings.name
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -160,14 +160,13 @@ def make_app(
             server.decoders.shutdown()
 
     app: FastAPI = fastapi.FastAPI(
-        title=f"hydra-ensembles: {service.settings.name}",
+        title=f"hydra-ensembles: {name}",
         version=__version__,
         lifespan=lifespan,
         docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,  # it would redirect to whatever host the request names
     )
-    name = service.settings.name
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]], bool]] = [
         ("GET", "/", server.page, False),
         ("GET", "/v1/model", server.model, True),
@@ -254,8 +253,7 @@ class _Server:
             except TimeoutError:
                 arrived = getattr(request.state, "arrived", False)
                 what, status = ("no answer", 504) if arrived else ("the body did not arrive", 408)
-                limit = f"{what} within {self.settings.timeout:g} seconds"
-                response = self.refusal(RequestError(limit, status))
+                response = self.refusal(RequestError(f"{what} within {self.settings.timeout:g} seconds", status))
             except (MultiPartException, FormParserError) as error:  # FormParserError: from older Starlette
                 response = self.refusal(RequestError(f"the form cannot be read: {error}", 400))
             except ClientDisconnect:
@@ -264,14 +262,11 @@ class _Server:
                 log_failure(error, id=name, route=route)
                 response = self.refusal(RequestError(f"internal error; see the log under {name}", 500))
             response.headers["X-Request-Id"] = name
-            return self.finished(route, began, response, **request.state.fields)
+            seconds = time.perf_counter() - began
+            self.telemetry.request(route, response.status_code, seconds, **request.state.fields)
+            return response
 
         return answered
-
-    def finished(self, route: str, began: float, response: "Response", **fields: Any) -> "Response":
-        """Count and log a request."""
-        self.telemetry.request(route, response.status_code, time.perf_counter() - began, **fields)
-        return response
 
     def refusal(self, error: RequestError) -> "Response":
         """Convert an error to a JSON response."""
@@ -325,10 +320,7 @@ class _Server:
     async def _answers(
         self, request: "Request", rows: Callable[[], list[Sample]], timeout: float = math.inf
     ) -> tuple[list[Sample], Sequence[Answer]]:
-        """Decode, queue, wait and count; return rows and answers. The body is already read; `rows` runs in the pool.
-
-        When the client disconnects, the wait ends as at a deadline, and rows that have not started are not run.
-        """
+        """Decode (`rows`, in the pool), queue, wait and count; a client that disconnects ends this like a deadline."""
         from starlette.requests import ClientDisconnect
 
         loop = asyncio.get_running_loop()

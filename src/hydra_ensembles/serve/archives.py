@@ -83,13 +83,20 @@ class Archive:
         if not self.path.exists():
             raise DataError(f"{self.path} does not exist; check the path")
         self._root = self.path if self.path.is_dir() else self.path.parent
+        by_suffix: dict[str, Callable[[Path], Iterator[Item]]] = {
+            **dict.fromkeys(TAR_SUFFIXES, self._tar),
+            ".parquet": self._parquet,
+            **dict.fromkeys(DELIMITERS, self._delimited),
+            **dict.fromkeys(JSON_LINES, self._json_lines),
+            **(dict.fromkeys(IMAGE_SUFFIXES, self._image) if kind == "image" else {LINES: self._lines}),
+        }
         excluded = None if without is None else without.resolve()
         present = files_below(self.path, excluded) if self.path.is_dir() else [self.path]
-        self.files = [file for file in present if self._reader(file) is not None]
+        self._readers = {file: by_suffix[_suffix(file)] for file in present if _suffix(file) in by_suffix}
+        self.files = list(self._readers)
         self.ignored = len(present) - len(self.files)
         if not self.files:
-            suffixes = (*(IMAGE_SUFFIXES if kind == "image" else (LINES,)), *TABLE_SUFFIXES, *TAR_SUFFIXES)
-            raise DataError(f"{self.path} has no {kind}s ({self.ignored} other files); give {', '.join(suffixes)}")
+            raise DataError(f"{self.path} has no {kind}s ({self.ignored} other files); give {', '.join(by_suffix)}")
         self._require_column()
 
     def identity(self) -> dict[str, Any]:
@@ -113,14 +120,8 @@ class Archive:
         return total
 
     def __iter__(self) -> Iterator[Item]:
-        """The items, in the same order every time.
-
-        Raises:
-            StorageError: The system cannot read a table or a tar shard, so its items cannot be counted.
-        """
-        for file in self.files:
-            reader = self._reader(file)
-            assert reader is not None  # `self.files` has only files with a reader
+        """The items, in the same order every time; `StorageError` if a disk fails, so that items cannot be counted."""
+        for file, reader in self._readers.items():
             try:
                 yield from map(self._checked, reader(file))
             except _BROKEN as error:
@@ -143,21 +144,6 @@ class Archive:
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self._root).as_posix().encode("utf-8", "replace").decode()
-
-    def _reader(self, file: Path) -> Callable[[Path], Iterator[Item]] | None:
-        """The method that reads this file, chosen by suffix; None if it is not read."""
-        name, suffix = file.name.lower(), file.suffix.lower()
-        if name.endswith(TAR_SUFFIXES):
-            return self._tar
-        if suffix == ".parquet":
-            return self._parquet
-        if suffix in DELIMITERS:
-            return self._delimited
-        if suffix in JSON_LINES:
-            return self._json_lines
-        if self.kind == "image" and suffix in IMAGE_SUFFIXES:
-            return self._image
-        return self._lines if self.kind == "text" and suffix == LINES else None
 
     # --- file types ---------------------------------------------------------------------------------------------
 
@@ -289,6 +275,10 @@ class Archive:
         what = "it" if where else "the file, or the rest of it,"
         reason = " ".join(str(error).split()) or type(error).__name__
         return Item(f"{self._name(file)}{where}", None, dict.fromkeys(self.keep), f"{what} cannot be read: {reason}")
+
+
+def _suffix(file: Path) -> str:
+    return next((suffix for suffix in TAR_SUFFIXES if file.name.lower().endswith(suffix)), file.suffix.lower())
 
 
 def text_in(columns: Sequence[str], cells: Sequence[Any]) -> tuple[Text | None, str]:

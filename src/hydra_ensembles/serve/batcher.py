@@ -66,11 +66,7 @@ class Batcher(Generic[Row, Answer]):
             thread.start()
 
     def submit(self, rows: Sequence[Row]) -> list[Future[Answer]]:
-        """Queue all of these rows, or none.
-
-        Raises:
-            RequestError: 503 if the queue has no room for them, and after `close`.
-        """
+        """Queue all of these rows, or none: `RequestError` (503) if there is no room for them, and after `close`."""
         with self._changed:
             if self._closing:
                 raise RequestError("this server is shutting down; try another, or try later", 503, retry_after=1)

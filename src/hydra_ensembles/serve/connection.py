@@ -22,18 +22,16 @@ def bounded_connection() -> Any:
     protocol = require("uvicorn.protocols.http.httptools_impl", extra="serve").HttpToolsProtocol
 
     class Connection(protocol):  # type: ignore[misc, valid-type]
-        """Callbacks from asyncio and the HTTP parser, with the limits added."""
+        """Callbacks from asyncio and the HTTP parser, with the limits added; each asks anew whose turn it is."""
 
         unread = 0  # bytes since the last complete headers or body chunk
         deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
-            """Start the timer for the first request."""
             super().connection_made(transport)
             self.see_whose_turn()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """Stop the timer."""
             self.stop_waiting()
             super().connection_lost(exc)
 
@@ -54,22 +52,18 @@ def bounded_connection() -> Any:
             self.see_whose_turn()
 
         def on_body(self, body: bytes) -> None:
-            """Pass on a body chunk; the application limits the total size."""
-            self.unread = 0
+            self.unread = 0  # the application limits the size of bodies
             super().on_body(body)
 
         def on_response_complete(self) -> None:
-            """Start the timer for the next request, unless one is already here."""
             super().on_response_complete()
             self.see_whose_turn()
 
         def pause_writing(self) -> None:
-            """Start the timer: the client does not read the response."""
             super().pause_writing()
             self.see_whose_turn()
 
         def resume_writing(self) -> None:
-            """Stop the timer: the client has read some of the response."""
             super().resume_writing()
             self.see_whose_turn()
 
@@ -81,7 +75,6 @@ def bounded_connection() -> Any:
                 self.deadline = self.loop.call_later(CLIENT_TIMEOUT, self.transport.abort)
 
         def stop_waiting(self) -> None:
-            """Stop the timer."""
             if self.deadline is not None:
                 self.deadline.cancel()
                 self.deadline = None

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -147,9 +147,7 @@ def _format(path: Path, format: Format | None) -> Format:
         format = next((name for name, suffix in SUFFIXES.items() if suffix == path.suffix.lower()), None)
     if format is None or path.suffix.lower() != SUFFIXES[format]:
         endings = ", ".join(f"{suffix} for {name}" for name, suffix in SUFFIXES.items())
-        ending = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
-        reason = "which no known format has" if format is None else f"which is not the one for {format}"
-        raise ConfigError(f"{path} has {ending}, {reason}; use {endings}")
+        raise ConfigError(f"{path} has the suffix {path.suffix!r}; use {endings}")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file")
     return format
@@ -171,7 +169,7 @@ def _quiet(format: Format) -> Iterator[None]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConversionError(
             f"torch {torch.__version__} cannot export this ensemble as {format}: {reason}; nothing was written. Try "
-            f"another format: {', '.join(other for other in get_args(Format) if other != format)}"
+            f"another format of {', '.join(SUFFIXES)}"
         ) from error
     finally:
         for name, level in levels.items():
@@ -220,9 +218,11 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
 
     Discrete outputs (label, verdict, votes) are compared only where a difference within tolerance cannot change them.
     """
-    decided = _decided(expected, ensemble, allowed)
-    largest = 0.0
     familiarity = ensemble.metadata.familiarity
+    distances = () if familiarity is None else familiarity.settings.scores
+    tolerances = {name: allowed * (DISTANCES if name in distances else 1) for name in expected}
+    decided = _decided(expected, ensemble, tolerances)
+    largest = 0.0
     references = held_out(ensemble)
     score_of = {"p_value" if score == "score" else "familiarity": score for score in references}  # by its p-value
     for name, values in expected.items():
@@ -231,14 +231,12 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
         difference = np.abs(actual[name].astype(np.float64) - values.astype(np.float64))
         # rounding errors of a small logit scale with the largest value of its row
         size = np.abs(values.astype(np.float64)).max(axis=tuple(range(1, values.ndim)), keepdims=True, initial=0.0)
-        limit = allowed * (1 + size)
-        if familiarity is not None and name in familiarity.settings.scores:
-            limit = limit * DISTANCES
-        elif name in score_of:  # a p-value moves one step per held-out score within the score's tolerance
+        limit = tolerances[name] * (1 + size)
+        if name in score_of:  # a p-value moves one step per held-out score within the score's tolerance
             score = score_of[name]
             reference: Any = references[score][0]
             scores = torch.from_numpy(expected[score].astype(np.float64))
-            reach = _score_tolerance(score, allowed) * (1 + scores.abs())
+            reach = tolerances[score] * (1 + scores.abs())
             limit = limit + (reference.p_values(scores - reach) - reference.p_values(scores + reach)).numpy()
         elif name in ("label", "accept", "reason", "disagreement", "confidence"):
             limit = np.where(decided, limit, np.inf)
@@ -252,23 +250,17 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
     return largest
 
 
-def _decided(expected: Arrays, ensemble: Ensemble, allowed: float) -> np.ndarray[Any, Any]:
+def _decided(expected: Arrays, ensemble: Ensemble, tolerances: Mapping[str, float]) -> np.ndarray[Any, Any]:
     """`[B]`: where the margins between top classes, and between scores and thresholds, exceed the tolerance."""
     decided = np.ones(len(expected["label"]), dtype=bool)
     for values in (expected["member_logits"], expected["probs"][:, None]):  # [B, M or 1, C]
         ordered = np.sort(values, axis=-1)
         first, second = ordered[..., -1], ordered[..., -2]  # [B, M or 1] each
-        decided &= ((first - second) > 2 * allowed * (1 + np.abs(first))).all(axis=1)
+        decided &= ((first - second) > 2 * tolerances["probs"] * (1 + np.abs(first))).all(axis=1)
     for score, (_, threshold) in held_out(ensemble).items():
         if threshold is not None:
-            reach = _score_tolerance(score, allowed) * (1 + np.abs(expected[score]))
-            decided &= np.abs(expected[score] - threshold) > reach
+            decided &= np.abs(expected[score] - threshold) > tolerances[score] * (1 + np.abs(expected[score]))
     return decided
-
-
-def _score_tolerance(score: str, allowed: float) -> float:
-    """Relative tolerance of a score that is compared with a threshold; larger for feature distances."""
-    return allowed if score == "score" else allowed * DISTANCES
 
 
 # --- formats --------------------------------------------------------------------------------------------------------
@@ -355,8 +347,7 @@ def _run_onnx(file: Path) -> RunFile:
     return lambda inputs: dict(zip(names, session.run(None, _arrays(inputs)), strict=True))
 
 
-def _run_torch(file: Path, load: Callable[[str], Any]) -> RunFile:
-    model = load(str(file))
+def _run_torch(model: Callable[..., Named]) -> RunFile:
     return lambda inputs: _arrays(model(**inputs))
 
 
@@ -369,8 +360,8 @@ _WRITERS: Mapping[Format, Callable[..., object]] = {
 }
 _RUNNERS: Mapping[Format, Callable[[Path], RunFile]] = {
     "onnx": _run_onnx,
-    "pt2": lambda file: _run_torch(file, lambda path: torch.export.load(path).module()),
-    "aoti": lambda file: _run_torch(file, torch._inductor.aoti_load_package),
+    "pt2": lambda file: _run_torch(torch.export.load(file).module()),
+    "aoti": lambda file: _run_torch(torch._inductor.aoti_load_package(str(file))),
 }
 
 

@@ -83,7 +83,7 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
         if size is None:
             tensors[name] = _from_json(called, datatype, shape, entry.get("data"))
             continue
-        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(tail):
+        if type(size) is not int or not 0 <= size <= len(tail):
             raise RequestError(f"binary_data_size of input {called} does not fit the {len(tail)} bytes that are left")
         tensors[name] = _from_binary(called, datatype, shape, bytes(tail[:size]))
         tail = tail[size:]
@@ -93,8 +93,8 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
 
 
 def _shape(called: str, shape: Any) -> tuple[int, ...]:
-    is_whole = isinstance(shape, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in shape)
-    if not is_whole or not shape or min(shape) < 1 or max(shape) >= 1 << 63 or len(shape) > 8:
+    fits = isinstance(shape, list) and all(type(size) is int and 0 < size < 1 << 63 for size in shape)
+    if not fits or not 0 < len(shape) <= 8:
         raise RequestError(f"input {called} needs a shape, a list of positive whole numbers, samples first")
     return tuple(shape)
 
@@ -145,8 +145,8 @@ def _from_binary(called: str, datatype: str, shape: tuple[int, ...], content: by
             raise RequestError(f"input {called} needs {math.prod(shape)} strings, each behind its length in 4 bytes")
         return strings
     dtype = np.dtype(DATATYPES[datatype]).newbyteorder("<")
-    if len(content) != math.prod(shape) * dtype.itemsize:
-        expected = math.prod(shape) * dtype.itemsize
+    expected = math.prod(shape) * dtype.itemsize
+    if len(content) != expected:
         raise RequestError(f"input {called} of {datatype} {list(shape)} has {len(content)} bytes, not {expected}")
     return np.frombuffer(content, dtype).reshape(shape)
 
@@ -161,10 +161,7 @@ def write_answer(
     answers: Sequence[Answer],
     notes: Sequence[Sequence[str]] = (),
 ) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of a response; `notes` on samples, if there are any, are joined into one parameter.
-
-    Numbers that are not finite are null in JSON, and unchanged in binary tensors.
-    """
+    """Body and headers of a response; `notes` become one parameter; NaN and infinity are null in JSON."""
     tensors, buffers = list[dict[str, Any]](), list[bytes]()
     for field, binary in outputs:
         array = np.stack([answer[field.name] for answer in answers])  # [B, …]
@@ -192,11 +189,9 @@ def write_answer(
 def asked_outputs(request: Mapping[str, Any], service: Service) -> list[AskedField]:
     """The outputs that a request names, or all if it names none; unknown names raise `RequestError`."""
     fields = {field.name: field for field in service.outputs}
-    usual = bool(_parameters(request).get("binary_data_output"))
-    asked = request.get("outputs")
-    if not asked:
-        return [(field, usual) for field in service.outputs]
     names = tuple(fields)  # a tuple, as the requested name may be unhashable
+    usual = bool(_parameters(request).get("binary_data_output"))
+    asked = request.get("outputs") or [{"name": name} for name in names]
     if not isinstance(asked, list) or not all(isinstance(item, dict) and item.get("name") in names for item in asked):
         raise RequestError(f"outputs must be a list of objects, each with a name among {', '.join(fields)}")
     return [(fields[item["name"]], bool(_parameters(item).get("binary_data", usual))) for item in asked]
@@ -205,9 +200,9 @@ def asked_outputs(request: Mapping[str, Any], service: Service) -> list[AskedFie
 def deadline_of(request: Mapping[str, Any]) -> float:
     """The timeout of a request in seconds (Triton clients send microseconds); infinite without a valid one."""
     microseconds = _parameters(request).get("timeout")
-    if not isinstance(microseconds, int) or isinstance(microseconds, bool):
+    if type(microseconds) is not int or not 0 < microseconds < 10**LONGEST_NUMBER:
         return math.inf
-    return microseconds / 1e6 if 0 < microseconds < 10**LONGEST_NUMBER else math.inf
+    return microseconds / 1e6
 
 
 def model_metadata(service: Service) -> dict[str, Any]:
@@ -219,10 +214,9 @@ def model_metadata(service: Service) -> dict[str, Any]:
         datatype = NAMES.get(field.dtype, "FP32")
         return {"name": field.name, "datatype": datatype, "shape": [-1, *field.shape]}
 
-    size = service.image_size()
     inputs = [described(field) for field in service.inputs]
-    if size is not None:
-        inputs[0] |= {"datatype": "FP32", "shape": [-1, service.inputs[0].shape[0], *size]}
+    if service.image_size is not None:
+        inputs[0] |= {"datatype": "FP32", "shape": [-1, service.inputs[0].shape[0], *service.image_size]}
     return {
         "name": service.settings.name,
         "versions": ["1"],

@@ -169,18 +169,17 @@ class Scorer:
         if absent:
             raise DataError(f"the batch has no column {absent[0]!r} or {names[0]!r}; it has {sorted(batch)}")
         both = [name for name in (self.columns.text, *pair) if name in batch]
-        if len(both) < 2 or self.ensemble.kind == "image":
+        if len(both) < 2:  # images, or texts alone
             return self.ready(list(batch[raw[0]]), kept)
         found = [text_in(both, cells) for cells in zip(*(batch[name] for name in both), strict=True)]
         return self.ready([text for text, _ in found], kept, [problem for _, problem in found])
 
     def ready(self, items: list[Any], kept: Arrays, errors: Sequence[str] = ()) -> ReadyBatch:
-        """Images, or texts and pairs, decoded and preprocessed; texts with an error are left out."""
+        """Images, or texts and pairs, decoded and preprocessed; those with an error are left out."""
+        kind, known = self.ensemble.kind, list(errors) or [""] * len(items)
         if self.ensemble.metadata.preprocessing is None:
-            raise DataError(f"the model has no saved preprocessing; give batches with {READ[self.ensemble.kind][0]!r}")
-        if self.ensemble.kind == "image":
-            return self._images(items, kept)
-        return self._texts(items, kept, list(errors) or [""] * len(items))
+            raise DataError(f"the model has no saved preprocessing; give batches with {READ[kind][0]!r}")
+        return self._images(items, kept, known) if kind == "image" else self._texts(items, kept, known)
 
     def answer(self, prepared: ReadyBatch) -> Arrays:
         """The columns of a prepared batch."""
@@ -197,7 +196,7 @@ class Scorer:
                 outputs = columns(self.ensemble.predict(inputs, check_finite=False))
             if remarks and self.ensemble.kind == "text":  # notes on images: see `_images`
                 for row in rows:
-                    notes[row] = "; ".join([notes[row], *remarks] if notes[row] else remarks)
+                    notes[row] = "; ".join(filter(None, [notes[row], *remarks]))
             finite = np.isfinite(outputs["member_logits"]).all(axis=(1, 2))  # [B]
             answered = np.asarray(rows)[finite]
             for field in fields:
@@ -210,25 +209,27 @@ class Scorer:
         answers[ERROR], answers[NOTE] = np.array(errors, dtype=str), np.array(notes, dtype=str)
         return answers
 
-    def _images(self, items: list[Any], kept: Arrays) -> ReadyBatch:
+    def _images(self, items: list[Any], kept: Arrays, errors: list[str]) -> ReadyBatch:
         preprocess: Any = self.ensemble.metadata.preprocessing
         _pillow()  # a missing Pillow should fail once, not per image
 
-        def decode(item: Any) -> tuple[Tensor | None, str, str]:
+        def decode(item: Any, error: str) -> tuple[Tensor | None, str, str]:
             """The image `[1, channels, H, W]` or None; why it cannot be read; notes on it."""
+            if error:
+                return None, error, ""
             with collect_warnings() as notes:
                 try:
                     return preprocess([_image(item)]), "", "; ".join(notes)
                 except StorageError:  # the disk failed: a rerun may be able to read the image
                     raise
-                except HydraError as error:
-                    return None, str(error), ""
-                except Exception as error:  # broken data can raise anything in a decoder
-                    cause = " ".join(str(error).split()) or type(error).__name__
+                except HydraError as refused:
+                    return None, str(refused), ""
+                except Exception as broken:  # broken data can raise anything in a decoder
+                    cause = " ".join(str(broken).split()) or type(broken).__name__
                     return None, f"it cannot be read as an image: {cause}", ""
 
         with ThreadPoolExecutor(self.workers) as pool:
-            decoded = list(pool.map(decode, items))
+            decoded = list(pool.map(decode, items, errors))
         images = {row: image for row, (image, _, _) in enumerate(decoded) if image is not None}
         parts = [(torch.cat(list(images.values())), list(images))] if images else []
         return ReadyBatch(parts, [error for _, error, _ in decoded], [note for _, _, note in decoded], kept)
@@ -418,32 +419,19 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, tick: Callab
     parts: list[Arrays] = []
     unreadable: list[dict[str, str]] = []
 
-    def ready() -> Iterator[tuple[list[Item], ReadyBatch | None]]:
+    def ready() -> Iterator[tuple[list[Item], ReadyBatch]]:
         remaining = iter(items)
         while batch := list(islice(remaining, batch_size)):
-            good = [item for item in batch if not item.error]
-            kept = {
-                name: np.array([item.kept.get(column) for item in good], dtype=object)
-                for name, column in scorer.kept.items()
-            }
-            yield batch, scorer.ready([item.content for item in good], kept) if good else None
+            kept = {name: as_array([item.kept.get(column) for item in batch]) for name, column in scorer.kept.items()}
+            yield batch, scorer.ready([item.content for item in batch], kept, [item.error for item in batch])
 
     for batch, prepared in _prefetch(ready()):
-        errors = np.array([item.error for item in batch], dtype=object)
-        if prepared is not None:
-            answers = scorer.answer(prepared)
-            readable = errors == ""  # the rows that `answers` has
-            failures = answers.pop(ERROR)
-            errors[readable] = failures
-            names = np.array([item.name for item in batch], dtype=object)[readable]
-            parts.append({name: array[failures == ""] for name, array in {INPUT: names, **answers}.items()})
+        answers = {INPUT: as_array([item.name for item in batch]), **scorer.answer(prepared)}
+        errors = answers.pop(ERROR)
+        parts.append({name: array[errors == ""] for name, array in answers.items()})
         pairs = zip(batch, errors.tolist(), strict=True)
-        unreadable += ({INPUT: item.name, "reason": str(error)} for item, error in pairs if error)
+        unreadable += ({INPUT: item.name, "reason": error} for item, error in pairs if error)
         tick(len(batch))
-    if not parts:  # nothing was readable: an empty shard with the same columns
-        empty = scorer.answer(ReadyBatch([], [], [], {name: np.empty(0, dtype=object) for name in scorer.kept}))
-        del empty[ERROR]
-        parts.append({INPUT: np.empty(0, dtype=object), **empty})
     lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in unreadable)
     return _parquet(parts), lines.encode("utf-8", "replace")
 

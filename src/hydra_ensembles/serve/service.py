@@ -144,6 +144,8 @@ class Service:
         # class names, or class indices if it has none
         self.labels = ensemble.verified_metadata().labels or tuple(map(str, range(ensemble.num_classes)))
         self.preprocessing = ensemble.metadata.preprocessing
+        size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
+        self.image_size = tuple(map(int, size)) if self.kind == "image" else None  # that plans are warm for
         calibration = ensemble.metadata.calibration or Calibration()
         of_probs = calibration.calibrates == "probs"  # a temperature of the logits is already applied to them
         self._temperature = np.array(calibration.temperature if of_probs else (1.0,))[:, None]  # [1 or M, 1]
@@ -153,11 +155,7 @@ class Service:
     # --- inputs ------------------------------------------------------------------------------------------------------
 
     def images(self, contents: Sequence[bytes], nearest: bool = False) -> list[Sample]:
-        """Rows from encoded images; their sizes are read from the headers before anything is decoded.
-
-        Raises:
-            RequestError, DataError: The model does not read images, or these are too large or broken.
-        """
+        """Rows from encoded images; their sizes are read from the headers before anything is decoded."""
         if not isinstance(self.preprocessing, ImagePreprocessing):
             raise RequestError(self._wrong_kind("images"))
         self._require_few(len(contents))
@@ -175,11 +173,7 @@ class Service:
         return rows
 
     def texts(self, texts: Sequence[str | tuple[str, str]], nearest: bool = False) -> list[Sample]:
-        """Rows from texts, or pairs of texts; each is tokenised separately.
-
-        Raises:
-            RequestError, DataError: The model does not read texts, or these are too long or not valid text.
-        """
+        """Rows from texts, or pairs of texts; each is tokenised separately."""
         if not isinstance(self.preprocessing, TextPreprocessing):
             raise RequestError(self._wrong_kind("texts"))
         self._require_few(len(texts))
@@ -205,7 +199,7 @@ class Service:
             if self.kind == "image":
                 warn_of_raw_pixels(main, self.preprocessing)
         self._require_few(len(main))
-        size = self.image_size()
+        size = self.image_size
         if size is not None and tuple(main.shape[2:]) != size:
             raise RequestError(f"images are {list(main.shape[2:])}; this server takes {list(size)}, height and width")
         if main.is_floating_point() and not bool(main.isfinite().all()):
@@ -247,10 +241,8 @@ class Service:
             except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
                 raise RequestError(f"image {index} is too large; {advice}", 413) from error
             except Exception as error:  # a broken header can raise anything in Pillow
-                formats = ", ".join(FORMATS)
-                raise RequestError(
-                    f"image {index} ({len(content)} bytes) is not one of {formats}, or is broken", 415
-                ) from error
+                problem = f"({len(content)} bytes) is not one of {', '.join(FORMATS)}, or is broken"
+                raise RequestError(f"image {index} {problem}", 415) from error
             pixels_left -= width * height
             if pixels_left < 0 or max(width, height) > MAX_ASPECT * min(width, height):
                 advice = f"{advice}, and no side may be {MAX_ASPECT} times the other"
@@ -258,32 +250,19 @@ class Service:
             if passes > MAX_SCANS:
                 raise RequestError(f"image {index} is a JPEG of over {MAX_SCANS} passes; store it in fewer", 413)
 
-    def image_size(self) -> tuple[int, int] | None:
-        """Height and width of the images that plans are warm for; None for text models."""
-        if self.kind != "image":
-            return None
-        size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
-        return int(size[0]), int(size[1])
-
-    def _most_tokens(self) -> int:
-        most: int = self.ensemble.config.stem.max_tokens
-        return min(most, getattr(self.preprocessing, "max_length", most))
-
     def lengths(self) -> list[int]:
-        """Lengths that texts are padded to; empty for image models and for models without a padding mask."""
-        most = self._most_tokens()
+        """Lengths that texts are padded to; empty for models without a padding mask."""
+        most: int = self.ensemble.config.stem.max_tokens
+        most = min(most, getattr(self.preprocessing, "max_length", most))
         if getattr(self.preprocessing, "pad_to_max", False):
             return [most]
-        if not self._masked:
-            return []
-        return [*(SHORTEST << power for power in range(20) if SHORTEST << power < most), most]
+        return _doubling(SHORTEST, most) if self._masked else []
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def sizes(self) -> list[int]:
         """Sizes of the pieces that batches are run in: powers of two, and the largest."""
-        most = self.settings.max_batch
-        return [*(1 << power for power in range(12) if 1 << power < most), most]
+        return _doubling(1, self.settings.max_batch)
 
     def workers(self) -> list[Callable[[list[Sample]], list[Answer]]]:
         """One function per model thread, which answers rows; warmed up unless the settings disable it.
@@ -310,19 +289,13 @@ class Service:
 
     def examples(self) -> list[Sample]:
         """A blank row of every shape that is known in advance."""
-        size = self.image_size()
-        if size is not None:
-            return [Sample({self._main: torch.zeros(self.inputs[0].shape[0], *size)})]
-        blank = [torch.zeros(1, length, dtype=torch.long) for length in self.lengths()]
-        return [row for ids in blank for row in self.tensors({self._main: ids})]
+        if self.image_size is not None:
+            return [Sample({self._main: torch.zeros(self.inputs[0].shape[0], *self.image_size)})]
+        return [self.tensors({self._main: torch.zeros(1, length, dtype=torch.long)})[0] for length in self.lengths()]
 
     def plain(self, answer: Answer, notes: Sequence[str] = ()) -> dict[str, Any]:
-        """An answer as JSON data, with class names for indices; the temperature is applied to members, too.
-
-        `notes` on the sample are included if there are any.
-        """
-        labels = self.labels
-        probs = answer["probs"]
+        """An answer and any notes as JSON data, with class names for indices; members have the temperature, too."""
+        labels, probs = self.labels, answer["probs"]
         logits = answer["member_logits"].astype(np.float64) / self._temperature  # [M, C]
         members = np.exp(logits - logits.max(axis=-1, keepdims=True))
         members /= members.sum(axis=-1, keepdims=True)
@@ -400,6 +373,12 @@ class _Worker:
         return [-1] * len(rows) if classes is None else [int(label) for label in classes.tolist()]
 
 
+def _doubling(first: int, last: int) -> list[int]:
+    """Numbers that double, up to and with the last."""
+    numbers = [first << power for power in range(last.bit_length())]
+    return [*(number for number in numbers if number < last), last]
+
+
 def _stacked(rows: Sequence[Sample]) -> Tensor | dict[str, Tensor]:
     """Stack rows of one shape into a batch, `[B, …]`."""
     batch = {name: torch.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}
@@ -417,9 +396,7 @@ def read_named(body: Mapping[str, Any]) -> tuple[list[bytes], list[str | tuple[s
     if unknown:
         raise RequestError(f"there is no field {short(sorted(unknown)[0])}; there are image, images, text and texts")
     if isinstance(body.get("text"), list):  # one pair, or several texts?
-        raise RequestError(
-            'text is a list, not a string; write texts: ["one", "two"], for a pair [["first", "second"]]'
-        )
+        raise RequestError('text is a list; write texts: ["one", "two"], for a pair [["first", "second"]]')
     values: dict[str, list[Any]] = {}
     for name in ("image", "text"):
         several = body.get(f"{name}s", [])

@@ -92,8 +92,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
                 if recipe.reinit_classifier is not None:
                     nn.init.zeros_(parameter)
                 if recipe.reinit_classifier == "random" and name.endswith("weight"):
-                    values = _DEVIATION * torch.randn(parameter.shape, generator=generator)  # [M, C, d]
-                    parameter.data.copy_(values)
+                    parameter.data.copy_(_DEVIATION * torch.randn(parameter.shape, generator=generator))  # [M, C, d]
         self.model: Ensemble | Parametrised = copy
         spared = frozenset[str]()
         if arrange is not None:

@@ -75,12 +75,9 @@ class Learner(ABC, Generic[BatchT]):
     """A model in training; parameters with `requires_grad` train. `shares` and `spared`: see `make_optimizer`.
 
     Subclasses define what a batch is, how gradients are computed, and how the model is validated.
-
-    Attributes:
-        by_nll: Whether the lowest validation NLL selects the best weights, instead of the highest accuracy.
     """
 
-    by_nll: ClassVar[bool] = False
+    by_nll: ClassVar[bool] = False  # whether the lowest validation NLL selects weights, not the highest accuracy
 
     def __init__(
         self,
@@ -239,16 +236,13 @@ class Job:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a run: trained parameters by name, the validation they were chosen by, steps, learning rate.
+    """Result of a run."""
 
-    `diverged` lists the learning rates of the recipe that diverged.
-    """
-
-    weights: dict[str, Tensor]
-    best: Validation | None
+    weights: dict[str, Tensor]  # trained parameters by name
+    best: Validation | None  # the validation they were chosen by
     steps: int
     rate: float
-    diverged: tuple[float, ...] = ()
+    diverged: tuple[float, ...] = ()  # the other learning rates of the recipe that diverged
 
     def state_like(self, start: nn.Module) -> dict[str, Tensor]:
         """All weights of `start`, in its dtype and on its device, with trained ones replaced."""
@@ -354,6 +348,7 @@ class Training(Generic[BatchT]):
         self.best_weights: dict[str, Tensor] = {}
         self.saved = monotonic()  # time of the last checkpoint
         self.pause = EARLY  # seconds until the next
+        self.title = f"member {job.index}, learning rate {rate:g}"  # in messages
         settings = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index}
         self.state = RunState({**job.identity, **settings, "processes": self.runtime.ranks.size})
 
@@ -362,13 +357,9 @@ class Training(Generic[BatchT]):
         finished = self._resume()
         if finished is not None:
             return finished
-        with tqdm(
-            total=self.total,
-            initial=self.state.position.step,
-            desc=f"member {self.job.index}, learning rate {self.rate:g}",
-            unit="step",
-            disable=not self.job.progress or self.runtime.ranks.rank > 0,
-        ) as bar:
+        quiet = not self.job.progress or self.runtime.ranks.rank > 0
+        begun = self.state.position.step
+        with tqdm(total=self.total, initial=begun, desc=self.title, unit="step", disable=quiet) as bar:
             while not self._done():
                 with epoch_of(self.job.train, self.state.position.epoch, self.order, self.runtime.device):
                     self._run_epoch(bar)
@@ -378,13 +369,11 @@ class Training(Generic[BatchT]):
             warn(f"{promised}: the learning rate was planned for the former; give the right length, or steps=")
         weights = self.best_weights or self.learner.weights()
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
-            raise DivergedError(
-                f"weights are not finite after step {self.state.position.step} (member {self.job.index}, learning rate "
-                f"{self.rate:g}): lower the rate, clip, or use a wider precision"
-            )
+            advice = "lower the rate, clip, or use a wider precision"
+            raise DivergedError(f"weights are not finite after step {step} ({self.title}): {advice}")
         self.state = replace(self.state, finished=True, files={}, checksums={})
         self._write({"result": weights})
-        return RunResult(weights, self.state.best, self.state.position.step, self.rate)
+        return RunResult(weights, self.state.best, step, self.rate)
 
     def _resume(self) -> RunResult | None:
         """Continue from the checkpoint in the folder, if there is one; return the result of a finished run."""
@@ -417,10 +406,10 @@ class Training(Generic[BatchT]):
         while not self._done():
             group = list(islice(batches, self.recipe.gradient_accumulation))
             if not group:
-                if self.state.position.batch == 0:
+                position = self.state.position
+                if position.batch == 0:
                     raise DataError("train has no batches in an epoch; every process needs one, check the loader")
-                step, epoch = self.state.position.step, self.state.position.epoch
-                self.state = replace(self.state, position=Position(step, epoch + 1, 0))
+                self.state = replace(self.state, position=Position(position.step, position.epoch + 1))
                 break
             self._update(group, bar)
             if every is not None and self.state.position.step % every == 0:
@@ -434,7 +423,8 @@ class Training(Generic[BatchT]):
 
     def _update(self, group: list[BatchT], bar: "tqdm[Any]") -> None:
         """One step on the batches of the group."""
-        step, epoch, batch = self.state.position.step, self.state.position.epoch, self.state.position.batch
+        position = self.state.position
+        step, epoch, batch = position.step, position.epoch, position.batch
         rate = self.rate * self.recipe.rate_factor(step, self.total, self.warmup)
         try:
             loss = self.learner.update(group, rate, derive_seed(self.seed, "dropout", step))
@@ -443,8 +433,8 @@ class Training(Generic[BatchT]):
             saved = self.folder is not None and (self.folder / INDEX).exists()
             checkpoint = f"; the last checkpoint stays in {self.folder}" if saved else ""
             raise DivergedError(
-                f"{error} at step {step} (batch {numbers} of epoch {epoch}, member {self.job.index}, learning rate "
-                f"{self.rate:g}): look for bad values there, lower the rate, clip, or use a wider precision{checkpoint}"
+                f"{error} at step {step} (batch {numbers} of epoch {epoch}, {self.title}): look for bad values there, "
+                f"lower the rate, clip, or use a wider precision{checkpoint}"
             ) from error
         self.state = replace(self.state, position=Position(step + 1, epoch, batch + len(group)))
         bar.set_postfix({"loss": f"{loss:.4f}", "lr": f"{rate:.2e}"}, refresh=False)
@@ -458,9 +448,9 @@ class Training(Generic[BatchT]):
         with epoch_of(data, 0, derive_seed(self.seed, "validation"), self.runtime.device):
             measured = self.learner.measure(data)
             if not all(map(math.isfinite, measured)):
+                at = f"after step {position.step} ({self.title})"
                 raise DivergedError(
-                    f"validation has a negative log-likelihood of {measured[1]} after step {position.step} (member "
-                    f"{self.job.index}, learning rate {self.rate:g}): look for bad values there, or lower the rate"
+                    f"validation has an NLL of {measured[1]} {at}: look for bad values, or lower the rate"
                 )
             validation = Validation(position.step, position.epoch, *measured, by_nll=self.learner.by_nll)
         self.state = self.state.after(validation, self.recipe.min_delta)

@@ -177,9 +177,7 @@ class Recipe(Checked):
         elif batches is not None and self.epochs is not None:
             total = self.epochs * math.ceil(batches / self.gradient_accumulation)
         else:
-            raise ConfigError(
-                f"{self.epochs} epochs were requested, but the training data has no length; give steps instead"
-            )
+            raise ConfigError(f"{self.epochs} epochs were asked for, but train has no length; give steps instead")
         # a fraction is rounded up; without rounding errors: 0.07 · 100 is 7, not 8
         warmup = self.warmup if isinstance(self.warmup, int) else math.ceil(round(self.warmup * total, 9))
         if warmup >= max(total, 1):
@@ -189,9 +187,9 @@ class Recipe(Checked):
     def check_kind(self, kind: str) -> None:
         """Raise if the recipe changes images but the model reads texts."""
         if self.changes_images and kind != "image":
+            given = f"augment {self.augment}, rand_augment {self.rand_augment}"
             raise ConfigError(
-                f"the recipe changes images at random (augment {self.augment}, rand_augment {self.rand_augment}), but "
-                f"the model reads {kind}s; use a recipe for {kind}s such as sst2, or no augment and rand_augment"
+                f"the recipe changes images at random ({given}), but the model reads {kind}s; give neither"
             )
 
     def check(self, model: Ensemble, train: Batches | None, validation: Batches | None) -> None:
@@ -208,16 +206,13 @@ class Recipe(Checked):
         has_classifier = model.num_classes and model.config.readout.cosine is None  # not class embeddings
         if not has_classifier and (self.reinit_classifier or self.classifier_rate != 1.0):
             raise ConfigError(
-                f"Recipe.reinit_classifier is {self.reinit_classifier!r} and classifier_rate {self.classifier_rate}, "
-                "but this model has no classifier; leave them at None and 1.0"
+                "this model has no classifier; leave reinit_classifier at None and classifier_rate at 1.0"
             )
         trained = [name for name, _ in model.named_parameters() if self.trains(name, model.num_layers)]
         self._warn_of_frozen(model, trained)
         if model.num_classes and not trained:
-            raise ConfigError(
-                f"the last {self.last_blocks} blocks contain nothing of Recipe.train_groups {list(self.train_groups)}; "
-                "add groups, or train more blocks (share fewer layers)"
-            )
+            what = f"nothing of Recipe.train_groups {list(self.train_groups)}"
+            raise ConfigError(f"the last {self.last_blocks} blocks contain {what}; add groups, or train more blocks")
 
     def _warn_of_frozen(self, model: Ensemble, trained: Sequence[str]) -> None:
         """Warn of parameters that train here but would not elsewhere."""
@@ -225,22 +220,17 @@ class Recipe(Checked):
         frozen = [name for name in trained if not free[name]]
         if frozen and any(free.values()):  # a model frozen as a whole was prepared for inference
             warn(
-                f"{len(frozen)} of the {len(trained)} parameters to be trained are frozen in the given model "
-                f"(requires_grad=False, first {frozen[0]}), and train anyway: train_groups and last_blocks of the "
-                "recipe decide what is frozen"
+                f"{len(frozen)} of the {len(trained)} parameters to be trained are frozen in the given model (first "
+                f"{frozen[0]}), and train anyway: train_groups and last_blocks of the recipe decide what is frozen"
             )
 
     def _warn_if_unchanged(self, train: Batches) -> None:
-        """Warn if the recipe is meant for randomly changed images but the loader uses the model's plain preprocessing.
-
-        What other loaders do is unknown; their authors are responsible.
-        """
+        """Warn if the recipe is meant for randomly changed images but the loader prepares them like the model."""
         if self.changes_images and isinstance(getattr(train, "preprocess", None), ImagePreprocessing):
             warn(
                 f"the recipe expects randomly augmented images (augment {self.augment}, rand_augment "
-                f"{self.rand_augment}), but train= always prepares them in the same way; use "
-                "data.TrainTransform.matching(model.metadata.preprocessing, rand_augment=recipe.rand_augment) for its "
-                "batches, or set augment=False, rand_augment=None in the recipe"
+                f"{self.rand_augment}), but train= always prepares them in the same way; give its batches "
+                "data.TrainTransform.matching(model.metadata.preprocessing, rand_augment=recipe.rand_augment)"
             )
 
     def trains(self, name: str, layers: int) -> bool:

@@ -49,8 +49,8 @@ def features_of(tower: Ensemble, images: Any, where: str) -> Tensor:
     width = output_width(tower.config)
     if images.shape[1] != width:
         raise DataError(
-            f"the image features of {where} have shape {list(images.shape)}, but the image tower gives {width} numbers "
-            "each; compute them with image_features and this dual encoder"
+            f"the image features of {where} are {list(images.shape)}, but the image tower gives {width} each; compute "
+            "them with image_features and this dual encoder"
         )
     return images.to(tower.device, tower.dtype)
 
@@ -98,22 +98,18 @@ def read_pairs(raw: Any, name: str, index: int = 0) -> Pairs:
         raise DataError(f"{where} is a {type(raw).__name__}; expected (images, texts, labels), or (images, texts)")
     images, texts, labels = (*raw, None)[:3]
     texts = list(texts) if isinstance(texts, tuple) else texts
-    counts = {"images": _count(images), "texts": _count(texts)}
-    for side, samples in (("images", images), ("texts", texts)):
-        if counts[side] is None:
-            raise DataError(f"the {side} of {where} are a {type(samples).__name__}; give a list, a tensor or a mapping")
-    if counts["images"] != counts["texts"] or not counts["texts"]:
-        listed = ", ".join(f"{count} {side}" for side, count in counts.items())
-        raise DataError(f"{where} has {listed}; every image needs one text")
-    return images, texts, None if labels is None else read_labels(labels, counts["texts"], where)
+    pictures, sentences = (_count(samples, where) for samples in (images, texts))
+    if pictures != sentences or not sentences:
+        raise DataError(f"{where} has {pictures} images, {sentences} texts; every image needs one text")
+    return images, texts, None if labels is None else read_labels(labels, sentences, where)
 
 
-def _count(samples: Any) -> int | None:
-    """Number of samples in a list, a tensor, or a mapping of them; None for other types."""
+def _count(samples: Any, where: str) -> int:
+    """Number of samples in a list, a tensor, or a mapping of them."""
     first = next(iter(samples.values()), ()) if isinstance(samples, Mapping) else samples
-    if isinstance(first, Tensor | np.ndarray):
-        return len(first) if first.ndim else None
-    return len(first) if isinstance(first, list | tuple) else None
+    if isinstance(first, list | tuple) or (isinstance(first, Tensor | np.ndarray) and first.ndim):
+        return len(first)
+    raise DataError(f"the images or texts of {where} are a {type(samples).__name__}; give lists, tensors or mappings")
 
 
 class TextLearner(Learner[Pairs]):

@@ -24,7 +24,7 @@ def posterior(seen, logits, mean, structure, prior=None, samples=None):
 def precision(found):
     """The whole precision matrix `[C·d, C·d]` of a posterior."""
     values = (found.values + found.prior).diag()
-    if found.axes is None:
+    if not found.axes:
         return values
     axes = found.axes[0] if len(found.axes) == 1 else torch.kron(*found.axes)
     return axes @ values @ axes.T

@@ -118,7 +118,7 @@ def test_no_threshold_no_verdict(run_folder, world):
         ("image", ["{world}/news.txt"], "news.txt cannot be decoded as an image (30 bytes): unknown format"),
         ("text", ["good"], "write --text 'good'"),
         ("text", ["{empty}/image"], "is not UTF-8 text"),
-        ("text", ["{empty}/lines.json"], "Rename it to .txt if"),
+        ("text", ["{empty}/lines.json"], ".txt for one text per line"),
         ("image", ["{empty}/pipe.png"], "not a plain file"),
     ],
 )

@@ -71,7 +71,7 @@ def test_predict_takes_mask_and_segments_where_forward_does(runner: Callable[[he
     for beside in ((MASK, SEGMENTS), (MASK.tolist(), SEGMENTS.tolist())):
         torch.testing.assert_close(run.predict(IDS, *beside).member_logits, expected)
     torch.testing.assert_close(run.predict(inputs=IDS, attention_mask=MASK).member_logits, run(IDS, MASK))
-    with pytest.raises(DataError, match="check_finite=False"):  # formerly the position of check_finite
+    with pytest.raises(DataError, match="like the token ids"):  # formerly the position of check_finite
         run.predict(IDS, False)
     with pytest.raises(DataError, match="like the token ids"):
         run.predict(IDS, MASK[:, :1])

@@ -60,7 +60,8 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("name", "format"), [("text", "onnx"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
+    ("name", "format"),
+    [pytest.param("text", "onnx", marks=pytest.mark.ci), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
 )
 def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format: Any, tmp_path: Path) -> None:
     one = served(name)
@@ -119,6 +120,7 @@ def test_every_output_is_compared(monkeypatch, tmp_path: Path) -> None:
     assert (tmp_path / "model.pt2").read_text() == "made"
 
 
+@pytest.mark.ci
 def test_the_callers_autocast_is_not_written_into_the_file(tmp_path: Path) -> None:
     one = ensemble(single())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -194,8 +196,8 @@ def test_what_cannot_be_exported_is_named(monkeypatch, tmp_path: Path) -> None:
     one = served("image")
     pretend(monkeypatch, one)
     for model, file, options, error, token in (
-        (one, "model.bin", {}, ConfigError, "no known format has; use .onnx for onnx"),
-        (one, "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2', which is not the one for onnx"),
+        (one, "model.bin", {}, ConfigError, "'.bin'; use .onnx for onnx"),
+        (one, "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2'; use .onnx for onnx"),
         (one, "model.pt2", {"examples": torch.zeros(1, 3, 4, 4)}, DataError, "4"),
         (ensemble(map_pooled()), "model.pt2", {}, ConfigError, "classifier"),
         (dual_of(DUAL_CASES[0]), "model.pt2", {}, ConfigError, "zero_shot"),

@@ -384,7 +384,7 @@ def test_what_another_version_began_is_not_gone_on_with(source: Path, output: Pa
 def test_a_deleted_shard_is_made_anew_in_its_place_and_no_other(source: Path, output: Path, monkeypatch) -> None:
     wanted, before, calls = score(source, output), written(output), []
     (output / "rows" / "part-00001.parquet").unlink()  # as the error about a changed shard advises
-    count_calls(monkeypatch, Scorer, "answer", lambda: calls.append(None))
+    count_calls(monkeypatch, Ensemble, "predict", lambda: calls.append(None))
     assert score(source, output) == wanted
     assert written(output) == before
     assert len(calls) == 1  # three rows; the fourth item is unreadable
