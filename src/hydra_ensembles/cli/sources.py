@@ -343,7 +343,7 @@ def require_preprocessing(model: Ensemble) -> None:
     if model.metadata.preprocessing is None:
         missing = "tokenizer" if model.kind == "text" else "image processor"
         why = f" ({model.metadata.preprocessing_from})" if model.metadata.preprocessing_from else ""
-        advice = f"so it reads no files; save its {missing} into its folder"
+        advice = f"so it reads no files; save its {missing} into its folder, or give tensors in Python"
         raise DataError(f"the model has no preprocessing{why}, {advice}")
 
 
