@@ -269,23 +269,24 @@ class Service:
 
         Threads on the same device share weights. On CUDA, workers take the GPUs in turn.
         """
-        plans: dict[torch.device, OptimizedEnsemble] = {}
+        warm: dict[torch.device, _Worker] = {}
         shapes = max(len(self.sizes()) * len(self.examples()), USUAL_SHAPES)
-        workers = []
+        workers: list[Callable[[list[Sample]], list[Answer]]] = []
         for index in range(self.settings.workers):
             device = self.ensemble.device
             if device.type == "cuda":
                 device = torch.device("cuda", ((device.index or 0) + index) % torch.cuda.device_count())
-            if device not in plans:
+            if device not in warm:
                 model = self.ensemble if device == self.ensemble.device else copy.deepcopy(self.ensemble).to(device)
-                plans[device] = OptimizedEnsemble(
+                plan = OptimizedEnsemble(
                     model, dtype=self.settings.dtype, compile=self.settings.compile, compiled_shapes=shapes
                 )
                 if self.settings.warm_up:
                     for size, row in product(self.sizes(), self.examples()):
-                        plans[device].predict(_stacked([row] * size), check_finite=False)
-            workers.append(_Worker(plans[device], self.ensemble, self.sizes()))
-        return [worker.answer for worker in workers]
+                        plan.predict(_stacked([row] * size), check_finite=False)
+                warm[device] = _Worker(plan, model, self.sizes())
+            workers.append(warm[device].answer)
+        return workers
 
     def examples(self) -> list[Sample]:
         """A blank row of every shape that is known in advance."""
@@ -323,7 +324,7 @@ class Service:
 
 @dataclass(frozen=True)
 class _Worker:
-    """Runs rows on warm plans, on one device."""
+    """Runs rows on the warm plan of one device; threads may share it."""
 
     plan: OptimizedEnsemble
     model: Ensemble  # has the features, which plans do not return

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -210,6 +211,7 @@ class Recipe(Checked):
             )
         trained = [name for name, _ in model.named_parameters() if self.trains(name, model.num_layers)]
         self._warn_of_frozen(model, trained)
+        self._warn_of_copies(model, trained)
         if model.num_classes and not trained:
             what = f"nothing of Recipe.train_groups {list(self.train_groups)}"
             raise ConfigError(f"the last {self.last_blocks} blocks contain {what}; add groups, or train more blocks")
@@ -223,6 +225,19 @@ class Recipe(Checked):
                 f"{len(frozen)} of the {len(trained)} parameters to be trained are frozen in the given model (first "
                 f"{frozen[0]}), and train anyway: train_groups and last_blocks of the recipe decide what is frozen"
             )
+
+    def _warn_of_copies(self, model: Ensemble, trained: Sequence[str]) -> None:
+        """Warn if layers have the same weights (ALBERT): one layer where the model comes from, copies here."""
+        moved = {place_of(name)[1] for name in trained}
+        downs = {place_of(name)[1]: x for name, x in model.named_parameters() if name.endswith("mlp.down.weight")}
+        real = {layer: x.detach() for layer, x in downs.items() if not x.is_meta and bool(x.any())}
+        for one, other in combinations(real, 2):
+            if not moved.isdisjoint((one, other)) and torch.equal(real[one], real[other]):
+                warn(
+                    f"layers {one} and {other} have the same weights, as in ALBERT, where they are one layer; here each "
+                    "trains by itself. Train the model in its own library first, or set train_groups to the readout"
+                )
+                return
 
     def _warn_if_unchanged(self, train: Batches) -> None:
         """Warn if the recipe is meant for randomly changed images but the loader prepares them like the model."""
