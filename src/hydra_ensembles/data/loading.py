@@ -280,7 +280,7 @@ def _read_json_lines(file: Path, arrow: Any) -> Any:
         if isinstance(row, dict):
             rows.append(row)
         elif line.strip():
-            raise ValueError(f"line {number} is a {type(row).__name__}")
+            raise ValueError(f"line {number} is a {type(row).__name__}, not an object")
     names = dict.fromkeys(name for row in rows for name in row)
     return arrow.table({name: _of_one_type(name, [row.get(name) for row in rows], arrow) for name in names})
 
