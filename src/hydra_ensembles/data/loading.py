@@ -204,7 +204,7 @@ class _Table:
         cells = [self.cell(column, row) for column in columns]
         for column, cell in zip(columns, cells, strict=True):
             if not isinstance(cell, str):
-                raise DataError(f"row {row} of {self.where} has no text in column {column!r}, got {cell!r}; fill it")
+                raise DataError(f"row {row} of {self.where} has no text in column {column!r}, got {cell!r}; give one")
         return cells[0] if len(cells) == 1 else (cells[0], cells[1])
 
 
