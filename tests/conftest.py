@@ -19,8 +19,6 @@ TOGETHER = {name: name for name in ("contract", "circuit", "cli", "studies")}  #
 TOGETHER |= dict.fromkeys(("convert", "model"), "contract")  # these folders share models and libraries with contract
 FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # slow: first, so that no worker ends with one
 FIRST |= {"test_public_names", "test_checkpoint_saving", "test_every_function", "test_attack_deeds", "test_export"}
-
-
 BESIDES = {"studies", "attack", "slow"}  # folders that the usual suite skips; tests of the first two have the mark ci
 
 
@@ -33,7 +31,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the folders that CI runs besides the suite, and run slow tests first."""
     for item in items:
-        if {"studies", "attack"} & set(item.path.parts) and item.get_closest_marker("slow") is None:
+        if {"studies", "attack"} & set(item.nodeid.split("/")) and item.get_closest_marker("slow") is None:
             item.add_marker("ci")
     items.sort(key=lambda item: FIRST.isdisjoint((item.path.parent.name, item.path.stem)))
 

@@ -64,7 +64,7 @@ class LoRA(Checked):
     def check(self, model: Ensemble) -> None:
         """Raise if the rank is not below that of the weights it updates."""
         encoder = model.config.encoder
-        least = min(encoder.width, *(len(heads) * encoder.head_dim for heads in model.heads[0] if heads))
+        least = min([encoder.width, *(len(heads) * encoder.head_dim for heads in model.heads[0] if heads)])
         if self.rank >= least:
             raise ConfigError(f"LoRA.rank is {self.rank}, but the attention has matrices of rank {least}; lower it")
 

@@ -18,6 +18,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
@@ -331,11 +332,8 @@ def emit_json(result: Any) -> None:
 
 
 def format_of(file: Path) -> object:
-    """The `format` that a JSON file states; None without one, or if it is no JSON."""
-    try:
-        data = parse_json(read_file(file), str(file), foreign=True)
-    except CheckpointError:
-        return None
+    """The `format` that a JSON file states; None without one."""
+    data = parse_json(read_file(file), str(file), foreign=True)
     return data.get("format") if isinstance(data, dict) else None
 
 
@@ -349,13 +347,11 @@ def require_replaceable(output: Path | None, kind: str | None = None, inputs: It
         return
     if any(expanded(one).exists() and path.samefile(expanded(one)) for one in inputs):
         raise ConfigError(f"output is {output}, which is also an input; give another --output")
-    suffix = path.suffix.lower()
-    if kind is None:
-        same = suffix not in (".yaml", ".yml") and not _is_binary(path)
-        same = same and (suffix != ".json" or format_of(path) is None)
-    else:
-        same = format_of(path) == kind
-    if not same:
+    found: object = None
+    with suppress(CheckpointError):  # it is no JSON
+        found = format_of(path)
+    is_text = path.suffix.lower() not in (".yaml", ".yml") and not _is_binary(path)
+    if found != kind or (kind is None and not is_text):
         raise ConfigError(f"{output} exists, and is not what this command writes; remove it, or give another --output")
 
 

@@ -89,7 +89,7 @@ class ModelSettings(Checked):
 
 def load_classifier(settings: ModelSettings) -> Ensemble:
     """Load the model as an ensemble; raise `HydraError` if it does not exist or is not a classifier."""
-    return require_ensemble(load_model(settings), "this command", classifies=True)
+    return require_ensemble(load_model(settings), f"{settings.model}: this command", classifies=True)
 
 
 def further(settings: ModelSettings, name: str) -> ModelSettings:

@@ -204,7 +204,7 @@ class _Table:
         cells = [self.cell(column, row) for column in columns]
         for column, cell in zip(columns, cells, strict=True):
             if not isinstance(cell, str):
-                raise DataError(f"row {row} of {self.where} has no text in column {column!r}, got {cell!r}; fill it")
+                raise DataError(f"row {row} of {self.where} has no text in column {column!r}, got {cell!r}; give one")
         return cells[0] if len(cells) == 1 else (cells[0], cells[1])
 
 
@@ -280,7 +280,7 @@ def _read_json_lines(file: Path, arrow: Any) -> Any:
         if isinstance(row, dict):
             rows.append(row)
         elif line.strip():
-            raise ValueError(f"line {number} is a {type(row).__name__}")
+            raise ValueError(f"line {number} is a {type(row).__name__}, not an object")
     names = dict.fromkeys(name for row in rows for name in row)
     return arrow.table({name: _of_one_type(name, [row.get(name) for row in rows], arrow) for name in names})
 

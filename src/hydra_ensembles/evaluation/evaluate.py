@@ -144,9 +144,8 @@ def evaluate(
         runner = Runner(model, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept)
 
         def run(data: Data, key: str, labelled: bool, like: Tensor | None = None) -> Pass:
-            of_set = (
-                runner if like is None or not labelled else replace(runner, keep=0)
-            )  # none is shown of shifted sets
+            hidden = labelled and like is not None  # no inputs of shifted sets are shown
+            of_set = replace(runner, keep=0) if hidden else runner
             return of_set.run(batched(data, key, preprocess, batch_size, num_workers), key, labelled, like)
 
         id_pass = run(id_data, id_name, labelled=True)

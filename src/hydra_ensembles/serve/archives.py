@@ -84,11 +84,11 @@ class Archive:
             raise DataError(f"{self.path} does not exist; check the path")
         self._root = self.path if self.path.is_dir() else self.path.parent
         by_suffix: dict[str, Callable[[Path], Iterator[Item]]] = {
-            **dict.fromkeys(TAR_SUFFIXES, self._tar),
+            **(dict.fromkeys(IMAGE_SUFFIXES, self._image) if kind == "image" else {LINES: self._lines}),
             ".parquet": self._parquet,
             **dict.fromkeys(DELIMITERS, self._delimited),
             **dict.fromkeys(JSON_LINES, self._json_lines),
-            **(dict.fromkeys(IMAGE_SUFFIXES, self._image) if kind == "image" else {LINES: self._lines}),
+            **dict.fromkeys(TAR_SUFFIXES, self._tar),
         }
         excluded = None if without is None else without.resolve()
         present = files_below(self.path, excluded) if self.path.is_dir() else [self.path]
@@ -134,13 +134,12 @@ class Archive:
     def _checked(self, item: Item) -> Item:
         """The item; without its text if that is not UTF-8, or one text where a pair is needed."""
         text = item.content if isinstance(item.content, str | tuple) else ""
+        error = ""
         if _NOT_UTF_8.search("".join(text)):
-            return replace(
-                item, content=None, error="its text is not valid UTF-8; repair it, or save the file as UTF-8"
-            )
-        if isinstance(item.content, str) and len(self._needed) > 1:
-            return replace(item, content=None, error=f"there is no text in column {self._needed[1]!r}")
-        return item
+            error = "its text is not valid UTF-8; repair it, or save the file as UTF-8"
+        elif isinstance(item.content, str) and len(self._needed) > 1:
+            error = f"there is no text in column {self._needed[1]!r}"
+        return replace(item, content=None, error=error) if error else item
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self._root).as_posix().encode("utf-8", "replace").decode()

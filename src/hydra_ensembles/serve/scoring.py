@@ -422,7 +422,8 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, tick: Callab
     def ready() -> Iterator[tuple[list[Item], ReadyBatch]]:
         remaining = iter(items)
         while batch := list(islice(remaining, batch_size)):
-            kept = {name: as_array([item.kept.get(column) for item in batch]) for name, column in scorer.kept.items()}
+            texts = {name: [item.kept.get(column) for item in batch] for name, column in scorer.kept.items()}
+            kept = {name: np.array(column, dtype=object) for name, column in texts.items()}
             yield batch, scorer.ready([item.content for item in batch], kept, [item.error for item in batch])
 
     for batch, prepared in _prefetch(ready()):

@@ -169,6 +169,8 @@ def test_a_comparison_in_each_format_and_a_report(saved):
     evaluation("Other", shift=False).save(saved / "other.json")
     assert "--allow-mismatch" in fail("compare", saved)
     assert "Not the same data" in succeed("compare", saved, "--allow-mismatch")
+    (saved / "other.json").write_text("{")  # cut off: its row is not left out without a word
+    assert "other.json is not valid JSON" in fail("compare", saved)
 
 
 @pytest.mark.parametrize(("command", "place", "result"), [("evaluate", Runner, "a.json"), ("atlas", Sweep, "a.html")])
