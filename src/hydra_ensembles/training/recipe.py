@@ -235,7 +235,7 @@ class Recipe(Checked):
             if not moved.isdisjoint((one, other)) and torch.equal(real[one], real[other]):
                 warn(
                     f"layers {one} and {other} have the same weights, as in ALBERT, where they are one layer; here "
-                    "each trains by itself. Train the model in its own library first, or set train_groups to the readout"
+                    "each trains by itself. Train the model in its own library, or set train_groups to the readout"
                 )
                 return
 
