@@ -234,8 +234,8 @@ class Recipe(Checked):
         for one, other in combinations(real, 2):
             if not moved.isdisjoint((one, other)) and torch.equal(real[one], real[other]):
                 warn(
-                    f"layers {one} and {other} have the same weights, as in ALBERT, where they are one layer; here each "
-                    "trains by itself. Train the model in its own library first, or set train_groups to the readout"
+                    f"layers {one} and {other} have the same weights, as in ALBERT, where they are one layer; here "
+                    "each trains by itself; train it in its own library first, or its readout alone (train_groups)"
                 )
                 return
 
