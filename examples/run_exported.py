@@ -27,11 +27,12 @@ def prepare_images(images: list[Any], settings: dict[str, Any]) -> dict[str, np.
         image = image.convert("RGB" if len(settings["mean"]) == 3 else "L")
         (height, width), share = settings["size"], settings["crop_fraction"]
         tall, wide = int(height / share + 1e-6), int(width / share + 1e-6)
-        if settings["resize_mode"] == "shortest":  # the side that has to grow more decides; the other one follows
-            grows = tall * image.width >= wide * image.height
-            tall, wide = (
-                (tall, tall * image.width // image.height) if grows else (wide * image.height // image.width, wide)
-            )
+        if settings["resize_mode"] == "shortest" and tall == wide:  # the short side decides; the other one follows
+            short = min(image.size)
+            tall, wide = tall * image.height // short, wide * image.width // short
+        elif settings["resize_mode"] == "shortest":  # the side that has to grow more decides
+            ratio = min(image.height / tall, image.width / wide)
+            tall, wide = round(image.height / ratio), round(image.width / ratio)
         image = image.resize((wide, tall), Image.Resampling[settings["interpolation"].upper()])
         half = round if settings["crop_corner"] == "round" else int
         left, top = half((wide - width) / 2), half((tall - height) / 2)

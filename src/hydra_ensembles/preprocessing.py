@@ -105,7 +105,8 @@ class ImagePreprocessing(Checked):
         if tall != wide:  # as `ResizeKeepRatio` of timm and open_clip
             ratio = min(height / tall, width / wide)
             return round(width / ratio), round(height / ratio)
-        return (tall * width // height, tall) if width >= height else (wide, wide * height // width)
+        short = min(width, height)
+        return wide * width // short, tall * height // short
 
 
 @dataclass(frozen=True)

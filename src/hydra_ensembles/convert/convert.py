@@ -122,14 +122,14 @@ def convert(
         raise ConversionError(f"{given}; a tokenizer or image processor is given by processor=")
     wrapped: Any = model
     model = unwrapped(wrapped)
-    size = size_of_images(processor, preprocessing)
     if declaration is not None:
-        declaration = with_size(declaration, model, size)
+        declaration = with_size(declaration, model, size_of_images(processor, preprocessing))
         architecture: Architecture | DualArchitecture = _read_own(declaration, model)
     elif is_sentence_model(model):
         architecture, model = opened(model, ARCHITECTURES)
     else:
-        architecture = _find_architecture(model, num_labels, size)
+        known = _BY_CLASS.get(qualified_name(model))
+        architecture = known or _own_architecture(model, num_labels, size_of_images(processor, preprocessing))
     with prefix_errors(architecture.name):
         require_unaltered(wrapped, model)
     probe = probe and not any(parameter.is_meta for parameter in model.parameters())  # meta parameters cannot be run
@@ -281,13 +281,9 @@ def require_supported(kind: type, *names: str) -> None:
         raise ConversionError(explain(name, *names))
 
 
-def _find_architecture(
-    model: object, num_labels: int | None, size: tuple[int, int] | None
-) -> Architecture | DualArchitecture:
-    """Return the declaration for a live model, or raise an error that says what the model is and what to do."""
+def _own_architecture(model: object, num_labels: int | None, size: tuple[int, int] | None) -> Architecture:
+    """Find the parts of a model of no known class, or raise an error that says what it is and what to do."""
     name = qualified_name(model)
-    if name in _BY_CLASS:
-        return _BY_CLASS[name]
     if not isinstance(model, nn.Module):
         got = f"convert needs a live torch.nn.Module, got a {type(model).__name__}"
         raise ConversionError(f"{got}; load it by its library, or by he.load")

@@ -189,11 +189,13 @@ def _image_metadata(model: Any) -> Metadata:
         return Metadata()
     mean = cfg.get("mean") or getattr(model, "image_mean", None) or _MEAN
     std = cfg.get("std") or getattr(model, "image_std", None) or _STD
+    size = pair(cfg.get("size") or model.image_size)
+    bilinear = cfg.get("interpolation") == "bilinear" and (mode == "squash" or size[0] == size[1])  # else their default
     preprocessing = ImagePreprocessing(
-        size=pair(cfg.get("size") or model.image_size),
+        size=size,
         mean=tuple(float(value) for value in mean),
         std=tuple(float(value) for value in std),
-        interpolation="bilinear" if cfg.get("interpolation") == "bilinear" else "bicubic",
+        interpolation="bilinear" if bilinear else "bicubic",
         resize_mode="squash" if mode == "squash" else "shortest",
     )
     return Metadata(preprocessing=preprocessing, preprocessing_from="open_clip's preprocess_cfg of the model")

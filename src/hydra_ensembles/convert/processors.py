@@ -153,7 +153,7 @@ def is_for_images(processor: Any) -> bool | None:
 
 
 def _unread(processor: Any, kind: str, problem: str = "is not read as preprocessing", of: str = "") -> ConversionError:
-    return ConversionError(f"{of}a {qualified_name(processor)} {problem}; for {kind} give {_ACCEPTED[kind]}")
+    return ConversionError(f"{of}a {qualified_name(processor)} {problem}; for {kind}s give {_ACCEPTED[kind]}")
 
 
 def _run_processor(processor: Any, *inputs: Any, **settings: Any) -> dict[str, Tensor]:

@@ -144,7 +144,8 @@ class _Reading:
             missing = f"does not exist{perhaps_meant(path, modules)}"
             actual = f"is a {type(modules[path]).__name__}" if path in modules else missing
             alike = [name.replace(".0", ".{i}") for name, module in modules.items() if isinstance(module, kind)]
-            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but {actual}; there are {alike[:4]}")
+            found = f"{actual}; there are {alike[:4] or 'none'}"
+            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but {found}")
         return modules[path]
 
     def _weight(self, path: str, layer: int = 0) -> str | None:

@@ -235,7 +235,7 @@ def _dinov2_config(model: Any, num_labels: int | None, resample: Resample = "bic
     dropout = float(config.hidden_dropout_prob)
     stem = patch_stem(config, resample, any_size=True, position_prefix=1, registers=registers, dropout=dropout)
     if stem.grid[0] != stem.grid[1]:
-        raise refuse(f"its image_size {config.image_size} is not square, as its positions are read")
+        raise refuse(f"its image_size {config.image_size} is not square, but its positions are read as a square")
     gated = bool(config.use_swiglu_ffn)
     hidden = int(config.hidden_size * config.mlp_ratio)
     encoder = read_encoder(

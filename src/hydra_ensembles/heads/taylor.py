@@ -196,7 +196,8 @@ def _steps(
     if scope == "global":
         return [(candidates, len(candidates))]
     if budget % len(layers):
-        raise HeadError(f'budget {budget} does not spread evenly over {len(layers)} layers; use scope="global"')
+        uneven = f"budget {budget} does not spread evenly over {len(layers)} layers"
+        raise HeadError(f'{uneven}; give a multiple, or scope="global"')
     per_layer = budget // len(layers)
     steps = []
     for layer in layers:

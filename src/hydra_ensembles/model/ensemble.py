@@ -429,6 +429,8 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
             if {"calibration", "familiarity", "metrics"} - changes.keys():  # explicitly given values are trusted
                 warn(f"this ensemble was measured with another preprocessing: {DROPPED}")
             current = current.unmeasured
+        if "preprocessing" in changes and new != current.preprocessing:
+            current = replace(current, preprocessing_from="")
         metadata = replace(current, **changes)
         metadata.check(self.config)
         return build_with_state(lambda: Ensemble(self.config, metadata), self.state_dict())

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -303,6 +303,7 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     """Metadata of an ensemble made from members: what they agree on, without calibration, with joined text sides."""
     labels = _common([member.labels for member in members], "labels")  # classes are averaged by position
     preprocessing = _common([member.preprocessing for member in members], "preprocessing")  # all get the same tensors
+    origin = next((member for member in members if member.preprocessing), members[0]).preprocessing_from
     bare = next((index for index, member in enumerate(members) if not member.labels), None)
     if labels and bare is not None:
         labels = ()
@@ -312,7 +313,7 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     side = join_text_sides([member.text_side for member in members])
     marks, samples = union_of([member.trained_set for member in members])
     common = replace(members[0].unmeasured, labels=labels, preprocessing=preprocessing, history=history, text_side=side)
-    return replace(common, train_marks=marks, train_samples=samples)
+    return replace(common, preprocessing_from=origin, train_marks=marks, train_samples=samples)
 
 
 def _common(values: Sequence[T], name: str) -> T:
@@ -321,8 +322,10 @@ def _common(values: Sequence[T], name: str) -> T:
     first, common = next(iter(known.items()), (0, values[0]))
     for index, value in known.items():
         if value != common:
-            both = f"members {first} and {index} have different {name}, {short(common)} and {short(value)}"
-            raise ConfigError(f"{both}; if they mean the same, give both one by .with_metadata({name}=...)")
+            ours, theirs = (vars(one) if is_dataclass(one) else {name: one} for one in (common, value))
+            both = [f"{key} {short(ours[key])} and {short(theirs[key])}" for key in ours if ours[key] != theirs[key]]
+            advice = f"if they mean the same, give both one by .with_metadata({name}=...)"
+            raise ConfigError(f"members {first} and {index} have different {', '.join(both)}; {advice}")
     return common
 
 

@@ -98,18 +98,18 @@ def read_pairs(raw: Any, name: str, index: int = 0) -> Pairs:
         raise DataError(f"{where} is a {type(raw).__name__}; expected (images, texts, labels), or (images, texts)")
     images, texts, labels = (*raw, None)[:3]
     texts = list(texts) if isinstance(texts, tuple) else texts
-    pictures, sentences = (_count(samples, where) for samples in (images, texts))
+    pictures, sentences = _count(images, f"images of {where}"), _count(texts, f"texts of {where}")
     if pictures != sentences or not sentences:
         raise DataError(f"{where} has {pictures} images, {sentences} texts; every image needs one text")
     return images, texts, None if labels is None else read_labels(labels, sentences, where)
 
 
-def _count(samples: Any, where: str) -> int:
+def _count(samples: Any, what: str) -> int:
     """Number of samples in a list, a tensor, or a mapping of them."""
     first = next(iter(samples.values()), ()) if isinstance(samples, Mapping) else samples
     if isinstance(first, list | tuple) or (isinstance(first, Tensor | np.ndarray) and first.ndim):
         return len(first)
-    raise DataError(f"the images or texts of {where} are a {type(samples).__name__}; give lists, tensors or mappings")
+    raise DataError(f"the {what} are a {type(samples).__name__}; give a list, a tensor or a mapping")
 
 
 class TextLearner(Learner[Pairs]):

@@ -1,5 +1,6 @@
 """Preprocessing is the training's: read from the library by name, with overrides by the user."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,9 @@ def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], channels
             he.convert(model).predict(Image.new("RGB", (40, 40)))
         with pytest.raises(he.HydraError, match=r"no preprocessing \(timm's crop_mode 'border'"):
             require_preprocessing(he.convert(model))  # on the command line
+        given = he.convert(model).with_metadata(preprocessing=he.ImagePreprocessing((32, 32)))
+        for one in (given, he.Ensemble.stack([he.convert(model), given])):
+            assert one.metadata.preprocessing_from == ""
     assert ("assumed" in found.preprocessing_from) == (changes.get("mean", MEAN) is None)
 
 
@@ -98,6 +102,8 @@ def test_texts_may_be_cut_shorter() -> None:
     model = transformers_model("BertForSequenceClassification", TEXT)
     base = he.convert(model, processor=he.TextPreprocessing(max_length=20), preprocessing={"max_length": 7})
     assert base.metadata.preprocessing.max_length == 7
+    both = SimpleNamespace(tokenizer=base.metadata.preprocessing, image_processor=None)  # its other part is not read
+    assert he.convert(model, processor=both).metadata.preprocessing == both.tokenizer
     with pytest.raises(he.HydraError, match="lower max_length"):
         he.convert(model, processor=he.TextPreprocessing(max_length=20), preprocessing={"max_length": 99})
     with pytest.raises(he.HydraError, match=r"got a TextPreprocessing; .*processor="):

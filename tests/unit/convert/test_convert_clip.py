@@ -27,6 +27,8 @@ def test_image_preprocessing_is_open_clips_own() -> None:
     read = he.convert(model).image.metadata.preprocessing
     expected = ImagePreprocessing((32, 32), (0.5,) * 3, (0.25,) * 3, interpolation="bilinear", resize_mode="squash")
     assert read == expected
+    model.visual.preprocess_cfg = settings | {"size": (32, 64), "resize_mode": "shortest"}  # type: ignore[union-attr]
+    assert he.convert(model).image.metadata.preprocessing.interpolation == "bicubic"  # whatever its settings say
     given = ImagePreprocessing((32, 32), crop_fraction=0.5)
     dual = he.convert(model, processor=[given])
     assert (dual.image.metadata.preprocessing, dual.text.metadata.preprocessing) == (given, None)

@@ -222,7 +222,7 @@ def test_a_failure_of_the_exporter_is_one_error_and_a_missing_one_is_named(monke
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "run_exported.py"))
 
 
-@pytest.mark.parametrize("size", [(40, 30), (17, 90)])
+@pytest.mark.parametrize("size", [(40, 30), (19, 90)])
 @pytest.mark.parametrize(
     "changes",
     [
