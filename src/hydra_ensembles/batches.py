@@ -134,15 +134,9 @@ def iterate(
     require_usual_device(name)
     if whole:
         check_unsharded(batches, name)
-    try:
-        if isinstance(batches, str | Mapping | Tensor):
-            raise TypeError
-        pairs = enumerate(batches)
-    except TypeError as error:
-        got = f"{type(batches).__name__}: {short(batches)}"
-        raise DataError(f"{name} must be batches: a DataLoader, or a list ([batch] for one); got {got}") from error
+    require_batches(batches, name)
     empty = True
-    for index, batch in pairs:
+    for index, batch in enumerate(batches):
         inputs, labels = read_batch(batch, name, index, labelled)
         if size_of(inputs):
             empty = False
@@ -208,9 +202,20 @@ def within_classes(labels: Tensor, classes: int, where: str) -> Tensor:
     return labels
 
 
+def require_batches(batches: Any, name: str) -> None:
+    """Refuse a single batch, such as a tensor or `(inputs, labels)`, and what cannot be iterated."""
+    pair = isinstance(batches, list | tuple) and len(batches) == 2 and getattr(batches[1], "ndim", 0) == 1  # labels
+    iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    one = pair or isinstance(batches, Mapping | Tensor)
+    if one or not iterable or isinstance(batches, str):
+        got = f"one batch, a {type(batches).__name__}" if one else short(batches)
+        raise DataError(f"{name} must be batches: a DataLoader, or a list ([batch] for one); got {got}")
+
+
 def require_rereadable(batches: Batches, name: str) -> None:
     """Refuse a one-shot iterator: training reads its data once per epoch, and again when it resumes."""
     require_usual_device(name)
+    require_batches(batches, name)
     if isinstance(batches, Iterator):
         raise DataError(f"{name} is an iterator, which can be read only once; give a DataLoader or a list of batches")
 

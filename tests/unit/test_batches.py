@@ -1,6 +1,7 @@
 """Batches: every form users pass them in, required and ignored labels, and recognising a source."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from hydra_ensembles.batches import epoch_of, iterate, labelled, read_batch, require_labels
+from hydra_ensembles.batches import epoch_of, iterate, labelled, read_batch, require_labels, require_rereadable
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.fingerprints import source_fingerprint
@@ -28,8 +29,10 @@ def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
     for one, way in ((3, "DataLoader"), (Y[:, None], "squeeze")):  # items of a data set; a column of a table
         with pytest.raises(DataError, match=way):
             read_batch((X, one))
-    with pytest.raises(DataError, match=r"val must be batches: .*\[batch\].* got dict"):
-        list(iterate({"pixel_values": X, "labels": Y}, "val"))
+    for batch, kind in (({"pixel_values": X, "labels": Y}, "dict"), ((X, Y), "tuple"), ([X, Y], "list"), (X, "Tensor")):
+        for read in (partial(iterate, labelled=False), require_rereadable):
+            with pytest.raises(DataError, match=rf"val must be batches: .*\[batch\].* got one batch, a {kind}"):
+                list(read(batch, "val") or ())
 
 
 def test_batches_without_samples_are_skipped_and_the_others_keep_their_numbers() -> None:

@@ -293,7 +293,7 @@ def assign(settings: dict[str, Any], change: str, hints: Mapping[str, Any]) -> N
     path, separator, value = change.partition("=")
     *outer, name = path.split(".")
     if not separator or not name:
-        raise ConfigError(f"a setting is written name=value, got {change!r}")
+        raise ConfigError(f"a setting is written name=value, got {name or change!r}")
     for part in outer:
         earlier = settings.get(part) or {}
         settings[part] = dict(earlier) if isinstance(earlier, Mapping) else {"preset": earlier}

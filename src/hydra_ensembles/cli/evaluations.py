@@ -35,6 +35,7 @@ from .command import (
     Json,
     Quiet,
     command,
+    did_you_mean,
     emit,
     emit_json,
     format_of,
@@ -337,6 +338,8 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
     evaluations: list[Evaluation] = []
     costs: list[Cost] = []
     for path in paths:
+        if not path.exists():
+            raise DataError(f"{path} does not exist{did_you_mean(path)}")
         count = len(evaluations) + len(costs)
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
             kind = format_of(file)

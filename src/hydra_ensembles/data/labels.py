@@ -14,6 +14,7 @@ from ..errors import DataError
 from .dataset import UNLABELLED, LabelArray
 
 MOST_CLASSES = 1 << 20  # larger numbers are ids
+ONLY_OOD = "labels='optional', on the command line --ood"  # how to give data without labels
 _PLAIN_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*)?|-?\.[0-9]+")
 _OTHER_NUMBER = re.compile(r"-?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|inf(inity)?)", re.IGNORECASE)
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T].*)?|[0-9]{2}:[0-9]{2}(:[0-9.]+)?")
@@ -49,7 +50,7 @@ def numbered(
     if required and (numbers < 0).any():
         row = int((numbers < 0).argmax())
         none = f"row {row} of {where} has no label (got {values[row]!r}); {(numbers < 0).sum()} rows have none"
-        raise DataError(f"{none}; use another split; only OOD data may lack labels (labels='optional')")
+        raise DataError(f"{none}; use another split; only OOD data may lack labels ({ONLY_OOD})")
     if names is None:
         names = tuple(str(label) for label in range(int(numbers.max()) + 1))
     return numbers, names

@@ -36,7 +36,7 @@ from .dataset import (
     read_image,
     warn_of_others,
 )
-from .labels import as_number, naming, numbered
+from .labels import ONLY_OOD, as_number, naming, numbered
 
 LabelPolicy = Literal["required", "optional"]
 
@@ -360,7 +360,7 @@ def _read_labels(
         if policy == "optional":
             return unlabelled, tuple(class_names or ())
         problem = f"{table.where} has no label column {column!r}; it has {table.data.column_names}"
-        raise DataError(f"{problem}; only OOD data may lack it (labels='optional'). Name it: {naming('label')}")
+        raise DataError(f"{problem}; only OOD data may lack it ({ONLY_OOD}). Name it: {naming('label')}")
     values, declared = table.column(column), table.class_names(column)
     try:
         return numbered(values, table.labels_as_written, declared, class_names, policy == "required", table.where)
@@ -395,7 +395,7 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
         warn(f"{folder} has {len(loose)} images outside of class folders, which are left out")
     warn_of_others(folder, chain(beside if policy == "optional" else (), *files.values()))
     if not listed:
-        hint = "; images without a class are for OOD data (labels='optional')" if loose else ""
+        hint = f"; images without a class are for OOD data ({ONLY_OOD})" if loose else ""
         if any((part / "state.json").is_file() for part in (folder, *map(folder.joinpath, subfolders))):
             hint = "; what save_to_disk of datasets wrote is read by load_from_disk, and saved for here by to_parquet"
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {subfolders}{hint}")

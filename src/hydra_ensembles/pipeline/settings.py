@@ -271,7 +271,7 @@ class HydraConfig(Checked):
     def _check_layers(self, start: StartingModel) -> None:
         """Check that members have layers to differ in, and that the method can rank both towers of a dual encoder."""
         if start.dual is None and self.trunk >= start.base.num_layers:
-            raise ConfigError(f"shared_layers must be below the number of layers, {start.base.num_layers}")
+            raise ConfigError(f"shared_layers is {self.trunk}, not below the number of layers, {start.base.num_layers}")
         one_tower = self.strategy == "taylor" or (self.extracts_circuits and self.method == "screened")
         if start.dual is not None and (self.trunk or one_tower):
             raise ConfigError(

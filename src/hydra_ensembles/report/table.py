@@ -223,7 +223,7 @@ class _Terminal:
             needed = 2 + max(len(column.group), len(column.heading), *(len(row.cells[position].text) for row in rows))
             if not blocks or needed > room:
                 blocks.append([])
-                room = width - max(len(row.name) for row in rows) - 2
+                room = width - max(len(name) for name in ("Method", *(row.name for row in rows))) - 2
             blocks[-1].append(position)
             room -= needed
         return blocks

@@ -19,7 +19,7 @@ from ..model.config import GROUPS, EnsembleConfig, Group
 from ..model.ensemble import Ensemble
 from ..model.member_states import place_of
 from ..preprocessing import ImagePreprocessing
-from ..schema import ADDED_LATER, from_plain
+from ..schema import ADDED_LATER, from_plain, nearest
 
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["float32", "bf16", "fp16"]
@@ -279,9 +279,9 @@ class Recipe(Checked):
 
 def _require_settings(names: Iterable[str]) -> None:
     settings = [field.name for field in fields(Recipe)]
-    unknown = sorted(set(names).difference(settings))
-    if unknown:
-        raise ConfigError(f"Recipe has no settings {unknown} (of `ours`, or to change); it has {settings}")
+    for name in sorted(set(names).difference(settings)):
+        similar = "".join(f"; did you mean {one}?" for one in nearest(name, settings))
+        raise ConfigError(f"a recipe has no setting {name!r}{similar}; it has {', '.join(settings)}")
 
 
 def trainable_state(model: nn.Module, device: torch.device) -> dict[str, Tensor]:

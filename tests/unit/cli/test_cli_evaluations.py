@@ -167,6 +167,7 @@ def test_a_comparison_in_each_format_and_a_report(saved):
     assert "Nobody" in fail("report", saved, "--focus", "Nobody", "-o", page)
     assert "is not what" in fail("report", saved, "-o", saved / "0.json")
     evaluation("Other", shift=False).save(saved / "other.json")
+    assert "does not exist; did you mean" in fail("compare", saved / "othr.json")
     assert "--allow-mismatch" in fail("compare", saved)
     assert "Not the same data" in succeed("compare", saved, "--allow-mismatch")
     (saved / "other.json").write_text("{")  # cut off: its row is not left out without a word

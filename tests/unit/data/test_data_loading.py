@@ -284,7 +284,7 @@ def test_subfolders_without_images_and_images_without_subfolders(tmp_path: Path)
     loose = tmp_path / "loose"
     loose.mkdir()
     picture(1).save(loose / "a.png")
-    with pytest.raises(DataError, match="labels='optional'"):
+    with pytest.raises(DataError, match="labels='optional', on the command line --ood"):
         load(loose)
     assert load(loose, labels="optional").labels.tolist() == [-1]
 

@@ -210,7 +210,11 @@ def test_markdown_latex_and_csv(comparison):
 
 
 @pytest.mark.parametrize("width", [60, 240])
-def test_the_terminal_table_never_cuts_a_number(comparison, width):
+@pytest.mark.parametrize("short", [False, True])
+def test_the_terminal_table_never_cuts_a_number(comparison, width, short):
+    if short:  # names that are shorter than the word above them
+        rows = tuple(replace(row, name=row.name[:2]) for row in comparison.rows)
+        comparison = replace(comparison, rows=rows)
     console = Console(width=width, force_terminal=False, file=io.StringIO())
     console.print(to_rich(comparison, "Results"))
     text = console.file.getvalue()
