@@ -54,8 +54,7 @@ class Columns:
     """Column names of a table; a dot reaches into a nested column (`translation.en`) if no column has that whole name.
 
     A table with the `image` column holds images, unless only `text` is given another name (then it holds texts, also
-    with `image="image"`); others need the `text` column. `text_pair` is used if it exists, and must exist if it is
-    given another name. A row must have both texts.
+    with `image="image"`); others need `text`. `text_pair` is used if it exists, and must if renamed; rows need both.
     """
 
     image: str = "image"
