@@ -246,7 +246,7 @@ def test_the_gallery_holds_the_extremes():
     ("model", "arguments", "token"),
     [
         (None, (image_batches(), {"void": []}), "'void' has no samples"),
-        (None, (image_batches(), {"o": image_batches((8,))[0]}), "set 'o': batch 1: images are torch.int64"),
+        (None, (image_batches(), {"o": image_batches((8,))[0]}), "set 'o' must be batches.*got one batch"),
         (lambda x: torch.randn(2, len(x), 4 if len(x) == 8 else 5), (image_batches(),), "'id'.*5 classes"),
     ],
 )
