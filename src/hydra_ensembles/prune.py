@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from ._utils import warn
 from .arguments import checked
 from .errors import HeadError
 from .heads.masking import Model, tower_of, towers_of
@@ -56,9 +55,6 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
         layers[head.layer].remove(head.head)
         if not layers[head.layer] and head.layer == tower.num_layers:
             raise HeadError(f"head {head} is the last that pools the tokens, and must stay")
-        if not layers[head.layer]:
-            name = str(head).rpartition(".")[0]  # with the tower
-            warn(f"layer {name} loses all its heads: no token sees the others there; leave it one if you can")
     lost = {name: [head for head in gone if head.tower == name] for name in kept}
     towers = {name: _keep(tower, kept[name], lost[name]) for name, tower in towers_of(ensemble).items()}
     if isinstance(ensemble, Ensemble):

@@ -81,12 +81,6 @@ def test_what_cannot_be_fused_averaged_or_pruned_is_refused(
         join(members(), **settings)
 
 
-def test_a_layer_that_loses_all_its_heads_is_named() -> None:
-    heads = [(1, head) for head in small().heads[0][1]]
-    with pytest.warns(he.HydraWarning, match="layer 1 loses all its heads"):
-        assert pruned(heads).metadata.history[-1].startswith(f"pruned {len(heads)} heads (layer.head): 1.0 1.1")
-
-
 @pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack], ids=["fuse", "stack"])
 @pytest.mark.parametrize("other", [{"dtype": torch.float64}, {"device": "meta"}], ids=["dtype", "device"])
 def test_members_of_different_dtypes_or_devices_are_refused_by_number(join: Join, other: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ def test_settings_that_diverge_are_left_out(tmp_path: Path, monkeypatch: pytest.
     assert seed.chosen("some") == {"rate": 1}
     choice = read_json(seed.study / "choices" / "some.json")
     assert [[one["setting"]["rate"] for one in choice[key]] for key in ("measured", "left_out")] == [[1], [3, 2]]
-    with pytest.raises(DataError, match=r"no setting of 'none' is left .* finite"):
+    with pytest.raises(DataError, match=r"no setting of 'none' is left .* infinite"):
         choose(seed, "none")
 
 
