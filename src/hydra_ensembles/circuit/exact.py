@@ -163,7 +163,10 @@ class Exact(Search):
         if best is None:
             return {bound.head: self.objective.samples for bound in waiting[:1]}
         smallest = [bound for bound in waiting if bound < best][: self._together]
-        return {bound.head: self._chunk * max(1, self._together // len(smallest)) for bound in smallest}
+        amounts = {bound.head: self._chunk * max(1, self._together // len(smallest)) for bound in smallest}
+        if self.objective.score == "acc":  # nearly all errors are among the first samples: its bound will hardly grow
+            amounts |= {bound.head: self.objective.samples for bound in smallest[:1]}
+        return amounts
 
     def _advance(self, seen: dict[Head, int], bounds: dict[Head, Result], amounts: Mapping[Head, int]) -> None:
         """Evaluate each candidate on its number of further samples, all in one call."""
