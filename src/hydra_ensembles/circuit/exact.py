@@ -158,13 +158,14 @@ class Exact(Search):
     def _next(self, waiting: Sequence[Result], best: Result | None) -> dict[Head, int]:
         """Decide which candidates to evaluate next, and on how many more samples; `waiting` are bounds, smallest first.
 
-        The first is completed at once: a good result rules out others early. Then smallest bounds advance in chunks.
+        The first is completed at once: a good result rules out others early. Then smallest bounds advance in chunks; by
+        accuracy, the smallest of them is completed every time.
         """
         if best is None:
             return {bound.head: self.objective.samples for bound in waiting[:1]}
         smallest = [bound for bound in waiting if bound < best][: self._together]
         amounts = {bound.head: self._chunk * max(1, self._together // len(smallest)) for bound in smallest}
-        if self.objective.score == "acc":  # nearly all errors are among the first samples: its bound will hardly grow
+        if self.objective.score == "acc":  # with nearly all errors among the first samples, bounds hardly grow
             amounts |= {bound.head: self.objective.samples for bound in smallest[:1]}
         return amounts
 

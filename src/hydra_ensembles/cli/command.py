@@ -293,7 +293,8 @@ def assign(settings: dict[str, Any], change: str, hints: Mapping[str, Any]) -> N
     path, separator, value = change.partition("=")
     *outer, name = path.split(".")
     if not separator or not name:
-        raise ConfigError(f"a setting is written name=value, got {name or change!r}")
+        given = change.removeprefix("columns.")  # as `--column` has it
+        raise ConfigError(f"a setting is written name=value, got {given!r}")
     for part in outer:
         earlier = settings.get(part) or {}
         settings[part] = dict(earlier) if isinstance(earlier, Mapping) else {"preset": earlier}
