@@ -1,6 +1,7 @@
 """Transformer classifiers that know when not to answer: one alone, or several members fused and run in one pass."""
 
 import sys
+from importlib import import_module
 
 if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:  # python -m hydra_ensembles
     import hydra_ensembles_cli
@@ -22,6 +23,7 @@ from .fuse import fuse, soup
 from .heads.masking import masked
 from .heads.ranking import Head, HeadRanking
 from .heads.taylor import taylor
+from .model import LATER
 from .model.config import RotaryConfig
 from .model.dual_encoder import DualEncoder
 from .model.ensemble import Ensemble
@@ -50,3 +52,7 @@ __all__ = [
     "masked", "mc_dropout", "prune", "retarget", "search", "soup", "taylor", "tune_text", "write_atlas",
     "write_report", "zero_shot",
 ]  # fmt: skip
+
+# methods of Ensemble that are written in higher layers
+LATER["stack"] = lambda: import_module(".fuse", __name__).stack
+LATER["optimize"] = lambda: import_module(".optimize.runner", __name__).OptimizedEnsemble

@@ -22,7 +22,6 @@ from .metrics.distance import BY_CLASS, FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
 from .metrics.ood import aurc
 from .metrics.probabilities import log_mean_exp, log_mean_probs
-from .model.edited_weights import valid_metadata
 from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble
 from .model.metadata import ACCEPTS_ALL, Calibration, Familiarity
@@ -122,7 +121,7 @@ def calibrate(
     """
     weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "calibrate", classifies=True)  # if compiled
     require_members_for(score, ensemble.num_members)
-    metadata = valid_metadata(weights, "calibrated")
+    metadata = weights.metadata
     parts, known_by = list[Answered](), list[Keys]()
     for inputs, answered in answers(ensemble, validation, "validation", labelled=True):
         parts.append(answered if familiarity is not None else answered._replace(features=answered.features[..., :0]))
@@ -162,7 +161,7 @@ def calibrate(
         history=(*metadata.history, line + words),
     )
     # A copy of the weights: the calibrated model must not change if the original is masked or trained.
-    return Ensemble.from_state(ensemble.config, weights.state_dict(), metadata)
+    return Ensemble.from_state(weights.config, weights.whole_state(), metadata, weights.frozen)
 
 
 def _familiar_part(

@@ -23,7 +23,6 @@ from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
 from .metrics.inputs import check_finite
 from .model.dropout import dropping
-from .model.edited_weights import valid_metadata
 from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
@@ -114,7 +113,7 @@ def fit_familiarity(
         True
     """
     weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity", classifies=True)
-    before = valid_metadata(weights, "fitted")
+    before = weights.metadata
     names = (score,) if isinstance(score, str) else tuple(score)
     draws = np.random.default_rng(seed)
     fitting = Fitting(ensemble, names, draws, shrinkage, neighbours, principal, stored)
@@ -142,14 +141,14 @@ def fit_familiarity(
         familiarity = Familiarity(replace(familiarity.settings, reference=Reference.of(scores)), familiarity.state)
     line = f"familiarity ({', '.join(names)}) fitted on {familiarity.settings.samples} samples"
     metadata = _refitted(before, with_earlier(familiarity, before.familiarity), line)
-    return Ensemble.from_state(weights.config, weights.state_dict(), metadata)
+    return Ensemble.from_state(weights.config, weights.whole_state(), metadata, weights.frozen)
 
 
 def with_score(ensemble: Ensemble, familiarity: Familiarity, line: str) -> Ensemble:
     """A copy of an ensemble with one more fitted score, which decides from now on; one of the same name is replaced."""
-    before = valid_metadata(ensemble, "fitted")
+    before = ensemble.metadata
     metadata = _refitted(before, with_earlier(familiarity, before.familiarity, replaced=()), line)
-    return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
+    return Ensemble.from_state(ensemble.config, ensemble.whole_state(), metadata, ensemble.frozen)
 
 
 def _refitted(metadata: Metadata, familiarity: Familiarity, line: str) -> Metadata:

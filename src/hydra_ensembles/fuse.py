@@ -166,6 +166,18 @@ def _single_members(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[obje
     return pairs
 
 
+def stack(members: Iterable[Ensemble | nn.Module]) -> Ensemble:
+    """`Ensemble.stack`: all members in one ensemble that shares nothing."""
+    ensembles = [convert_if_needed(member) for member in listed(members, "Ensemble.stack")]
+    strange = sorted({type(ensemble).__name__ for ensemble in ensembles if not isinstance(ensemble, Ensemble)})
+    if strange:
+        raise ConfigError(f"Ensemble.stack takes classifiers, got {strange}; dual encoders are fused: he.fuse(…)")
+    states, heads, metadata = singles(ensembles)
+    warn_if_equal(list(zip(heads, states, strict=True)), "Ensemble.stack")
+    config = replace(member_config(ensembles[0].config, 0), heads=heads)
+    return Ensemble.from_state(config, join_states(config, states), metadata)
+
+
 def soup(models: Iterable[nn.Module]) -> Ensemble:
     """Average the weights of several fine-tunings of one model: one model, at the price of one.
 

@@ -5,18 +5,15 @@ from dataclasses import replace
 
 import torch
 
-from .arguments import checked
 from .errors import HeadError
 from .heads.masking import Model, tower_of, towers_of
 from .heads.ranking import Head, HeadLike, as_heads
 from .model.dual_encoder import DualEncoder
-from .model.edited_weights import valid_metadata
 from .model.ensemble import Ensemble
 from .model.kinds import require_model
 from .model.member_states import head_axis
 
 
-@checked
 def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     """Remove heads: a new ensemble, or dual encoder, without them; the input is not changed.
 
@@ -72,8 +69,8 @@ def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head
             rows = [row for row, head in enumerate(ensemble.config.heads[0][layer]) if head in kept[layer]]
             tensor = tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
         state[name] = tensor
-    metadata = valid_metadata(ensemble, "pruned")
+    metadata = ensemble.metadata
     if gone:
         metadata = metadata.after(f"pruned {len(gone)} heads (layer.head): {' '.join(str(head) for head in gone)}")
     config = replace(ensemble.config, heads=(tuple(tuple(layer) for layer in kept),))
-    return Ensemble.from_state(config, state, metadata)
+    return Ensemble.from_state(config, state, metadata, ensemble.frozen)

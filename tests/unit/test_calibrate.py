@@ -17,7 +17,6 @@ from checkpoint_models import labelled
 from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, fit_calibration, warn_of_exchanged_classes
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate
-from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.prediction import Prediction
@@ -223,18 +222,6 @@ def test_a_member_taken_out_does_not_keep_the_calibration_of_all():
     assert single.member(0).metadata == single.metadata  # a single member keeps it
     with pytest.raises(ConfigError, match="mutual_information"):  # one member cannot disagree
         calibrate(single, ["not read"], score="mutual_information")
-
-
-def test_what_was_calibrated_under_a_mask_stays_so():
-    model = tiny(members=1)
-    images = torch.randn(6, 3, *model.config.stem.image_size)
-    with masked(model, [(0, 0)]):
-        inside = model(images).detach()
-        calibrated = calibrate(model, [(images, torch.arange(6) % model.num_classes)])
-    torch.testing.assert_close(calibrated(images), inside)
-    assert "kept" not in calibrated.metadata.metrics  # it was measured with all heads
-    assert "calibrated with heads masked" in calibrated.metadata.history
-    assert calibrated.predict(images).threshold is not None
 
 
 def test_copies_of_a_sample_are_said_and_do_not_fit_what_they_are_held_against():

@@ -53,7 +53,9 @@ class MCDropout(View):
         self.p, self.passes, self.seed = p, passes, seed
         config = _with_dropout(ensemble.config, p)
         self.metadata = replace(ensemble.metadata, calibration=None, familiarity=None)
-        self.model = build_with_state(lambda: Ensemble(config, self.metadata), ensemble.state_dict())  # weights shared
+        self.model = build_with_state(
+            lambda: Ensemble(config, self.metadata), ensemble.state_dict(), ensemble.frozen
+        )  # weights shared
         again = f"he.mc_dropout(he.load(folder), p={p}, passes={passes}, seed={seed})"
         self.saved = f"save its ensemble, and make the view again: {again}"
         self.kind, self.num_members = ensemble.kind, self.passes * ensemble.num_members

@@ -233,7 +233,7 @@ def atlas(
         (6, ['accuracy', 'auroc', 'log_likelihood'])
     """
     require_ensemble(ensemble, "atlas", classifies=True)
-    metadata = ensemble.verified_metadata()
+    metadata = ensemble.metadata
     name, id_name = name or "model", id_name or set_name(id_data)
     preprocess = preprocess or metadata.preprocessing
     calibration = metadata.calibration or Calibration()

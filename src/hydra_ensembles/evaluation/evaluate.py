@@ -182,7 +182,7 @@ def _read_model(model: Any, calibration: Calibration | None) -> tuple[Any, Metad
     if (why := why_not_exclusive(inner)) is not None:
         raise ConfigError(f"this {type(inner).__name__} cannot be evaluated: {why}")
     if isinstance(inner, Ensemble):
-        fitted = inner.verified_metadata().familiarity is not None
+        fitted = inner.metadata.familiarity is not None
         model = inner if fitted or not hasattr(model, "metadata") else model  # a wrapper forwards only logits
     stored = getattr(model, "metadata", None)
     metadata = stored if isinstance(stored, Metadata) else Metadata()

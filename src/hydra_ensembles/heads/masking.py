@@ -3,23 +3,20 @@
 Heads are always addressed by the index they had before any pruning; `head_rows` maps it to rows of the weights.
 """
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, cast
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..arguments import checked
 from ..errors import ConfigError, HeadError
 from ..model.config import EnsembleConfig
 from ..model.dual_encoder import DualEncoder
-from ..model.edited_weights import masking
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_model
-from ..model.layers import Attention
+from ..model.layers import Attention, gating
+from ..model.member_states import member_index
 from .ranking import Head, HeadLike, as_heads
 
 ONE_TOWER = "main"
@@ -27,29 +24,24 @@ ONE_TOWER = "main"
 Model = TypeVar("Model", Ensemble, DualEncoder)
 
 
-@checked
 @contextmanager
 def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None) -> Iterator[Model]:
-    """Switch heads off within a `with` block, by zeroing their part of the output projection.
+    """Switch heads off within a `with` block, by a gate on their outputs; no weight is changed.
 
-    The parameters stay the same objects and are restored to the last bit when the block ends, also by an exception.
-    Blocks may be nested, and may name the same head. Logits computed inside must be differentiated inside. Calibration
-    and familiarity stay; copies and files made inside keep the mask for good, so they lose both, with a warning.
-
-    All threads share the model: others that predict with it meanwhile get its answers without these heads. Give each
-    thread a copy (`copy.deepcopy`). Masks may end in any order; the weights are whole after the last one.
+    Only calls of this thread inside the block lack the heads, and what they computed can be differentiated later.
+    Anything made or saved inside is whole: calibrate outside. Blocks may be nested, may name the same head, and may end in any order.
 
     Args:
-        ensemble: An ensemble or a dual encoder; changed in place until the block ends.
+        ensemble: An ensemble or a dual encoder.
         heads: Heads by layer and original index; those of a dual encoder with their tower, `"image"` or `"text"`.
-        member: The member to switch them off in, if members do not share the attention; None for every member
-            that has the head.
+        member: The member to switch them off in, if members do not share the attention, negative ones counted from
+            the last; None for every member that has the head.
 
     Yields:
         The model itself.
 
     Raises:
-        HeadError: A head does not exist, or was pruned; nothing has been changed then.
+        HeadError: A head does not exist, or was pruned.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -63,40 +55,18 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
         (False, True)
     """
     require_model(ensemble, "masked")
-    places: list[tuple[Attention, int]] = []
+    gates: dict[nn.Module, Tensor] = {}  # by attention: [K], 0 for heads that are off
     for head in as_heads(heads):
         tower = tower_of(ensemble, head)
         if member is not None and tower.num_members < ensemble.num_members:
             raise HeadError(f"one {head.tower} tower serves all {ensemble.num_members} members; leave `member` out")
         rows = head_rows(tower.config, head, member)
-        places += [(attention_of(tower, head.layer), row) for row in rows]
-    towers = towers_of(ensemble).values()
-    mask, begun = object(), False
-    try:
-        with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, on=True):
-            begun = True
-            for attention, row in places:
-                off = _MASKED.setdefault(attention, {})
-                _, masks = off.setdefault(row, (attention.out[row].clone(), set()))
-                masks.add(mask)
-                attention.out[row].zero_()
+        attention = attention_of(tower, head.layer)
+        with torch.no_grad():
+            gate = gates.setdefault(attention, torch.ones_like(attention.out[:, 0, 0]))
+            gate[list(rows)] = 0.0
+    with gating(gates):
         yield ensemble
-    finally:
-        if begun:
-            with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, on=False):
-                for attention, row in places:
-                    off = _MASKED.get(attention, {})
-                    if row in off:  # not if interrupted before
-                        values, masks = off[row]
-                        masks.discard(mask)
-                        if not masks:  # this was the last one on the row
-                            attention.out[row].copy_(values)
-                            del off[row]
-
-
-_ONE_AT_A_TIME = threading.Lock()
-MaskedRows = dict[int, tuple[Tensor, set[object]]]  # by row of the output projection: original values, active masks
-_MASKED: "WeakKeyDictionary[Attention, MaskedRows]" = WeakKeyDictionary()
 
 
 def towers_of(model: Ensemble | DualEncoder) -> dict[str, Ensemble]:
@@ -165,8 +135,7 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
 
     One row for one member; with `member=None`, one for each stored copy that has the head. Raises if there is none.
     """
-    if member is not None and not 0 <= member < config.members:
-        raise ConfigError(f"member {member} does not exist: there are {config.members}, counted from 0")
+    member = None if member is None else member_index(member, config.members)
     counts = config.head_counts
     if not 0 <= head.layer < len(counts):
         raise HeadError(f"head {head} does not exist: the layers are 0 to {len(counts) - 1}")

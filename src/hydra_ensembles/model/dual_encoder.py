@@ -14,7 +14,6 @@ from ..errors import ConfigError, DataError
 from .config import DualEncoderConfig, output_width
 from .cost import Description
 from .dropout import OurModel
-from .edited_weights import valid_metadata
 from .ensemble import Ensemble, Saved, build_with_state, copied
 from .layers import GroupedLinear
 from .member_states import member_index
@@ -157,8 +156,7 @@ class DualEncoder(OurModel, Saved):
         return cls(*towers, projections, scale, scale if config.logit_bias else None)
 
     def _contents(self, name: str) -> Contents:
-        image, text = (valid_metadata(tower, "saved") for tower in (self.image, self.text))
-        return dual_encoder_contents(name, self.config, image, text, self.state_dict())
+        return dual_encoder_contents(name, self.config, self.image.metadata, self.text.metadata, self.state_dict())
 
     @classmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "DualEncoder":

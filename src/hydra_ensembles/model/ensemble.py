@@ -18,10 +18,10 @@ from ..errors import ConfigError, DataError
 from ..files import expanded
 from ..prediction import Prediction
 from ..preprocessing import is_raw
+from . import LATER
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
 from .cost import Description, describe
-from .dropout import dropping, drops
-from .edited_weights import DROPPED, Watched, valid_metadata
+from .dropout import OurModel, dropping
 from .input_checks import (
     Arguments,
     Given,
@@ -33,14 +33,11 @@ from .input_checks import (
 )
 from .layers import Context, Encoder, GroupedNorm
 from .member_states import (
-    join_states,
-    listed,
     member_config,
     member_index,
     member_state,
     require_same_architecture,
     require_same_dtype_and_device,
-    warn_if_equal,
 )
 from .metadata import Calibration, Metadata, common_metadata, member_metadata, text_state
 from .saved_contents import ENSEMBLE, FAMILIARITY, TEXT_SIDE, Contents, ensemble_contents, read_ensemble, with_parts
@@ -52,20 +49,22 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def build_with_state(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
-    """Build a model whose parameters are the given tensors (not copies), in evaluation mode."""
+def build_with_state(build: Callable[[], Model], state: Mapping[str, Tensor], frozen: Iterable[str] = ()) -> Model:
+    """Build a model whose parameters are the given tensors (not copies), in evaluation mode.
+
+    Parameters named in `frozen` do not require gradients.
+    """
     with torch.device("meta"):
         model = build()
     modules = dict(model.named_modules())
     shapes = {name: outline.shape for name, outline in model.named_parameters()}
     require_shapes(shapes, state)
+    fixed = set(frozen)
     for name in shapes:  # like load_state_dict, in a fraction of the time
         path, _, leaf = name.rpartition(".")
-        modules[path]._parameters[leaf] = nn.Parameter(state[name])
+        modules[path]._parameters[leaf] = nn.Parameter(state[name], requires_grad=name not in fixed)
     for module in modules.values():
         module.training = False
-        if isinstance(module, Watched):
-            module.take_as_measured()
     return model
 
 
@@ -97,7 +96,7 @@ def shapes_of(config: EnsembleConfig) -> Mapping[str, torch.Size]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous copies of tensors; even in inference mode they are trainable and their edits are counted."""
+    """Contiguous copies of tensors; even in inference mode they are trainable."""
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
 
@@ -151,7 +150,7 @@ class Saved(ABC):
         return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
 
 
-class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a module
+class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a module
     """A transformer classifier with M members: stem, encoder, readout; `forward` returns `[M, B, C]`.
 
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
@@ -162,7 +161,8 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
 
     Attributes:
         config: Configuration of stem, encoder, readout and members.
-        metadata: Labels, preprocessing, calibration, history, for the current weights.
+        metadata: Labels, preprocessing, calibration, history. If you change weights in place, what was measured with
+            them (calibration, familiarity, metrics) is out of date; functions that return new weights drop it.
         kind: `"image"` or `"text"`.
         num_members: Number of members, M.
         num_classes: Number of classes; 0 when there is no classifier.
@@ -190,7 +190,8 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
     _kind = ENSEMBLE
 
     def __init__(self, config: EnsembleConfig, metadata: Metadata | None = None) -> None:
-        super().__init__(Metadata() if metadata is None else metadata)
+        super().__init__()
+        self.metadata = Metadata() if metadata is None else metadata
         self.config = config
         self.kind, self.num_members, self.num_classes = config.kind, config.members, config.readout.num_classes
         encoder = config.encoder
@@ -220,6 +221,11 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
                     parameter.zero_()
                 else:
                     nn.init.trunc_normal_(parameter, std=0.02)
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the parameters that do not require gradients."""
+        return [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
 
     def whole_state(self) -> dict[str, Tensor]:
         """All weights by name; raises if they do not match the configuration."""
@@ -308,8 +314,8 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         by_name = bool(named) or attention_mask is not None or token_type_ids is not None
         ready = isinstance(inputs, Tensor | Mapping) or (inputs is None and by_name)
         if not ready:
-            if self._metadata.preprocessing is None:
-                why = f" ({self._metadata.preprocessing_from})" if self._metadata.preprocessing_from else ""
+            if self.metadata.preprocessing is None:
+                why = f" ({self.metadata.preprocessing_from})" if self.metadata.preprocessing_from else ""
                 advice = "give tensors, or convert the model with processor="
                 raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing{why}; {advice}")
             pair = self.kind == "text" and isinstance(inputs, tuple)
@@ -318,14 +324,14 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
                     "two texts in a tuple are read as one pair, with one answer; write a pair as [(first, second)], "
                     "and two separate texts as a list: a DataLoader gives batches of texts as tuples"
                 )
-            inputs = self._metadata.preprocessing([inputs] if pair else inputs)
+            inputs = self.metadata.preprocessing([inputs] if pair else inputs)
         arguments = self.unpack(inputs, attention_mask, token_type_ids, **named)
         home = next(self.parameters())
         require_values(home)
         if arguments[0].is_meta:
             raise DataError("the inputs are on the device 'meta', where tensors have no values; give real ones")
         if ready and self.kind == "image":
-            warn_of_odd_images(self.config, arguments[0], self._metadata.preprocessing)
+            warn_of_odd_images(self.config, arguments[0], self.metadata.preprocessing)
         present = {name: tensor for name, tensor in zip(READ[self.kind], arguments, strict=False) if tensor is not None}
         return move(arguments[0] if self.kind == "image" else present, home.device, home.dtype)
 
@@ -344,11 +350,6 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         arguments = self.unpack(*inputs, **named)
         if not torch.compiler.is_compiling():
             check_device(arguments, next(self.parameters(), None))
-            if torch.is_grad_enabled() and drops(self) is True and self.metadata.measured:
-                warn(
-                    "this ensemble was calibrated or measured before this training, which changes it: calibrate it "
-                    "again afterwards, or train it with he.finetune"
-                )
         x, context = self.embed(*arguments)
         return self.encoder(x, context, self.readout.tokens_read()), context.key_mask, arguments[0]
 
@@ -372,74 +373,70 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         if inputs is not None and not isinstance(inputs, Tensor | Mapping) and is_raw(inputs):
             inputs = self.prepare(inputs)
         arguments = collect_inputs(self.kind, inputs, attention_mask, token_type_ids, named)
-        return check_inputs(self.config, arguments, self._metadata.preprocessing)
+        return check_inputs(self.config, arguments, self.metadata.preprocessing)
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
         """A frozen, faster runner of this ensemble; for the options see `OptimizedEnsemble`."""
-        from ..optimize.runner import OptimizedEnsemble
-
-        return OptimizedEnsemble(self, example_inputs, **options)
+        runner: OptimizedEnsemble = LATER["optimize"]()(self, example_inputs, **options)
+        return runner
 
     # --- members -----------------------------------------------------------------------------------------
 
     @staticmethod
-    def stack(members: Iterable["Ensemble | nn.Module"]) -> "Ensemble":
+    def stack(members: "Iterable[Ensemble | nn.Module]") -> "Ensemble":
         """One ensemble with all members of the given ones and nothing shared between them.
 
         Stacking three independently trained models gives their Deep Ensemble, in one forward pass. Models of other
         libraries are converted. A `HydraWarning` is given if two are equal.
         """
-        from ..convert.convert import convert_if_needed  # imported here, since it is in a layer above
-
-        ensembles = [convert_if_needed(member) for member in listed(members, "Ensemble.stack")]
-        strange = sorted({type(ensemble).__name__ for ensemble in ensembles if not isinstance(ensemble, Ensemble)})
-        if strange:
-            raise ConfigError(f"Ensemble.stack takes classifiers, got {strange}; dual encoders are fused: he.fuse(…)")
-        states, heads, metadata = singles(ensembles)
-        warn_if_equal(list(zip(heads, states, strict=True)), "Ensemble.stack")
-        config = replace(member_config(ensembles[0].config, 0), heads=heads)
-        return Ensemble.from_state(config, join_states(config, states), metadata)
+        stacked: Ensemble = LATER["stack"]()(members)
+        return stacked
 
     def member(self, index: int) -> "Ensemble":
         """A copy of one member as a separate ensemble, without the calibration, which belongs to several members."""
         index = member_index(index, self.num_members)
         state = member_state(self.config, self.whole_state(), index)
-        metadata = member_metadata(valid_metadata(self, "taken apart"), index, self.num_members)
-        return Ensemble.from_state(member_config(self.config, index), state, metadata)
+        metadata = member_metadata(self.metadata, index, self.num_members)
+        return Ensemble.from_state(member_config(self.config, index), state, metadata, self.frozen)
 
     @classmethod
     def from_state(
-        cls, config: EnsembleConfig, state: Mapping[str, Tensor], metadata: Metadata | None = None
+        cls,
+        config: EnsembleConfig,
+        state: Mapping[str, Tensor],
+        metadata: Metadata | None = None,
+        frozen: Iterable[str] = (),
     ) -> "Ensemble":
-        """Build an ensemble around copies of the given tensors, keeping their dtype and device."""
-        return build_with_state(lambda: cls(config, metadata), copied(state))
+        """Build an ensemble around copies of the given tensors, keeping their dtype and device.
+
+        All parameters are trainable, but for those named in `frozen`.
+        """
+        return build_with_state(lambda: cls(config, metadata), copied(state), frozen)
 
     def with_metadata(self, **changes: Any) -> "Ensemble":
-        """The same ensemble with some of its metadata replaced; another preprocessing drops what was measured.
+        """The same ensemble with some of its metadata replaced; the weights are shared, not copied.
 
-        The weights are shared, not copied: training one in place, or masking heads of it, changes both.
+        Another preprocessing than before drops calibration, familiarity and metrics, unless they are given, too.
         """
         names = [field.name for field in fields(Metadata)]
         strange = sorted(set(changes) - set(names))
         if strange:
             raise ConfigError(f"there is no metadata field {strange}; there are {names}")
-        current = self.verified_metadata()
-        new = changes.get("preprocessing")
-        if current.measured and None not in (new, current.preprocessing) and new != current.preprocessing:
-            if {"calibration", "familiarity", "metrics"} - changes.keys():  # explicitly given values are trusted
-                warn(f"this ensemble was measured with another preprocessing: {DROPPED}")
-            current = current.unmeasured
-        if "preprocessing" in changes and new != current.preprocessing:
-            current = replace(current, preprocessing_from="")
+        current = self.metadata
+        new = changes.get("preprocessing", current.preprocessing)
+        if new != current.preprocessing:
+            current = replace(
+                current if None in (new, current.preprocessing) else current.unmeasured, preprocessing_from=""
+            )
         metadata = replace(current, **changes)
         metadata.check(self.config)
-        return build_with_state(lambda: Ensemble(self.config, metadata), self.state_dict())
+        return build_with_state(lambda: Ensemble(self.config, metadata), self.state_dict(), self.frozen)
 
     # --- saving and loading ------------------------------------------------------------------------------
 
     def _contents(self, name: str) -> Contents:
         state = self.whole_state()
-        return ensemble_contents(name, self.config, valid_metadata(self, "saved"), state)
+        return ensemble_contents(name, self.config, self.metadata, state)
 
     @classmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":
@@ -477,20 +474,12 @@ class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a modul
         )
 
 
-def with_valid_metadata(ensemble: Ensemble, operation: str) -> Ensemble:
-    """The ensemble; if heads are masked, one with the same weights and only the metadata that remain valid."""
-    metadata = valid_metadata(ensemble, operation)
-    if metadata is ensemble.metadata:
-        return ensemble
-    return build_with_state(lambda: Ensemble(ensemble.config, metadata), ensemble.state_dict())
-
-
 def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], KeptHeads, Metadata]:
     """States and heads of all members, and their common metadata; refused if they cannot form one ensemble."""
     require_same_architecture([model.config for model in ensembles])
     states, known = list[dict[str, Tensor]](), list[Metadata]()
     for model in ensembles:
-        state, metadata = model.whole_state(), valid_metadata(model, "joined")
+        state, metadata = model.whole_state(), model.metadata
         for index in range(model.num_members):
             states.append(member_state(model.config, state, index))
             known.append(member_metadata(metadata, index, model.num_members))

@@ -5,8 +5,9 @@ in G copies: one shared by all members, or one per member. The heads of all copi
 length K; members may keep different numbers of them.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -50,6 +51,23 @@ class Context(NamedTuple):
         if not local or self.local is None:
             return None if self.key_mask is None else self.key_mask[:, None]
         return self.local[..., read, :] if isinstance(read, slice) else self.local
+
+
+_THREAD = threading.local()  # `gates`: set by `gating` in this thread; absent if never set
+
+
+@contextmanager
+def gating(gates: Mapping[nn.Module, Tensor]) -> Iterator[None]:
+    """In this thread, multiply the outputs of heads by gates `[K]`, one mapping from attention to gate for all calls.
+
+    No weight is changed and other threads are not affected; what was computed inside can be differentiated outside.
+    Gates of nested blocks are multiplied, and blocks may end in any order.
+    """
+    _THREAD.gates = (*getattr(_THREAD, "gates", ()), gates)
+    try:
+        yield
+    finally:
+        _THREAD.gates = tuple(others for others in _THREAD.gates if others is not gates)
 
 
 Read = slice | Tensor | None
@@ -177,7 +195,11 @@ class Attention(nn.Module):
         Returns:
             `[max(N, G), B, T', d]`, LayerScale and dropout applied, residual not added.
         """
-        y = self.project(self.mix(x, context, read), x.shape[0])
+        z = self.mix(x, context, read)
+        for gates in getattr(_THREAD, "gates", ()):
+            if self in gates:
+                z = self.gated(z, gates[self])
+        y = self.project(z, x.shape[0])
         if self.scale is not None:
             y = y * self.scale[:, None, None, :]
         return self.out_dropout(y)
@@ -197,6 +219,14 @@ class Attention(nn.Module):
             return torch.cat(parts, dim=2)
         z = self._attend(x, context, read)
         return z if self.distinct is None else z.index_select(2, self.distinct)
+
+    def gated(self, z: Tensor, gate: Tensor) -> Tensor:
+        """Head outputs from `mix`, each multiplied by its number in the gate `[K]`."""
+        gate = gate.to(z)
+        if z.shape[2] == len(gate):  # [B, T', K, d_k]
+            return z * gate[:, None]
+        copies = len(self.sizes)  # [M·B, T', K / M, d_k]
+        return (z.unflatten(0, (copies, -1)) * gate.view(copies, 1, 1, -1, 1)).flatten(0, 1)
 
     def project(self, z: Tensor, members: int) -> Tensor:
         """Output projection of head outputs from `mix`, for an input with `members` on its first axis."""

@@ -190,6 +190,10 @@ class Familiarity(_WithTensors):
             plain = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in self.state.items()}
         object.__setattr__(self, "state", plain)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: not the statistics placed on devices."""
+        return {**vars(self), "_placed": {}}
+
     def scores(self, features: Tensor, logits: Tensor) -> Tensor:
         """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
         names, neighbours, statistics = self.settings.scores, self.settings.neighbours, self._on(features.device)

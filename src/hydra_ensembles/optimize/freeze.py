@@ -57,7 +57,6 @@ def simplified(ensemble: Ensemble) -> Ensemble:
     Half-precision weights are returned in float32, so that folding loses no digits; the caller converts them.
     """
     result = _twin(ensemble, share=False).eval()
-    result.leave_unwatched()  # its weights are rewritten, and independent of the ensemble's
     _merge_equal_copies(result)
     if result.dtype in (torch.bfloat16, torch.float16):
         result.to(torch.float32)

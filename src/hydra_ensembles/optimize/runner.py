@@ -17,7 +17,7 @@ from ..arguments import Whole, checked
 from ..batches import Inputs
 from ..errors import ConfigError
 from ..model.cost import Description, interleaved_times
-from ..model.ensemble import Ensemble, with_valid_metadata
+from ..model.ensemble import Ensemble
 from ..model.input_checks import Given, check_device, require_values
 from ..prediction import Prediction
 from .freeze import frozen, with_plan
@@ -89,7 +89,6 @@ class OptimizedEnsemble:
             raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {dtype}")
         require_values(next(ensemble.parameters(), None))
         ensemble.whole_state()  # frozen layers cannot hold computed weights
-        ensemble = with_valid_metadata(ensemble, "optimized")
         self.device = ensemble.device
         self.dtype = dtype or ensemble.dtype
         on_cuda = self.device.type == "cuda"

@@ -24,7 +24,7 @@ from ..errors import ConfigError, ConversionError, DataError
 from ..files import checksum, expanded, flush, json_bytes, locked, remove, writing
 from ..model.config import PatchStemConfig
 from ..model.dropout import dropping
-from ..model.ensemble import Ensemble, with_valid_metadata
+from ..model.ensemble import Ensemble
 from ..model.kinds import require_ensemble
 from ..preprocessing import TextPreprocessing
 from ..schema import to_plain
@@ -87,7 +87,7 @@ def export(
     """
     path = expanded(path)
     format = _format(path, format)
-    ensemble = with_valid_metadata(require_ensemble(ensemble, "export"), "exported")
+    ensemble = require_ensemble(ensemble, "export")
     outputs = output_fields(ensemble)
     if format == "onnx":
         for library in ("onnx", "onnxscript", "onnxruntime"):

@@ -115,7 +115,6 @@ class Scorer:
             device = require_device(automatic if self.device == "auto" else self.device)
             dtype: torch.dtype | None = None if self.dtype is None else getattr(torch, self.dtype)
             if isinstance(self.model, Ensemble):
-                self.model.verified_metadata()
                 fits = self.model.device == device and self.model.dtype == (dtype or self.model.dtype)
                 self._loaded = self.model if fits else copy.deepcopy(self.model).to(device, dtype)
             else:

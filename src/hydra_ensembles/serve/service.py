@@ -142,7 +142,7 @@ class Service:
         self.inputs = input_fields(ensemble)
         self.outputs = output_fields(ensemble)
         # class names, or class indices if it has none
-        self.labels = ensemble.verified_metadata().labels or tuple(map(str, range(ensemble.num_classes)))
+        self.labels = ensemble.metadata.labels or tuple(map(str, range(ensemble.num_classes)))
         self.preprocessing = ensemble.metadata.preprocessing
         size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
         self.image_size = tuple(map(int, size)) if self.kind == "image" else None  # that plans are warm for

@@ -3,12 +3,7 @@
 import copy
 import dataclasses
 import pickle
-import warnings
-from collections.abc import Callable
-from functools import partial
-from operator import delitem
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +13,7 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from checkpoint_models import ensemble, single
-from hydra_ensembles.errors import ConfigError, HydraWarning
+from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.config import (
     EncoderConfig,
     EnsembleConfig,
@@ -26,7 +21,6 @@ from hydra_ensembles.model.config import (
     ReadoutConfig,
     TextStemConfig,
 )
-from hydra_ensembles.model.ensemble import with_valid_metadata
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from random_ensembles import random_batches, random_ensemble
 
@@ -73,183 +67,40 @@ def measured(seed: int = 0) -> he.Ensemble:
     return he.Ensemble.from_state(made.config, made.state_dict(), Metadata(calibration=Calibration((2.0,), 0.5)))
 
 
-@pytest.mark.parametrize(
-    "around", [lambda one: one, torch.nn.DataParallel, lambda one: torch.nn.ModuleDict({"a": one})]
-)
-@pytest.mark.parametrize("assign", [False, True])
-def test_other_weights_are_not_calibrated(around: Any, assign: bool) -> None:
-    ours, other = measured(0), measured(1)
-    with pytest.warns(he.HydraWarning, match="calibrate again"):
-        around(ours).load_state_dict(around(other).state_dict(), assign=assign)
-    assert ours.metadata.calibration is None
-    assert torch.equal(ours.readout.classifier.weight, other.readout.classifier.weight)  # type: ignore[union-attr]
+def test_copies_keep_the_calibration_and_carry_no_buffers_placed_for_answering() -> None:
+    ours = he.fit_familiarity(measured(), [(IMAGES_24, torch.arange(24) % 3)], "knn")
+    expected = ours.predict(IMAGES_24)
+    assert ours.metadata.familiarity._placed  # type: ignore[union-attr]
+    for made in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert not made.metadata.familiarity._placed
+        assert (made.metadata == ours.metadata, made.metadata.calibration) == (True, Calibration((2.0,), 0.5))
+        assert torch.equal(made.predict(IMAGES_24).familiarity, expected.familiarity)
 
 
-def skeleton(one: he.Ensemble) -> he.Ensemble:
-    with torch.device("meta"):
-        return he.Ensemble(one.config, one.metadata)
+def trainable(model: he.Ensemble) -> list[str]:
+    return [name for name, value in model.named_parameters() if value.requires_grad]
 
 
-@pytest.mark.parametrize(
-    ("target", "assign"),
-    [
-        (lambda one: one, False),  # a resumed run
-        (lambda one: he.Ensemble(one.config, one.metadata), False),  # newly built, its own weights never measured
-        (skeleton, True),
-        (lambda one: one.with_metadata(labels=("a", "b", "c")).bfloat16(), False),
-    ],
-)
-def test_weights_that_were_measured_stay_calibrated(target: Any, assign: bool) -> None:
-    source = measured()
-    before = source.metadata.calibration
-    made, state = target(source), {name: one.clone() for name, one in measured().state_dict().items()}
-    with warnings.catch_warnings(action="error"):
-        made.load_state_dict(state, assign=assign)
-    assert made.metadata.calibration == before
-    with pytest.warns(he.HydraWarning, match="calibrate again"):  # the loaded weights are now the calibrated ones
-        made.load_state_dict(measured(1).state_dict())
-
-
-@torch.no_grad()
-def scaled(one: he.Ensemble) -> None:
-    one.encoder.layers[0].mlp.up.weight.mul_(2.0)
-
-
-def through_data(one: he.Ensemble) -> None:
-    one.readout.classifier.weight.data.mul_(2.0)  # type: ignore[union-attr]
-
-
-def stepped(kind: Any, one: he.Ensemble) -> None:
-    one(torch.randn(2, 3, 8, 8)).sum().backward()
-    kind(one.parameters(), lr=0.1).step()
-
-
-EDITS: dict[str, Callable[[Any], object]] = {
-    "a step": partial(stepped, torch.optim.AdamW),
-    "in place": scaled,
-    "replaced": lambda one: setattr(one.readout.classifier, "weight", torch.nn.Parameter(torch.zeros(1, 3, 8))),
-    "layers swapped": lambda one: setattr(one.encoder, "layers", torch.nn.ModuleList(reversed(one.encoder.layers))),
-    "a layer cut": lambda one: delitem(one.encoder.layers, 1),
-    "of a sibling": lambda one: scaled(one.with_metadata(labels=("a", "b", "c"))),
-}
-UNCOUNTED: dict[str, Callable[[Any], object]] = {  # detected only where all weights are read
-    "through data": through_data,
-    "rows swapped": lambda one: setattr(w := one.readout.classifier.weight, "data", w.data.flip(1)),
-    "a fused step": partial(stepped, partial(torch.optim.SGD, fused=True)),
-}
-READING: dict[str, Callable[[Any, Path], object]] = {
-    "save": lambda one, folder: one.save_pretrained(folder),
-    "evaluate": lambda one, _: evaluated(one),
-    "deepcopy": lambda one, _: copy.deepcopy(one),
-    "optimize": lambda one, _: one.optimize(),
-    "with_metadata": lambda one, _: one.with_metadata(labels=("a", "b", "c")),
-    "member": lambda one, _: one.member(0),
-    "prune": lambda one, _: he.prune(one, []),
-    "double": lambda one, _: one.double(),
-    "load_state_dict": lambda one, _: one.load_state_dict(one.state_dict()),
-}
-USES = READING | {"predict": lambda one, _: one.predict(torch.randn(2, 3, 8, 8)), "mask": lambda one, _: masked(one)}
-
-
-def evaluated(one: he.Ensemble) -> None:
-    he.evaluate(one, [(torch.randn(3, 3, 8, 8), torch.arange(3))], progress=False)
-
-
-def masked(one: he.Ensemble) -> None:
-    with he.masked(one, [(0, 0)]):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("edit", "use"),
-    [
-        *((edit, "predict") for edit in EDITS),
-        *(("in place", use) for use in ("save", "evaluate", "mask", "deepcopy", "optimize")),
-        *((edit, "save") for edit in UNCOUNTED),
-        *(("through data", use) for use in READING if use != "save"),
-    ],
-)
-def test_weights_that_were_edited_are_not_calibrated(edit: str, use: str, tmp_path: Path) -> None:
-    ours = measured()
-    (EDITS | UNCOUNTED)[edit](ours)
-    with pytest.warns(he.HydraWarning, match="edited"):
-        USES[use](ours, tmp_path / "a")
-    assert ours.metadata.calibration is None
-
-
-def test_tensors_of_inference_mode_stay_calibrated_and_what_is_made_there_is_none() -> None:
-    """Torch does not count edits of inference tensors; edits of the ensemble made from them are counted."""
-    one, images = measured(), torch.randn(1, 3, 8, 8)
-    with torch.inference_mode():
-        assert one.double().predict(images).threshold == 0.5
-        made = he.Ensemble.from_state(one.config, one.state_dict(), one.metadata)
-    assert made.predict(images).threshold == 0.5
-    made(images.double()).sum().backward()
-    EDITS["in place"](made)
-    with pytest.warns(he.HydraWarning, match="edited"):
-        assert made.predict(images).threshold is None
-
-
-@pytest.mark.parametrize(
-    "same",
-    [
-        lambda one: one.bfloat16(),
-        lambda one: one.to("cpu").to(memory_format=torch.channels_last),
-        lambda one: one.double().requires_grad_(True).train(),
-        lambda one: copy.deepcopy(copy.deepcopy(one)),
-        lambda one: pickle.loads(pickle.dumps(one)),
-        lambda one: torch.nn.DataParallel(one).module,
-        lambda one: one.with_metadata(labels=("a", "b", "c")),
-    ],
-)
-def test_what_leaves_the_weights_alone_leaves_the_calibration(same: Any, tmp_path: Path) -> None:
-    ours = measured()
-    with he.masked(ours, [(0, 0)]):
-        assert ours.predict(torch.randn(1, 3, 8, 8)).threshold == 0.5
-    made = same(ours)
-    with he.masked(made, [(0, 0)]):
-        evaluated(made)
-    made.save_pretrained(tmp_path / "a")
-    assert made.metadata.calibration == Calibration((2.0,), 0.5)
-    through_data(made)
-    with pytest.warns(he.HydraWarning, match="edited"):
-        made.save_pretrained(tmp_path / "a")
+def test_frozen_parameters_stay_frozen() -> None:
+    ours = random_ensemble().requires_grad_(False)
+    ours.encoder.layers[2].requires_grad_(True)
+    inputs = random_batches(ours)[0][0]
+    labelled = [(inputs, torch.arange(len(inputs)) % 4)]
+    for made in (
+        ours.with_metadata(source="here"),
+        ours.member(0),
+        he.prune(ours, [(0, 1)]),
+        he.calibrate(ours, labelled, share=0.5, familiarity=None),
+        he.mc_dropout(ours, p=0.1, passes=2).model,
+    ):
+        assert trainable(made) == trainable(ours)
 
 
 def test_what_another_preprocessing_was_measured_with_is_dropped() -> None:
     ours = measured().with_metadata(preprocessing=IMAGES)  # none was known before: no contradiction
     assert ours.metadata.calibration is not None
-    with pytest.warns(he.HydraWarning, match="another preprocessing"):
-        other = ours.with_metadata(preprocessing=dataclasses.replace(IMAGES, mean=(0.1, 0.1, 0.1)))
+    other = ours.with_metadata(preprocessing=dataclasses.replace(IMAGES, mean=(0.1, 0.1, 0.1)))
     assert (other.metadata.calibration, ours.metadata.calibration is not None) == (None, True)
-
-
-@pytest.mark.parametrize(
-    ("made", "deed"),
-    [
-        (lambda one, folder: (one.save_pretrained(folder), he.load(folder))[1], "saved"),
-        (lambda one, _: copy.deepcopy(one), "copied"),
-        (lambda one, _: pickle.loads(pickle.dumps(one)), "copied"),
-        (lambda one, _: one.member(0), "taken apart"),
-        (lambda one, _: he.prune(one, []), "pruned"),
-        (lambda one, _: he.Ensemble.stack([one]), "joined"),
-        (lambda one, _: one.optimize(plans=["loop"]), "optimized"),
-        (lambda one, _: he.fit_familiarity(one, [(IMAGES_24, torch.arange(24) % 3)], "knn"), "fitted"),
-    ],
-)
-def test_what_is_made_with_heads_masked_keeps_the_mask_and_no_calibration(made: Any, deed: str, tmp_path: Path) -> None:
-    ours = measured()
-    with he.masked(ours, [(0, 0)]):
-        expected = ours(IMAGES_24)
-        with pytest.warns(he.HydraWarning, match=f"{deed} with heads masked"):
-            found = made(ours, tmp_path / "a")
-        assert ours.predict(IMAGES_24).threshold == 0.5
-    assert (found.metadata.calibration, found.metadata.metrics) == (None, {})
-    assert f"{deed} with heads masked" in found.metadata.history
-    torch.testing.assert_close(found(IMAGES_24), expected)
-    prediction = found.predict(IMAGES_24)
-    assert (prediction.threshold, prediction.temperature) == (None, (1.0,))
-    assert ours.predict(IMAGES_24).threshold == 0.5
 
 
 def test_what_was_measured_with_other_members_is_refused() -> None:
@@ -280,42 +131,3 @@ def test_a_mean_of_many_tokens_neither_overflows_nor_loses_count(dtype: torch.dt
     few[:, :, 0] = 3.0
     pooled = readout.pool(few, torch.ones(1, 257, dtype=torch.long))
     assert torch.equal(pooled, few.double().mean(2).to(dtype))  # bfloat16 counts only to 256 and rounds the sum to 260
-
-
-def test_training_a_calibrated_ensemble_by_hand_is_warned_of() -> None:
-    ours, images = measured(), torch.randn(2, 3, 8, 8)
-    with warnings.catch_warnings(action="error"):
-        ours(images)  # gradients in eval mode, as for attributions and Taylor scores
-        ours.train().predict(images)
-    with pytest.warns(he.HydraWarning, match="calibrate it again"):
-        ours(images)
-
-
-DEEDS: list[tuple[str, Any]] = [
-    ("saved", lambda one, folder: one.save_pretrained(folder)),
-    ("optimized", lambda one, _: one.optimize()),
-    ("calibrated", lambda one, _: he.calibrate(one, random_batches(one), share=0.5, familiarity=None)),
-    ("fitted", lambda one, _: he.fit_familiarity(one, random_batches(one), "knn")),
-    ("taken apart", lambda one, _: one.member(0)),
-    ("pruned", lambda one, _: he.prune(one, [(0, 0)])),
-    ("joined", lambda one, _: he.fuse([one, random_ensemble(seed=1)], stem="separate")),
-    ("joined", lambda one, _: he.soup([one, random_ensemble(seed=1)])),
-    ("joined", lambda one, _: he.Ensemble.stack([one, random_ensemble(seed=1)])),
-]
-
-
-@pytest.mark.parametrize(("deed", "make"), DEEDS)
-@pytest.mark.filterwarnings("ignore:.*one start:hydra_ensembles.HydraWarning")
-def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(deed: str, make: Any, tmp_path) -> None:
-    """The result runs no hooks and cannot store computed weights (parametrized, or pruned by torch)."""
-    hooked, computed = random_ensemble(), random_ensemble()
-    hooked.encoder.layers[1].register_forward_hook(lambda module, given, found: found * 2)
-    with pytest.warns(HydraWarning, match=rf"encoder\.layers\.1 has the forward hook .*lambda.* {deed} does not"):
-        make(hooked, tmp_path)
-    torch.nn.utils.parametrizations.weight_norm(computed.readout.classifier, "weight")
-    if deed not in ("calibrated", "fitted"):
-        with pytest.raises(ConfigError, match=r"readout\.classifier.*remove_parametrizations"):
-            make(computed, tmp_path)
-    assert with_valid_metadata(computed, "exported") is computed  # exported files trace the model
-    with pytest.raises(ConfigError, match=r"readout\.classifier.*shape none expected, got \[1, 1, 1\]"):
-        he.Ensemble.from_state(random_ensemble().config, computed.state_dict())
