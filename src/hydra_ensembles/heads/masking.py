@@ -29,7 +29,8 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
     """Switch heads off within a `with` block, by a gate on their outputs; no weight is changed.
 
     Only calls of this thread inside the block lack the heads, and what they computed can be differentiated later.
-    Anything made or saved inside is whole: calibrate outside. Blocks may be nested, may name the same head, and may end in any order.
+    Anything made or saved inside is whole: calibrate outside. Blocks may be nested, may name the same head, and may end
+    in any order.
 
     Args:
         ensemble: An ensemble or a dual encoder.
