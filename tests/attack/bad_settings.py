@@ -339,7 +339,7 @@ def _models(of: Of) -> None:
     of(he.Ensemble.from_pretrained, read, "Ensemble.from_pretrained", source=_saved())
     dropout = {"ensemble": nothing, "p": either(number(0, 1), 1), "passes": whole(1), "seed": whole(0)}
     of(he.mc_dropout, dropout, ensemble=own, p=0.1, passes=2)
-    of(several.optimize, {"plans dtype": only(none=True), "compiled_shapes": whole(1)})
+    of(several.optimize, {"plans dtype": only(none=True), "shapes": whole(1)})
     bare = timm_model("vit_tiny_patch16_224", num_classes=0)
     processor = either(only(none=True), (), "", {}, 0)
     of(he.convert, {"model": nothing, "num_labels": either(whole(1, none=True), 1), "processor": processor}, model=bare)

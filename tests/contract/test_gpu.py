@@ -58,7 +58,7 @@ def test_half_precision_stays_within_its_rounding(case: ArchitectureCase) -> Non
     expected = ensemble(inputs)
     rounded = {name: one.to(torch.bfloat16) if one.is_floating_point() else one for name, one in inputs.items()}
     allowed = 0.02 + 3 * error(copy.deepcopy(ensemble).to(torch.bfloat16)(rounded), expected)
-    fast = moved.optimize(dtype=torch.bfloat16)  # the plans this device can run, the grouped one included
+    fast = moved.optimize(dtype=torch.bfloat16)
     assert error(fast(there), expected) < allowed
 
 

@@ -12,7 +12,7 @@ from contract.all_architectures import ALL_CASES
 from contract.models import UNEVEN, answers, base, members, pruned_variants, stacked
 from hydra_ensembles.optimize import runner
 from hydra_ensembles.optimize.freeze import branching_layer, simplified
-from hydra_ensembles.optimize.runner import OptimizedEnsemble
+from hydra_ensembles.optimize.runner import PLANS, OptimizedEnsemble
 
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
 
@@ -24,7 +24,6 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 
 
 KINDS = ("even", "uneven", "tuned", "stack")
-PLANS = ("batched", "loop", "grouped")
 
 
 @cache
@@ -60,7 +59,7 @@ def test_the_chosen_plan_equals_the_ensemble(case: ArchitectureCase, monkeypatch
     inputs, ensemble = case.inputs(), ensemble_of(case, "uneven")
     fast = ensemble.optimize()
     assert close(fast(inputs), ensemble(inputs))
-    assert [set(seconds) for seconds in fast.timings.values()] == [{"batched", "loop"}]
+    assert [set(choice.seconds) for choice in fast.choices.values()] == [{"batched", "loop"}]
     if ensemble.num_classes:
         assert torch.equal(fast.predict(inputs).label, ensemble.predict(inputs).label)
 

@@ -21,7 +21,7 @@ from zero_shot_models import NAMES, tokenizer_for
 NAMED = ("timm-siglip", "timm-pe-core", "transformers-clip-siglip-image")
 CASES = [case for case in (*VISION_CASES, *TOWER_VARIANTS) if case.name in NAMED]
 LAST = 2  # layer index of the pooling, after two blocks
-PLANS = ("batched", "loop", "grouped")
+PLANS = ("batched", "loop")
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 # even; uneven, with one-head pooling; and members that differ only in the pooling
 CHOICES = [

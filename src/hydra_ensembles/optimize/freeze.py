@@ -47,6 +47,14 @@ def with_plan(ensemble: Ensemble, plan: Plan) -> Ensemble:
     return result
 
 
+def has_copies(ensemble: Ensemble) -> bool:
+    """Whether heads or MLPs are per member; where none are, all plans run the same code."""
+    layers = [*ensemble.encoder.modules(), *(() if ensemble.readout.map is None else ensemble.readout.map.modules())]
+    attentions = (layer for layer in layers if isinstance(layer, FrozenAttention))
+    linears = (layer for layer in layers if isinstance(layer, GroupedLinear))
+    return any(len(one.sizes) > 1 for one in attentions) or any(len(one.weight) > 1 for one in linears)
+
+
 # --- rewriting weights: equal copies merged, constants folded in -------------------------------------------
 
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from ..model.layers import Attention, Context, Read, head_ranges, into_heads, out_of_heads, select_queries
 from ..model.stem_readout import PatchStem
 
-Plan = Literal["batched", "loop", "grouped"]
-"""How to run members with their own inputs: in one batched product, padded to the widest member; one after another;
-or in one grouped product for any sizes. The result is the same."""
+Plan = Literal["batched", "loop"]
+"""How to run what is per member: in one batched product, padded to the widest member, or one member after another. The
+result is the same."""
 
 Parts = tuple[Tensor, ...]  # the requested ones of query, key and value, each [R, T, H, d_k]
 
@@ -23,8 +23,6 @@ class FrozenAttention(Attention):
 
     If all heads have the same input (`one_input`), or there is one copy of them, a plain product is enough.
     """
-
-    head_ends: Tensor | None  # [M] of int32, the end of each member's heads on the axis of all; for the plan "grouped"
 
     def __init__(self, source: Attention, one_input: bool, reads_few: bool) -> None:
         nn.Module.__init__(self)  # uses the source's weights under other names
@@ -37,14 +35,10 @@ class FrozenAttention(Attention):
         self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, parts, biased) for parts in split)
         self.out, self.out_bias = source.out, source.out_bias
         self.register_buffer("distinct", source.distinct, persistent=False)
-        self.register_buffer("head_ends", None, persistent=False)
 
     def use_plan(self, plan: Plan) -> None:
         """Set how members with their own inputs are run; `"batched"` pads them to the widest member."""
         self.plan = plan
-        if plan == "grouped":
-            ends = [stop for _, stop in head_ranges(self.sizes)]
-            self.head_ends = torch.tensor(ends, dtype=torch.int32, device=self.out.device)
         if plan == "batched" and not self.one_input and not self.even:
             for projection in self.into:
                 cast(IntoHeads, projection).pad(self.sizes)
@@ -60,10 +54,6 @@ class FrozenAttention(Attention):
         if self.plan == "loop":
             return self._one_after_another(x, context, read)
         copies = len(self.sizes)
-        ends = self.head_ends
-        if ends is not None:
-            parts = self._parts(x, select_queries(x, read), lambda into, tokens: into.grouped(tokens, ends))
-            return self._out_of_members(self.heads_mixed(parts, context, read, 1))
         parts = self._parts(x, select_queries(x, read), lambda into, tokens: into.batched(tokens, copies))
         z = self.heads_mixed(parts, context, read, copies)  # [M·B, T', h, d_k]
         return self._with_bias(out_of_heads(z, self.out, copies))
@@ -99,16 +89,11 @@ class FrozenAttention(Attention):
     def _out_of_members(self, z: Tensor) -> Tensor:
         """Output projections of concatenated heads, `[B, T', K, d_k]` to `[M, B, T', d]`."""
         copies = len(self.sizes)
-        if self.head_ends is not None:
-            ends = self.head_ends * self.out.shape[1]
-            rows = z.flatten(2).flatten(0, 1)  # [B·T', K·d_k]
-            y = F.grouped_mm(rows, self.out.flatten(0, 1), offs=ends)  # [M, B·T', d]
-        elif self.plan == "batched" and self.even:
-            rows = z.flatten(0, 1).unflatten(1, (copies, -1)).flatten(2).transpose(0, 1)  # [M, B·T', h·d_k]
-            y = torch.bmm(rows, self.out.reshape(copies, -1, self.out.shape[2]))
-        else:
+        if self.plan == "loop" or not self.even:
             parts = enumerate(z.split(self.sizes, dim=2))
             return torch.stack([self._out_of_copy(copy, part) for copy, part in parts])
+        rows = z.flatten(0, 1).unflatten(1, (copies, -1)).flatten(2).transpose(0, 1)  # [M, B·T', h·d_k]
+        y = torch.bmm(rows, self.out.reshape(copies, -1, self.out.shape[2]))
         return self._with_bias(y.unflatten(1, z.shape[:2]))
 
     def _out_of_copy(self, copy: int, z: Tensor) -> Tensor:
@@ -128,8 +113,8 @@ class FrozenAttention(Attention):
 class IntoHeads(nn.Module):
     """Projection to some of query, key and value for all heads: weights `[K, P, d_k, d]`.
 
-    A plain product adds its bias for free. In a batched or grouped product the bias needs another pass over the result,
-    so it is only added to the parts (`biased`) in which it is not zero.
+    A plain product adds its bias for free. In a batched product the bias needs another pass over the result, so it is
+    only added to the parts (`biased`) in which it is not zero.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: tuple[int, ...], biased: set[int]) -> None:
@@ -155,16 +140,6 @@ class IntoHeads(nn.Module):
             (part.unflatten(0, (members, -1)) + bias[..., index, :]).flatten(0, 1) if index in self.biased else part
             for index, part in enumerate(parts)
         )
-
-    def grouped(self, x: Tensor, head_ends: Tensor) -> Parts:
-        """Each member's part of `[M, B, T, d]` with its own heads; the result has all heads concatenated."""
-        heads, count, head_dim, width = self.weight.shape
-        columns = self.weight.reshape(-1, width).t()  # [d, K·P·d_k]
-        y = F.grouped_mm(x.flatten(1, 2).contiguous(), columns, offs=head_ends * (count * head_dim))  # [B·T, K·P·d_k]
-        parts = y.reshape(x.shape[1], x.shape[2], heads, count, head_dim).unbind(3)  # each [B, T, K, d_k]
-        if self.bias is None:
-            return parts
-        return tuple(part + self.bias[:, index] if index in self.biased else part for index, part in enumerate(parts))
 
     def pad(self, sizes: tuple[int, ...]) -> None:
         """Pad every member with zero heads to as many as the widest has."""

@@ -279,7 +279,7 @@ class Service:
             if device not in warm:
                 model = self.ensemble if device == self.ensemble.device else copy.deepcopy(self.ensemble).to(device)
                 plan = OptimizedEnsemble(
-                    model, dtype=self.settings.dtype, compile=self.settings.compile, compiled_shapes=shapes
+                    model, dtype=self.settings.dtype, compile=self.settings.compile, shapes=shapes
                 )
                 if self.settings.warm_up:
                     for size, row in product(self.sizes(), self.examples()):
