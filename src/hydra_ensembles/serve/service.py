@@ -278,9 +278,7 @@ class Service:
                 device = torch.device("cuda", ((device.index or 0) + index) % torch.cuda.device_count())
             if device not in warm:
                 model = self.ensemble if device == self.ensemble.device else copy.deepcopy(self.ensemble).to(device)
-                plan = OptimizedEnsemble(
-                    model, dtype=self.settings.dtype, compile=self.settings.compile, shapes=shapes
-                )
+                plan = OptimizedEnsemble(model, dtype=self.settings.dtype, compile=self.settings.compile, shapes=shapes)
                 if self.settings.warm_up:
                     for size, row in product(self.sizes(), self.examples()):
                         plan.predict(_stacked([row] * size), check_finite=False)
