@@ -1,4 +1,4 @@
-"""Links in documents have targets, and every number is in the glossary; benchmarks' tests check tables and code."""
+"""Links in documents have targets, code in documents calls what there is, and every number is in the glossary."""
 
 import ast
 import contextlib
@@ -16,13 +16,10 @@ import hydra_ensembles as he
 from hydra_ensembles import metrics
 from hydra_ensembles.metrics.distance import FamiliarityName, LearnedName
 from hydra_ensembles.prediction import ScoreName
-from hydra_ensembles.report import COLUMNS, DIVERSITY
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("notebooks/*.ipynb")]
-TEXTS = [path for path in DOCUMENTS if path.suffix == ".md"]
-CITING = sorted([*DOCUMENTS, *(ROOT / "results").glob("*.md")])
-GLOSSARY = "".join((ROOT / "docs" / name).read_text() for name in ("glossary.md", "columns.md"))
+TEXTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").glob("*.md")])
+DOCUMENTS = [*TEXTS, *sorted(ROOT.glob("notebooks/*.ipynb"))]
 
 
 def anchors(path: Path) -> set[str]:
@@ -31,24 +28,14 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", sorted(DOCUMENTS), ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
-    for target, place in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", path.read_text()):
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_named_results_lead_somewhere(path: Path) -> None:
+    text = path.read_text()
+    for target, place in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", text):
         found = path.parent / target if target else path
         assert found.exists(), target
         assert not place or place.startswith("hydra_ensembles") or place in anchors(found), f"{target}#{place}"
-
-
-def test_results_that_are_named_are_there() -> None:
-    """Files named in documents exist, or the commit that has them is given."""
-    named = [one for path in CITING for one in re.findall(r"`(results/[\w./-]+)`( at [0-9a-f]{7})?", path.read_text())]
-    assert not [name for name, commit in named if not commit and not (ROOT / name).exists()]
-
-
-def test_every_file_of_results_is_listed_with_what_writes_it() -> None:
-    listed = (ROOT / "results" / "README.md").read_text()
-    names = {one.name if one.is_file() else f"{one.name}/" for one in (ROOT / "results").iterdir()}
-    assert not [name for name in names - {"README.md"} if f"`{name}" not in listed]
+    assert not [name for name in re.findall(r"`(results/[\w./-]+)`", text) if not (ROOT / name).exists()]
 
 
 def calls(code: str) -> Iterator[tuple[Any, list[str]]]:
@@ -78,41 +65,17 @@ def written_code(text: str) -> Iterator[str]:
             yield code
 
 
-@pytest.mark.parametrize("path", sorted(TEXTS), ids=lambda path: path.name)
-def test_code_calls_what_there_is_pictures_say_what_they_show_and_pages_are_short(path: Path) -> None:
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_code_calls_what_there_is(path: Path) -> None:
     """Called names and keywords exist; complete pieces of code are run elsewhere."""
-    text = path.read_text()
-    for code in written_code(text):
+    for code in written_code(path.read_text()):
         for called, keywords in calls(code):
             assert set(keywords) <= known_keywords(called, keywords), f"{called.__qualname__}: {keywords}"
-    assert "![](" not in text
-    # the sources of numbers count too; longer content belongs in a page's `tables_` file
-    assert path.parent == ROOT or path.name.startswith(("tables_", "study_")) or text.count("\n") <= 200
 
 
 def test_every_number_has_a_line_in_the_glossary() -> None:
-    said = set(re.findall(r"`([\w.+]+)(?:\(\))?`", GLOSSARY))
-    shown = {column.key.rpartition(".")[2] for column in (*COLUMNS, *DIVERSITY)}
+    said = set(re.findall(r"`([\w.+]+)(?:\(\))?`", (ROOT / "docs" / "glossary.md").read_text()))
     scores = {name for names in (ScoreName, FamiliarityName, LearnedName) for name in get_args(names)}
     steps = "_per_sample|_of_confidence|_parts|top_label|roc_curve|label_scores|conformal_threshold"  # no numbers
-    plain = {name for name in metrics.__all__ if name.islower() and not re.search(steps, name)}
-    assert shown | scores | plain <= said
-
-
-def columns_of_generated_tables() -> set[str]:
-    """The parts of their titles: `cifar10 (near)` becomes `SET (near)`, `batch 4, eager` `batch N` and `eager`."""
-    tables = "".join(re.findall(r"<!-- table: .*?<!-- end -->", "".join(one.read_text() for one in TEXTS), re.DOTALL))
-    titles = "|".join(re.findall(r"^\|(.*)\|\n\|[-:| ]+\|$", tables, re.MULTILINE))
-    titles = re.sub(r"[↑↓*]|\(?%\)?", "", titles)
-    titles = re.sub(r"(\w+: )?[\w-]+ \((near|far|seen|unseen)\b[^)]*\)", r"SET (\2)", titles)
-    titles = re.sub(r"(?<![\w-])\d+(,\d+)*", "N", titles)
-    return {part.strip().lower() for part in re.split(r"\||, |: | by (?=\w)", titles) if part.strip()}
-
-
-def test_every_column_has_a_line_in_the_glossary() -> None:
-    cells = re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.MULTILINE)
-    said = {name.strip("↑↓ `").lower() for cell in cells for name in re.split(r", |<br>", cell)}
-    said |= set(re.findall(r"`([\w-]+)`", GLOSSARY.lower().split("sets and models:")[1].split("\n\n")[0]))
-    found = columns_of_generated_tables()
-    assert len(found) > 80
-    assert not sorted(one for one in found if one not in said and not set(one.split()) <= said)
+    numbers = {name for name in metrics.__all__ if name.islower() and not re.search(steps, name)}
+    assert scores | numbers <= said
