@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._utils import derive_seed
 from ..arguments import InnerShare, Seed, Whole, checked
 from ..errors import DataError
 from .inputs import Convention, check_same_length, check_scores
@@ -49,6 +50,69 @@ class Interval:
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
+
+
+Statistic = Callable[..., Tensor]
+"""A number of weighted samples, for many weightings at once: `(weights [R, B], *columns [B, ...]) -> [R]`.
+
+`weights` are counts in float64: how often each sample was drawn. `probabilities.weighted_mean`, `weighted_ece`,
+`weighted_adaptive_ece`, and `ood.weighted_aurc` and `detection` are such statistics.
+"""
+
+
+def paired(
+    statistic: Statistic,
+    columns: Sequence[Tensor],
+    minus: Sequence[Tensor] | None = None,
+    *,
+    strata: Tensor | None = None,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    mirrored: bool = False,
+) -> Interval:
+    """Interval of a statistic of samples, or of the difference of two methods on the same samples.
+
+    Args:
+        statistic: Maps weights `[R, B]` and the columns to `[R]`, see `Statistic`.
+        columns: What it needs of each sample, `[B, ...]` each.
+        minus: The same columns of another method, in which row i is the same sample: gives
+            `statistic(columns) - statistic(minus)`, with the same draws for both.
+        strata: Group of each sample `[B]`, from 0; each group keeps its size, such as ID (0) and OOD sets (1, ...).
+            The draws of a group depend on the seed, its number and its size alone.
+        resamples: Number of resamples.
+        level: Share of the replicates inside the interval.
+        seed: Seed of the draws.
+        mirrored: For calibration errors, whose columns are confidence and correctness. Noise makes them larger, and
+            replicates are noisier than the samples: the interval is mirrored at the value, and reaches down to 0 if a
+            perfectly calibrated model has such an error by chance.
+    """
+    ours, theirs = ([column.detach().cpu() for column in given] for given in (columns, minus or ()))
+    count = check_same_length({f"rows in column {i}": len(column) for i, column in enumerate([*ours, *theirs])})
+
+    def measured(weights: Tensor) -> Tensor:
+        return statistic(weights, *ours) - (statistic(weights, *theirs) if theirs else 0.0)
+
+    groups = torch.zeros(count, dtype=torch.long) if strata is None else strata.detach().cpu()
+    members = [(groups == number).nonzero().flatten() for number in range(int(groups.max()) + 1)]  # rows of each group
+    generators = [torch.Generator().manual_seed(derive_seed(seed, number)) for number in range(len(members))]
+    replicates = []
+    for start in range(0, resamples, at_once := max(1, _DRAWS_AT_ONCE // count)):
+        weights = torch.zeros(min(at_once, resamples - start), count, dtype=torch.float64)  # [R, B]
+        for rows, generator in zip(members, generators, strict=True):
+            drawn = torch.randint(max(len(rows), 1), (len(weights), len(rows)), generator=generator)  # [R, rows]
+            weights.scatter_add_(1, rows[drawn], torch.ones((), dtype=torch.float64).expand(drawn.shape))
+        replicates.append(measured(weights))
+    everything = torch.ones(1, count, dtype=torch.float64)
+    interval = _interval(measured(everything).item(), torch.cat(replicates).numpy(), level)
+    if not mirrored:
+        return interval
+    value, mirror = interval.value, 2 * interval.value - interval.high
+    confidence, generator = ours[0], torch.Generator().manual_seed(0)
+    right = (torch.rand(len(confidence), generator=generator) < confidence for _ in range(_CALIBRATED))
+    by_chance = torch.cat([statistic(everything, confidence, correct) for correct in right])
+    low = 0.0 if value <= by_chance.quantile((1 + level) / 2) else min(max(mirror, 0.0), value)
+    return replace(interval, low=low, high=max(2 * value - interval.low, value))
 
 
 @checked

@@ -21,6 +21,7 @@ numbers are the same.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,6 +124,27 @@ def risk_curve(scores: Tensor, errors: Tensor) -> RiskCoverage:
     missing = sizes.cumsum(dim=0)[run] - answered  # samples of its run that are not answered yet
     risk = (wrong.cumsum(dim=0)[run] - wrong[run] * missing / sizes[run]) / answered
     return RiskCoverage(coverage=answered / len(run), risk=risk)
+
+
+def weighted_aurc(weights: Tensor, scores: Tensor, errors: Tensor) -> Tensor:
+    """`aurc` under each row of whole weights `[R, B]`: `[R]`.
+
+    Among the n-th to m-th most certain samples, which have one score, the risk at k is (a + b·k) / k: its sum needs
+    only the harmonic numbers at n and m.
+    """
+    _, run = scores.unique(return_inverse=True)  # [B], the run of equal scores of each sample
+    zeros = weights.new_zeros(len(weights), int(run.max()) + 1)
+    size, wrong = zeros.index_add(1, run, weights), zeros.index_add(1, run, weights * errors.double())  # [R, runs]
+    answered, missed = size.cumsum(dim=1), wrong.cumsum(dim=1)
+    share = wrong / size.clamp(min=1)  # in the run
+    total = answered[:, -1]
+    harmonic = weights.new_zeros(int(total.max()) + 1)
+    harmonic[1:] = (1 / torch.arange(1, len(harmonic), dtype=harmonic.dtype)).cumsum(dim=0)
+    terms = harmonic[answered.long()] - harmonic[(answered - size).long()]
+    risks = (((missed - wrong) - share * (answered - size)) * terms + share * size).sum(dim=1)  # at k from 1 to B
+    first = share.gather(1, (size > 0).int().argmax(dim=1, keepdim=True)).squeeze(1)
+    last = missed[:, -1] / total
+    return torch.where(total > 1, (risks - (first + last) / 2) / (total - 1).clamp(min=1), last)
 
 
 # --- detection ----------------------------------------------------------------------------------------------
@@ -300,3 +322,25 @@ def _fpr95(fp: Tensor, tp: Tensor, convention: Convention) -> Tensor:
         distance = distance.masked_fill(full & (full.cumsum(dim=1) > 1), torch.inf)
         index = tp.shape[1] - 1 - distance.flip(1).argmin(dim=1, keepdim=True)
     return (fp.gather(1, index).double() / fp[:, -1:].double()).squeeze(1)
+
+
+def detection(metric: OodMetric, convention: Convention = "torch-uncertainty") -> Callable[..., Tensor]:
+    """A statistic of weights `[R, B]`, scores `[B]` and the set of each sample: 0 for ID, OOD sets from 1.
+
+    Gives the unweighted mean over the OOD sets, `[R]`; for `bootstrap.paired`, the sets are also the strata.
+    """
+
+    def measured(weights: Tensor, scores: Tensor, sets: Tensor) -> Tensor:
+        values = []
+        for number in range(1, int(sets.max()) + 1):
+            inside, outside = sets == 0, sets == number
+            id_ranks, ood_ranks, thresholds = joint_ranks(scores[inside], scores[outside])
+            zeros = weights.new_zeros(len(weights), len(thresholds))
+            fp, tp = (
+                zeros.index_add(1, len(thresholds) - 1 - ranks, weights[:, rows]).cumsum(dim=1)
+                for ranks, rows in ((id_ranks, inside), (ood_ranks, outside))
+            )  # [R, K] each: how many are flagged, strictest threshold first
+            values.append(of_counts(metric, fp, tp, convention))
+        return torch.stack(values).mean(dim=0)
+
+    return measured

@@ -253,6 +253,38 @@ def log_mean_exp(values: Tensor) -> Tensor:
     return values.logsumexp(dim=0) - math.log(len(values))
 
 
+def weighted_mean(weights: Tensor, values: Tensor) -> Tensor:
+    """Mean of values `[B]` under each row of weights `[R, B]`: `[R]`."""
+    return (weights @ values.to(weights)) / weights.sum(dim=1)
+
+
+def weighted_ece(weights: Tensor, confidence: Tensor, correct: Tensor, bins: int = BINS) -> Tensor:
+    """`ece_of_confidence` under each row of weights `[R, B]`: `[R]`."""
+    gaps = weights * (correct.double() - confidence.double())  # [R, B]
+    sums = weights.new_zeros(len(weights), bins + 1).index_add(1, _equal_width_groups(confidence, bins), gaps)
+    return sums.abs().sum(dim=1) / weights.sum(dim=1)
+
+
+def weighted_adaptive_ece(weights: Tensor, confidence: Tensor, correct: Tensor, bins: int = BINS) -> Tensor:
+    """`adaptive_ece_of_confidence` under each row of whole weights `[R, B]` of one sum: `[R]`."""
+    rising, order = confidence.double().sort()
+    _, run = rising.unique_consecutive(return_inverse=True)  # [B], runs of equal confidences
+    weights = weights[:, order]
+    in_run, right = (
+        weights.new_zeros(len(weights), int(run[-1]) + 1).index_add(1, run, part)
+        for part in (weights, weights * correct.double()[order])
+    )  # [R, runs] each
+    gaps = (right / in_run.clamp(min=1))[:, run] - rising  # [R, B]: samples of a run count with its share of right ones
+    zero = weights.new_zeros(len(weights), 1)
+    counts = torch.cat([zero, weights.cumsum(dim=1)], dim=1)  # [R, B + 1], samples below each place
+    sums = torch.cat([zero, (weights * gaps).cumsum(dim=1)], dim=1)
+    size, larger = divmod(int(counts[0, -1]), bins)  # the first `larger` bins hold one sample more
+    ends = weights.new_tensor([size * bin + min(bin, larger) for bin in range(bins + 1)]).expand(len(weights), -1)
+    place = torch.searchsorted(counts[:, 1:].contiguous(), ends.contiguous()).clamp(max=len(order) - 1)  # [R, bins + 1]
+    upto = sums.gather(1, place) + (ends - counts.gather(1, place)) * gaps.gather(1, place)  # a bin may end in a sample
+    return upto.diff(dim=1).abs().sum(dim=1) / counts[:, -1]
+
+
 def _equal_width_groups(confidence: Tensor, bins: int) -> Tensor:
     """The bin of each sample; a confidence of exactly one has its own, number `bins`.
 

@@ -1,5 +1,7 @@
 """Bootstrap intervals: the numbers of a plain loop, correct coverage, and pairing."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,17 @@ from cases import random_scores
 
 from hydra_ensembles import metrics
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.metrics import bootstrap_metric, bootstrap_ood
-from hydra_ensembles.metrics.bootstrap import bootstrap_calibration, bootstrap_mean, ood_replicates
+from hydra_ensembles.metrics import (
+    adaptive_ece_of_confidence,
+    aurc,
+    bootstrap_metric,
+    bootstrap_ood,
+    ece_of_confidence,
+    ood,
+)
+from hydra_ensembles.metrics.bootstrap import bootstrap_calibration, bootstrap_mean, ood_replicates, paired
+from hydra_ensembles.metrics.ood import weighted_aurc
+from hydra_ensembles.metrics.probabilities import weighted_adaptive_ece, weighted_ece, weighted_mean
 
 T = torch.tensor
 POINT_METRICS = {"auroc": metrics.auroc, "aupr": metrics.aupr, "fpr95": metrics.fpr95}
@@ -127,3 +138,59 @@ def test_pairs_of_different_numbers_are_refused():
         bootstrap_ood("auroc", ONES, ONES, minus=(ONES, ONES[:2]))
     with pytest.raises(DataError, match="2 rows in array 1"):
         bootstrap_metric(mean, [ONES, ONES[:2]])
+
+
+def resampled(samples: int, count: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows drawn with replacement `[R, B]`, and how often each was drawn `[R, B]`."""
+    rows = torch.randint(samples, (count, samples), generator=torch.Generator().manual_seed(0))
+    return rows, torch.stack([row.bincount(minlength=samples) for row in rows]).double()
+
+
+@pytest.mark.parametrize("samples", [1, 7, 60])
+@pytest.mark.parametrize(
+    ("weighted", "plain"),
+    [
+        (weighted_ece, ece_of_confidence),
+        (weighted_adaptive_ece, adaptive_ece_of_confidence),
+        (weighted_aurc, aurc),
+        (weighted_mean, lambda values, _: values.double().mean().item()),
+    ],
+)
+def test_weights_count_samples_as_often_as_they_were_drawn(samples: int, weighted: Any, plain: Any) -> None:
+    values = torch.linspace(0, 1, samples).mul(20).round() / 20  # with ties
+    right = values > 0.4
+    columns = (values,) if weighted is weighted_mean else (values, right)
+    rows, weights = resampled(samples)
+    expected = torch.tensor([plain(values[row], right[row]) for row in rows])
+    torch.testing.assert_close(weighted(weights, *columns).float(), expected)
+
+
+@pytest.mark.parametrize("metric", ["auroc", "aupr", "fpr95"])
+def test_detection_counts_samples_as_often_as_they_were_drawn(metric: Any) -> None:
+    scores, sets = torch.arange(40.0).mul(7).remainder(11), torch.arange(40) % 3  # with ties
+    rows, weights = resampled(40)
+    parts = [[scores[row[sets[row] == number]] for number in range(3)] for row in rows]
+    expected = [sum(getattr(ood, metric)(inside, outside) for outside in others) / 2 for inside, *others in parts]
+    torch.testing.assert_close(ood.detection(metric)(weights, scores, sets).tolist(), expected)
+
+
+def test_intervals_agree_with_theory_and_pairs_cancel_common_noise() -> None:
+    values = torch.randn(2000, generator=torch.Generator().manual_seed(0))
+    found = paired(weighted_mean, [values], resamples=2000)
+    assert found.high - found.low == pytest.approx(2 * 1.96 / 2000**0.5, rel=0.1)
+    difference = paired(weighted_mean, [values + 0.1], [values], resamples=50)
+    assert (difference.low, difference.high) == pytest.approx((0.1, 0.1))
+
+
+def test_groups_keep_their_sizes() -> None:
+    groups = torch.tensor([0] * 5 + [1] * 2)
+    sizes = paired(lambda weights, group: (weights * group).sum(1), [groups], strata=groups, resamples=20)
+    assert (sizes.low, sizes.high) == (2.0, 2.0)
+
+
+def test_a_calibrated_model_may_have_no_calibration_error() -> None:
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(500, generator=generator)
+    right = torch.rand(500, generator=generator) < confidence
+    assert paired(weighted_ece, [confidence, right], mirrored=True).low == 0.0
+    assert paired(weighted_ece, [confidence, right.roll(250)], mirrored=True).low > 0.0
