@@ -11,7 +11,7 @@ import math
 import numbers
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,7 +21,7 @@ from .errors import ConfigError
 
 T = TypeVar("T")
 END = 2**63  # the first integer beyond torch's and numpy's int64 counts and seeds
-_hints = functools.cache(get_type_hints)
+_hints: Callable[..., dict[str, Any]] = functools.cache(get_type_hints)
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_plain(hint, value, path, complete)  # type: ignore[arg-type]
     if isinstance(hint, type) and issubclass(hint, tuple):  # a named tuple
-        kinds = types.GenericAlias(tuple, tuple(_hints(hint, include_extras=True).values()))
-        return hint(*_read(kinds, value, path, complete))
+        fields = types.GenericAlias(tuple, tuple(_hints(hint, include_extras=True).values()))
+        return hint(*_read(fields, value, path, complete))
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not abs(value) <= sys.float_info.max:
             raise ConfigError(f"{path} must be a finite number, got {short(value)}")

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..arguments import END, Count, NotNegative, PositiveShare, checked
 from ..errors import ConfigError, DataError
+from ..settings import END, PositiveShare, require
 from .inputs import Labels, check_probs, check_rows, check_scores
 
 SetKind = Literal["lac", "aps", "raps"]
@@ -32,19 +32,14 @@ def samples_for(share: float) -> int:
     return math.ceil(round(share / (1.0 - share), 9)) if share < 1.0 else 0
 
 
-@checked
-def conformal_threshold(scores: Tensor, share: PositiveShare) -> float:
+def conformal_threshold(scores: Tensor, share: float) -> float:
     """Threshold that a new score does not exceed with probability `share` or more, from held-out scores `[n]`.
 
     It is the ⌈share · (n + 1)⌉-th smallest score, and infinite if there are too few scores for that guarantee.
 
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> he.metrics.conformal_threshold(torch.arange(1.0, 20.0), 0.9)  # the 18th of 19 scores
-        18.0
     """
     ordered = check_scores(scores, "scores").sort().values
-    rank = rank_for(share, len(ordered))
+    rank = rank_for(require("share", share, PositiveShare), len(ordered))
     return math.inf if rank > len(ordered) else ordered[rank - 1].item()
 
 
@@ -67,16 +62,11 @@ def chance_of_fewer(accepted: int, samples: int, share: float, held_out: int) ->
     return min(1.0, math.exp(float(logs.logsumexp(0))))
 
 
-@checked
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:
     """P-value of each score `[B]`: (1 + number of held-out scores `[n]` at least as high) / (n + 1), `[B]`.
 
     For a new sample from the same distribution it is at most a given level with at most that probability.
 
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> he.metrics.p_values(torch.arange(1.0, 20.0), torch.tensor([5.0, 25.0]))
-        tensor([0.8000, 0.0500])
     """
     precise = torch.promote_types(torch.promote_types(reference.dtype, scores.dtype), torch.float32)
     return Reference.of(reference, most=None).p_values(check_scores(scores, "scores").to(precise))
@@ -84,13 +74,7 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """Sorted held-out scores, to compare new scores with; of many, only some at evenly spaced ranks are kept.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> he.metrics.Reference.of(torch.arange(1.0, 20.0)).p_values(torch.tensor([5.0, 25.0]))
-        tensor([0.8000, 0.0500])
-    """
+    """Sorted held-out scores, to compare new scores with; of many, only some at evenly spaced ranks are kept."""
 
     values: tuple[float, ...] = field(repr=False)
     samples: int  # number of held-out samples
@@ -137,12 +121,6 @@ class LabelSets:
         penalty: For `"raps"`: added for each rank beyond `free_ranks`.
         free_ranks: For `"raps"`: ranks without a penalty.
 
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> sets = he.metrics.LabelSets(thresholds=(0.6,))
-        >>> sets(torch.tensor([[0.75, 0.25], [0.5, 0.5]]))
-        tensor([[ True, False],
-                [ True,  True]])
     """
 
     thresholds: tuple[float, ...]
@@ -164,25 +142,20 @@ class LabelSets:
         return chosen.scatter(-1, probs.argmax(dim=-1, keepdim=True), True)
 
 
-@checked
 def label_scores(probs: Tensor, kind: SetKind = "lac", penalty: float = 0.1, free_ranks: int = 1) -> Tensor:
     """Nonconformity score of each label, `[B, C]` to `[B, C]`.
 
-    * `lac`: one minus its probability.
+    * `lac`: minus the logarithm of its probability: of saturated answers, one minus it would be 1 for all others.
     * `aps`: the probability of all more probable labels and its own; of equally probable ones, lower numbers count too.
     * `raps`: the same, plus `penalty` for each rank beyond `free_ranks`.
 
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> he.metrics.label_scores(torch.tensor([[0.25, 0.5, 0.25]]), "lac")
-        tensor([[0.7500, 0.5000, 0.7500]])
     """
     return _label_scores(check_rows(probs), kind, penalty, free_ranks)
 
 
 def _label_scores(probs: Tensor, kind: SetKind, penalty: float, free_ranks: int) -> Tensor:
     if kind == "lac":
-        return 1.0 - probs
+        return -probs.log()
     ordered, labels = probs.sort(dim=-1, descending=True, stable=True)
     scores = ordered.cumsum(dim=-1)
     if kind == "raps":
@@ -191,16 +164,15 @@ def _label_scores(probs: Tensor, kind: SetKind, penalty: float, free_ranks: int)
     return torch.empty_like(scores).scatter(-1, labels, scores)
 
 
-@checked
 def fit_sets(
     probs: Tensor,
     labels: Labels,
-    share: PositiveShare = 0.9,
+    share: float = 0.9,
     kind: SetKind = "lac",
     *,
     by_class: bool = False,
-    penalty: NotNegative = 0.1,
-    free_ranks: Count = 1,
+    penalty: float = 0.1,
+    free_ranks: int = 1,
 ) -> LabelSets:
     """Fit sets of labels that contain the right one with probability `share` or more, on held-out samples.
 
@@ -213,12 +185,6 @@ def fit_sets(
         penalty: For `raps`.
         free_ranks: For `raps`.
 
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> probs, labels = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 1, 1])
-        >>> sets = he.metrics.fit_sets(probs, labels, share=0.75)
-        >>> sets.thresholds
-        (0.5,)
     """
     probs, targets = check_probs(probs, labels)
     scores = _label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]

@@ -1,4 +1,4 @@
-"""Checks of the inputs of metrics, made once by public functions; the arithmetic below trusts its caller."""
+"""Checks of the inputs of metrics, made once by public functions; the arithmetic below them trusts its caller."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -6,7 +6,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._utils import warn
 from ..batches import read_labels, within_classes
 from ..errors import DataError
 
@@ -15,9 +14,6 @@ Convention = Literal["torch-uncertainty", "openood"]
 
 # How far the sum of a row of probabilities may be from one: rounding errors of the dtype, summed over the classes.
 _ROW_SUM_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
-_CONFIDENCE = 1e-3  # how far rounding may take a confidence below 0 or above 1
-_SUMS_TO_ONE = 3e-3  # how far a softmax sum is from one at most: bfloat16 rounds each term by 1/512 of it
-_END, _AT_ENDS = 0.02, 0.05  # trained sigmoids: distance from 0 (row maximum: from 1), and minimum share that close
 
 
 def where(name: str | None) -> str:
@@ -38,32 +34,12 @@ def mean(values: Tensor) -> float:
 def check_finite(values: Tensor, quantity: str, name: str | None = None) -> None:
     """Raise for NaN and infinity; the error says how many there are and where the first one is."""
     finite = torch.isfinite(values)
-    if bool(finite.all()):
-        return
-    bad = (~finite).nonzero()
-    first = tuple(int(index) for index in bad[0])
-    raise DataError(
-        f"{where(name)}{len(bad)} of {values.numel()} {quantity} are NaN or infinite, the first at index {first} "
-        f"(value {values[first].item()}); look for NaN in the inputs, and for overflow in what produced them"
-    )
-
-
-def warn_of_probabilities(logits: Tensor, name: str | None = None) -> None:
-    """Warn if logits look like probabilities: all in [0, 1], and all rows sum to one or many values are near 0 or 1.
-
-    The former suggests a softmax, the latter sigmoids. A single row may look so by chance: call this on a whole set or
-    on what a caller passes, not on each answer of a model.
-    """
-    logits = at_least_float32(logits.detach())
-    if not logits.numel() or not bool(((logits >= 0) & (logits <= 1 + _SUMS_TO_ONE)).all()):
-        return
-    if bool(((logits.sum(-1) - 1).abs() < _SUMS_TO_ONE).all()):
-        advice = "give the values before the softmax, or probabilities.log()"
-    elif min(mean(logits < _END), mean(logits.amax(-1) > 1 - _END)) >= _AT_ENDS:
-        advice = "give the values before the sigmoids, for classes of which exactly one is right"
-    else:
-        return
-    warn(f"{where(name)}the answers look like probabilities, but are taken as logits: {advice}")
+    if not bool(finite.all()):
+        bad = (~finite).nonzero()
+        count = f"{where(name)}{len(bad)} of {values.numel()} {quantity} are NaN or infinite"
+        raise DataError(
+            f"{count}, the first at index {tuple(bad[0].tolist())}; look for NaN and overflow in the inputs"
+        )
 
 
 def check_same_length(lengths: dict[str, int], name: str | None = None) -> int:
@@ -83,19 +59,17 @@ def check_scores(scores: Tensor, quantity: str) -> Tensor:
         raise DataError(f"{quantity} must be real numbers [B], but are {scores.dtype} {list(scores.shape)}")
     if scores.numel() == 0:
         raise DataError(f"got no {quantity}; at least one is needed: check how the set was loaded")
-    bad = scores.isnan()
-    if bool(bad.any()):
-        first = int(bad.int().argmax())
-        raise DataError(f"{int(bad.sum())} of {len(scores)} {quantity} are NaN, the first at index {first}")
+    if bool(scores.isnan().any()):
+        first = int(scores.isnan().int().argmax())
+        raise DataError(f"{int(scores.isnan().sum())} of {len(scores)} {quantity} are NaN, the first at index {first}")
     return scores.detach()
 
 
 def check_labels(labels: Any, samples: int, classes: int, name: str | None = None) -> Tensor:
     """Class indices `[B]` as int64, from a tensor, an array or a list; requires one for each sample."""
     source = "the data" if name is None else f"set {name!r}"
-    targets = read_labels(labels, samples, source)
     check_same_length({"samples": samples}, name)
-    return within_classes(targets.detach(), classes, source)
+    return within_classes(read_labels(labels, samples, source).detach(), classes, source)
 
 
 def check_probs(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
@@ -109,11 +83,10 @@ def check_probs(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
 def check_confidence(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
     """Confidences `[B]` in [0, 1], and whether each answer is right `[B]`, as booleans or 0 and 1; on the CPU."""
     check_same_length({"confidences": len(confidence), "truth values of the answers": len(correct)})
-    confidence = check_scores(confidence, "confidences").cpu()
+    confidence, right = check_scores(confidence, "confidences").cpu(), correct.detach().cpu()
     low, high = (float(bound) for bound in confidence.aminmax())
-    if low < -_CONFIDENCE or high > 1 + _CONFIDENCE:
+    if low < -1e-3 or high > 1 + 1e-3:  # beyond rounding
         raise DataError(f"confidences run from {low:.4g} to {high:.4g}; give probabilities, from 0 to 1")
-    right = correct.detach().cpu()
     if right.shape != confidence.shape or not bool(((right == 0) | (right == 1)).all()):
         got = f"{right.dtype} {list(right.shape)}"
         raise DataError(f"give for each sample whether its answer is right (predicted == labels); got {got}")
@@ -122,7 +95,7 @@ def check_confidence(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tenso
 
 def check_member_probs(member_probs: Tensor) -> Tensor:
     """Member probabilities `[M, B, C]`, at least one sample, in at least float32, clamped to [0, 1]."""
-    if member_probs.ndim != 3 or member_probs.shape[0] == 0 or member_probs.shape[1] == 0:
+    if member_probs.ndim != 3 or 0 in member_probs.shape[:2]:
         raise DataError(f"member probabilities must be [M, B, C], none of them 0, but are {list(member_probs.shape)}")
     return check_rows(member_probs)
 
@@ -135,11 +108,9 @@ def check_rows(probs: Tensor) -> Tensor:
     check_finite(probs, "probabilities")
     tolerance = _ROW_SUM_TOLERANCE.get(probs.dtype, 1e-3)
     probs = at_least_float32(probs.detach())
-    if not probs.numel():
-        return probs
-    lowest = probs.min().item()
-    off = (probs.sum(-1) - 1).abs().max().item()
-    if lowest < -tolerance or off > tolerance:
-        received = f"the smallest entry is {lowest:.4g} and a row sum is off by {off:.4g}"
-        raise DataError(f"rows must sum to one, but {received}; apply a softmax first if these are logits")
+    if probs.numel() and (probs.min() < -tolerance or (probs.sum(-1) - 1).abs().max() > tolerance):
+        raise DataError(
+            f"rows must be probabilities and sum to one, got {probs.flatten(0, -2)[0].tolist()[:4]}, …; "
+            "apply a softmax first if these are logits"
+        )
     return probs.clamp(0, 1)

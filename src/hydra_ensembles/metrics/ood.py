@@ -28,8 +28,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..arguments import PositiveShare, checked
 from ..errors import DataError
+from ..settings import PositiveShare, require
 from .inputs import Convention, check_finite, check_same_length, check_scores
 
 OodMetric = Literal["auroc", "aupr", "fpr95"]
@@ -49,9 +49,9 @@ class RiskCoverage:
             return self.risk.item()
         return torch.trapezoid(self.risk, self.coverage).item() / (1 - 1 / len(self.risk))
 
-    @checked
-    def at(self, coverage: PositiveShare) -> float:
+    def at(self, coverage: float) -> float:
         """Mean error when at least this share of the samples is answered, the most certain ones."""
+        coverage = require("coverage", coverage, PositiveShare)
         answered = math.ceil(round(len(self.risk) * coverage, 9))  # 100 * 0.07 is 7 samples, not 8
         return self.risk[max(answered, 1) - 1].item()
 
@@ -59,17 +59,8 @@ class RiskCoverage:
 # --- selective prediction -----------------------------------------------------------------------------------
 
 
-@checked
 def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
-    """Risk at every coverage, from scores `[B]` and whether (bool) or how much (float) each answer is wrong.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> unsure, wrong = torch.tensor([0.1, 0.2, 0.4, 0.7]), torch.tensor([False, False, False, True])
-        >>> curve = he.metrics.risk_coverage(unsure, wrong)
-        >>> curve.coverage.tolist(), curve.risk.tolist()
-        ([0.25, 0.5, 0.75, 1.0], [0.0, 0.0, 0.0, 0.25])
-    """
+    """Risk at every coverage, from scores `[B]` and whether (bool) or how much (float) each answer is wrong."""
     scores = check_scores(scores, "scores")
     if errors.ndim != 1:
         raise DataError(f"errors must be a vector [B], but have shape {list(errors.shape)}")
@@ -80,38 +71,13 @@ def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
     return risk_curve(scores, errors)
 
 
-@checked
 def aurc(scores: Tensor, errors: Tensor) -> float:
-    """Area under the risk-coverage curve, as `RiskCoverage.area` defines it; ties count by their mean error.
-
-    Args:
-        scores: How unsure each answer is, `[B]`: the higher, the less sure.
-        errors: Whether (bool) or how much (floating point) each answer is wrong, `[B]`.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> unsure, wrong = torch.tensor([0.1, 0.2, 0.4, 0.7]), torch.tensor([False, False, False, True])
-        >>> round(he.metrics.aurc(unsure, wrong), 3)  # right answers first, the wrong one last
-        0.042
-    """
+    """Area under the risk-coverage curve, as `RiskCoverage.area` defines it; ties count by their mean error."""
     return risk_coverage(scores, errors).area
 
 
-@checked
-def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: PositiveShare = 0.8) -> float:
-    """Mean error when at least this share of the samples is answered, the most certain ones.
-
-    Args:
-        scores: How unsure each answer is, `[B]`: the higher, the less sure.
-        errors: Whether (bool) or how much (floating point) each answer is wrong, `[B]`.
-        coverage: The share to answer, above 0 and at most 1.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> unsure, wrong = torch.tensor([0.1, 0.2, 0.4, 0.7]), torch.tensor([False, False, False, True])
-        >>> he.metrics.risk_at_coverage(unsure, wrong, coverage=0.75)
-        0.0
-    """
+def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: float = 0.8) -> float:
+    """Mean error when at least this share of the samples is answered, the most certain ones."""
     return risk_coverage(scores, errors).at(coverage)
 
 
@@ -150,91 +116,38 @@ def weighted_aurc(weights: Tensor, scores: Tensor, errors: Tensor) -> Tensor:
 # --- detection ----------------------------------------------------------------------------------------------
 
 
-@checked
 def discordance(id_scores: Tensor, ood_scores: Tensor) -> int:
     """Twice the number of (ID, OOD) pairs in the wrong order, plus the number of tied pairs.
 
     An integer, so that comparisons are exact: AUROC = 1 - discordance / (2 · ID · OOD). Scores `[n]` and
     `[m]` may have any real dtype. Runs on the device of the ID scores in O(n log n).
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> id_scores, ood_scores = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
-        >>> he.metrics.discordance(id_scores, ood_scores)  # one pair of six in the wrong order
-        2
     """
     fp, tp, _ = flagged(id_scores, ood_scores)
     return 2 * len(id_scores) * len(ood_scores) - int(_concordant_twice(fp, tp))
 
 
-@checked
 def auroc(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
     """Probability that an OOD sample scores higher than an ID sample, ties counting one half.
 
     The same exact number as `discordance`; both conventions agree on it.
-
-    Args:
-        id_scores: Scores of familiar samples, `[n]`: the higher, the stranger.
-        ood_scores: Scores of OOD samples, `[m]`.
-        convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> id_scores, ood_scores = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
-        >>> round(he.metrics.auroc(id_scores, ood_scores), 3)  # five pairs of six in the right order
-        0.833
     """
     return _measured("auroc", id_scores, ood_scores, convention)
 
 
-@checked
 def aupr(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
-    """Area under the precision-recall curve with OOD as the positive class.
-
-    Args:
-        id_scores: Scores of familiar samples, `[n]`: the higher, the stranger.
-        ood_scores: Scores of OOD samples, `[m]`.
-        convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> id_scores, ood_scores = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
-        >>> round(he.metrics.aupr(id_scores, ood_scores), 3)
-        0.833
-    """
+    """Area under the precision-recall curve with OOD as the positive class."""
     return _measured("aupr", id_scores, ood_scores, convention)
 
 
-@checked
 def fpr95(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
-    """Share of ID samples flagged at the threshold that flags 95 % of the OOD samples.
-
-    Args:
-        id_scores: Scores of familiar samples, `[n]`: the higher, the stranger.
-        ood_scores: Scores of OOD samples, `[m]`.
-        convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> id_scores, ood_scores = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
-        >>> round(he.metrics.fpr95(id_scores, ood_scores), 3)
-        0.333
-    """
+    """Share of ID samples flagged at the threshold that flags 95 % of the OOD samples."""
     return _measured("fpr95", id_scores, ood_scores, convention)
 
 
-@checked
 def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Shares of ID and of OOD samples flagged (at or above a threshold), and the thresholds, from infinity down.
 
     Points between two others on a straight line are left out. In float64 on the CPU.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> id_scores, ood_scores = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
-        >>> id_flagged, ood_flagged, thresholds = he.metrics.roc_curve(id_scores, ood_scores)
-        >>> ood_flagged.tolist()
-        [0.0, 0.5, 0.5, 1.0, 1.0]
     """
     fp, tp, thresholds = (tensor.cpu().double().flatten() for tensor in flagged(id_scores, ood_scores))
     if len(fp) > 2:

@@ -1,8 +1,8 @@
 """Accuracy and calibration of class probabilities `[B, C]`, and diversity of member probabilities `[M, B, C]`.
 
-Half precision is cast to float32 before anything is counted, and sums over samples are computed in float64.
-Functions that `hydra_ensembles.metrics` does not export do not check their inputs.
-The tests compare these numbers with torchmetrics and torch-uncertainty.
+Labels are integers `[B]`. Half precision is cast to float32 before anything is counted, and sums over samples are
+computed in float64. Functions that `hydra_ensembles.metrics` does not export do not check their inputs. The tests
+compare these numbers with torchmetrics and torch-uncertainty.
 """
 
 import math
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import Whole, checked
 from .inputs import Labels, at_least_float32, check_confidence, check_member_probs, check_probs, mean
 
 BINS = 15
@@ -39,126 +38,51 @@ class EntropyParts(NamedTuple):
 # --- accuracy and calibration -------------------------------------------------------------------------------
 
 
-@checked
 def accuracy(probs: Tensor, labels: Labels) -> float:
-    """Share of samples whose most probable class is the label; a single division, so that 9 of 10 is exactly 0.9.
-
-    Args:
-        probs: Class probabilities `[B, C]`.
-        labels: The right classes `[B]`, integers.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
-        >>> he.metrics.accuracy(probs, torch.tensor([0, 0, 1, 0]))
-        0.75
-    """
+    """Share of samples whose most probable class is the label; a single division, so that 9 of 10 is exactly 0.9."""
     return mean(top_label(probs, labels)[1])
 
 
-@checked
 def brier(probs: Tensor, labels: Labels) -> float:
-    """Brier score: squared error summed over the classes, mean over the samples (0 best, 2 worst).
-
-    Args:
-        probs: Class probabilities `[B, C]`.
-        labels: The right classes `[B]`, integers.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
-        >>> round(he.metrics.brier(probs, torch.tensor([0, 0, 1, 0])), 3)
-        0.35
-    """
+    """Brier score: squared error summed over the classes, mean over the samples (0 best, 2 worst)."""
     return mean(brier_per_sample(probs, labels))
 
 
-@checked
 def nll(probs: Tensor, labels: Labels) -> float:
     """Negative log-likelihood of the label, mean over the samples.
 
     Infinite if a label has probability zero, as in torch-uncertainty; scikit-learn would clip.
-
-    Args:
-        probs: Class probabilities `[B, C]`.
-        labels: The right classes `[B]`, integers.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
-        >>> round(he.metrics.nll(probs, torch.tensor([0, 0, 1, 0])), 3)
-        0.511
     """
     return mean(nll_per_sample(probs, labels))
 
 
-@checked
-def ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
+def ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
     """Expected calibration error: equal-width bins of top-1 confidence, L1, as torchmetrics defines it.
 
     As there, a confidence of exactly 1 has its own bin.
-
-    Args:
-        probs: Class probabilities `[B, C]`.
-        labels: The right classes `[B]`, integers.
-        bins: Number of bins.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
-        >>> round(he.metrics.ece(probs, torch.tensor([0, 0, 1, 0]), bins=15), 3)
-        0.35
     """
     return ece_of_confidence(*top_label(probs, labels), bins=bins)
 
 
-@checked
-def adaptive_ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
+def adaptive_ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
     """Calibration error over bins of equal count, L1 weighted by count.
 
     With fewer samples than bins, torch-uncertainty gives NaN; here empty bins are dropped. If a bin ends among equal
     confidences, each of them counts with their share of right answers, so the number does not depend on the order of
     the data.
-
-    Args:
-        probs: Class probabilities `[B, C]`.
-        labels: The right classes `[B]`, integers.
-        bins: Number of bins.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
-        >>> round(he.metrics.adaptive_ece(probs, torch.tensor([0, 0, 1, 0]), bins=2), 3)
-        0.15
     """
     return adaptive_ece_of_confidence(*top_label(probs, labels), bins=bins)
 
 
-@checked
 def top_label(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
-    """Confidence of the most probable class and whether it is the label: `[B]` and `[B]` of bool.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> probs, labels = torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0])
-        >>> he.metrics.top_label(probs, labels)
-        (tensor([0.7500, 0.7500]), tensor([ True, False]))
-    """
+    """Confidence of the most probable class and whether it is the label: `[B]` and `[B]` of bool."""
     probs, targets = check_probs(probs, labels)
     confidence, predicted = probs.max(dim=1)
     return confidence, predicted == targets
 
 
-@checked
 def brier_per_sample(probs: Tensor, labels: Labels) -> Tensor:
-    """Squared error of each sample, summed over the classes: `[B]`.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> probs, labels = torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0])
-        >>> he.metrics.brier_per_sample(probs, labels)
-        tensor([0.1250, 1.1250])
-    """
+    """Squared error of each sample, summed over the classes: `[B]`."""
     return squared_errors(*check_probs(probs, labels))
 
 
@@ -169,16 +93,8 @@ def squared_errors(probs: Tensor, labels: Tensor) -> Tensor:
     return error.square().sum(dim=-1)
 
 
-@checked
 def nll_per_sample(probs: Tensor, labels: Labels) -> Tensor:
-    """Negative log-likelihood of each sample's label: `[B]`.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> probs, labels = torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0])
-        >>> he.metrics.nll_per_sample(probs, labels)
-        tensor([0.2877, 1.3863])
-    """
+    """Negative log-likelihood of each sample's label: `[B]`."""
     return -at_labels(*check_probs(probs, labels)).log()
 
 
@@ -187,51 +103,18 @@ def at_labels(values: Tensor, labels: Tensor) -> Tensor:
     return values.gather(1, labels.unsqueeze(1)).squeeze(1)
 
 
-@checked
-def ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> float:
-    """`ece` from what `top_label` returns.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> confidence, correct = torch.tensor([0.75, 0.75]), torch.tensor([True, False])
-        >>> he.metrics.ece_of_confidence(confidence, correct)
-        0.25
-    """
-    confidence, correct = check_confidence(confidence, correct)
-    return _weighted_gap(_equal_width_groups(confidence, bins), confidence, correct, bins + 1)
+def ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> float:
+    """`ece` from what `top_label` returns."""
+    return weighted_ece(_each_once(confidence), *check_confidence(confidence, correct), bins).item()
 
 
-@checked
-def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> float:
-    """`adaptive_ece` from what `top_label` returns.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> confidence, correct = torch.tensor([0.75, 0.75]), torch.tensor([True, False])
-        >>> he.metrics.adaptive_ece_of_confidence(confidence, correct)
-        0.25
-    """
-    confidence, correct = check_confidence(confidence, correct)
-    rising, order = confidence.sort()
-    _, run, lengths = rising.unique_consecutive(return_inverse=True, return_counts=True)  # runs of equal confidences
-    right = lengths.new_zeros(len(lengths), dtype=torch.float64).index_add(0, run, correct.double()[order])
-    share_right = (right / lengths)[run]  # [B], in the run of each sample
-    size, larger = divmod(len(order), bins)  # the first `larger` bins hold one sample more
-    groups = torch.repeat_interleave(lengths.new_tensor([size + 1] * larger + [size] * (bins - larger)))
-    return _weighted_gap(groups, rising, share_right, bins)
+def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> float:
+    """`adaptive_ece` from what `top_label` returns."""
+    return weighted_adaptive_ece(_each_once(confidence), *check_confidence(confidence, correct), bins).item()
 
 
-@checked
-def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> ReliabilityBins:
-    """The bins of `ece` from what `top_label` returns; a confidence of exactly 1 is shown in the last bin.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> confidence, correct = torch.tensor([0.75, 0.75]), torch.tensor([True, False])
-        >>> bins = he.metrics.reliability_bins(confidence, correct, bins=2)
-        >>> bins.count, bins.accuracy[1]
-        (tensor([0, 2]), tensor(0.5000, dtype=torch.float64))
-    """
+def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> ReliabilityBins:
+    """The bins of `ece` from what `top_label` returns; a confidence of exactly 1 is shown in the last bin."""
     confidence, correct = check_confidence(confidence, correct)
     groups = _equal_width_groups(confidence, bins).clamp(max=bins - 1)
     count = torch.bincount(groups, minlength=bins)
@@ -243,14 +126,16 @@ def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS)
     )
 
 
-def log_mean_probs(member_logits: Tensor) -> Tensor:
-    """Logarithm of the mean over members of the softmax of `[M, …, C]`: `[…, C]`, finite even if that underflows."""
-    return log_mean_exp(member_logits.log_softmax(dim=-1))
+def _equal_width_groups(confidence: Tensor, bins: int) -> Tensor:
+    """The bin of each sample; a confidence of exactly one has its own, number `bins`.
+
+    Computed in float32, as in torchmetrics, so that a confidence on an edge lands in the same bin.
+    """
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float32, device="cpu")
+    return torch.bucketize(confidence.float().clamp(0, 1), edges, right=True) - 1
 
 
-def log_mean_exp(values: Tensor) -> Tensor:
-    """Logarithm of the mean of `exp(values)` over the first axis of `values` `[M, …]`."""
-    return values.logsumexp(dim=0) - math.log(len(values))
+# --- the same of weighted samples, for `bootstrap.paired` ---------------------------------------------------
 
 
 def weighted_mean(weights: Tensor, values: Tensor) -> Tensor:
@@ -285,61 +170,35 @@ def weighted_adaptive_ece(weights: Tensor, confidence: Tensor, correct: Tensor, 
     return upto.diff(dim=1).abs().sum(dim=1) / counts[:, -1]
 
 
-def _equal_width_groups(confidence: Tensor, bins: int) -> Tensor:
-    """The bin of each sample; a confidence of exactly one has its own, number `bins`.
-
-    Computed in float32, as in torchmetrics, so that a confidence on an edge lands in the same bin.
-    """
-    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float32, device="cpu")
-    return torch.bucketize(confidence.float(), edges, right=True) - 1
+def _each_once(values: Tensor) -> Tensor:
+    return torch.ones(1, len(values), dtype=torch.float64, device="cpu")
 
 
-def _weighted_gap(groups: Tensor, confidence: Tensor, correct: Tensor, bins: int) -> float:
-    """Sum over bins of |Σ (correct - confidence)|, divided by the number of samples; an empty bin adds nothing."""
-    gap = torch.bincount(groups, weights=correct.double() - confidence.double(), minlength=bins)
-    return gap.abs().sum().item() / len(groups)
+# --- means over members, and their diversity ----------------------------------------------------------------
 
 
-# --- diversity of members -----------------------------------------------------------------------------------
+def log_mean_probs(member_logits: Tensor) -> Tensor:
+    """Logarithm of the mean over members of the softmax of `[M, …, C]`: `[…, C]`, finite even if that underflows."""
+    return log_mean_exp(member_logits.log_softmax(dim=-1))
 
 
-@checked
+def log_mean_exp(values: Tensor) -> Tensor:
+    """Logarithm of the mean of `exp(values)` over the first axis of `values` `[M, …]`."""
+    return values.logsumexp(dim=0) - math.log(len(values))
+
+
 def mutual_information(member_probs: Tensor) -> float:
-    """Mutual information of label and member in nats, mean over samples; zero for one member.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> member_probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # of two members that disagree
-        >>> round(he.metrics.mutual_information(member_probs), 3)  # log 2
-        0.693
-    """
+    """Mutual information of label and member in nats, mean over samples; zero for one member."""
     return mean(entropy_parts(member_probs).epistemic)
 
 
-@checked
 def disagreement(member_probs: Tensor) -> float:
-    """Share of member pairs that predict different classes, mean over samples; zero for one member.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> member_probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # of two members that disagree
-        >>> he.metrics.disagreement(member_probs)
-        1.0
-    """
+    """Share of member pairs that predict different classes, mean over samples; zero for one member."""
     return mean(disagreement_per_sample(member_probs))
 
 
-@checked
 def entropy_parts(member_probs: Tensor) -> EntropyParts:
-    """Entropy of the mean probabilities, split into aleatoric and epistemic: `[M, B, C] -> [B]` each.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> member_probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # of two members that disagree
-        >>> total, aleatoric, epistemic = he.metrics.entropy_parts(member_probs)
-        >>> total, aleatoric, epistemic
-        (tensor([0.6931]), tensor([0.]), tensor([0.6931]))
-    """
+    """Entropy of the mean probabilities, split into aleatoric and epistemic: `[M, B, C] -> [B]` each."""
     return split_entropy(check_member_probs(member_probs))
 
 
@@ -356,16 +215,8 @@ def split_entropy(member_probs: Tensor) -> EntropyParts:
     return EntropyParts(total, aleatoric, total - aleatoric)
 
 
-@checked
 def disagreement_per_sample(member_probs: Tensor) -> Tensor:
-    """One minus the share of member pairs that agree on the class: `[M, B, C] -> [B]`.
-
-    Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> member_probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # of two members that disagree
-        >>> he.metrics.disagreement_per_sample(member_probs)
-        tensor([1.])
-    """
+    """One minus the share of member pairs that agree on the class: `[M, B, C] -> [B]`."""
     return differing_pairs(check_member_probs(member_probs))
 
 
