@@ -19,15 +19,9 @@ import torch
 from common import ROOT as ROOT  # makes `studies` importable
 from torch import Tensor
 
-from hydra_ensembles.metrics.bootstrap import (
-    Interval,
-    bootstrap_calibration,
-    bootstrap_mean,
-    bootstrap_metric,
-    bootstrap_ood,
-)
-from hydra_ensembles.metrics.ood import OodMetric, aurc, flagged, of_counts, risk_curve
-from hydra_ensembles.metrics.probabilities import ece_of_confidence
+from hydra_ensembles.metrics.bootstrap import Interval, paired
+from hydra_ensembles.metrics.ood import OodMetric, aurc, detection, flagged, of_counts, weighted_aurc
+from hydra_ensembles.metrics.probabilities import weighted_ece, weighted_mean
 from studies.results import fixed, load, markdown, store, versions
 
 LAWS = {"in doubt": (4.0, 2.0), "sure": (20.0, 1.0)}  # Beta distributions of confidence: means of 0.67 and 0.95
@@ -71,19 +65,20 @@ def cases(samples: Sequence[int], of_calibration: Sequence[int]) -> Iterator[tup
 
 
 def _accuracy(resamples: int, _: Tensor, right: Tensor) -> Interval:
-    return bootstrap_mean(right.double(), resamples=resamples)
+    return paired(weighted_mean, [right], resamples=resamples)
 
 
 def _aurc(resamples: int, sure: Tensor, right: Tensor) -> Interval:
-    return bootstrap_metric(lambda *drawn: risk_curve(*drawn).area, [1 - sure, ~right], resamples=resamples)
+    return paired(weighted_aurc, [1 - sure, ~right], resamples=resamples)
 
 
 def _ood(metric: OodMetric, resamples: int, *sides: Tensor) -> Interval:
-    return bootstrap_ood(metric, *sides, resamples=resamples)
+    sets = torch.cat([torch.full((len(side),), number) for number, side in enumerate(sides)])
+    return paired(detection(metric), [torch.cat(sides), sets], strata=sets, resamples=resamples)
 
 
 def _ece(resamples: int, sure: Tensor, right: Tensor) -> Interval:
-    return bootstrap_calibration(ece_of_confidence, sure, right, resamples)
+    return paired(weighted_ece, [sure, right], resamples=resamples, mirrored=True)
 
 
 def coverage_table() -> str:

@@ -13,15 +13,18 @@ from torch import Tensor
 
 from ..calibrate import warn_of_declined_classes, warn_of_exchanged_classes
 from ..errors import ConfigError, DataError
-from ..metrics.bootstrap import Interval, bootstrap_calibration, bootstrap_metric, bootstrap_ood
+from ..metrics.bootstrap import Interval, paired
 from ..metrics.inputs import Convention, mean, where
-from ..metrics.ood import OodMetric, flagged, of_counts, risk_curve, roc_curve
+from ..metrics.ood import OodMetric, detection, flagged, of_counts, risk_curve, roc_curve, weighted_aurc
 from ..metrics.probabilities import (
     adaptive_ece_of_confidence,
     at_labels,
     ece_of_confidence,
     reliability_bins,
     squared_errors,
+    weighted_adaptive_ece,
+    weighted_ece,
+    weighted_mean,
 )
 from ..model.metadata import Calibration, Familiarity
 from ..prediction import AnyScore, Prediction, ScoreName
@@ -171,18 +174,22 @@ class Measure:
         id_scores = prediction.score(self.score)
         ood_scores = {name: answer.score(self.score) for name, answer in answers.items()}
         correct = prediction.label == labels
-        interval = partial(bootstrap_metric, resamples=self.bootstrap)
-        intervals = {key: interval(mean, [values]) for key, values in _per_sample(prediction, labels).items()}
+        interval = partial(paired, resamples=self.bootstrap)
+        intervals = {key: interval(weighted_mean, [values]) for key, values in _per_sample(prediction, labels).items()}
+        right = [prediction.confidence, correct]
         intervals |= {
-            "ece": bootstrap_calibration(ece_of_confidence, prediction.confidence, correct, self.bootstrap),
-            "aece": bootstrap_calibration(adaptive_ece_of_confidence, prediction.confidence, correct, self.bootstrap),
-            "aurc": interval(lambda scores, wrong: risk_curve(scores, wrong).area, [id_scores, ~correct]),
+            "ece": interval(weighted_ece, right, mirrored=True),
+            "aece": interval(weighted_adaptive_ece, right, mirrored=True),
+            "aurc": interval(weighted_aurc, [id_scores, ~correct]),
         }
-        sets = {f"ood.{name}": [scores] for name, scores in ood_scores.items()}
-        sets |= {group: [ood_scores[name] for name in names] for group, names in averaged.items()}
-        detection = partial(bootstrap_ood, convention=self.convention, resamples=self.bootstrap)
-        for key, scores in sets.items():
-            intervals |= {f"{key}.{metric}": detection(metric, id_scores, scores) for metric in get_args(OodMetric)}
+        groups = {f"ood.{name}": [scores] for name, scores in ood_scores.items()}
+        groups |= {group: [ood_scores[name] for name in names] for group, names in averaged.items()}
+        for key, scores in groups.items():
+            parts = [id_scores, *scores]
+            sets = torch.cat([torch.full((len(part),), number) for number, part in enumerate(parts)])
+            for metric in get_args(OodMetric):
+                measured = detection(metric, self.convention)
+                intervals[f"{key}.{metric}"] = interval(measured, [torch.cat(parts), sets], strata=sets)
         return intervals
 
     def _figures(

@@ -26,9 +26,9 @@ from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, Score, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking
 from ..heads.taylor import taylor
-from ..metrics.bootstrap import Interval, bootstrap_mean
+from ..metrics.bootstrap import Interval, paired
 from ..metrics.distance import FamiliarityName
-from ..metrics.probabilities import at_labels
+from ..metrics.probabilities import at_labels, weighted_mean
 from ..model.ensemble import Ensemble
 from ..model.zero_shot import DEFAULT_TEMPLATES, Templates
 from ..overlap import reused_of
@@ -189,7 +189,8 @@ def compare_with_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadB
     Significant: zero lies outside the 95 % interval of the difference, by a paired bootstrap over the samples.
     """
     pair = Paired.of(ensemble, base, validation)
-    gain, rise = bootstrap_mean(pair.right - pair.right_before, seed=seed), pair.nll_rise(seed=seed)
+    gain = paired(weighted_mean, [pair.right], [pair.right_before], seed=seed)
+    rise = pair.nll_rise(seed=seed)
     lines = []
     if gain.high < 0:
         lines.append(
@@ -243,7 +244,11 @@ class Paired(NamedTuple):
         few or no mistakes among the samples, no bootstrap resample would show the cost.
         """
         rises = self.nll - self.nll_before
-        return bootstrap_mean(rises, unseen=self.mistake, resamples=resamples, level=level, seed=seed)
+        more = torch.cat([rises, rises.new_tensor([self.mistake])])
+        plain, extended = (
+            paired(weighted_mean, [values], resamples=resamples, level=level, seed=seed) for values in (rises, more)
+        )
+        return replace(plain, low=min(plain.low, extended.low), high=max(plain.high, extended.high))
 
 
 @dataclass(frozen=True)

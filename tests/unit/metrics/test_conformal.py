@@ -52,7 +52,8 @@ def test_scores_of_labels_and_sets_agree_with_torch_uncertainty(conformal_refere
     torch.testing.assert_close(label_scores(probs, "aps", 0.2, 2), aps._calculate_all_labels(probs))
     torch.testing.assert_close(label_scores(probs, "raps", 0.2, 2), raps._calculate_all_labels(probs))
     referee, sets = conformal_referee.ConformalClsTHR(**plain), fit_sets(probs, labels, 0.9)
-    referee.q_hat = torch.tensor(sets.thresholds[0])  # its own ignores the finite-sample correction
+    # its own ignores the finite-sample correction, and its scores are one minus the probability
+    referee.q_hat = 1 - torch.tensor(-sets.thresholds[0]).exp()
     assert torch.equal(sets(probs), referee.conformal(probs.log()) > 0)
 
 
@@ -83,7 +84,14 @@ def test_few_samples_of_a_class_keep_its_label_in() -> None:
     assert sets(probs)[:, 2].all()
     with pytest.raises(DataError, match=r"\[2\]"):
         fit_sets(probs[labels != 2], labels[labels != 2], by_class=True)
-    assert LabelSets((0.5,))(torch.tensor([[0.6, 0.4], [0.5, 0.5]])).tolist() == [[True, False], [True, True]]
+    halves = LabelSets((0.7,))(torch.tensor([[0.6, 0.4], [0.5, 0.5]]))  # -log 0.5 is 0.69
+    assert halves.tolist() == [[True, False], [True, True]]
+
+
+def test_sets_of_saturated_answers_are_no_larger_than_needed() -> None:
+    probs, labels = answers(200)
+    sharp = (40 * probs.log()).softmax(-1).float()  # one minus most of these is 1 in float32
+    assert fit_sets(sharp, labels, 0.9)(sharp).sum(1).double().mean() < 3
 
 
 @pytest.mark.parametrize(
