@@ -15,10 +15,9 @@ from .._utils import require, require_device, warn
 from ..arguments import END, Checked, Count, Range, Whole
 from ..checkpoint import locate
 from ..classes import a_few, are_numbers, class_names_in, class_numbers, require_as_many, same_names
-from ..convert.altered import MERGE
-from ..convert.convert import convert, require_supported
+from ..convert.convert import convert, table_of
+from ..convert.core import MERGE
 from ..convert.processors import IMAGE_SETTINGS, TEXT_SETTINGS, with_preprocessing
-from ..convert.refusals import explain, format_refusal, refusal
 from ..data.dataset import AnyDataset, subset
 from ..data.loading import Columns
 from ..data.loading import load as load_set
@@ -179,8 +178,9 @@ def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> En
     except (OSError, SafetensorError, UnicodeError) as error:  # pickle files are never loaded: they can run code
         raise CheckpointError(f"the weights {settings.weights} cannot be read as safetensors: {error}") from error
     classes = [len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state]
-    if refusal(f"timm.{architecture}") is not None:  # check before downloading
-        raise ConversionError(explain(f"timm.{architecture}"))
+    if architecture in timm.list_models():  # check before downloading
+        with torch.device("meta"):
+            table_of(type(timm.create_model(architecture)))
     options = {"num_classes": classes[0] if classes else None, **settings.model_options}
     try:
         model = timm.create_model(name, pretrained=state is None, **options).eval()
@@ -204,13 +204,11 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
     kind = str(config["model_type"])
     if chosen is None:
         described = " or ".join(names) or kind
-        if refusal(kind, *names) is not None:
-            raise ConversionError(f"{source}: {explain(described, kind, *names)}")
         remedy = "fine-tune it by AutoModelFor…Classification, or by he.convert(model, num_labels=…) and he.finetune"
         if {"text_config", "vision_config"} <= config.keys():
             remedy = "in Python, he.zero_shot(he.convert(model, processor=…), class_names) makes a classifier of it"
-        raise ConversionError(format_refusal(f"{source} is a {described}", "it has no trained classifier", remedy))
-    require_supported(getattr(transformers, chosen), kind)
+        raise ConversionError(f"{source} is a {described}, which has no trained classifier; {remedy}")
+    table_of(getattr(transformers, chosen))
     try:
         transformers.utils.logging.disable_progress_bar()  # loading a local file is fast
         model = getattr(transformers, chosen).from_pretrained(source, trust_remote_code=False).eval()

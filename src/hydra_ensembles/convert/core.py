@@ -1,4 +1,4 @@
-"""Declarations of other libraries' architectures, and the translation of weights by them."""
+"""Tables of other libraries' architectures, and the translation of weights by them."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,9 +16,14 @@ from ..model.config import Activation, EnsembleConfig
 from ..model.ensemble import shapes_of
 from ..model.metadata import Metadata
 from ..schema import nearest
-from .refusals import format_refusal
 
-# --- declarations ------------------------------------------------------------------------------------------
+# What someone can do whose model cannot be converted.
+WAYS = (
+    "Three ways on: say where its parts are (he.Declaration, docs/how-to/own_model.md), take a model that "
+    "docs/models.md lists, or keep yours and calibrate its own outputs"
+)
+
+# --- tables --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,9 @@ def _reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def run(model: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Call `forward` of the model's class, bypassing wrappers set on the object, such as one for autocast."""
+    """Call a model, with its hooks and whatever else was changed about it."""
     with named_outputs(model):
-        return type(model).forward(model, *arguments, **keywords)
+        return model(*arguments, **keywords)
 
 
 @contextmanager
@@ -125,13 +130,14 @@ def named_outputs(model: nn.Module) -> Iterator[None]:
 
 
 def plain_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
-    """Run a model that takes one tensor and returns one."""
-    return run(model, next(iter(inputs.values())))
+    """Call a model that takes one tensor and returns one."""
+    answer: Tensor = run(model, next(iter(inputs.values())))
+    return answer
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The declaration of one foreign architecture.
+    """The table of one foreign architecture.
 
     `config` reads the canonical configuration from a live model, or raises if there is none; its second argument is the
     number of classes of a new classifier, for a model without one. `weights` maps a canonical parameter name or prefix
@@ -140,14 +146,13 @@ class Architecture:
     """
 
     name: str  # library and model, as users call it
-    classes: tuple[str, ...]  # qualified names of the foreign classes it covers
+    classes: tuple[str, ...]  # qualified names of the foreign classes it covers; none for a user's own declaration
     config: Callable[[nn.Module, int | None], EnsembleConfig]
     weights: Weights
     ignored: tuple[str, ...] = ()  # prefixes of foreign tensors that do not affect the logits
     metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()  # read from the live model
     answer: Callable[[nn.Module, NamedTensors, bool], Tensor] = plain_answer
     masks: bool = True  # whether a text model gets an attention mask
-    advice: str | None = None  # shown if a user's own declaration does not fit
     variant: Callable[[nn.Module], Weights] = lambda model: {}  # overrides of `weights` for this model
     projects: bool = False  # whether a projection into an embedding is declared as its classifier
     models: str = ""  # common names of the models of one class, if its name does not say
@@ -155,7 +160,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class DualArchitecture:
-    """The declaration of a foreign dual encoder: its classes, and for each tower possible (path, declaration) pairs.
+    """The table of a foreign dual encoder: its classes, and for each tower possible (path, table of the tower) pairs.
 
     The path is empty for a tower whose parts are direct attributes of the model, next to those of the other tower.
     """
@@ -197,6 +202,7 @@ def qualified_name(model: object) -> str:
 _MAY_BE_FRESH = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
 _SHOWN = 8  # maximum number of problems in an error message
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+MERGE = "Merge adapters first: merge_and_unload() of the peft model"
 
 
 def translate(
@@ -205,46 +211,46 @@ def translate(
     """Return the canonical state dict, whether its classifier is new, and the names of frozen parameters.
 
     A parameter is frozen if it does not require gradients in the model while others do. The tensors may share memory
-    with the model. Every canonical parameter must be found, and every foreign tensor must be used or be declared as
-    ignored: anything in a model that this library does not know is an error, never a silent difference.
+    with the model; a new classifier is drawn with a fixed seed. Every canonical parameter must be found, and every
+    foreign tensor must be used or be declared as ignored: anything in a model that this library does not know is an
+    error, never a silent difference.
     """
-    shapes = shapes_of(config)
     _require_numbers(model)
     stored = model.state_dict()
     foreign = {name: tensor.detach() for name, tensor in {**dict(model.named_buffers()), **stored}.items()}
     weights = {**architecture.weights, **architecture.variant(model)}
-    used: set[str] = set()
+    trains = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    like, generator = next(model.parameters()), torch.Generator("cpu").manual_seed(0)
     state: dict[str, Tensor] = {}
+    used: set[str] = set()
+    frozen: list[str] = []
     missing: dict[str, str] = {}  # foreign name → canonical parameter that needs it
     misfits: list[str] = []
     fresh = False
-    trains = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-    partly_trained = any(trains.values())
-    frozen: list[str] = []
-    for name, shape in shapes.items():
+    for name, shape in shapes_of(config).items():
         source = _source_of(weights, name, foreign)
         absent = {name} if source is None else set(source.names) - foreign.keys()
         if absent and may_be_fresh and name.startswith(_MAY_BE_FRESH):
             fresh |= name.startswith("readout.classifier")
-            state[name] = next(iter(stored.values())).new_zeros(shape)
+            drawn = torch.zeros(shape, device="cpu", dtype=torch.float32)
             if not name.endswith("bias"):
-                nn.init.trunc_normal_(state[name], std=0.02)
-            continue
-        if absent or source is None:
+                nn.init.trunc_normal_(drawn, std=0.02, generator=generator)
+            state[name] = drawn.to(like)
+        elif absent or source is None:
             missing |= dict.fromkeys(absent, name)
-            continue
-        used.update(source.names)
-        if partly_trained and not any(trains.get(path, True) for path in source.names):
-            frozen.append(name)
-        for path in source.names:
-            require_finite_weights(foreign[path], path)
-        try:
-            state[name] = source.read([foreign[path] for path in source.names], shape).reshape(shape)
-        except (RuntimeError, IndexError) as error:
-            misfits.append(f"{list(source.names)} cannot become the canonical parameter {name} {list(shape)}: {error}")
+        else:
+            used.update(source.names)
+            if any(trains.values()) and not any(trains.get(path, True) for path in source.names):
+                frozen.append(name)
+            for path in source.names:
+                require_finite_weights(foreign[path], path)
+            try:
+                state[name] = source.read([foreign[path] for path in source.names], shape).reshape(shape)
+            except (RuntimeError, IndexError) as error:
+                misfits.append(f"{list(source.names)} cannot become the canonical {name} {list(shape)}: {error}")
     unused = [name for name in stored if name not in used and not name.startswith(architecture.ignored)]
     problems = [f"no tensor {path} for {name}{perhaps_meant(path, unused)}" for path, name in missing.items()] + misfits
-    require_all_used(problems, unused, architecture.advice)
+    require_all_used(problems, unused)
     read = [*state.values(), *(foreign[name] for name in used)]  # joined tensors have one type, whatever theirs were
     dtypes = sorted({str(tensor.dtype) for tensor in read if tensor.is_floating_point()})
     if len(dtypes) > 1:
@@ -256,12 +262,35 @@ def _require_numbers(model: nn.Module) -> None:
     """Raise if some, but not all, parameters are on the meta device, or if parameters are quantised."""
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if 0 < len(empty) < sum(1 for _ in model.parameters()):
-        some = f"{len(empty)} parameters, such as {empty[0]}, are on the meta device, without values"
-        raise ConversionError(f"{some}; load the whole model, without offloading, before converting it")
+        raise ConversionError(f"{empty[0]} is on the meta device, without values; load the whole model, not offloaded")
     strange = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.dtype not in _DTYPES})
     if strange:
-        known = [str(dtype) for dtype in _DTYPES]
-        raise ConversionError(f"parameters are {strange}, as if quantised; convert the model before that, in {known}")
+        raise ConversionError(f"parameters are {strange}, as if quantised; convert the model before it is quantised")
+
+
+def require_all_used(problems: Sequence[str], unused: Sequence[str]) -> None:
+    """Raise if a model does not fit its table, and list the problems and the tensors that are left over at once."""
+    faults = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
+    if unused:
+        by_pattern = {re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)}
+        shown = sorted(by_pattern.values())[:_SHOWN]  # of names that differ only in numbers, one
+        more = f" and {len(unused) - len(shown)} more" if len(unused) > len(shown) else ""
+        faults.append(f"the model has parameters that have no canonical place: {shown}{more}")
+    if faults:
+        raise ConversionError(f"{'; '.join(faults)}. {MERGE if any('lora_' in name for name in unused) else WAYS}")
+
+
+def require_finite_weights(tensor: Tensor, name: str) -> None:
+    """Raise if weights are NaN or infinite: they would turn every prediction into NaN."""
+    if not tensor.is_meta and not tensor.isfinite().all():
+        broken = f"{int((~tensor.isfinite()).sum())} of the {tensor.numel()} values of {name}"
+        raise ConversionError(f"{broken} are NaN or infinite; load weights of a training that did not diverge")
+
+
+def perhaps_meant(name: str, known: Collection[str]) -> str:
+    """Return ` (did you mean …?)` with the most similar known name, or an empty string if none is similar."""
+    similar = nearest(name, known)
+    return f" (did you mean {similar[0]}?)" if similar else ""
 
 
 def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
@@ -272,34 +301,6 @@ def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
         source = _source_of(architecture.weights, f"encoder.layers.{layer}.{part}", foreign)
         names += [path.split(".") for path in ([] if source is None else source.names)]
     return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, zip(*names, strict=False)))
-
-
-def require_all_used(problems: Sequence[str], unused: Sequence[str], advice: str | None = None) -> None:
-    """Raise if a model does not fit its declaration, and list all problems at once.
-
-    This also rejects variants of an architecture with additional weights: they need no other check.
-    """
-    faults = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
-    if unused:
-        by_pattern = {re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)}
-        shown = sorted(by_pattern.values())[:_SHOWN]  # of names that differ only in numbers, one
-        more = f" and {len(unused) - len(shown)} more" if len(unused) > len(shown) else ""
-        faults.append(f"the model has parameters that have no canonical place: {shown}{more}")
-    if faults:
-        raise refuse("; ".join(faults)) if advice is None else ConversionError("; ".join([*faults, advice]))
-
-
-def perhaps_meant(name: str, known: Collection[str]) -> str:
-    """Return ` (did you mean …?)` with the most similar known name, or an empty string if none is similar."""
-    similar = nearest(name, known)
-    return f" (did you mean {similar[0]}?)" if similar else ""
-
-
-def require_finite_weights(tensor: Tensor, name: str) -> None:
-    """Raise if weights are NaN or infinite: they would turn every prediction into NaN."""
-    if not tensor.is_meta and not tensor.isfinite().all():
-        broken = f"{int((~tensor.isfinite()).sum())} of the {tensor.numel()} values of {name}"
-        raise ConversionError(f"{broken} are NaN or infinite; load weights of a training that did not diverge")
 
 
 def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> Source | None:
@@ -318,7 +319,7 @@ def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> So
     return next((source for source in sources if foreign.keys() >= set(source.names)), sources[0])
 
 
-# --- helpers that declarations share -----------------------------------------------------------------------
+# --- helpers that tables share -------------------------------------------------------------------------------
 
 # Names of modules and functions, and names in the configurations of transformers.
 ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
@@ -333,6 +334,26 @@ ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
 }
 
 
+def refuse(variant: str, way: str = WAYS) -> ConversionError:
+    """Return the error for a variant that the canonical encoder cannot represent without changing predictions."""
+    return ConversionError(f"{variant}, which an ensemble here cannot compute. {way}")
+
+
+@contextmanager
+def prefix_errors(name: str) -> Iterator[None]:
+    """Prefix conversion errors raised inside with the name of the architecture, so that callees need not know it.
+
+    A part that is missing (`AttributeError`) is one too: the model was changed, or its library builds it differently.
+    """
+    try:
+        yield
+    except ConversionError as error:
+        raise ConversionError(f"{name}: {error}") from error.__cause__
+    except AttributeError as error:
+        reason = "the model was changed, or this release of its library builds it in another way"
+        raise ConversionError(f"{name}: a part that its table reads is missing ({error}): {reason}") from error
+
+
 def activation_of(module: Any) -> Activation:
     """Return the activation that a module or function computes, or that a string names."""
     name = module if isinstance(module, str) else getattr(module, "__name__", type(module).__name__)
@@ -341,17 +362,13 @@ def activation_of(module: Any) -> Activation:
     for activation, names in ACTIVATIONS.items():
         if name in names:
             return activation
-    raise ConversionError(f"the activation {name!r} is not supported; known are {list(ACTIVATIONS)}")
+    raise refuse(f"it has the activation {name!r}, not one of {list(ACTIVATIONS)}")
 
 
 def dropout_rate(module: Any) -> float:
-    """Rate of a dropout (or drop-path) module; 0 for an identity.
-
-    Raises:
-        ConversionError: It is of another class; comparing outputs would not show what it does in training.
-    """
+    """Rate of a dropout (or drop-path) module, 0 for an identity; raises for others, which training would show."""
     if not is_identity(module) and type(module) is not nn.Dropout and type(module).__name__ != "DropPath":
-        raise refuse(f"dropout is a {qualified_name(module)}, which may behave differently from nn.Dropout in training")
+        raise refuse(f"where dropout is expected it has a {qualified_name(module)}")
     return float(getattr(module, "p", None) or getattr(module, "drop_prob", None) or 0.0)
 
 
@@ -371,7 +388,7 @@ def norm_eps(block: nn.Module) -> float:
     """Return the epsilon of the norms of a block; raise if they differ."""
     epsilons = {name: float(module.eps) for name, module in block.named_modules() if hasattr(module, "eps")}
     if len(set(epsilons.values())) != 1:
-        raise refuse(f"the norms of a block differ in eps ({epsilons})" if epsilons else "its blocks have no norms")
+        raise refuse(f"the norms of a block have the eps {epsilons}, not one")
     return next(iter(epsilons.values()))
 
 
@@ -386,14 +403,10 @@ def pair(size: Any) -> tuple[int, int]:
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def refuse(variant: str, remedy: str | None = None) -> ConversionError:
-    """Return the error for a variant without canonical form, with the nearest alternative; see `prefix_errors`."""
-    why = "the canonical encoder cannot represent this without changing predictions"
-    remedy = remedy or "a model of this architecture without it, fine-tuned on the same data"
-    return ConversionError(format_refusal(variant, why, remedy))
-
-
-WITHOUT_PATCH_DROPOUT = "its weights in a model made with a rate of 0, which gives the same answers"
+def require_no_patch_dropout(module: Any) -> None:
+    """Raise if patches are dropped in training, which is not converted."""
+    if not is_identity(module):
+        raise refuse("it drops patches in training", "Load its weights into a model made with a rate of 0")
 
 
 def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], any_size: bool) -> None:
@@ -406,7 +419,7 @@ def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], any_si
     what = f"its image_size {image[0]}x{image[1]} is not a multiple of its patch_size {patch[0]}x{patch[1]}"
     height, width = (side - side % step for side, step in zip(image, patch, strict=True))
     if not any_size:
-        way = f"its weights in a model for images of {height}x{width}, which has the same patches"
+        way = f"Load its weights into a model for images of {height}x{width}, which has the same patches"
         raise refuse(what, f"{way} (timm: model.set_input_size(({height}, {width})))")
     warn(f"for this model, {what}; where you prepare images yourself, give it images of {height}x{width}")
 
@@ -415,7 +428,7 @@ def read_classifier(module: Any, num_labels: int | None) -> tuple[int, bool]:
     """Return the number of classes and whether there is a bias, of a linear classifier or the new one to be added."""
     if is_identity(module):
         return number_of_classes(0, num_labels), True
-    if type(module) is not nn.Linear:
+    if not isinstance(module, nn.Linear):
         raise refuse(f"the classifier is a {qualified_name(module)}, not an nn.Linear")
     return number_of_classes(module.out_features, num_labels), module.bias is not None
 

@@ -1,16 +1,50 @@
-"""Declarations of your own architectures: where parts are, settings that tensors do not show, how to call a model."""
+"""Declarations of your own architectures: where parts are, settings that tensors do not show, how to call a model.
+
+A declaration becomes a table like those of the libraries, with the same helpers; the rest is read from the model.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
-from ..arguments import checked
-from ..errors import ConfigError
-from ..model.config import Activation, HiddenActivation, NormKind, Pool, Resample, RotaryConfig
-from .core import NamedTensors, perhaps_meant, run
+from .._utils import warn
+from ..errors import ConfigError, ConversionError
+from ..model.config import (
+    Activation,
+    EncoderConfig,
+    EnsembleConfig,
+    HiddenActivation,
+    NormKind,
+    PatchStemConfig,
+    Pool,
+    ReadoutConfig,
+    Resample,
+    RotaryConfig,
+    TextStemConfig,
+)
+from .core import (
+    Architecture,
+    Entry,
+    NamedTensors,
+    Source,
+    activation_of,
+    as_stored,
+    concatenated,
+    dropout_rate,
+    number_of_classes,
+    out_by_head,
+    pair,
+    perhaps_meant,
+    qkv_by_head,
+    refuse,
+    run,
+)
 
 _ImagePart = Literal["patch", "class_token", "registers", "position"]
 _TextPart = Literal["words", "segments", "embedding_norm", "embedding_projection"]
@@ -22,9 +56,6 @@ IN_BLOCK: tuple[Part, ...] = get_args(_BlockPart)
 Place = str | tuple[str, ...] | Tensor
 MASKS = ("attention_mask", "token_type_ids")  # names that tokenizers use
 PADDING = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as in `torch.nn`
-# Optional arguments of `forward` that no tokenizer provides; leaving them out is safe.
-_OMITTED = ("labels", "label", "targets", "target", "position_ids", "inputs_embeds", "head_mask")
-_FLAGS = ("return_", "output_", "use_")
 
 
 @dataclass(frozen=True)
@@ -134,15 +165,12 @@ class Declaration:
             raise ConfigError(f"head_layout is {self.head_layout!r}; order qkv, h and d, as in 'qkv h d'")
 
 
-Declaration.__init__ = checked(Declaration.__init__)  # type: ignore[method-assign]
-
-
 def paths(place: Place) -> tuple[str, ...]:
     """Return the paths of a place; none for a tensor."""
     return () if isinstance(place, Tensor) else (place,) if isinstance(place, str) else place
 
 
-# --- how a model is called -------------------------------------------------------------------------------------------
+# --- how a model is called -----------------------------------------------------------------------------------
 
 
 def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -152,28 +180,21 @@ def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def is_masked(declaration: Declaration, model: nn.Module) -> bool:
+def _is_masked(declaration: Declaration, model: nn.Module) -> bool:
     """Whether a text model knows which tokens are padding."""
     if declaration.masked is not None:
         return declaration.masked
-    return declaration.answer is not None or any(name in _arguments(model) for name in ("attention_mask", *PADDING))
+    arguments = _arguments(model)
+    if declaration.answer is not None or any(name in arguments for name in ("attention_mask", *PADDING)):
+        return True
+    unknown = [name for name in arguments if "mask" in name]
+    if unknown and "words" in declaration.names:
+        advice = "say with answer= how the model is called, or masked=False if it never sees padding"
+        raise ConversionError(f"forward takes {unknown[0]}, which may say what is padding; {advice}")
+    return False
 
 
-def unknown_arguments(declaration: Declaration, model: nn.Module) -> list[str]:
-    """Return arguments of `forward` that may be tensors, are not passed, and might change the output."""
-    if declaration.answer is not None or declaration.masked is False:
-        return []
-    return [
-        name
-        for name, parameter in list(_arguments(model).items())[2:]  # after the model and its input
-        if parameter.default is None
-        and (parameter.annotation is parameter.empty or "Tensor" in str(parameter.annotation))
-        and name not in (*MASKS, *PADDING, *_OMITTED)
-        and not name.startswith(_FLAGS)
-    ]
-
-
-def called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> Tensor:
+def _called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> Tensor:
     """Call a model as the declaration says, or by the arguments of its `forward`, and return its logits."""
     if declaration.answer is not None:
         answer: Any = declaration.answer(model, inputs)
@@ -192,3 +213,340 @@ def called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> 
     if not isinstance(output, Tensor):
         raise TypeError(f"it returns a {type(output).__name__}; say with answer= where its logits are")
     return output
+
+
+# --- from a declaration to a table ---------------------------------------------------------------------------
+
+_BLOCK = "encoder.layers.{i}"
+_WITH_BIAS: dict[Part, str] = {  # linear layers and norms
+    "embedding_projection": "stem.project",
+    "up": f"{_BLOCK}.mlp.up",
+    "down": f"{_BLOCK}.mlp.down",
+    "pooler": "readout.hidden",
+    "classifier": "readout.classifier",
+    "embedding_norm": "stem.norm",
+    "norm1": f"{_BLOCK}.norm1",
+    "query_norm": f"{_BLOCK}.attention.query_norm",
+    "key_norm": f"{_BLOCK}.attention.key_norm",
+    "norm2": f"{_BLOCK}.norm2",
+    "norm": "readout.norm",
+}
+_TENSORS: dict[Part, str] = {
+    "class_token": "stem.class_token",
+    "registers": "stem.register_tokens",
+    "segments": "stem.segments",
+    "scale1": f"{_BLOCK}.attention.scale",
+    "scale2": f"{_BLOCK}.mlp.scale",
+}
+
+
+def read_declaration(declaration: Declaration, model: nn.Module, size: tuple[int, int] | None) -> Architecture:
+    """Turn a user's declaration into a table for this model; `size` is that of its images, if the declaration has none.
+
+    Raises:
+        ConversionError: A part is not where the declaration says, or its shape does not fit.
+    """
+    if declaration.image_size is None and {"patch", "position"} <= declaration.names.keys():
+        if size is None:
+            warn("the shape of its images is not known, so a square is assumed; give image_size= in the declaration")
+        declaration = replace(declaration, image_size=size)
+    reader = _Reader(declaration, model)
+    ignored = (*declaration.ignored, *(name for name, x in reader.tensors.items() if not x.is_floating_point()))
+    return Architecture(
+        name=type(model).__name__,
+        classes=(),
+        config=reader.config,
+        weights=dict(reader.weights()),
+        ignored=ignored,
+        answer=lambda model, inputs, fresh: _called(declaration, model, inputs),
+        masks=_is_masked(declaration, model),
+    )
+
+
+class _Reader:
+    """A declaration beside a model: where every tensor is, and the configuration that follows from their shapes."""
+
+    def __init__(self, declaration: Declaration, model: nn.Module) -> None:
+        self.modules: dict[str, Any] = dict(model.named_modules())
+        stored = {**dict(model.named_buffers()), **model.state_dict()}
+        self.tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in stored.items()}
+        self.rates: dict[str, float] = {}
+        self.declared = self._spelled_out(declaration)
+        self.names = self.declared.names
+        for part in ("norm1", "qkv", "out", "norm2", "up", "down"):
+            if part not in self.names:
+                raise ConversionError(f"names does not say where {part} is")
+        self.layers = 0
+        while self._weight(str(self.names["norm1"]), self.layers) is not None:
+            self.layers += 1
+        for part, place in self.names.items():
+            for path in paths(place):
+                if self._weight(path) is None:
+                    near = perhaps_meant(path.replace("{i}", "0"), [*self.tensors, *self.modules])
+                    raise ConversionError(f"{part} is said to be {path}, which the model does not have{near}")
+
+    def _spelled_out(self, declaration: Declaration) -> Declaration:
+        """Replace `encoder`, `block` and `attention` by the names of their parts, and read settings from them."""
+        names, settings = dict(declaration.names), dict[str, Any]()
+        if (encoder := names.pop("encoder", None)) is not None:
+            module = self._module("encoder", encoder, nn.TransformerEncoder)
+            names["block"] = f"{encoder}.layers.{{i}}"
+            if module.norm is not None:
+                names.setdefault("norm", f"{encoder}.norm")
+        if (block := names.pop("block", None)) is not None:
+            layer = self._module("block", block, nn.TransformerEncoderLayer)
+            parts = {"attention": "self_attn", "norm1": "norm1", "norm2": "norm2", "up": "linear1", "down": "linear2"}
+            names |= {part: f"{block}.{path}" for part, path in parts.items()}  # type: ignore[misc]
+            settings = {"norm_first": bool(layer.norm_first), "activation": activation_of(layer.activation)}
+            rates = {"activation": "dropout", "projection": "dropout1", "output": "dropout2"}
+            self.rates = {f"{site}_dropout": dropout_rate(getattr(layer, part)) for site, part in rates.items()}
+        if (attention := names.pop("attention", None)) is not None:
+            module = self._module("attention", attention, nn.MultiheadAttention)
+            if module.bias_k is not None or module.add_zero_attn:
+                raise refuse(f"{attention} adds keys of its own")
+            names |= {"qkv": f"{attention}.in_proj_weight", "out": f"{attention}.out_proj"}
+            settings["heads"] = int(module.num_heads)
+            self.rates["attention_dropout"] = float(module.dropout)
+        if declaration.dropout is not None:
+            self.rates |= dict.fromkeys(("projection_dropout", "output_dropout"), declaration.dropout)
+        unsaid = {name: value for name, value in settings.items() if getattr(declaration, name) is None}
+        return replace(declaration, names=names, **unsaid)
+
+    def _module(self, part: Part, place: Place, kind: type[nn.Module]) -> Any:
+        path = str(place).replace("{i}", "0")
+        if not isinstance(self.modules.get(path), kind):
+            found = type(self.modules[path]).__name__ if path in self.modules else "missing"
+            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but is {found}")
+        return self.modules[path]
+
+    def _weight(self, path: str, layer: int = 0) -> str | None:
+        """Return the name of the tensor that a path denotes: a tensor itself, or the weight of a module."""
+        name = path.replace("{i}", str(layer))
+        return next((f"{path}{end}" for end in ("", ".weight") if f"{name}{end}" in self.tensors), None)
+
+    def _bias(self, path: str) -> str | None:
+        """Return the name of the bias next to the weight of a path; None if there is none."""
+        weight = self._weight(path) or ""
+        bias = f"{weight.removesuffix('weight')}bias" if weight.endswith("weight") else ""
+        return bias if bias.replace("{i}", "0") in self.tensors else None
+
+    def _tensor(self, part: Part) -> Tensor | None:
+        """Return the weights of a part in the first block; None if the declaration has no such part."""
+        place = self.names.get(part)
+        if place is None or isinstance(place, Tensor):
+            return place
+        names = [str(self._weight(path)).replace("{i}", "0") for path in paths(place)]
+        tensor = torch.cat([self.tensors[name] for name in names])
+        if part in ("patch", "words", "out", "up", "down", "classifier") and tensor.dim() < 2:
+            raise ConversionError(f"{part} is a tensor {list(tensor.shape)}, but a matrix is expected")
+        return tensor
+
+    def _needed(self, part: Part) -> Tensor:
+        tensor = self._tensor(part)
+        assert tensor is not None, part
+        return tensor
+
+    # --- where the canonical parameters come from ------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, Entry | tuple[Entry, ...]]]:
+        """Yield the entries of the table."""
+        positions = "stem.positions" if "words" in self.names else "stem.position"
+        scale = self.declared.embedding_scale
+        for part, place in self.names.items():
+            if isinstance(place, Tensor):  # computed by the model, which does not store it
+                given = place.to(self._needed("norm1"))
+                rows = partial(_first_rows, [given])
+                yield _TENSORS.get(part, positions), Source((), lambda _, shape, rows=rows: rows(shape))
+                continue
+            path, bias = str(place), None if part == "qkv" else self._bias(str(place))
+            name = str(self._weight(path))
+            if part in _WITH_BIAS:
+                yield from self._with_bias(part, name, bias)
+            elif part in _TENSORS:
+                yield _TENSORS[part], name
+            elif part == "words":
+                yield "stem.words", Source((name,), lambda tensors, shape: (tensors[0] * scale).reshape(shape))
+            elif part == "position":
+                yield positions, Source((name,), _first_rows)
+            elif part == "patch":
+                yield "stem.patch", Source((name,), self._patches)
+                yield "stem.patch_bias", bias or ()
+            elif part == "out":
+                yield f"{_BLOCK}.attention.out", out_by_head(name)
+                yield f"{_BLOCK}.attention.out_bias", bias or ()
+            elif part == "qkv":
+                names = [str(self._weight(one)) for one in paths(place)]
+                biases = [self._bias(one) for one in paths(place)]
+                yield f"{_BLOCK}.attention.qkv", Source(tuple(names), self._heads)
+                found = tuple(bias or weight for bias, weight in zip(biases, names, strict=True))  # or zeros like it
+                yield f"{_BLOCK}.attention.qkv_bias", Source(found, self._heads_of_vectors)
+
+    def _with_bias(self, part: Part, weight: str, bias: str | None) -> Iterator[tuple[str, Entry]]:
+        """Yield weight and bias of a linear layer or a norm; a bias that the model does not have is zero."""
+        gate = str(self.names["gate"]) if part == "up" and "gate" in self.names else None
+        gates = None if gate is None else (self._weight(gate), self._bias(gate))
+
+        def stored(name: str, of_gate: str | None) -> Entry:
+            if part in ("query_norm", "key_norm"):
+                return Source((name,), lambda tensors, shape: tensors[0][..., self._order(shape[-1])].reshape(shape))
+            return as_stored(name) if of_gate is None else concatenated(of_gate, name)
+
+        yield f"{_WITH_BIAS[part]}.weight", stored(weight, gates and gates[0])
+        zeros = Source((weight,), lambda tensors, shape: tensors[0].new_zeros(shape))
+        yield f"{_WITH_BIAS[part]}.bias", zeros if bias is None else stored(bias, gates and gates[1])
+
+    def _patches(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        _, width, channels, height, wide = shape
+        if tensors[0].dim() == 2 and self.declared.patch_order == "hwc":
+            return tensors[0].reshape(width, height, wide, channels).permute(0, 3, 1, 2)
+        return tensors[0].reshape(shape)
+
+    def _heads(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        """Return query, key and value of every head, `[H, 3, d_k, …]`, from rows in the declared order."""
+        heads = qkv_by_head(order=self._order, layout=self.declared.head_layout).read(tensors, shape)
+        if self.declared.attention_scale is None:
+            return heads
+        factor = self.declared.attention_scale * shape[2] ** 0.5  # folded into the queries
+        return torch.cat([heads[:, :1] * factor, heads[:, 1:]], dim=1)
+
+    def _heads_of_vectors(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        return self._heads([x if x.dim() == 1 else x.new_zeros(len(x)) for x in tensors], shape)
+
+    def _order(self, head_dim: int) -> list[int]:
+        """Return the order in which to read query and key rows, so that rotated pairs are the halves of a head."""
+        if self.declared.rotary is None or self.declared.rotary_pairs == "halves":
+            return [*range(head_dim)]
+        return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
+
+    # --- the configuration -----------------------------------------------------------------------------------
+
+    def config(self, model: nn.Module, num_labels: int | None) -> EnsembleConfig:
+        """Build the canonical configuration from the declaration and the shapes of the tensors."""
+        heads, down, up, out = self.declared.heads, *(self._needed(part) for part in ("down", "up", "out"))
+        if heads is None or heads < 1 or out.shape[-1] % heads:
+            raise ConversionError(f"heads is {heads}; give the number that divides the {out.shape[-1]} columns of out")
+        if self.declared.attention_scale is not None and "query_norm" in self.names:
+            raise ConversionError("attention_scale is given, but a norm of queries would undo it")
+        rotary, mlp_parts = self.declared.rotary, (str(self.names["up"]), str(self.names["down"]))
+        kind, eps = self._norm("norm1", "norm2", "query_norm", "key_norm")
+        encoder = EncoderConfig(
+            width=self._needed("norm1").numel(),
+            layers=self.layers,
+            heads=heads,
+            head_dim=out.shape[1] // heads,
+            mlp_width=down.shape[1],
+            activation=self.declared.activation or "gelu",
+            gated=up.shape[0] * (2 if "gate" in self.names else 1) == 2 * down.shape[1],
+            norm=kind,
+            norm_eps=eps,
+            norm_first=self.declared.norm_first is not False,
+            qk_norm="query_norm" in self.names,
+            qkv_bias=any(self._bias(path) is not None for path in paths(self.names["qkv"])),
+            out_bias=self._bias(str(self.names["out"])) is not None,
+            mlp_bias=any(self._bias(path) is not None for path in mlp_parts),
+            layer_scale="scale1" in self.names,
+            rotary=RotaryConfig(rotary) if isinstance(rotary, int | float) else rotary,
+            **self.rates,  # type: ignore[arg-type]
+        )
+        stem = self._text_stem() if "words" in self.names else self._patch_stem()
+        return EnsembleConfig(stem, encoder, self._readout(num_labels), encoder.all_heads())
+
+    def _norm(self, *parts: Part) -> tuple[NormKind, float]:
+        """Return the kind and epsilon that the norms of these parts share; raise if they differ."""
+        kinds, epsilons = set[NormKind](), set[float]()
+        for part in (name for name in parts if name in self.names):
+            for layer in range(self.layers):
+                module = self.modules.get(str(self.names[part]).replace("{i}", str(layer)))
+                rms = isinstance(module, nn.RMSNorm)
+                kinds.add("rms" if rms else self.declared.norm_kind)
+                eps = getattr(module, "eps", self.declared.norm_eps)
+                eps = torch.finfo(self._needed(part).dtype).eps if rms and eps is None else eps
+                epsilons |= set() if eps is None else {float(eps)}
+        if len(epsilons) != 1 or len(kinds) != 1:
+            problem = f"are of the kinds {sorted(kinds)}, with eps {sorted(epsilons)}; give norm_eps= if there is none"
+            raise ConversionError(f"the norms {', '.join(parts)} must agree, but {problem}")
+        return kinds.pop(), epsilons.pop()
+
+    def _embedded(self) -> dict[str, Any]:
+        """Return the settings that image and text stems share."""
+        common = {"learned_positions": "position" in self.names, "dropout": self.declared.dropout or 0.0}
+        if "embedding_norm" not in self.names:
+            return {**common, "norm": False}
+        kind, eps = self._norm("embedding_norm")
+        return {**common, "norm": True, "norm_kind": kind, "norm_eps": eps}
+
+    def _positions(self) -> int:
+        """Return the number of positions; 0 if none are stored."""
+        position = self._tensor("position")
+        return 0 if position is None else position.numel() // position.shape[-1]
+
+    def _text_stem(self) -> TextStemConfig:
+        words, segments, rows = self._needed("words"), self._tensor("segments"), self._positions()
+        most = self.declared.max_tokens or rows
+        if not most or (rows and most > rows):
+            raise ConversionError(f"max_tokens is {most}, with {rows} positions; give max_tokens=, at most as many")
+        return TextStemConfig(
+            vocabulary=words.shape[0],
+            positions=most,
+            embedding_width=words.shape[1],
+            segments=0 if segments is None else segments.shape[0],
+            project="embedding_projection" in self.names,
+            **self._embedded(),
+        )
+
+    def _patch_stem(self) -> PatchStemConfig:
+        patch, registers, rows = self._needed("patch"), self._tensor("registers"), self._positions()
+        prefix = ("class_token" in self.names) + (0 if registers is None else registers.numel() // registers.shape[-1])
+        size = (int(patch.shape[2]), int(patch.shape[3])) if patch.dim() == 4 else self._square_patch(patch.shape[1])
+        if self.declared.image_size is not None:
+            height, width = pair(self.declared.image_size)
+            grid = height // size[0], width // size[1]
+        else:  # a square, with as many tokens before it as possible
+            squares = (n for n in range(max(1, rows - prefix), rows + 1) if math.isqrt(n) ** 2 == n)
+            grid = (math.isqrt(next(squares, 0)),) * 2
+        spare = rows - grid[0] * grid[1]
+        if not all(grid) or (spare < 0 and rows):
+            raise ConversionError(f"{rows} positions do not fit {grid[0]}x{grid[1]} patches; give image_size=")
+        return PatchStemConfig(
+            patch_size=size,
+            grid=grid,
+            channels=patch[0].numel() // (size[0] * size[1]),
+            patch_bias=self._bias(str(self.names["patch"])) is not None,
+            class_token="class_token" in self.names,
+            registers=prefix - ("class_token" in self.names),
+            position_prefix=max(0, min(spare, prefix)),
+            resample=self.declared.resample,
+            **self._embedded(),
+        )
+
+    def _square_patch(self, numbers: int) -> tuple[int, int]:
+        """Return the patch size of a linear layer on patches of 3 channels, or 1."""
+        for channels in (3, 1):
+            side = math.isqrt(numbers // channels)
+            if channels * side**2 == numbers:
+                return side, side
+        raise refuse(f"a patch of {numbers} numbers is not a square with 1 or 3 channels")
+
+    def _readout(self, num_labels: int | None) -> ReadoutConfig:
+        classifier = self._tensor("classifier")
+        classes = number_of_classes(0 if classifier is None else len(classifier), num_labels)
+        kind, eps = self._norm("norm") if "norm" in self.names else (None, 1e-6)
+        blocks = self._norm("norm1")[0]
+        if kind not in (None, blocks):
+            raise refuse(f"norm is of the kind {kind!r}, but those of the blocks are of {blocks!r}")
+        return ReadoutConfig(
+            pool=self.declared.pool,
+            pool_prefix=self.declared.pool_prefix,
+            num_classes=classes,
+            norm="none" if "norm" not in self.names else "pooled" if self.declared.norm_after_pool else "tokens",
+            norm_eps=eps,
+            hidden=self.declared.pooler_activation if "pooler" in self.names else None,
+            bias=classifier is None or self._bias(str(self.names["classifier"])) is not None,
+        )
+
+
+def _first_rows(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """Return the first rows of a table, as many as the shape needs, ignoring axes of length one."""
+    if tensors[0].shape[-1:] != shape[-1:]:
+        raise RuntimeError(f"shape {list(tensors[0].shape)} is not [..., {shape[-1]}]")
+    return tensors[0].reshape(-1, shape[-1])[: shape[-2]].reshape(shape)

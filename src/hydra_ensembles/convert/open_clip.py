@@ -15,7 +15,6 @@ from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from . import timm
 from .core import (
-    WITHOUT_PATCH_DROPOUT,
     Architecture,
     DualArchitecture,
     Weights,
@@ -31,6 +30,7 @@ from .core import (
     pair,
     qualified_name,
     refuse,
+    require_no_patch_dropout,
     require_usual_scale,
     transposed,
 )
@@ -74,8 +74,7 @@ _TEXT_WEIGHTS: Weights = {
 
 
 def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    if not is_identity(model.patch_dropout):
-        raise refuse("it drops patches in training (patch_dropout)", WITHOUT_PATCH_DROPOUT)
+    require_no_patch_dropout(model.patch_dropout)
     pools: dict[str, Pool] = {"tok": "cls", "avg": "mean"}
     if model.pool_type not in pools or model.output_tokens:
         raise refuse(f"pool_type is {model.pool_type!r}, output_tokens {model.output_tokens}")

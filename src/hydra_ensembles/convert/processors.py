@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._utils import require
+from .._utils import require, warn
 from ..errors import ConfigError, ConversionError
-from ..model.config import PatchStemConfig, TextStemConfig
+from ..model.config import EnsembleConfig, PatchStemConfig, TextStemConfig
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..preprocessing import OTHER_CHANNELS, ImagePreprocessing, Interpolation, TextCleaning, TextPreprocessing
@@ -23,6 +23,7 @@ _ACCEPTED = {
     "CenterCrop, ToTensor and Normalize, or an ImagePreprocessing",
 }
 _TEXTS = ("What 1 processor makes of a Text, it is asked.", "Nothing else")
+_SPARE_WORDS = 1024  # vocabularies are padded to multiples of 64, 128 or so
 _LEVELS = 3.0  # allowed mean difference of pixels, of 255: libraries resize slightly differently
 # Numbers of PIL, and names that differ from ours; torchvision's default is None.
 _RESAMPLING: dict[Any, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -55,12 +56,31 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
     return image
 
 
-def with_processor(metadata: Metadata, processor: Any, stem: PatchStemConfig | TextStemConfig) -> Metadata:
-    """Set preprocessing and its origin in the metadata from a processor, if one was given."""
+def with_processor(metadata: Metadata, processor: Any, config: EnsembleConfig, model: Any) -> Metadata:
+    """Set preprocessing and its origin in the metadata of a model from a processor, if one was given."""
     if processor is None:
         return metadata
-    origin = f"the {type(_part_for(stem, processor)).__name__} that was given"
-    return replace(metadata, preprocessing=read_processor(processor, stem), preprocessing_from=origin)
+    part = _part_for(config.stem, processor)
+    if hasattr(part, "backend_tokenizer") and config.stem.kind == "text":
+        _warn_of_another_tokenizer(part, config, getattr(model, "config", None))
+    origin = f"the {type(part).__name__} that was given"
+    return replace(metadata, preprocessing=read_processor(part, config.stem), preprocessing_from=origin)
+
+
+def _warn_of_another_tokenizer(tokenizer: Any, config: EnsembleConfig, theirs: Any) -> None:
+    """Warn of a tokenizer whose words or special tokens are not the model's (CLIP's own configurations are wrong)."""
+    stem: Any = config.stem
+    words = max(tokenizer.get_vocab().values(), default=-1) + 1
+    signs = [f"it has {words} words, the model {stem.vocabulary}"] if stem.vocabulary - words > _SPARE_WORDS else []
+    for name in ("pad_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"):
+        ours, given = getattr(theirs, name, None), getattr(tokenizer, name, None)
+        if stem.norm and None not in (ours, given) and ours != given:
+            signs.append(f"its {name} is {given}, in the model's configuration {ours}")
+    first = tokenizer("a")["input_ids"][:1]
+    if config.readout.pool == "cls" and stem.norm and not set(first) <= set(tokenizer.all_special_ids):
+        signs.append("it begins a text with no special token, which is what the model classifies")
+    if signs:
+        warn(f"the tokenizer may be that of another model: {'; '.join(signs)}; give the one the model was trained with")
 
 
 def _part_for(stem: PatchStemConfig | TextStemConfig, processor: Any) -> Any:

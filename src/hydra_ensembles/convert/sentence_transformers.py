@@ -1,6 +1,6 @@
 """sentence-transformers: the encoder of transformers inside, with the pooling of the model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, Pool, ReadoutConfig
 from ..model.metadata import Metadata
-from .core import Architecture, NamedTensors, number_of_classes, qualified_name, refuse, run
+from .core import Architecture, NamedTensors, number_of_classes, prefix_errors, refuse, run
 from .processors import read_processor
-from .refusals import explain, prefix_errors
 
 POOLS: dict[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 
@@ -21,7 +20,7 @@ def is_sentence_model(model: object) -> bool:
     return type(model).__module__.startswith("sentence_transformers.") and isinstance(model, nn.Module)
 
 
-def opened(model: Any, architectures: Sequence[Architecture]) -> tuple[Architecture, nn.Module]:
+def opened(model: Any, table_of: Callable[[type], Any]) -> tuple[Architecture, nn.Module]:
     """Return the declaration of the encoder inside, with the pooling of the model, and the encoder.
 
     A new classifier reads the pooled features before the model normalises or truncates them.
@@ -31,9 +30,7 @@ def opened(model: Any, architectures: Sequence[Architecture]) -> tuple[Architect
     if not isinstance(inner, nn.Module):
         problem = f"a {type(first).__name__} holds no transformers encoder"
         raise ConversionError(f"sentence-transformers: {problem}; give a SentenceTransformer that begins with one")
-    architecture = next((one for one in architectures if qualified_name(inner) in one.classes), None)
-    if architecture is None:
-        raise ConversionError(f"sentence-transformers: {explain(qualified_name(inner))}")
+    architecture: Architecture = table_of(type(inner))
     name = f"sentence-transformers, {architecture.name}"
     with prefix_errors(name):
         _require_plain(model, first, behind)
@@ -52,7 +49,7 @@ def opened(model: Any, architectures: Sequence[Architecture]) -> tuple[Architect
         cut = getattr(model, "truncate_dim", None)
         if num_labels is None and (len(behind) > 1 or cut is not None):
             change = "scaled to length one" if cut is None else f"cut to {cut} numbers (truncate_dim)"
-            raise refuse(f"its embeddings are {change}", "a classifier on the whole embedding: give num_labels=...")
+            raise refuse(f"its embeddings are {change}", "A classifier can read the whole embedding: give num_labels=")
         bare = architecture.config(encoder, None)
         classes = number_of_classes(0, num_labels)
         last = bare.readout  # has the norm after the last block

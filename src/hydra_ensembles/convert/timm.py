@@ -10,7 +10,6 @@ from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing, Interpolation
 from .core import (
     POOLING,
-    WITHOUT_PATCH_DROPOUT,
     Architecture,
     Source,
     Weights,
@@ -27,6 +26,7 @@ from .core import (
     qualified_name,
     read_classifier,
     refuse,
+    require_no_patch_dropout,
     require_usual_scale,
     require_whole_patches,
 )
@@ -106,8 +106,7 @@ def _stem(model: Any, distilled: bool) -> PatchStemConfig:
     if type(patch).__name__ != "PatchEmbed" or not is_identity(patch.norm):
         norm = type(getattr(patch, "norm", None)).__name__
         raise refuse(f"patches are embedded by {type(patch).__name__}" + f" with {norm}" * (norm != "NoneType"))
-    if not is_identity(model.patch_drop):
-        raise refuse("it drops patches in training", WITHOUT_PATCH_DROPOUT)
+    require_no_patch_dropout(model.patch_drop)
     if patch.strict_img_size or patch.dynamic_img_pad:  # else it takes only whole patches, as we do
         require_whole_patches(pair(patch.img_size), pair(patch.patch_size), any_size=False)
     normed = not is_identity(model.norm_pre)

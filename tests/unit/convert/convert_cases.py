@@ -10,7 +10,6 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from architectures import timm_model
-from hydra_ensembles.convert import guess
 from hydra_ensembles.errors import ConversionError
 
 VIT = "vit_tiny_patch16_224"
@@ -45,11 +44,6 @@ def around(
             return after(super().forward(before(self, x)))
 
     return Around
-
-
-def look_for_no_remedy(patch: pytest.MonkeyPatch) -> None:
-    """Refuse a wrong declaration without searching for settings that might fix it."""
-    patch.setattr(guess, "_changes", lambda *given: ())
 
 
 def convert_wrongly(patch: pytest.MonkeyPatch, change: Callable[[he.Ensemble], object]) -> None:

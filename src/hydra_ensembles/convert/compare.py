@@ -1,0 +1,264 @@
+"""The proof of a conversion: the original and the converted model answer the same fixed inputs alike.
+
+The inputs are an image of the model's size and, if the original takes it, a larger one; or two texts, one padded. They
+are varied, but few: what a model does only with others (a special token id, texts longer than these, pixels of
+another range), only in training, or only on another device is not compared.
+"""
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._utils import evaluation_mode, torch_seeded
+from ..errors import ConversionError
+from ..model.config import TextStemConfig
+from ..model.ensemble import Ensemble
+from ..model.layers import GroupedLinear
+from ..preprocessing import TextPreprocessing
+from .core import WAYS, Architecture, NamedTensors, block_name
+
+_TOKENS = 64
+_HALF = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_ALLOWED = 1e-4  # of the largest output: covers sums in another order, and float32 angles of rotary positions
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """An original model and the converted one, to compare their answers."""
+
+    architecture: Architecture
+    model: nn.Module  # not changed
+    ensemble: Ensemble
+    fresh: bool = False  # whether the classifier is new: then features are compared
+    projection: GroupedLinear | None = None  # of a dual encoder's tower, applied to its features
+
+    def in_float32(self) -> "ModelPair":
+        """Return copies of both in float32."""
+        parts = {"model": self.model, "ensemble": self.ensemble, "projection": self.projection}
+        copies: dict[str, Any] = {name: deepcopy(part).float() for name, part in parts.items() if part is not None}
+        return replace(self, **copies)
+
+    def original(self, inputs: NamedTensors) -> Tensor:
+        """Call the original: logits `[B, C]`, or features `[B, d]` if the classifier is new."""
+        told = f"for a random batch {_shapes(inputs)} the model itself"
+        try:
+            batch = {name: tensor.clone() for name, tensor in inputs.items()}
+            answer = self.architecture.answer(self.model, batch, self.fresh)
+            samples, shape = len(next(iter(inputs.values()))), list(answer.shape)
+        except Exception as error:  # a user's model may raise anything
+            why = f"cannot answer ({type(error).__name__}: {error})"
+            raise ConversionError(f"{told} {why}; repair it, or convert with probe=False") from error
+        if not self.architecture.classes and (answer.dim() != 2 or len(answer) != samples):
+            raise ConversionError(f"{told} returns {shape}, not [{samples}, classes]; say where logits are (answer=)")
+        if not answer.isfinite().all():
+            raise ConversionError(f"{told} returns NaN or infinite numbers in {answer.dtype}; try model.float()")
+        return answer
+
+    def converted(self, inputs: NamedTensors) -> Tensor:
+        """Call the converted model; the output is as in `original`."""
+        ensemble = self.ensemble
+        if not self.fresh:
+            return ensemble(inputs)[0] if self.projection is None else self.projection(ensemble(inputs))[0]
+        features = ensemble.features(inputs)[0]  # [B, d]; [B, 2, d] with a distillation token
+        return features.mean(1) if ensemble.config.readout.pool == "distilled" else features
+
+
+def require_same_answers(pair: ModelPair) -> None:
+    """Raise if the conversion changes an answer, and name the first layer where the models differ.
+
+    Models in half precision are compared in float32, so that no difference is mistaken for rounding.
+    """
+    if pair.ensemble.dtype in _HALF:
+        with suppress(Exception):  # a user's model may not be copied, or not into this memory
+            pair = pair.in_float32()
+    allowed = _allowed(pair.ensemble)
+    classifier = pair.ensemble.readout.classifier
+    by_tokens = classifier is not None and not classifier.weight.any()  # then logits prove nothing
+    with _answering(pair):
+        for number, inputs in enumerate(_inputs(pair)):
+            try:
+                expected = pair.original(inputs)
+            except ConversionError:
+                if number:
+                    return  # it takes only images of its own size
+                raise
+            apart = _difference(pair.converted(inputs), expected)
+            if by_tokens or not apart <= allowed:  # also if it is NaN
+                place = _first_difference(pair, inputs, allowed)
+                if place or not by_tokens:
+                    raise _difference_error(pair, inputs, apart, allowed, place)
+
+
+def _difference_error(
+    pair: ModelPair, inputs: NamedTensors, apart: float, allowed: float, place: str
+) -> ConversionError:
+    last = block_name(pair.architecture, pair.model, pair.ensemble.num_layers - 1)
+    place = place or f"after {last}, where tokens are pooled and classified"
+    what = "features" if pair.fresh else "answers"
+    said = "its class and its configuration say" if pair.architecture.classes else "the declaration says"
+    return ConversionError(
+        f"the {what} of the converted model differ by {apart:.2g} of their size ({allowed:g} is allowed) on a random "
+        f"batch {_shapes(inputs)}, first {place}: the model does not compute what {said}. {WAYS} (or probe=False)"
+    )
+
+
+def _allowed(ensemble: Ensemble) -> float:
+    tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32  # ten bits, as float16
+    if ensemble.device.type == "cuda" and ensemble.dtype is torch.float32 and tf32:
+        return _HALF[torch.float16]
+    return _HALF.get(ensemble.dtype, _ALLOWED)
+
+
+@contextmanager
+def _answering(pair: ModelPair) -> Iterator[None]:
+    """Set evaluation mode and a seed, disable gradients, autocast and compilation; all is restored afterwards.
+
+    Warnings of the model itself are suppressed: they are not about the conversion. What `accelerate` put in place of
+    `forward`, which computes in half precision, is put aside.
+    """
+    device, model = pair.ensemble.device, pair.model
+    compiled = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
+    mixed = vars(model).get("forward") if "_original_forward" in vars(model) else None
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch_seeded(0, device),
+        evaluation_mode(model),
+    ):
+        if mixed is not None:
+            vars(model)["forward"] = vars(model)["_original_forward"]
+        try:
+            yield
+        finally:
+            if mixed is not None:
+                vars(model)["forward"] = mixed
+
+
+# --- the inputs ----------------------------------------------------------------------------------------------
+
+
+def _inputs(pair: ModelPair) -> Iterator[NamedTensors]:
+    """Yield the batches; the same in every process. Two samples show whether a user's own model mixes them."""
+    stem, ensemble = pair.ensemble.config.stem, pair.ensemble
+    generator = torch.Generator("cpu").manual_seed(0)
+    if isinstance(stem, TextStemConfig):
+        yield {name: tensor.to(ensemble.device) for name, tensor in _texts(pair, stem, generator).items()}
+        return
+    (height, width), (high, wide) = stem.image_size, stem.patch_size
+    for count, *size in ((1 if pair.architecture.classes else 2, height, width), (1, height + high, width + 2 * wide)):
+        images = torch.randn((count, stem.channels, *size), generator=generator, device="cpu", dtype=torch.float32)
+        yield {"pixel_values": images.to(ensemble.device, ensemble.dtype)}
+
+
+def _texts(pair: ModelPair, stem: TextStemConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return token ids `[B, T]`, a mask if the model takes one, and segments if there are several.
+
+    CLIP's texts (no other family lacks a norm after the embedding) fill the context and have an end-of-text token.
+    """
+    config, architecture = pair.ensemble.config, pair.architecture
+    clip = not stem.norm and bool(architecture.classes)
+    tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0))
+    ids = torch.randint(stem.vocabulary, (2, tokens), generator=generator, device="cpu")
+    if not architecture.masks:
+        return {"input_ids": ids}
+    pad = _padding(pair, stem)
+    end = stem.vocabulary - 1 if config.readout.eot_token is None else config.readout.eot_token
+    ordinary = next((word for word in range(stem.vocabulary) if word not in (pad, end)), pad)
+    ids = ids.masked_fill((ids == pad) | (ids == end), ordinary)
+    positions = torch.arange(tokens, device="cpu")[None]  # [1, T]
+    ends = torch.tensor([tokens - 1, tokens // 2], device="cpu")[:, None]  # [B, 1], the last token
+    ids = ids.masked_fill(positions > ends, pad)
+    if clip:
+        return {"input_ids": ids.masked_fill(positions == ends, end)}
+    inputs = {"input_ids": ids, "attention_mask": (positions <= ends).long()}
+    if stem.segments > 1:
+        inputs["token_type_ids"] = ((positions > ends // 2) & (positions <= ends)).long()
+    return inputs
+
+
+def _padding(pair: ModelPair, stem: TextStemConfig) -> int:
+    """Return the padding id according to the position table, the tokenizer or the word embeddings; 0 if none says."""
+    texts = pair.ensemble.metadata.preprocessing
+    known = [stem.positions_after, texts.pad_id if isinstance(texts, TextPreprocessing) else None]
+    tables = [module for module in pair.model.modules() if isinstance(module, nn.Embedding)]
+    known += [table.padding_idx for table in tables if table.num_embeddings == stem.vocabulary]
+    return next((one for one in known if one is not None), 0)
+
+
+def _shapes(inputs: NamedTensors) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in inputs.items()}
+
+
+# --- the differences -----------------------------------------------------------------------------------------
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected value; infinity if the shapes differ."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    expected = expected.double()
+    scale, apart = expected.abs().max().item(), (actual.double() - expected).abs().max().item()
+    return apart / scale if scale else apart
+
+
+def _first_difference(pair: ModelPair, inputs: NamedTensors, allowed: float) -> str:
+    """Describe the first place where the activations of both models differ; an empty string if all blocks agree."""
+    names = [block_name(pair.architecture, pair.model, layer) for layer in range(pair.ensemble.num_layers)]
+    theirs = _their_tokens(pair, [pair.model.get_submodule(name) for name in names], inputs)
+    if not theirs:
+        return f"somewhere ({names[0] or 'a block'} is not called as a module, so it is not observed)"
+    mask, ours = inputs.get("attention_mask"), _our_tokens(pair.ensemble, inputs)
+    as_layer = " as layer {}" if len(set(names)) < len(names) else ""  # of a block that several layers share
+    places = [f"before {names[0]}, where the input is embedded"]
+    places += [f"in {name}{as_layer.format(layer)}" for layer, name in enumerate(names)]
+    for place, mine, their in zip(places, ours, theirs, strict=False):
+        if their.shape != mine.shape and their.dim() == mine.dim():
+            their = their.transpose(0, 1)  # [T, B, d] -> [B, T, d]
+        if mask is not None and their.shape == mine.shape:
+            mine, their = mine[mask.bool()], their[mask.bool()]  # without padding
+        if not _difference(mine, their) <= allowed:
+            return place
+    return places[len(theirs)] if len(theirs) < len(ours) else ""
+
+
+def _our_tokens(ensemble: Ensemble, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the input of the first block and the output of each block, `[B, T, d]`."""
+    x, context = ensemble.embed(*ensemble.unpack(dict(inputs), None, None))
+    tokens = [x[0]]
+    for block in ensemble.encoder.layers:
+        x = block(x, context)
+        tokens.append(x[0])
+    return tokens
+
+
+def _their_tokens(pair: ModelPair, blocks: Sequence[nn.Module], inputs: NamedTensors) -> list[Tensor]:
+    """Return the same for the original, assuming that its blocks run in this order."""
+    tokens: list[Tensor] = []
+    blocks = list(dict.fromkeys(blocks))  # a block shared by several layers is hooked once
+
+    def keep(x: Any) -> None:
+        if isinstance(x, Tensor):
+            tokens.append(x.to_padded_tensor(0.0) if x.is_nested else x)
+
+    def before(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if not tokens:
+            keep(next((value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor)), None))
+
+    def after(_: Any, arguments: Any, output: Any) -> None:
+        keep(output[0] if isinstance(output, tuple) else output)
+
+    with ExitStack() as hooks:
+        hooks.enter_context(blocks[0].register_forward_pre_hook(before, with_kwargs=True))
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(after))
+        pair.architecture.answer(pair.model, inputs, pair.fresh)
+    return tokens

@@ -1,0 +1,233 @@
+"""The comparison of answers: a model that computes something else than its table says is refused, not converted."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from convert_cases import alike, changed, convert_wrongly, refused, vit
+from torch import Tensor, nn
+
+import hydra_ensembles as he
+from architectures import images, torchvision_model
+from architectures_clip import CONTEXT, DUAL_CASES
+from architectures_own import ENCODER_VIT, EncoderViT, own
+from architectures_transformers import MODERNBERT, TEXT, VISION, transformers_model
+from contract.all_architectures import ALL_CASES
+
+KNOWN: dict[str, Any] = {str(case): case for case in (*ALL_CASES, *DUAL_CASES)}
+
+
+@pytest.fixture
+def disturbed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Conversions corrupt the parameters whose names are added to this list."""
+    names: list[str] = []
+
+    def add_noise(ensemble: he.Ensemble) -> None:
+        for parameter in (one for name, one in ensemble.named_parameters() if name in names):
+            parameter.add_(torch.linspace(-3, 3, parameter.shape[-1]))
+
+    convert_wrongly(monkeypatch, add_noise)
+    return names
+
+
+EMBEDDED = "stem.words stem.position stem.positions stem.class_token stem.norm.weight"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("timm-vit", "timm-dinov3", "torchvision-vit", "transformers-dinov2", "transformers-bert"),
+        *("transformers-albert", "transformers-modernbert", "sentence-transformers-bert", "own-vit", "own-rope-bert"),
+        *("transformers-clip-text", "transformers-siglip", "open_clip-plain", "open_clip-timm-siglip"),
+    ],
+)
+def test_a_wrong_conversion_is_refused_and_the_layer_named(name: str, disturbed: list[str]) -> None:
+    case = KNOWN[name]
+    model, given = case.build(), getattr(case, "convert_kwargs", {})
+    disturbed += ["encoder.layers.1.norm2.weight"]
+    refused(model, r"first in .*[._ ]1:", **given)
+    disturbed[:] = EMBEDDED.split()
+    refused(model, "first before", **given)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: vit(num_classes=0),
+        lambda: changed(torchvision_model(), "heads", nn.Sequential()),
+        lambda: transformers_model("Dinov2Model", VISION),
+        lambda: transformers_model("CLIPVisionModel", VISION),
+        lambda: transformers_model("BertModel", TEXT),
+        lambda: transformers_model("ModernBertModel", MODERNBERT),
+    ],
+)
+def test_features_are_compared_where_the_classifier_is_new(build: Callable[[], Any], disturbed: list[str]) -> None:
+    """Its new classifier is the same whenever it is drawn."""
+    model = build()
+    first, again = (he.convert(model, num_labels=3) for _ in range(2))
+    assert first.num_classes == 3
+    assert torch.equal(first.readout.classifier.weight, again.readout.classifier.weight)
+    disturbed.append("encoder.layers.1.norm2.weight")
+    refused(model, r"features.*in .*[._ ]1:", num_labels=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types_are_compared_as_sharply(dtype: torch.dtype, disturbed: list[str]) -> None:
+    model = vit().to(dtype)
+    assert he.convert(model).dtype == dtype
+    disturbed.append("encoder.layers.1.mlp.down.bias")
+    refused(model, "blocks.1")
+
+
+def test_a_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    convert_wrongly(monkeypatch, lambda ensemble: setattr(ensemble.encoder, "window", 3))
+    refused(transformers_model("ModernBertForSequenceClassification", MODERNBERT), r"layers\.1")
+
+
+@torch.no_grad()
+def test_a_classifier_of_zeros_proves_nothing_so_tokens_are_compared(disturbed: list[str]) -> None:
+    model, own_model = torchvision_model(), own(EncoderViT)
+    for head in (model.heads.head, own_model.head):
+        nn.init.zeros_(head.weight)
+    assert he.convert(model).num_classes == he.convert(own_model, declaration=ENCODER_VIT).num_classes == 5
+    disturbed.append("encoder.layers.1.norm2.weight")
+    refused(model, "in encoder.layers.encoder_layer_1:")
+    refused(own_model, "in encoder.layers.1:", declaration=ENCODER_VIT)
+
+
+def test_models_that_cannot_answer_are_clear_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = vit()
+    with torch.no_grad():
+        model.head.weight.fill_(3e38)  # finite, but its product with features is not
+    refused(model, "NaN or infinite")
+    monkeypatch.setattr(type(model), "forward_features", lambda *given, **named: 1 / 0)
+    refused(model, r"ZeroDivisionError.*probe=False")
+    assert he.convert(model, probe=False).num_classes == 5
+
+
+# --- altered models ------------------------------------------------------------------------------------------
+
+Change = Callable[[Any], object]
+
+
+class Adapted(nn.Linear):
+    """A hand-written low-rank adapter; its tensors keep the names of the original layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1 * x.sum(-1, keepdim=True)
+
+
+def adapted(place: str) -> Change:
+    return lambda model: setattr(model.get_submodule(place), "__class__", Adapted)
+
+
+def put(place: str, value: Any) -> Change:
+    """Replace a part, number or setting after the model was built."""
+    return lambda model: changed(model, place, value)
+
+
+def added(place: str) -> Change:
+    """Replace a method of one part on the instance by one that adds a constant to its result."""
+
+    def change(model: Any) -> None:
+        above, _, method = place.rpartition(".")
+        part = model.get_submodule(above)
+        original = getattr(part, method)
+        setattr(part, method, lambda *given, **named: original(*given, **named) + 0.3)
+
+    return change
+
+
+def derived(forward: Callable[..., Any] | None = None) -> Change:
+    """Make the model an instance of a subclass, with another `forward` if one is given."""
+
+    def change(model: Any) -> None:
+        body = {} if forward is None else {"forward": lambda self, *given: forward(type(self).__mro__[1], self, *given)}
+        model.__class__ = type("Mine", (type(model),), body)
+
+    return change
+
+
+NAMES = {"torchvision": "torchvision-vit", "clip": "transformers-quickgelu", "open_clip": "open_clip-plain"}
+BEHIND_DROPOUT = nn.Sequential(nn.Dropout(0.25), nn.Linear(32, 5)).eval()
+DEEP = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
+NO_MASK = torch.zeros(CONTEXT, CONTEXT)
+# Model, change, and a token of the error; None where the conversion succeeds, and answers alike.
+ALTERED: list[tuple[str, Change, str | None]] = [
+    ("timm-vit", put("blocks.1.mlp.act", nn.ReLU()), "in blocks.1:"),
+    ("timm-vit", adapted("blocks.1.attn.qkv"), "in blocks.1:"),
+    ("timm-vit", put("blocks.1.drop_path1", nn.Tanh()), "Tanh"),
+    ("timm-vit", put("fc_norm", nn.LayerNorm(32)), "LayerNorm after it"),
+    ("timm-vit", put("patch_embed.proj.stride", (4, 4)), "cannot answer"),
+    ("timm-vit", added("forward"), "after blocks.1"),
+    ("timm-vit", lambda model: model.register_forward_hook(lambda *given: given[2] * 2), "after blocks.1"),
+    ("timm-vit", lambda model: model.norm.register_forward_hook(lambda *given: given[2] * 2), "after blocks.1"),
+    ("timm-vit", lambda model: put("blocks.0.forward", model.blocks[0].forward)(model), None),
+    ("timm-vit", put("head", BEHIND_DROPOUT), None),
+    ("timm-vit", put("head", DEEP), "not an nn.Linear"),
+    ("timm-vit", derived(), None),
+    ("timm-vit", derived(lambda base, self, x: base.forward(self, x.flip(-1))), "first before"),
+    ("timm-siglip", put("attn_pool.mlp.norm", nn.Tanh()), "after blocks.1"),
+    ("torchvision", put("encoder.layers.encoder_layer_1.mlp.1", nn.ReLU()), "encoder_layer_1"),
+    ("torchvision", put("heads.extra", nn.Tanh()), "after encoder"),
+    ("torchvision", put("heads", nn.Identity()), None),
+    ("transformers-vit", put("classifier", BEHIND_DROPOUT), None),
+    ("transformers-roberta", put("classifier", BEHIND_DROPOUT), "readout.hidden"),
+    ("transformers-bert", put("config.hidden_act", "relu"), "in bert.encoder.layer.0"),
+    ("transformers-bert", lambda model: model.bert.encoder.layer.pop(1), "no tensor bert.encoder.layer.1"),
+    ("clip", put("text_model.eos_token_id", 7), "pooled"),
+    ("open_clip", put("attn_mask", NO_MASK), "in transformer.resblocks.0"),
+    ("open_clip", added("encode_text"), "pooled"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "token"), ALTERED, ids=[f"{at}-{one[0]}" for at, one in enumerate(ALTERED)])
+@torch.no_grad()
+def test_no_altered_model_answers_otherwise(name: str, change: Change, token: str | None) -> None:
+    case = KNOWN[NAMES.get(name, name)]
+    model = case.build()
+    change(model)
+    if token is not None:
+        refused(model, re.escape(token))
+        return
+    alike(he.convert(model)(case.inputs())[0], case.logits(model, case.inputs()), within=1e-4)
+
+
+def test_what_libraries_attach_is_no_obstacle() -> None:
+    """Hooks that change nothing, wrappers, and what transformers' Trainer leaves after training in half precision."""
+    accelerate, inputs = pytest.importorskip("accelerate"), images(32, 32, batch=1)
+    build: Any = lambda: transformers_model("ViTForImageClassification", VISION)  # noqa: E731
+    read, moved, compiled = build(), build(), vit()
+    read.enable_input_require_grads()
+    read(**inputs, output_attentions=True, output_hidden_states=True)
+    mixed = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(build())
+    accelerate.hooks.add_hook_to_module(moved.vit, accelerate.hooks.AlignDevicesHook("cpu"))
+    compiled.forward = torch.compile(compiled.forward)
+    for plain, altered in (
+        (build(), (read, mixed, moved)),
+        (vit(), (compiled, torch.compile(vit()), nn.DataParallel(vit()), torch.optim.swa_utils.AveragedModel(vit()))),
+    ):
+        expected = he.convert(plain)(inputs)
+        assert all(torch.equal(he.convert(model)(inputs), expected) for model in altered)
+    assert "autocast" in repr(mixed.forward) or mixed.forward is not mixed._original_forward  # it is as before
+
+
+def test_the_original_and_the_generators_are_as_before_also_after_a_refusal(disturbed: list[str]) -> None:
+    disturbed.append("encoder.layers.0.mlp.down.bias")
+    model = vit(drop_rate=0.5).train()
+    model.blocks[1].eval()
+    flags = [module.training for module in model.modules()]
+    states = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    np.random.seed(3)
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
+    refused(model, "differ")
+    assert [module.training for module in model.modules()] == flags
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(torch.equal(tensor, states[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert (np.random.get_state()[1] == numpy_state).all()  # type: ignore[index]

@@ -1,0 +1,269 @@
+"""What the tables read from a model: variants, training settings, class names; and what has no table."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from convert_cases import alike, changed, refused, vit
+from torch import nn
+
+import hydra_ensembles as he
+from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
+from architectures_clip import SIGLIP_IMAGE, TOWER_VARIANTS, open_clip_model, transformers_clip
+from architectures_transformers import DINOV3, DISTILBERT, TEXT, VARIANTS, VISION, token_batch, transformers_model
+from hydra_ensembles.errors import HydraWarning
+from hydra_ensembles.model.dropout import dropping
+
+CASES = [*VISION_VARIANTS, *VARIANTS, *TOWER_VARIANTS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@torch.no_grad()
+def test_variants_answer_like_the_originals_for_inputs_of_every_shape(case: ArchitectureCase) -> None:
+    model = case.build()
+    converted = he.convert(model)
+    for inputs in (case.inputs(), *(make() for make in case.other_inputs)):
+        alike(converted(inputs)[0], case.logits(model, inputs))
+
+
+def test_positions_move_in_training_as_those_of_the_original() -> None:
+    moves = {"pos_embed_shift": 0.2, "pos_embed_jitter": 1.5, "pos_embed_rescale": 2.0}
+    names = ("rope_shift_coords", "rope_jitter_coords", "rope_rescale_coords")
+    originals = [
+        transformers_model("DINOv3ViTModel", {**DINOV3, **moves}),
+        timm_model("vit_small_patch16_dinov3", init_values=1.0, **dict(zip(names, moves.values(), strict=True))),
+    ]
+    for model in originals:
+        converted, inputs = he.convert(model), images(32, 32)["pixel_values"]
+        answers = []
+        for one in (model.train(), converted.train()):
+            torch.manual_seed(3)  # both draw shift, jitter and rescale in the same order
+            answer = one(inputs)
+            answers.append(answer[0] if isinstance(answer, torch.Tensor) and answer.dim() == 3 else answer)
+        expected = getattr(answers[0], "pooler_output", answers[0])
+        assert torch.allclose(answers[1], expected, rtol=1e-4, atol=1e-5)
+        still = converted.eval()(inputs)[0]
+        assert (still - expected).abs().max() > 1e-3 * expected.abs().max()
+        with dropping(torch.Generator().manual_seed(0)):  # as in MC Dropout: without the training's augmentation
+            assert torch.equal(converted(inputs)[0], still)
+
+
+# --- transformers ------------------------------------------------------------------------------------------------
+
+RATES = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2}
+TEXT_RATES = {**TEXT, **RATES, "classifier_dropout": 0.3}
+DISTILBERT_RATES = {**DISTILBERT, "dropout": 0.1, "attention_dropout": 0.2, "seq_classif_dropout": 0.3}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("ViT", {**VISION, **RATES}),
+    "dinov2": ("Dinov2", {**VISION, **RATES, "drop_path_rate": 0.3}),
+    **{name.lower(): (name, TEXT_RATES) for name in ("Bert", "Roberta", "Electra")},
+    "distilbert": ("DistilBert", DISTILBERT_RATES),
+}
+
+
+def build(family: str, **changes: Any) -> Any:
+    name, settings = FAMILIES[family]
+    task = "Image" if "patch_size" in settings else "Sequence"
+    return transformers_model(f"{name}For{task}Classification", {**settings, **changes}).eval()
+
+
+def batch(family: str) -> dict[str, torch.Tensor]:
+    if "patch_size" in FAMILIES[family][1]:
+        return images(32, 32)
+    return token_batch(pad=1 if family == "roberta" else 0, segments=family != "distilbert")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_bare_encoder_is_read_as_the_classifier_of_its_family(family: str) -> None:
+    classifier = build(family)
+    whole, bare = he.convert(classifier), he.convert(classifier.base_model, num_labels=5)
+    assert bare.config == whole.config  # the same readout, dropout included
+    readout = {name: tensor for name, tensor in whole.state_dict().items() if name.startswith("readout.")}
+    bare.load_state_dict({**bare.state_dict(), **readout})
+    alike(bare(batch(family))[0], classifier(**batch(family)).logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("vit", {"projection": 0.1, "output": 0.1}),
+        ("dinov2", {"drop_path": (0.3, 0.3)}),
+        ("bert", {"projection": 0.1, "output": 0.1, "after_hidden": 0.3}),
+        ("roberta", {"projection": 0.1, "output": 0.1, "first_token": 0.1, "after_hidden": 0.1}),
+        ("electra", {"projection": 0.1, "output": 0.1, "first_token": 0.3, "after_hidden": 0.3}),
+        ("distilbert", {"output": 0.1, "after_hidden": 0.3}),
+    ],
+)
+def test_dropout_is_where_the_library_has_it(family: str, expected: dict[str, Any]) -> None:
+    changes = {"classifier_dropout": None} if family == "roberta" else {}  # falls back to the hidden dropout
+    config = he.convert(build(family, **changes)).config
+    found = {
+        "stem": config.stem.dropout,
+        "attention": config.encoder.attention_dropout,
+        "projection": config.encoder.projection_dropout,
+        "activation": config.encoder.activation_dropout,
+        "output": config.encoder.output_dropout,
+        "drop_path": config.encoder.drop_path if any(config.encoder.drop_path) else 0.0,
+        "first_token": config.readout.dropout,
+        "after_hidden": config.readout.hidden_dropout,
+    }
+    assert {place: rate for place, rate in found.items() if rate} == {"stem": 0.1, "attention": 0.2, **expected}
+
+
+def test_dropout_before_a_replaced_classifier_is_that_of_the_original() -> None:
+    """Two dropouts in a row combine into one; DeiT's two classifiers have none, whatever the model's rate."""
+    behind = nn.Sequential(nn.Dropout(0.25), nn.Linear(32, 5)).eval()
+    model = changed(vit(drop_rate=0.5), "head", behind)
+    assert he.convert(model).config.readout.dropout == 0.5 + 0.25 - 0.5 * 0.25
+    assert model.head is behind
+    assert he.convert(timm_model("deit_base_distilled_patch16_224", drop_rate=0.5)).config.readout.dropout == 0.0
+
+
+@torch.no_grad()
+def test_vit_reads_its_pooler_for_features_only() -> None:
+    model, inputs = transformers_model("ViTModel", VISION), images(32, 32)
+    token = model(**inputs).last_hidden_state[:, 0]
+    alike(he.convert(model, num_labels=3).features(inputs)[0], token)
+    unpooled = transformers_model("ViTModel", VISION, add_pooling_layer=False)
+    alike(he.convert(unpooled)(inputs)[0], unpooled(**inputs).last_hidden_state[:, 0])
+    other = transformers_model("ViTModel", {**VISION, "pooler_act": "sigmoid"})
+    refused(other, "sigmoid")
+    assert he.convert(other, num_labels=3).num_classes == 3  # the family's classifier does not use it
+
+
+def test_labels_are_taken_when_they_are_names() -> None:
+    names = ["cat", "dog", "bird", "fish", "ant"]
+    model = build("vit", id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
+    assert he.convert(model).metadata.labels == tuple(names)
+    refused(model, r"labels\[0\].*with_metadata", labels=names[::-1])
+    assert he.convert(model, labels=("a", "b", "c", "d", "e")).metadata.labels == ("a", "b", "c", "d", "e")
+    assert he.convert(build("vit")).metadata.labels == ()  # LABEL_0, LABEL_1, …
+    model.config.id2label = dict(enumerate(["crane", "dog", "crane", "", "ant"]))
+    assert he.convert(model).metadata.labels == ("crane (0)", "dog", "crane (2)", "(3)", "ant")
+    for odd in ({name: at for at, name in enumerate(names)}, {2 * at: name for at, name in enumerate(names)}):
+        model.config.id2label = odd  # label2id by mistake, and ids with gaps: the order of classes is unknown
+        assert he.convert(model).metadata.labels == ()
+    assert he.convert(model.base_model, num_labels=5).metadata.labels == ()  # a new classifier has no names
+
+
+@pytest.mark.parametrize("make", [partial(transformers_clip, {}, {}), partial(build, "bert")])
+def test_outputs_are_named_whatever_the_configuration_says(make: Any) -> None:
+    expected, model = he.convert(make()).state_dict(), make(return_dict=False)
+    found = he.convert(model).state_dict()
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert model.config.return_dict is False
+
+
+@pytest.mark.parametrize("make", [partial(build, "vit"), vit])
+def test_what_is_frozen_stays_frozen_unless_all_is(make: Any) -> None:
+    """A fused QKV weight is frozen only where all three are."""
+    model = make().requires_grad_(False)
+    assert all(parameter.requires_grad for parameter in he.convert(model).parameters())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "q_proj" in name)
+    trained = {name for name, parameter in he.convert(model).named_parameters() if parameter.requires_grad}
+    assert all("norm" in name or (make is not vit and ".qkv" in name) for name in trained)
+    assert {"encoder.layers.0.norm1.weight", "readout.norm.bias"} <= trained
+
+
+@torch.no_grad()
+def test_tables_and_classifiers_count_not_the_configuration() -> None:
+    resized, inputs = build("bert", hidden_act="gelu_new"), batch("bert")
+    resized.resize_token_embeddings(64, mean_resizing=False)
+    inputs["input_ids"][0, 2] = 63
+    alike(he.convert(resized)(inputs)[0], resized(**inputs).logits)
+    replaced = build("vit", image_size=(24, 40))
+    replaced.classifier = nn.Linear(32, 7, bias=False)
+    alike(he.convert(replaced)(images(24, 40))[0], replaced(**images(24, 40)).logits)
+
+
+# --- what cannot be converted ------------------------------------------------------------------------------------
+
+
+def timm_tiny(name: str) -> Any:
+    import timm
+
+    with torch.device("meta"):
+        return timm.create_model(name, num_classes=5)
+
+
+def hf(model: str, settings: dict[str, Any], **changes: Any) -> Any:
+    return transformers_model(model, {**settings, **changes})
+
+
+def bert(**changes: Any) -> Any:
+    return hf("BertForSequenceClassification", TEXT, **changes)
+
+
+def with_adapters(inside: bool) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    wrapped = peft.get_peft_model(bert(), peft.LoraConfig(r=2, target_modules=["query", "value"]))
+    return wrapped.base_model.model if inside else wrapped
+
+
+EXTRA, NAN, INF = nn.Parameter(torch.zeros(3)), float("nan"), float("inf")
+HALF = nn.Linear(32, 32).half()
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: "vit_tiny_patch16_224", "str; load it"),
+    (lambda: he.convert(vit()), "Ensemble already"),
+    (lambda: timm_tiny("swin_tiny_patch4_window7_224"), r"no table for timm\.models\.swin.*stage.*docs/models\.md"),
+    (lambda: hf("BertForMaskedLM", TEXT), "base_model.*num_labels"),
+    (lambda: nn.LSTM(3, 4), r"no table.*he\.Declaration.*docs/models\.md.*calibrate"),
+    (lambda: with_adapters(inside=False), "peft.*merge_and_unload"),
+    (lambda: with_adapters(inside=True), "merge_and_unload"),
+    (lambda: vit(patch_drop_rate=0.5), "rate of 0"),
+    (lambda: vit(num_classes=1), "one output"),
+    (lambda: changed(vit(), "head.bias", nn.Parameter(torch.tensor([0, 1, NAN, 2, INF]))), "2 of the 5 values of head"),
+    (lambda: changed(vit(), "head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
+    (lambda: changed(vit(), "blocks.1", vit().blocks[1].to("meta")), r"blocks\.1\..* meta device"),
+    (lambda: changed(vit(), "norm", nn.LayerNorm(32).bfloat16()), r"different types.*model\.float\(\)"),
+    (lambda: changed(bert(), "bert.encoder.layer.0.attention.self.key", HALF), "different types"),  # joined with others
+    (lambda: timm_model("eva02_base_patch14_224", scale_attn_inner=True), r"no canonical place.*attn\.norm"),
+    (lambda: hf("GteModel", TEXT, rope_parameters=LINEAR_ROPE), "linear"),
+    (lambda: hf("AlbertModel", TEXT, embedding_size=16, num_hidden_groups=2), "canonical place.*layer_groups.1"),
+    (lambda: bert(is_decoder=True), "decoder"),
+    (lambda: bert(hidden_act="mish"), "mish"),
+    (lambda: vit(img_size=36, patch_size=8), r"36x36 is not a multiple .* 8x8.*set_input_size\(\(32, 32\)\)"),
+    (lambda: hf("ViTForImageClassification", VISION, problem_type="multi_label_classification"), "multi_label"),
+    (lambda: open_clip_model({"layers": (1, 1, 1, 1)}), "the image tower is a ModifiedResNet"),
+    (lambda: open_clip_model(text={"pool_type": "none"}), "pool_type is 'none'"),
+    (lambda: transformers_clip({}, {"eos_token_id": 49407}), "eos_token_id.*49407"),
+    (lambda: changed(open_clip_model(), "adapter", EXTRA), r"no canonical place: \['adapter'\]"),
+]
+
+
+@pytest.mark.parametrize(("build", "token"), REFUSED)
+def test_what_cannot_be_converted_is_refused_with_what_works(build: Any, token: str) -> None:
+    refused(build(), token)
+
+
+def test_images_of_broken_patches_are_told_where_the_model_takes_others() -> None:
+    """As in SigLIP with 384 pixels and patches of 14: the convolution ignores the remainder; images must omit it."""
+    model = hf("SiglipVisionModel", SIGLIP_IMAGE, image_size=36, patch_size=8)
+    with pytest.warns(HydraWarning, match="36x36 is not a multiple.*give it images of 32x32"):
+        converted = he.convert(model, num_labels=5)
+    assert converted(torch.zeros(1, 3, 32, 32)).shape[-1] == 5
+
+
+def test_settings_that_do_not_fit_the_model_are_refused() -> None:
+    refused(bert(), r"5 classes.*model\.base_model", num_labels=3)
+    other = bert(problem_type="multi_label_classification").base_model
+    refused(other, "at least 2", num_labels=1)
+    assert he.convert(other, num_labels=3).num_classes == 3  # its training task does not matter
+    refused(open_clip_model(), "no classifier", num_labels=3)
+
+
+def test_the_embedding_of_a_tower_is_not_taken_for_classes_without_a_word() -> None:
+    tower: Any = open_clip_model().visual
+    with pytest.warns(HydraWarning, match="outputs are a projection"):
+        he.convert(tower)
+    refused(tower, r"projection.*num_labels=3 was given.*proj = None", num_labels=3)
+    tower.proj = None
+    with warnings.catch_warnings(action="error"):
+        assert he.convert(tower, num_labels=3).num_classes == 3
+        he.convert(open_clip_model())  # a dual encoder's projections are expected
