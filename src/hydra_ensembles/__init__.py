@@ -30,8 +30,8 @@ from .model.ensemble import Ensemble
 from .model.kinds import load
 from .model.stem_readout import Projections
 from .model.zero_shot import retarget, zero_shot
-from .pipeline.chain import build
-from .pipeline.price_search import search
+from .pipeline.build import build
+from .pipeline.search import search
 from .pipeline.search_result import SearchResult
 from .pipeline.settings import HydraConfig
 from .prediction import Prediction

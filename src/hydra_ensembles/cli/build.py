@@ -16,8 +16,8 @@ from ..errors import ConfigError, DataError
 from ..files import expanded, locked, read_json, write_atomically
 from ..metrics.distance import FamiliarityName
 from ..model.ensemble import Ensemble
-from ..pipeline.chain import build as build_ensemble
-from ..pipeline.price_search import search as run_search
+from ..pipeline.build import build as build_ensemble
+from ..pipeline.search import search as run_search
 from ..pipeline.search_result import Price
 from ..pipeline.settings import HydraConfig
 from ..report.table import to_markdown, to_rich
@@ -168,7 +168,7 @@ def search(
     recipe = sources.recipe if fitted == hydra.recipe else fitted
     hydra = replace(hydra, recipe=fitted)
     candidates = None if sources.candidates is None else _read_candidates(sources, sources.candidates)
-    names = ("cost", "familiarity", "first", "tolerance", "price", "seed")
+    names = ("cost", "familiarity", "tolerance", "price", "seed")
     trainings = [source.further(sources, name) for name in sources.models]
     model, sets, size = model_and_sets(sources, hydra, folder, "search")
     written = to_plain(asdict(replace(sources, batch_size=size)))

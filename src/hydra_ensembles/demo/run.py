@@ -24,7 +24,7 @@ from ..files import expanded
 from ..model.config import Sharing
 from ..model.cost import measure_costs
 from ..model.ensemble import Ensemble
-from ..pipeline.chain import build
+from ..pipeline.build import build
 from ..pipeline.settings import HydraConfig, Strategy
 from ..prediction import Prediction
 from ..report.compare import save_costs

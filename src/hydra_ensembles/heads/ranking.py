@@ -13,6 +13,7 @@ from ..arguments import Count, Whole, checked
 from ..errors import HeadError
 from ..files import expanded, read_sealed, write_sealed
 from ..schema import from_plain, short, to_plain
+from ..store import Form
 
 
 class Head(NamedTuple):
@@ -146,6 +147,9 @@ class HeadRanking:
             return from_plain(cls, read_sealed(expanded(path)), "ranking", complete=True)
         except ValueError as error:
             raise HeadError(f"{path} is not a saved head ranking: {error}") from error
+
+
+RANKING: Form[HeadRanking] = Form(".json", HeadRanking.load, lambda path, ranking: ranking.save(path))
 
 
 @checked

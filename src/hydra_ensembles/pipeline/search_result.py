@@ -1,26 +1,24 @@
 """Result of a search: candidates with prices and numbers, the fronts, the choice and its reason."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from operator import le
 from pathlib import Path
 from typing import Literal
 
-from ..arguments import checked
-from ..errors import CheckpointError
-from ..files import expanded, read_sealed, write_sealed
+from ..files import expanded, read_object, write_json
 from ..model.ensemble import Ensemble
 from ..report.columns import Column
 from ..report.figures import draw_fronts
 from ..report.table import Cell, Comparison, tabulated
-from ..schema import from_plain, to_plain
+from ..settings import from_plain, to_plain
+from ..store import Form
 from .settings import HydraConfig
 
-FORMAT = "hydra_ensembles search 1"
 YOURS, SOUP, FUSED, DEEP = "yours", "soup", "fused above a mean trunk", "deep ensemble"
 
 Price = Literal["latency", "multiply_adds"]
-CandidateState = Literal["planned", "too dear", "not possible", "stopped early", "judged"]
+CandidateState = Literal["planned", "too dear", "not possible", "judged"]
 
 
 @dataclass(frozen=True)
@@ -138,20 +136,17 @@ class SearchResult:
         auroc = {row.name: -sum(row.numbers[key] for key in self.scores) / len(self.scores) for row in rows}
         return {"nll": {row.name: row.numbers["nll"] for row in rows}, "auroc": auroc}
 
-    @checked
     def save(self, path: str | Path) -> None:
         """Write a JSON file, without the ensemble."""
-        plain = {item.name: to_plain(getattr(self, item.name)) for item in fields(self) if item.name != "ensemble"}
-        write_sealed(expanded(path), {"format": FORMAT, **plain})
+        write_json(expanded(path), to_plain(replace(self, ensemble=None)))
 
     @classmethod
-    @checked
     def load(cls, path: str | Path) -> "SearchResult":
-        """Read what `save` wrote; a file that was changed, or holds something else, is refused."""
-        plain = read_sealed(expanded(path), required=True)
-        if plain.pop("format", None) != FORMAT:
-            raise CheckpointError(f'{path} is not the result of a search: it lacks "format": "{FORMAT}"')
-        return from_plain(cls, plain, str(path))
+        """Read what `save` wrote."""
+        return from_plain(cls, read_object(expanded(path)), str(path))
+
+
+RESULT_FILE = Form(".json", SearchResult.load, lambda path, result: result.save(path))
 
 
 def _front(prices: Mapping[str, float], values: Mapping[str, float]) -> tuple[str, ...]:
@@ -161,9 +156,3 @@ def _front(prices: Mapping[str, float], values: Mapping[str, float]) -> tuple[st
         if not front or values[name] < values[front[-1]]:
             front.append(name)
     return tuple(front)
-
-
-def dominates(losses: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether no loss is higher than the other's, and at least one is lower."""
-    pairs = list(zip(losses, others, strict=True))
-    return all(mine <= theirs for mine, theirs in pairs) and any(mine < theirs for mine, theirs in pairs)

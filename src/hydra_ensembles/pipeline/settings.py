@@ -1,22 +1,19 @@
 """How an ensemble is built: HydraConfig, which is checked against model and data before the long work."""
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from .._distributed import check_unsharded
 from .._utils import warn
-from ..arguments import Checked, PositiveShare, Range, Share
-from ..batches import length_of
 from ..circuit.scores import Method, Ties
 from ..errors import ConfigError, DataError
 from ..fuse import Fusion, StemFusion
 from ..heads.members import CIRCUIT_ORDER
 from ..heads.taylor import Scope
 from ..metrics.distance import FamiliarityChoice
-from ..schema import ADDED_LATER
+from ..settings import Checked, Count, PositiveShare, Seed, Share, Whole
 from ..training.recipe import Recipe
-from .build_data import BuildData, StartingModel
+from .data import BuildData, StartingModel
 
 Strategy = Literal["circuit", "taylor", "sampled", "random", "branches"]
 TrainingMode = Literal["together", "apart"]
@@ -24,9 +21,6 @@ TrainingMode = Literal["together", "apart"]
 PAPER_POOL = 100 / 48  # the paper samples 48 heads to prune out of the first 100 of a ranking (B.5)
 TRUNK = 5 / 6  # our defaults: trunk as a share of the layers; pruned heads, of all and at most of those above it
 PRUNED, PRUNED_ABOVE = 0.08, 0.25
-LARGEST_SEED = 2**62  # accepted by every random generator of a build, with room for one seed per member
-Number = Annotated[int, Range(0, LARGEST_SEED)]
-PositiveInt = Annotated[int, Range(1, LARGEST_SEED)]
 
 
 def usual_trunk(layers: int) -> int:
@@ -84,20 +78,20 @@ class HydraConfig(Checked):
         >>> together = he.HydraConfig(training="together", recipe=he.Recipe.preset("hydra"), whole=True)
     """
 
-    prune: Number | None = None
-    members: PositiveInt = 3
+    prune: Whole | None = None
+    members: Whole = 3
     strategy: Strategy = "circuit"
     whole: bool = False
     training: TrainingMode | None = None
-    method: Method = "auto"
+    method: Method = "exact"
     ties: Ties = "likelihood"
-    max_accuracy_loss: Share | None = field(default=None, metadata=ADDED_LATER)
-    pool: int | None = None
+    max_accuracy_loss: Share | None = None
+    pool: Whole | None = None
     taylor_scope: Scope = "layer"
-    calibration_batches: PositiveInt = 8
+    calibration_batches: Whole = 8
     recipe: Recipe | None = None
-    shared_layers: Number | None = None
-    average_trunk: bool = field(default=False, metadata=ADDED_LATER)
+    shared_layers: Count | None = None
+    average_trunk: bool = False
     stem: StemFusion = "shared"
     mlp: Fusion = "mean"
     norms: Fusion = "separate"
@@ -105,39 +99,30 @@ class HydraConfig(Checked):
     calibrate: bool = True
     per_member_temperature: bool = False
     accepted_share: PositiveShare = 0.95
-    familiarity: FamiliarityChoice | None = field(default="auto", metadata=ADDED_LATER)
-    seed: Number = 0
+    familiarity: FamiliarityChoice | None = "auto"
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         """Check each setting, and those that only make sense together."""
         super().__post_init__()
-        branches = self.strategy == "branches"
-        if self.prune == 0 and not branches:
-            raise ConfigError("prune must be at least 1, got 0; the strategy 'branches' prunes nothing")
         if self.members == 1 and self.whole:
             raise ConfigError("members must be at least 2 if the last one is whole, got 1")
-        if branches and (self.prune or (self.training is None and self.recipe is None)):
-            raise ConfigError(
-                "with the strategy 'branches' only training makes members differ: leave out prune, and give training "
-                "('together') or a recipe"
-            )
+        if self.strategy == "branches" and (self.prune or (self.training is None and self.recipe is None)):
+            raise ConfigError("branches keep all heads and differ by training: give no prune, but training or a recipe")
         if self.pool is not None and self.pool <= self.lost:
             raise ConfigError(f"pool is {self.pool}; draws differ only if it is above prune ({self.lost})")
         if self.training is not None and self.recipe is None:
             object.__setattr__(self, "recipe", Recipe.preset("hydra"))
-        if self.average_trunk and (self.recipe is None or self.training == "together" or self.shared_layers == 0):
-            raise ConfigError(
-                "average_trunk is for members that train separately, including the shared layers: give a recipe, "
-                f"training 'apart' and shared_layers (got {self.training!r} and {self.shared_layers})"
-            )
         recipe = self.recipe
+        if self.average_trunk and (recipe is None or self.training == "together" or self.shared_layers == 0):
+            raise ConfigError("average_trunk is for members trained 'apart', with a recipe and shared_layers above 0")
         one_stem = self.stem == "shared" and self.members > 1 and self.training != "together"
         moves = recipe is not None and "stem" in recipe.train_groups and recipe.last_blocks is None
         no_trunk = self.shared_layers == 0 or (self.shared_layers is None and self.prune is not None)
         if one_stem and moves and no_trunk:
             raise ConfigError(
-                "the recipe trains the stem of every member, but the setting stem is 'shared'; set it to 'mean' or "
-                "'separate', or leave the stem out of train_groups"
+                "the recipe trains every member's stem, but stem is 'shared'; set it to 'mean' or 'separate', or leave "
+                "the stem out of train_groups"
             )
 
     @property
@@ -160,6 +145,16 @@ class HydraConfig(Checked):
         """How each parameter group is fused, as arguments of `fuse`."""
         return {"stem": self.stem, "mlp": self.mlp, "norms": self.norms, "readout": self.readout}
 
+    @property
+    def extracts_circuits(self) -> bool:
+        """Whether heads are ranked by circuits, which need ID and OOD data."""
+        return self.strategy in ("circuit", "sampled")
+
+    @property
+    def reads_train(self) -> bool:
+        """Whether some step reads training data if they are given."""
+        return self.recipe is not None or self.strategy == "taylor"
+
     def in_words(self) -> str:
         """Name of such an ensemble in tables, once settled."""
         parts = [f"{self.strategy}{' + whole' if self.whole else ''} ×{self.members}", f"trunk {self.trunk}"]
@@ -179,8 +174,8 @@ class HydraConfig(Checked):
                     f"in the paper. Set shared_layers to 0 if you want that, or to {usual}, the default without prune"
                 )
         prune = self.prune
-        free = range(min(shared, layers - 1), self._last(start))
         if prune is None and self.pruned_members:
+            free = range(min(shared, layers - 1), self._last(start))
             above = start.heads(None if start.dual is not None else free)
             prune = max(1, min(round(PRUNED * start.heads(None)), math.floor(PRUNED_ABOVE * above)))
             if self.strategy == "taylor" and self.taylor_scope == "layer":
@@ -188,28 +183,11 @@ class HydraConfig(Checked):
         training = self.training or (None if self.recipe is None else "apart")
         return replace(self, prune=prune, shared_layers=shared, training=training)
 
-    @property
-    def extracts_circuits(self) -> bool:
-        """Whether heads are ranked by circuits, which need ID and OOD data."""
-        return self.strategy in ("circuit", "sampled")
-
-    @property
-    def reads_train(self) -> bool:
-        """Whether some stage reads training data if they are given."""
-        return self.recipe is not None or self.strategy == "taylor"
-
-    @property
-    def draws_from_pool(self) -> bool:
-        """Whether some member is drawn from a pool of heads."""
-        return self.strategy == "sampled" or (self.strategy == "circuit" and self.pruned_members > len(CIRCUIT_ORDER))
-
-    def pool_size(self, heads: int) -> int:
-        """Size of the pool, out of `heads` that could be pruned."""
-        if self.pool is None:
-            return min(round(self.lost * PAPER_POOL), heads)
-        if self.pool > heads:
-            raise ConfigError(f"HydraConfig.pool is {self.pool}, but only {heads} heads can be pruned; lower it")
-        return self.pool
+    def pool_size(self, start: StartingModel) -> int | None:
+        """Number of heads that members are drawn from; None if no member is drawn."""
+        if self.strategy != "sampled" and not (self.strategy == "circuit" and self.pruned_members > len(CIRCUIT_ORDER)):
+            return None
+        return self.pool or min(round(self.lost * PAPER_POOL), start.heads(self.layers(start)))
 
     def layers(self, start: StartingModel) -> range | None:
         """Layers in which members may differ; None for all of both towers."""
@@ -222,83 +200,45 @@ class HydraConfig(Checked):
 
     def training_recipe(self, start: StartingModel) -> Recipe | None:
         """The recipe for members: training apart skips the trunk; members with equal starts get new classifiers."""
-        recipe, layers = self.recipe, start.base.num_layers
+        recipe = self.recipe
         if recipe is None:
             return None
         if recipe.reinit_classifier is None and (self.strategy == "branches" or start.upper is not None):
             recipe = replace(recipe, reinit_classifier="random")
         if self.training == "together" or self.average_trunk or not self.trunk:
             return recipe
-        free = layers - self.trunk
+        free = start.base.num_layers - self.trunk
         return replace(recipe, last_blocks=min(free, recipe.last_blocks or free))
 
     def check(self, start: StartingModel, data: BuildData) -> None:
         """Check config, model and data against each other before the long work; raises `HydraError`."""
-        self._check_layers(start)
-        self._check_sets(data)
-        self._check_heads(start)
-        equal = self.strategy == "branches" and self.training == "together" and self.members > 1
-        if equal and self.recipe is not None and self.recipe.reinit_classifier == "zeros":
-            raise ConfigError("branches that start equal would stay equal: reinit_classifier is 'zeros'; use 'random'")
-        if start.upper is not None and self.recipe is None:
-            raise ConfigError("pretrained layers need training: give training or a recipe")
-        if self.recipe is not None:
-            self.recipe.check_kind(start.base.kind)
-        for recipe in (self.recipe, self.training_recipe(start)):  # as given, and as members use it
-            if recipe is not None:
-                recipe.check(start.base, data.train, data.validation)
-        data.require_readable(start.base)
-
-    def _check_sets(self, data: BuildData) -> None:
-        """Check that every needed set is given, and that Taylor rankings can draw different batches."""
+        if start.dual is None and self.trunk >= start.base.num_layers:
+            raise ConfigError(f"shared_layers is {self.trunk}, not below the number of layers, {start.base.num_layers}")
+        if start.dual is not None and (self.trunk or self.strategy == "taylor"):
+            raise ConfigError(
+                "taylor and shared_layers are for one tower; for both use circuits and shared_layers=0, or build from "
+                "zero_shot(dual, class_names), which prunes only the image tower"
+            )
+        free = start.heads(self.layers(start))
+        if max(self.lost, self.pool or 0) > free:
+            raise ConfigError(f"prune is {self.lost} and pool {self.pool}, but {free} heads can be pruned; lower them")
         if self.extracts_circuits and (data.ranking is None or data.ood is None):
             need = f"the strategy {self.strategy!r} needs id and ood"
             raise DataError(f"{need}; without OOD data give 'synthetic' for ood, or use the strategy 'taylor'")
-        if self.strategy == "taylor":
-            if data.for_taylor is None:
-                raise DataError("the strategy 'taylor' needs labelled batches; give train or id")
-            check_unsharded(data.train, "train, which the strategy 'taylor' ranks heads by,")
-            total = length_of(data.for_taylor)
-            if total is not None and total < self.calibration_batches + (self.pruned_members > 1):
-                name = "the ranking half of id" if data.train is None else "train"
-                few = f"calibration_batches is {self.calibration_batches}, but {name} has {total} batches"
-                raise ConfigError(f"{few}, too few to draw others for each member; lower it, or make batches smaller")
+        if self.strategy == "taylor" and data.for_taylor is None:
+            raise DataError("the strategy 'taylor' needs labelled batches; give train or id")
         if self.recipe is not None and data.train is None:
             raise DataError("the recipe is for fine-tuning, which needs data: give train")
         if self.calibrate and data.validation is None:
             raise DataError("calibration needs held-out data: give id or validation, or turn calibrate off")
-
-    def _check_layers(self, start: StartingModel) -> None:
-        """Check that members have layers to differ in, and that the method can rank both towers of a dual encoder."""
-        if start.dual is None and self.trunk >= start.base.num_layers:
-            raise ConfigError(f"shared_layers is {self.trunk}, not below the number of layers, {start.base.num_layers}")
-        one_tower = self.strategy == "taylor" or (self.extracts_circuits and self.method == "screened")
-        if start.dual is not None and (self.trunk or one_tower):
-            raise ConfigError(
-                "taylor, screened and shared_layers are for one tower; for both use circuits, method='exact' and "
-                "shared_layers=0, or build from zero_shot(dual, class_names), which prunes only the image tower"
-            )
-
-    def _check_heads(self, start: StartingModel) -> None:
-        """Check that there are enough heads for every member to lose a different set."""
-        layers = self.layers(start)
-        free = start.heads(layers)
-        where = f" above the first {self.trunk} layers" if self.trunk else ""
-        if self.lost > free:
-            raise ConfigError(f"prune is {self.prune}, but there are {free} heads{where}")
-        if self.strategy == "taylor" and self.taylor_scope == "layer" and layers is not None:
-            counts = [len(start.base.heads[0][layer]) for layer in layers]
-            each, rest = divmod(self.lost, len(counts))
-            if rest or min(counts) < each:
-                raise ConfigError(
-                    f"prune is {self.lost}, not the same number in each of {len(counts)} layers with {min(counts)} or "
-                    f"more heads; use a multiple of {len(counts)}, or the taylor_scope 'global'"
-                )
-            choices = math.prod(math.comb(count, each) for count in counts)
-        else:
-            choices = math.comb(self.pool_size(free) if self.draws_from_pool else free, self.lost)
-        if choices < self.pruned_members:
-            raise ConfigError(
-                f"prune is {self.prune} of {free} heads{where}: {choices} different choices for {self.pruned_members} "
-                "members; prune another number, make the pool larger, or ask for fewer members"
-            )
+        if start.upper is not None and self.recipe is None:
+            raise ConfigError("pretrained layers need training: give training or a recipe")
+        if self.recipe is not None:
+            equal = self.strategy == "branches" and self.training == "together" and self.members > 1
+            if equal and self.recipe.reinit_classifier == "zeros":
+                raise ConfigError("branches with reinit_classifier 'zeros' would stay equal; use 'random'")
+            self.recipe.check_kind(start.base.kind)
+            for recipe in (self.recipe, self.training_recipe(start)):  # as given, and as members use it
+                if recipe is not None:
+                    recipe.check(start.base, data.train, data.validation)
+        data.require_readable(start.base)

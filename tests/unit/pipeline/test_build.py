@@ -1,58 +1,93 @@
-"""The whole pipeline: what it makes, and what it refuses before it starts."""
+"""The whole chain: what it makes, and what it refuses before it starts."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from build_cases import HEADS, LAYERS, batches, image_model, recipe, same, samples, sets, text_model, text_sets
+from build_cases import (
+    CLASSES,
+    HEADS,
+    LAYERS,
+    batches,
+    image_model,
+    recipe,
+    same,
+    samples,
+    sets,
+    text_model,
+    text_sets,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from checkpoint_models import same_state
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError
-from hydra_ensembles.metrics.bootstrap import bootstrap_mean
+from hydra_ensembles.errors import ConfigError, DataError, HydraError
+from hydra_ensembles.model.member_states import place_of
 from hydra_ensembles.model.metadata import Calibration
-from hydra_ensembles.pipeline import build_data, chain
+from hydra_ensembles.pipeline import build as chain
+from hydra_ensembles.pipeline import data as given_data
+from hydra_ensembles.pipeline.data import ReadBatch, halves, read_for_build
 from hydra_ensembles.pipeline.settings import Strategy
 from zero_shot_models import NAMES, OTHER_NAMES, dual_of
 
 # Taylor prunes one head per layer; on a model this small, the naive circuit search is the fastest.
 QUICK: dict[str, Any] = {"prune": LAYERS, "shared_layers": 0, "calibration_batches": 1, "method": "naive"}
+EVERYTHING = ("stem", "attention", "mlp", "norms", "readout")
+NORM = "encoder.layers.0.norm1.weight"
 
 
 def config(**changes: Any) -> he.HydraConfig:
     return he.HydraConfig(**{**QUICK, **changes})
 
 
-def test_circuits_on_several_sources_and_on_synthetic_data(tmp_path: Path) -> None:
-    one = config(members=1, prune=1)
-    odd = {"near": batches(6, seed=5, shift=1.0), "far": batches(9, seed=6, shift=3.0)}
-    he.build(image_model(), one, output=tmp_path / "several", **sets(ood=odd))
-    ranking = he.HeadRanking.load(tmp_path / "several" / "rankings" / "avg.json")
-    assert ranking.provenance["ood_sources"] == {"ood_batches['near']": 6, "ood_batches['far']": 9}
-    with pytest.raises(CheckpointError, match="data"):
-        he.build(image_model(), one, output=tmp_path / "several", **sets(ood={**odd, "far": odd["near"][:1]}))
-    for model, given_ in ((image_model(), sets(ood="synthetic")), (text_model(), text_sets(ood="synthetic"))):
-        assert he.build(model, one, **given_).metadata.calibration is not None
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) > 1),
+    seed=st.integers(0, 99),
+)
+def test_halves_share_nothing_and_leave_nothing_out(sizes: list[int], seed: int) -> None:
+    def numbered(sizes: list[int]) -> list[ReadBatch]:
+        numbers = torch.arange(sum(sizes))  # each pixel and label is the sample's index
+        return [(part.float().view(-1, 1, 1, 1), part) for part in numbers.split(sizes)]
+
+    first, second = halves(numbered(sizes), seed)
+    one, two = ([int(label) for _, labels in half for label in labels] for half in (first, second))  # type: ignore[union-attr]
+    assert sorted(one + two) == list(range(sum(sizes)))
+    assert len(one) - len(two) in (0, 1)
+    for inputs, labels in first + second:
+        assert torch.equal(inputs.flatten(), labels.float())  # each with its own label
+    cut_otherwise = numbered([sum(sizes)])
+    assert torch.cat([labels for _, labels in halves(cut_otherwise, seed)[0]]).tolist() == one  # type: ignore[misc]
+    assert not cut_otherwise  # samples are not in memory twice
 
 
-def test_a_circuit_that_costs_too_much_accuracy_is_no_member() -> None:
-    model = image_model()
-    with pytest.warns(he.HydraWarning, match="ends after"), pytest.raises(HydraError, match="max_accuracy_loss"):
-        he.build(model, config(prune=11, max_accuracy_loss=0.0), **sets(id=right(model, 32)))
+def test_held_out_data_have_a_role_each() -> None:
+    known, few, many = (batches(count, seed=seed) for count, seed in ((20, 1), (5, 2), (8, 3)))
+
+    def read(**given: Any) -> dict[str, int | None]:
+        usual = {"train": None, "id": known, "ood": None, "validation": None}
+        return read_for_build(0, image_model(), **{**usual, **given}).samples()
+
+    sizes = {"ranking": 10, "validation": 10}
+    assert read(ood={"few": few, "many": many}) == {**sizes, "ood['few']": 5, "ood['many']": 8}
+    assert read(ood="synthetic") == {**sizes, "ood": 10}
+    assert read(ood=iter(few), validation=many) == {"ranking": 20, "validation": 8, "ood": 5}
+    for wrong in ({"ood": "synthetic", "id": None}, {"ood": known}, {"validation": known}, {"id": known[:0]}):
+        with pytest.raises(DataError):
+            read(**wrong)
 
 
-@pytest.mark.parametrize(("strategy", "members"), [("taylor", 1), ("sampled", 1), ("circuit", 1), ("circuit", 5)])
-def test_other_numbers_of_members(strategy: Strategy, members: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "members"), [("taylor", 1), ("sampled", 2), ("circuit", 5)])
+def test_every_member_loses_other_heads(strategy: Strategy, members: int, tmp_path: Path) -> None:
     hydra = he.build(image_model(), config(strategy=strategy, members=members), output=tmp_path, **sets())
     assert (hydra.num_members, len(set(hydra.heads)), hydra.config.trunk) == (members, members, 0)
-    if members == 5:  # three circuits, and two draws of a pool that has 100 / 48 of the heads to prune
-        drawn = json.loads((tmp_path / "heads.json").read_text())["members"][3:]
-        pool = he.HeadRanking.load(tmp_path / "rankings" / "avg.json").first(6)
-        assert all({he.Head(*head) for head in member["heads"]} <= set(pool) for member in drawn)
+    assert {sum(map(len, member)) for member in hydra.heads} == {LAYERS * HEADS - LAYERS}
+    names = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert {name.partition(".")[0] for name in names} <= {"run", "heads", "rankings", "members", "ensemble", "summary"}
 
 
 def test_builds_with_neighbouring_seeds_share_no_draw_of_taylor_scores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,31 +98,28 @@ def test_builds_with_neighbouring_seeds_share_no_draw_of_taylor_scores(monkeypat
     assert len(set(drawn)) == len(drawn) >= 6
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind", "shared"), [("circuit", "image", 1), ("sampled", "image", 2), ("taylor", "text", 1)]
-)
+@pytest.mark.parametrize(("strategy", "kind", "shared"), [("circuit", "image", 1), ("taylor", "text", 1)])
 def test_shared_layers_become_the_trunk(strategy: Strategy, kind: str, shared: int) -> None:
     """The trunk is whole, shared and frozen, whatever the recipe trains."""
     base = image_model() if kind == "image" else text_model(seed=1)
-    everything = recipe(steps=2, train_groups=("stem", "attention", "mlp", "norms", "readout"))
-    asked = config(strategy=strategy, members=2, prune=2 * (LAYERS - shared), shared_layers=shared, recipe=everything)
+    tuning = recipe(steps=2, train_groups=EVERYTHING)
+    asked = config(strategy=strategy, members=2, prune=2 * (LAYERS - shared), shared_layers=shared, recipe=tuning)
     hydra = he.build(base, asked, **(sets() if kind == "image" else text_sets()))
     assert hydra.config.trunk >= shared
     assert all(len(layer) == HEADS for member in hydra.heads for layer in member[:shared])
-    assert len(set(hydra.heads)) == 2
-    assert {sum(map(len, member)) for member in hydra.heads} == {LAYERS * HEADS - asked.prune}
     before, moved = base.state_dict(), 0
     for index in range(2):
         for name, tensor in hydra.member(index).state_dict().items():
-            layer = int(name.split(".")[2]) if name.startswith("encoder.") else None
-            if name.startswith("stem.") or (layer is not None and layer < shared):
+            group, layer = place_of(name)
+            if group == "stem" or (layer is not None and layer < shared):
                 assert torch.equal(tensor, before[name]), name
             else:
                 moved += tensor.shape != before[name].shape or not torch.equal(tensor, before[name])
     assert moved > 10
 
 
-def test_fine_tuning_is_what_the_parts_do_by_hand() -> None:
+def test_a_build_is_what_the_parts_do_by_hand() -> None:
+    """Also of a model that was calibrated before: its metrics are its own, not those of the members."""
     base, data = image_model(), sets(validation=batches(16, seed=4))
     settings = config(strategy="random", members=2, recipe=recipe(), mlp="separate", norms="mean", seed=7)
     hydra = he.build(base, settings, **data)
@@ -96,10 +128,14 @@ def test_fine_tuning_is_what_the_parts_do_by_hand() -> None:
         gone = [(layer, head) for layer in range(LAYERS) for head in range(HEADS) if head not in kept[layer]]
         pruned = he.prune(base, gone)
         tuned.append(he.finetune(pruned, data["train"], recipe(), data["validation"], progress=False, index=index))
-    expected = he.calibrate(he.fuse(tuned, mlp="separate", norms="mean"), data["validation"])
-    assert expected.config == hydra.config
+    familiar = he.fit_familiarity(he.fuse(tuned, mlp="separate", norms="mean"), data["id"], held_out=0.0, seed=7)
+    expected = he.calibrate(familiar, data["validation"])
     assert same_state(expected, hydra)
+    assert expected.config == hydra.config
     assert expected.metadata.calibration == hydra.metadata.calibration
+    measured = base.with_metadata(calibration=Calibration((2.0,)), metrics={"validation/nll": 9.0, "mine": 1.0})
+    again = he.build(measured, replace(settings, recipe=None, calibrate=False), **data)
+    assert (again.metadata.metrics, again.metadata.calibration) == ({}, None)
 
 
 def test_a_circuit_that_repeats_a_member_goes_on_for_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,33 +149,109 @@ def test_a_circuit_that_repeats_a_member_goes_on_for_another_head(monkeypatch: p
     assert {tuple(map(len, member)) for member in hydra.heads} <= {(3, 3, 3), (2, 3, 4), (3, 2, 4)}
 
 
-WRONG_LABELS = [(samples(4, 0)[0], torch.full((4,), 3))]
+# --- training ---------------------------------------------------------------------------------------------------------
 
-BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[HydraError], str]] = {
-    "no ood": ({}, {"ood": None}, DataError, "needs id and ood"),
-    "taylor, no data": ({"strategy": "taylor"}, {"train": None, "id": None}, DataError, "give train or id"),
-    "no train": ({"recipe": recipe()}, {"train": None}, DataError, "give train"),
-    "nothing to calibrate": ({"strategy": "random"}, {"id": None}, DataError, "turn calibrate off"),
-    "ood is id": ({}, {"ood": (same_data := batches(8)), "id": same_data}, DataError, "ood is the same"),
-    "trunk": ({"prune": 5, "shared_layers": 2}, {}, ConfigError, "4 heads above the first 2 layers"),
-    "recipe by name": ({"recipe": "sst2"}, {}, ConfigError, r"Recipe\.preset\(name\)"),
-    "uneven": ({"strategy": "taylor", "prune": 5}, {}, ConfigError, "taylor_scope"),
-    "batches": ({"strategy": "taylor", "calibration_batches": 10}, {}, ConfigError, "train has 10 batches"),
-    "nothing trains": ({"recipe": recipe(train_groups=("stem",)), "shared_layers": 1}, {}, ConfigError, "train_groups"),
-    "wrong train labels": ({"recipe": recipe()}, {"train": WRONG_LABELS}, DataError, "batch 0 of train"),
-    "wrong size": ({}, {"ood": [torch.zeros(2, 3, 9, 9)]}, DataError, "first batch of ood"),
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_a_build_that_trains_together(kind: str, tmp_path: Path) -> None:
+    base, data = (image_model(), sets()) if kind == "image" else (text_model(), text_sets())
+    tuning = recipe(train_groups=EVERYTHING)
+    common: dict[str, Any] = {"strategy": "random", "prune": 3, "training": "together", "shared_layers": 1}
+    settings = he.HydraConfig(**common, whole=True, recipe=tuning)
+    hydra = he.build(base, settings, output=tmp_path, **data)
+    assert (hydra.num_members, hydra.config.trunk) == (3, 1)
+    kept = [sum(len(layer) for layer in member) for member in hydra.heads]
+    assert kept[0] == kept[1] == kept[2] - 3
+    assert not torch.equal(hydra.state_dict()[NORM], base.state_dict()[NORM])
+    assert same(hydra, he.build(base, settings, **data))
+
+
+def test_branches_start_equal_or_from_pretrained_layers_and_training_makes_them_differ() -> None:
+    base, before = image_model(seed=4), image_model(seed=5)
+    common: dict[str, Any] = {"strategy": "branches", "training": "together"}
+    settings = he.HydraConfig(**common, shared_layers=2, recipe=recipe(steps=3))
+    hydra = he.build(base, settings, **sets())
+    assert (hydra.config.trunk, set(hydra.heads)) == (2, set(base.heads))
+    state = hydra.state_dict()
+    attention = state[f"encoder.layers.{LAYERS - 1}.attention.out"].chunk(3)  # one chunk per member
+    classifiers = state["readout.classifier.weight"]  # [M, C, d]
+    assert classifiers.shape[:2] == (3, CLASSES)
+    assert not any(torch.equal(parts[i], parts[i + 1]) for parts in (attention, classifiers) for i in range(2))
+    frozen = recipe(learning_rate=1e-12, steps=1, dropout=0.0)  # weights stay at their start
+    settings = replace(settings, shared_layers=1, recipe=frozen)
+    for name, tensor in he.build(base, settings, pretrained=before, **sets()).member(0).state_dict().items():
+        group, layer = place_of(name)
+        if "classifier" not in name:
+            source = base if group == "stem" or (layer is not None and layer < 1) else before
+            torch.testing.assert_close(tensor, source.state_dict()[name], msg=name)
+    with pytest.raises(ConfigError, match="pretrained"):
+        he.build(base, settings, pretrained=text_model(), **sets())
+
+
+def test_a_mean_trunk_is_trained_by_every_member_and_the_model_itself_is_one(tmp_path: Path) -> None:
+    base, before, data = image_model(seed=4), image_model(seed=5), sets()
+    chosen = {"training": "apart", "average_trunk": True, "shared_layers": 2, "calibrate": False}
+    tuning = recipe(steps=2, train_groups=EVERYTHING)
+    settings = he.HydraConfig(strategy="branches", whole=True, recipe=tuning, **chosen)
+    hydra = he.build(base, settings, pretrained=before, output=tmp_path, **data)
+    members = [he.load(tmp_path / "members" / str(index)) for index in range(3)]
+    assert same_state(members[2], base)
+    assert not torch.equal(members[0].state_dict()[NORM], members[1].state_dict()[NORM])  # trunks were trained
+    assert same(hydra, he.fuse(members, average=2))
+    assert hydra.config.trunk == 2
+
+
+def test_what_is_left_open_follows_the_model() -> None:
+    """By default five sixths of the layers are shared and few heads pruned; with prune given, no trunk (the paper)."""
+    hydra = he.build(image_model(), he.HydraConfig(strategy="random", members=2), **sets())
+    assert hydra.config.trunk >= 2
+    assert all(sum(len(layer) for layer in member) == 11 for member in hydra.heads)
+    with pytest.warns(he.HydraWarning, match="shared_layers"):
+        he.build(image_model(), he.HydraConfig(prune=3, strategy="random", members=2), **sets())
+
+
+# --- refusals and warnings --------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[HydraError]]] = {
+    "no ood": ({}, {"ood": None}, DataError),
+    "taylor, no data": ({"strategy": "taylor"}, {"train": None, "id": None}, DataError),
+    "no train": ({"recipe": recipe()}, {"train": None}, DataError),
+    "nothing to calibrate": ({"strategy": "random"}, {"id": None}, DataError),
+    "ood is id": ({}, {"ood": (same_data := batches(8)), "id": same_data}, DataError),
+    "no heads above the trunk": ({"prune": 5, "shared_layers": 2}, {}, ConfigError),
+    "no layer above the trunk": ({"prune": 5, "shared_layers": LAYERS}, {}, ConfigError),
+    "branches, zeros": (
+        {"prune": None, "strategy": "branches", "training": "together", "recipe": recipe(reinit_classifier="zeros")},
+        {},
+        ConfigError,
+    ),
+    "nothing trains": ({"recipe": recipe(train_groups=("stem",)), "shared_layers": 1}, {}, ConfigError),
+    "wrong train labels": (
+        {"recipe": recipe()},
+        {"train": [(samples(4, 0)[0], torch.full((4,), CLASSES))]},
+        DataError,
+    ),
+    "wrong size": ({}, {"ood": [torch.zeros(2, 3, 9, 9)]}, DataError),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, data, error, message = BAD[case]
-
-    for module, name in ((chain, "extract_circuit"), (chain, "taylor"), (build_data, "prune"), (chain, "finetune")):
+    settings, data, error = BAD[case]
+    for module, name in ((chain, "extract_circuit"), (chain, "taylor"), (given_data, "prune"), (chain, "finetune")):
         monkeypatch.setattr(module, name, Mock(side_effect=AssertionError("work has begun")))
-    with pytest.raises(error, match=message):
+    with pytest.raises(error):
         he.build(image_model(), config(**settings), output=tmp_path, **sets(**data))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"members": 1, "whole": True}, {"pool": LAYERS}, {"strategy": "branches"}, {"prune": 0}, {"average_trunk": True}],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        config(**settings)
 
 
 def right(model: he.Ensemble, count: int) -> list[Any]:
@@ -148,30 +260,17 @@ def right(model: he.Ensemble, count: int) -> list[Any]:
         return [(images, model(images)[0].argmax(-1)) for images, _ in batches(count, 16, seed=2)]
 
 
-def test_a_result_significantly_below_its_model_is_warned_of(tmp_path: Path) -> None:
+def test_a_result_significantly_below_its_model_is_warned_of() -> None:
     """Most heads of a good model are pruned without retraining: recorded in the history. A few heads are fine."""
     base = image_model()
     spoiling, held = config(prune=11, strategy="random"), {"id": right(base, 60), "progress": False}
-    with pytest.warns(he.HydraWarning, match=r"significantly below the model's .*calibrate the model itself"):
-        spoilt = he.build(base, spoiling, output=tmp_path, **held)
+    with pytest.warns(he.HydraWarning, match="significantly worse.* accuracy"):
+        spoilt = he.build(base, spoiling, **held)
     assert "significantly" in spoilt.metadata.history[-1]
-    assert "30 samples" in spoilt.metadata.history[-1]  # the calibration half
-    assert spoilt.metadata.calibration is not None
     with torch.autocast("cpu", torch.bfloat16):  # a caller's, which is ignored
         assert he.build(base, spoiling, **held).metadata == spoilt.metadata
-    assert same(spoilt, he.build(base, spoiling, output=tmp_path, **held))
     fine = he.build(base, config(prune=1, strategy="random"), **held)
-    assert not any("accuracy" in line for line in fine.metadata.history)
-
-
-@pytest.mark.filterwarnings("error::hydra_ensembles.errors.HydraWarning")
-def test_a_result_whose_likelihood_alone_is_below_its_model_is_warned_of() -> None:
-    base = image_model()
-    held_out, shy = right(base, 60), base.with_metadata(calibration=Calibration((5.0,)))
-    with pytest.warns(he.HydraWarning, match=r"^held-out NLL .* is significantly above the model's .* 60 samples"):
-        told = chain.compare_with_base(shy, base, held_out, seed=0)
-    assert len(told.metadata.history) == len(base.metadata.history) + 1
-    assert chain.compare_with_base(base, shy, held_out, seed=0) is base
+    assert not any("accuracy by" in line for line in fine.metadata.history)
 
 
 def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll() -> None:
@@ -180,10 +279,10 @@ def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll
     sure, surer = (base.with_metadata(calibration=Calibration((degrees,))) for degrees in (0.05, 0.02))
     pair = chain.Paired.of(surer, sure, right(base, 60))
     assert bool((pair.nll <= pair.nll_before).all())
-    seen, allowed = bootstrap_mean(pair.nll - pair.nll_before, seed=0), pair.nll_rise(seed=0)
-    assert seen.high < 0 < allowed.high
-    assert (allowed.value, allowed.low) == (seen.value, seen.low)
+    assert pair._replace(mistake=0.0).nll_rise(seed=0).high <= 0 < pair.nll_rise(seed=0).high
 
+
+# --- dual encoders ----------------------------------------------------------------------------------------------------
 
 DUAL = next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar")
 BOTH_TOWERS = he.HydraConfig(prune=4, strategy="sampled", pool=8, members=3)
@@ -204,24 +303,12 @@ def of_clip(model: Any, config: he.HydraConfig = BOTH_TOWERS, **more: Any) -> he
 def test_heads_of_both_towers_are_pruned_or_those_of_the_image_tower_alone(tmp_path: Path) -> None:
     dual, images = dual_of(DUAL), DUAL.pixels()
     ensemble = of_clip(dual, class_names=NAMES, output=tmp_path)
-    choices = he.HeadRanking.load(tmp_path / "rankings" / "avg.json")
-    assert {head.tower for head in choices.heads} == {"image", "text"}
     assert any("text tower: pruned" in line for line in ensemble.metadata.history)
     towers = zip(ensemble.heads, ensemble.metadata.text_side.settings.tower.heads, strict=True)
     assert [sum(map(len, (*image, *text))) for image, text in towers] == [16 - BOTH_TOWERS.prune] * 3
-    again = of_clip(dual, class_names=NAMES, output=tmp_path)
-    assert torch.equal(again(images), ensemble(images))
-    assert he.retarget(again, OTHER_NAMES)(images).shape == (3, len(images), len(OTHER_NAMES))
-    with pytest.raises(CheckpointError, match="templates"):
-        of_clip(dual, class_names=NAMES, templates="the {label}", output=tmp_path)
+    assert he.retarget(ensemble, OTHER_NAMES)(images).shape == (3, len(images), len(OTHER_NAMES))
     alone = of_clip(he.zero_shot(dual, NAMES))
     assert [sum(map(len, heads)) for heads in alone.heads] == [8 - BOTH_TOWERS.prune] * 3
-    assert alone.metadata.text_side.settings.members == 1
-
-
-def test_what_cannot_work_of_a_dual_encoder_is_refused() -> None:
-    dual = dual_of(DUAL)
-    with pytest.raises(ConfigError, match="class_names"):
-        of_clip(dual)
-    with pytest.raises(ConfigError, match="one tower"):
-        of_clip(dual, he.HydraConfig(prune=4, strategy="taylor"), class_names=NAMES)
+    for wrong in ({}, {"config": he.HydraConfig(prune=4, strategy="taylor"), "class_names": NAMES}):
+        with pytest.raises(ConfigError):
+            of_clip(dual, **wrong)

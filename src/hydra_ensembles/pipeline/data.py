@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .._distributed import SINGLE_PROCESS, Ranks, local_device
+from .._distributed import local_device
 from .._utils import derive_seed, require_device
 from ..batches import (
     Batches,
@@ -29,21 +28,18 @@ from ..classes import renumbered
 from ..convert.convert import convert
 from ..convert.processors import with_preprocessing
 from ..data.synthetic import synthetic_ood
+from ..digest import require_other_samples, row_digests
 from ..errors import ConfigError, DataError
-from ..fingerprints import data_fingerprint, source_fingerprint
 from ..heads.masking import existing_heads, max_removable, towers_of
 from ..heads.ranking import Head
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.member_states import place_of
 from ..model.zero_shot import Templates, checked_names, checked_templates, zero_shot
-from ..overlap import Keys, Known, keys_in_memory, require_unlike, sample_keys, warn_if_shared
 from ..prune import prune
 
 ReadBatch = tuple[Inputs, Tensor | None]
 Judges = Mapping[str, list[ReadBatch]]  # held-out sets by name: the first is labelled ID data, the others are OOD
-
-TRAINED_ON = "the model is more confident on samples it was trained on than on new ones; use others"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +57,11 @@ class StartingModel:
         """The model whose heads are ranked."""
         return self.base if self.dual is None else self.dual
 
+    @property
+    def bare(self) -> Ensemble:
+        """The base without what was fitted or measured on it: that is not true of models made from it."""
+        return self.base.with_metadata(calibration=None, familiarity=None, metrics={})
+
     def heads(self, layers: Iterable[int] | None) -> int:
         """Number of heads in these layers that a member may lose."""
         towers = towers_of(self.ranked).items()
@@ -70,7 +71,7 @@ class StartingModel:
     def pruned(self, heads: Sequence[Head]) -> Ensemble:
         """A member without these heads."""
         if self.dual is None:
-            return prune(self.upper or self.base, heads)
+            return prune(self.upper or self.bare, heads)
         return zero_shot(prune(self.dual, heads), self.names, self.templates)
 
 
@@ -89,9 +90,7 @@ def starting_model(
     if isinstance(start, Ensemble) and start.num_classes < 2:
         raise ConfigError(f"build starts from a trained classifier, but this model has {start.num_classes} classes")
     if isinstance(start, Ensemble) == (class_names is not None):
-        raise ConfigError(
-            f"class_names are required for a dual encoder, and only there; this is a {type(start).__name__}"
-        )
+        raise ConfigError(f"class_names are for a dual encoder, and required there; this is a {type(start).__name__}")
     if target is not None and start.device != target:
         start = (copy.deepcopy(start) if start is model else start).to(target)
     if isinstance(start, Ensemble):
@@ -108,7 +107,7 @@ def with_upper_layers(start: StartingModel, pretrained: nn.Module, trunk: int) -
     donor: Any = pretrained if isinstance(pretrained, Ensemble) else convert(pretrained)
     if start.dual is not None or not isinstance(donor, Ensemble) or donor.num_members != 1:
         raise ConfigError(f"pretrained must be one model, and is only for classifiers; got {type(donor).__name__}")
-    base = start.base
+    base = start.bare
     mine, theirs = base.config.undropped, donor.config.undropped
     if any(getattr(mine, part) != getattr(theirs, part) for part in ("stem", "encoder", "heads")):
         differing = "; ".join(base.config.differences(donor.config)[:5]) or "their heads"
@@ -145,13 +144,6 @@ class BuildData:
         """The batches that Taylor rankings read."""
         return self.ranking if self.train is None else self.train
 
-    def fingerprints(self, ranks: Ranks = SINGLE_PROCESS) -> dict[str, str | None]:
-        """Fingerprints of the sets; for the training data only of what is in memory, see `source_fingerprint`."""
-        names = {name: None if data is None else data_fingerprint(data, name) for name, data in self.held_out.items()}
-        train, seed = self.train, derive_seed(self.seed, "train")
-        own = ranks.common(lambda: None if train is None else source_fingerprint(train, "train", seed), train)
-        return {"train": own, **names}
-
     def samples(self) -> dict[str, int | None]:
         """Number of samples in each held-out set."""
         return {name: None if data is None else samples_in(data) for name, data in self.held_out.items()}
@@ -171,7 +163,7 @@ class BuildData:
                 raise DataError(f"the model cannot read the first batch of {name}: {error}") from error
 
 
-def read_data(
+def read_for_build(
     seed: int,
     model: Ensemble,
     train: Batches | None,
@@ -179,21 +171,21 @@ def read_data(
     ood: Sources | Literal["synthetic"] | None,
     validation: Batches | None,
 ) -> BuildData:
-    """Read and check the held-out sets, and warn of or refuse samples that they share.
+    """Read and check the held-out sets of a build.
 
     Without `validation`, one half of `id` ranks and the other validates, whatever the strategy: builds that differ
     only in strategy are then calibrated on the same samples. Synthetic OOD data are made from the ranking half.
     """
-    sources, why = {"id": id, "validation": validation}, "the samples that rank the heads also calibrate them"
-    outside = {"ood": None if isinstance(ood, str) else ood}
-    train, (ranking, checked), (ood_sets,) = _read_sets(seed, model, train, sources, outside, why)
+    given = None if isinstance(ood, str) else ood
+    train, held_out, outside = _read_sets(seed, model, train, {"id": id, "validation": validation}, {"ood": given})
+    ranking, checked = held_out["id"], held_out["validation"]
     if ranking is not None and checked is None:
         ranking, checked = halves(ranking, seed)
     if isinstance(ood, str):
         if ranking is None:
             raise DataError(f"ood is {ood!r}, which is made from the data of id, and there are none; give id")
-        ood_sets = {"ood": _synthetic(ranking, seed, model)}
-    return BuildData(train, ranking, checked, _by_given_names(ood, ood_sets), seed)
+        return BuildData(train, ranking, checked, _synthetic(ranking, seed, model), seed)
+    return BuildData(train, ranking, checked, _by_given_names(ood, outside["ood"]), seed)
 
 
 def read_for_search(
@@ -206,10 +198,11 @@ def read_for_search(
     judge_ood: Sources | None,
 ) -> tuple[BuildData, Judges]:
     """Read the data of a search: those for builds, and those to judge on."""
-    sources, why = {"id": id, "judge_id": judge_id}, "the samples that make the candidates also judge them"
-    outside = {"ood": None if isinstance(ood, str) else ood, "judge_ood": judge_ood}
-    train, (held_out, judged), (circuits, judge_sets) = _read_sets(seed, base, train, sources, outside, why)
+    given = {"ood": None if isinstance(ood, str) else ood, "judge_ood": judge_ood}
+    train, labelled, outside = _read_sets(seed, base, train, {"id": id, "judge_id": judge_id}, given)
+    held_out, judged = labelled["id"], labelled["judge_id"]
     assert held_out is not None  # `id` is given
+    circuits, judge_sets = outside["ood"], outside["judge_ood"]
     sizes = {name: samples_in(batches) for name, batches in {"id": held_out, **circuits, **judge_sets}.items()}
     least = 2 * (4 if judged is None else 2) * base.num_classes  # a quarter, or half, of id fits statistics of classes
     if sizes["id"] < least or min(sizes.values()) < 4:
@@ -228,39 +221,41 @@ def read_for_search(
 
 
 def _read_sets(
-    seed: int, model: Ensemble, train: Batches | None, labelled: Mapping[str, Any], ood: Mapping[str, Any], why: str
-) -> tuple[Batches | None, list[list[ReadBatch] | None], list[dict[str, list[ReadBatch]]]]:
-    """Training data, and labelled and OOD sets in memory: numbered as in the model, and compared by their samples.
-
-    OOD sets are by their names in messages. `why` says why samples in two labelled sets matter.
-    """
+    seed: int, model: Ensemble, train: Batches | None, labelled: Mapping[str, Any], ood: Mapping[str, Any]
+) -> tuple[Batches | None, dict[str, list[ReadBatch] | None], dict[str, dict[str, list[ReadBatch]]]]:
+    """Training data, and labelled and OOD sets in memory: numbered as in the model, and compared by their samples."""
     if train is not None:
         require_rereadable(train, "train")
     classes = model.num_classes
-    train, *sources = renumbered({"train": train, **labelled}, model.metadata.labels, classes).values()
-    named = list(zip(labelled, sources, strict=True))
-    held_out = [None if batches is None else read_all(batches, name, seed, classes) for name, batches in named]
-    given = [{} if sets is None else named_sources(sets, name) for name, sets in ood.items()]
-    outside = [{name: read_all(batches, name, seed) for name, batches in sets.items()} for sets in given]
-    known = {"train": Known.of(train)}
-    known |= {name: Known(source, keys_in_memory(read)) for (name, source), read in zip(named, held_out, strict=True)}
-    for (name, one), (title, other) in combinations(known.items(), 2):
-        warn_if_shared(name, one, title, other, TRAINED_ON if name == "train" else why)
-    keys = {name: some.keys for name, some in known.items() if some.keys is not None}
-    if keys:
-        ood_keys = {name: keys_of(batches) for sets in outside for name, batches in sets.items()}
-        require_unlike(" and ".join(keys), np.concatenate(list(keys.values())), ood_keys)
+    numbered = renumbered({"train": train, **labelled}, model.metadata.labels, classes)
+    train = numbered.pop("train")
+    held_out = {
+        name: None if batches is None else read_all(batches, name, seed, classes) for name, batches in numbered.items()
+    }
+    given = {name: {} if sets is None else named_sources(sets, name) for name, sets in ood.items()}
+    outside = {
+        role: {name: read_all(batches, name, seed) for name, batches in sets.items()} for role, sets in given.items()
+    }
+    _compare_sets(held_out, outside)
     return train, held_out, outside
+
+
+def _compare_sets(held_out: Mapping[str, Any], outside: Mapping[str, Mapping[str, list[ReadBatch]]]) -> None:
+    """Refuse sets that are the same, such as ID data given as OOD data."""
+    labelled = {name: _rows(batches) for name, batches in held_out.items() if batches is not None}
+    ood = {name: _rows(batches) for sets in outside.values() for name, batches in sets.items()}
+    for place, (name, rows) in enumerate(labelled.items()):
+        later = dict(list(labelled.items())[place + 1 :])
+        require_other_samples(name, rows, {**later, **ood})
+
+
+def _rows(batches: list[ReadBatch]) -> list[bytes]:
+    return [key for inputs, _ in batches for key in row_digests(inputs)]
 
 
 def _by_given_names(ood: Any, sets: Mapping[str, list[ReadBatch]]) -> Any:
     """OOD sets by the names that the caller gave; without names the one set, and None if there is none."""
     return dict(zip(map(str, ood), sets.values(), strict=True)) if isinstance(ood, Mapping) else sets.get("ood")
-
-
-def keys_of(batches: list[ReadBatch]) -> Keys:
-    """The keys of all samples."""
-    return np.concatenate([sample_keys(inputs) for inputs, _ in batches])
 
 
 def _synthetic(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
@@ -273,9 +268,6 @@ def read_all(batches: Batches, name: str, seed: int, classes: int | None = None)
     in_memory: list[ReadBatch] = []
     with first_epoch(batches, derive_seed(seed, name)):
         for index, inputs, labels in iterate(batches, name, labelled=classes is not None):
-            sizes = {} if isinstance(inputs, Tensor) else {key: len(part) for key, part in inputs.items()}
-            if len(set(sizes.values())) > 1:
-                raise DataError(f"batch {index} of {name} has different numbers of samples: {sizes}")
             in_memory.append((inputs, None if classes is None else require_labels(labels, classes, name, index)))
     return in_memory
 

@@ -1,0 +1,353 @@
+"""The whole chain: convert, rank heads, choose members, prune, fine-tune, fuse, calibrate."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._distributed import all_ranks
+from .._utils import __version__, derive_seed, warn, without_autocast
+from ..batches import Batches, Sources, first_epoch
+from ..calibrate import calibrate
+from ..circuit.extract import extract_circuit
+from ..digest import digest, digest_batches
+from ..errors import SameMembersError, TooFewSamplesError
+from ..familiarity import fit_familiarity
+from ..fuse import fuse
+from ..heads.members import CIRCUIT_ORDER, Score, circuit_members, distinct_taylor, random_members, sampled_members
+from ..heads.ranking import RANKING, Head, HeadRanking
+from ..heads.taylor import taylor
+from ..metrics.bootstrap import Interval, paired
+from ..metrics.distance import FamiliarityName
+from ..metrics.probabilities import at_labels, weighted_mean
+from ..model.ensemble import Ensemble
+from ..model.zero_shot import DEFAULT_TEMPLATES, Templates
+from ..settings import to_plain
+from ..store import Form, Store
+from ..training.finetune import finetune
+from .data import BuildData, ReadBatch, StartingModel, read_for_build, starting_model, with_upper_layers
+from .settings import HydraConfig
+
+ENSEMBLE: Form[Ensemble] = Form("", Ensemble.from_pretrained, lambda folder, model: model.save_pretrained(folder))
+RESULT = "ensemble"  # name of the finished ensemble in a run folder
+EXTRA_HEADS = 2  # extra heads that a circuit ranks if it repeats another member
+
+
+@torch.inference_mode(False)  # inference mode of the caller would leave Taylor scores and fine-tuning without gradients
+@without_autocast()
+def build(
+    model: nn.Module,
+    config: HydraConfig,
+    *,
+    train: Batches | None = None,
+    id: Batches | None = None,
+    ood: Sources | Literal["synthetic"] | None = None,
+    validation: Batches | None = None,
+    output: str | Path | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    class_names: Sequence[str] | None = None,
+    templates: Templates = DEFAULT_TEMPLATES,
+    pretrained: nn.Module | None = None,
+    preprocessing: Mapping[str, Any] | None = None,
+) -> Ensemble:
+    """Make an ensemble from one model: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
+
+    Members train separately and are fused, or are fused and train together (`HydraConfig.training`). If the result is
+    significantly worse than the model itself, calibrated in the same way, in accuracy or NLL on held-out data, a
+    warning says so and the history records it.
+
+    Each stage leaves its product in `output`. Called again with the same arguments, an interrupted build resumes and
+    (on a CPU) gives a bit-identical result; a finished one is read back. To repeat a stage, delete its product and
+    those after it. The folder of another build is refused: held-out data are compared sample by sample; of `train`,
+    the length, the first batch, and all labels that the source has in memory.
+
+    For a dual encoder (CLIP), heads of both towers are ranked together and pruned, and members classify images
+    by class names, as in `zero_shot`. For the image tower alone, build from `zero_shot(dual, class_names)`.
+
+    Args:
+        model: A model that `convert` takes, or an `Ensemble` or a `DualEncoder` with one member. It is not changed.
+        config: What to make.
+        train: Labelled training batches that can be read repeatedly, for fine-tuning and Taylor rankings. Images are
+            cropped and mirrored at random only if these do so, whatever the recipe says (`data.TrainTransform`).
+        id: Held-out labelled in-distribution batches, kept in memory. A half drawn by the seed ranks heads, the
+            other half calibrates (and chooses between learning rates), unless `validation` is given.
+        ood: Batches unlike the training data, for circuits, kept in memory. Use other data to report results. A mapping
+            from names to batches gives several sources of equal weight; `"synthetic"` makes them from `id`, see
+            `data.synthetic_ood`.
+        validation: Held-out labelled batches for calibration and for choices in fine-tuning.
+        output: Run folder; None keeps nothing.
+        device: Where to compute; None stays where the model is.
+        progress: Whether to show progress bars.
+        class_names: For a dual encoder: the names of the classes, in the order of the labels.
+        templates: For a dual encoder: sentences with `{label}` in place of a name.
+        pretrained: The model before its fine-tuning: members start from its layers above the trunk.
+        preprocessing: Changes to the model's own preprocessing, as in `convert`.
+
+    Returns:
+        The fused ensemble, calibrated if there are data for it, in evaluation mode, ready to `predict`.
+
+    Raises:
+        HydraError: Config, model and data do not fit together (found before any long work, as far as possible);
+            `output` holds another build, or a product that this one did not make, or is in use.
+
+    Examples:
+        Use your own model (from timm, transformers, ...) instead of `base`, and a `DataLoader` instead of `batches`:
+
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> config = he.HydraConfig(members=3, strategy="random", accepted_share=0.8)  # "circuit" needs ood=
+        >>> hydra = he.build(base, config, id=batches, output="run", progress=False)
+        >>> answer = hydra.predict(torch.randn(5, 3, 64, 64))
+        >>> hydra.num_members, answer.accept.shape  # if it is False, `answer.reason` says why
+        (3, torch.Size([5]))
+        >>> hydra.save_pretrained("my-hydra")
+    """
+    start = starting_model(model, class_names, templates, device, preprocessing)
+    config = config.settled(start)
+    if pretrained is not None:
+        start = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
+    used = {"train": train if config.reads_train else None, "ood": ood if config.extracts_circuits else None}
+    data = read_for_build(config.seed, start.base, id=id, validation=validation, **used)
+    config.check(start, data)
+    with all_ranks(start.base.device) as ranks:  # one process group for circuits and fine-tuning
+        identity = {"config": to_plain(config), "model": model_identity(start), "data": data_identity(data)}
+        ranks.require_same(identity, "model, data or settings")
+        with Store(output, identity, "a build") as run:
+            chain = Chain(start, config, data, run, progress=progress)
+            ensemble = chain.step(RESULT, lambda: compare_with_base(chain.assembled(), chain))
+            if output is not None:
+                run.step("summary", lambda: chain.summary(ensemble))
+            return ensemble
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """The steps of one build; builds of a search share a store, in which each has its own folder `at`."""
+
+    start: StartingModel
+    config: HydraConfig
+    data: BuildData
+    run: Store
+    at: str = ""
+    progress: bool = True
+
+    def step(self, name: str, make: Callable[[], Ensemble]) -> Ensemble:
+        """An ensemble of this build, read from the store or made, on the device of the model."""
+        return self.run.step(f"{self.at}{name}", make, ENSEMBLE).to(self.start.base.device)
+
+    def assembled(self) -> Ensemble:
+        """The fused and calibrated ensemble, step by step."""
+        heads = self.heads()
+        if self.config.training == "together":
+            pruned = [self.named(self.start.pruned(lost), i, origin) for i, (origin, lost) in enumerate(heads)]
+            fused = self.trained(fuse(pruned, **self.config.fusions, trunk=self.config.trunk), 0)
+        else:
+            members = [self.step(f"members/{i}", partial(self.member, i, *choice)) for i, choice in enumerate(heads)]
+            fused = fuse(members, **self.config.fusions, average=self.config.average_trunk * self.config.trunk)
+        return calibrated(fused, self.config, self.data)
+
+    def heads(self) -> list[tuple[str, list[Head]]]:
+        """For each member, how its heads were chosen, and the heads it loses."""
+        rows = self.run.step(f"{self.at}heads", self.choose)
+        return [(row["origin"], [Head(*head) for head in row["heads"]]) for row in rows]
+
+    def choose(self) -> list[dict[str, Any]]:
+        """Choose the heads of all members."""
+        config, count = self.config, self.config.pruned_members
+        layers, pool = config.layers(self.start), config.pool_size(self.start)
+        heads: Sequence[Sequence[Head]] = ()
+        origins = ["drawn from circuit avg"] * count
+        match config.strategy:
+            case "random":
+                heads = random_members(self.start.ranked, config.lost, count, config.seed, layers)
+                origins = ["random heads"] * count
+            case "taylor":
+                draws = distinct_taylor(self.taylor, config.lost, count)
+                heads = [ranking.first(config.lost) for _, ranking in draws]
+                origins = [f"taylor, draw {draw}" for draw, _ in draws]
+            case "sampled":
+                size = pool or config.lost
+                heads = sampled_members(self.circuit("avg", size), config.lost, size, count, config.seed)
+            case "circuit":
+                heads = self.circuits(pool)
+                origins = [*(f"circuit {score}" for score in CIRCUIT_ORDER), *origins][:count]
+        whole = config.members - count
+        chosen = zip([*origins, *["all heads"] * whole], [*heads, *[()] * whole], strict=True)
+        return [{"origin": origin, "heads": lost} for origin, lost in chosen]
+
+    def circuits(self, pool: int | None) -> Sequence[Sequence[Head]]:
+        """One circuit for each of the first members; the ranking that other members are drawn from is longer."""
+        lost, count = self.config.lost, self.config.pruned_members
+        needed = CIRCUIT_ORDER[:count]
+        rankings: dict[str, HeadRanking] = {
+            score: self.circuit(score, lost if score != "avg" else pool or lost) for score in needed
+        }
+        try:
+            return circuit_members(rankings, lost, count, pool, self.config.seed)
+        except SameMembersError:
+            more = min(lost + EXTRA_HEADS, self.start.heads(self.config.layers(self.start)))
+            rankings |= {score: self.circuit(score, more) for score in needed[1:]}
+            return circuit_members(rankings, lost, count, pool, self.config.seed)
+
+    def circuit(self, score: Score, budget: int) -> HeadRanking:
+        """The circuit for a score; of builds that share a store, the first one extracts it."""
+        config, start = self.config, self.start
+        limit = config.max_accuracy_loss if score == "ood" else None
+        settings: dict[str, Any] = {"method": config.method, "ties": config.ties, "max_accuracy_loss": limit}
+        name = "-".join(map(str, ("rankings/" + score, *settings.values(), budget, "above", config.trunk)))
+        if start.dual is not None:
+            settings |= {"class_names": start.names, "templates": start.templates}
+        settings |= {"score": score, "budget": budget, "layers": config.layers(start), "progress": self.progress}
+        settings["journal"] = self.run.path(f"{name}.journal")
+        sets: Any = (self.data.ranking, self.data.ood)
+        return self.run.step(name, partial(extract_circuit, start.ranked, *sets, **settings), RANKING)
+
+    def taylor(self, draw: int) -> HeadRanking:
+        """One Taylor ranking, on calibration batches of its own."""
+        config = self.config
+        settings: dict[str, Any] = {"scope": config.taylor_scope, "calibration_batches": config.calibration_batches}
+        how = (config.seed, draw, *settings.values(), config.lost, "above", config.trunk)
+        name = "-".join(map(str, ("rankings/taylor", *how)))
+        settings |= {"budget": config.lost, "layers": config.layers(self.start), "progress": self.progress}
+        settings["seed"] = derive_seed(config.seed, "taylor", draw)  # neighbouring seeds of builds share no draw
+        batches: Any = self.data.for_taylor
+        return self.run.step(name, partial(taylor, self.start.base, batches, **settings), RANKING)
+
+    def member(self, index: int, origin: str, lost: Sequence[Head]) -> Ensemble:
+        """One member, pruned and trained; with pretrained layers, the whole member is the given model itself."""
+        if self.config.whole and index == self.config.members - 1 and self.start.upper is not None:
+            return self.start.bare
+        return self.named(self.trained(self.start.pruned(lost), index), index, origin)
+
+    def named(self, member: Ensemble, index: int, origin: str) -> Ensemble:
+        """A member whose history says which one it is and how its heads were chosen."""
+        before = self.start.base.metadata.history
+        lines = (f"member {index} ({origin}): {line}" for line in member.metadata.history[len(before) :])
+        return member.with_metadata(history=(*before, *lines))
+
+    def trained(self, ensemble: Ensemble, index: int) -> Ensemble:
+        """A member, or all of them together, after the recipe; training resumes where it was interrupted."""
+        recipe, data = self.config.training_recipe(self.start), self.data
+        if recipe is None or data.train is None:
+            return ensemble
+        place = self.run.path(f"{self.at}finetune")
+        more: dict[str, Any] = {"output": place, "progress": self.progress, "index": index}
+        return finetune(ensemble, data.train, recipe, data.validation, **more)
+
+    def summary(self, final: Ensemble) -> dict[str, Any]:
+        """Settings, data, members, cost and calibration of the finished ensemble, for people."""
+        counts = final.describe()
+        return {
+            "config": self.config,
+            "versions": {"hydra_ensembles": __version__, "torch": torch.__version__},
+            "samples": self.data.samples(),
+            "members": [
+                {"origin": origin, "pruned": [str(head) for head in lost], "heads_kept": [len(layer) for layer in kept]}
+                for (origin, lost), kept in zip(self.heads(), final.config.heads, strict=True)
+            ],
+            "trunk": final.config.trunk,
+            "parameters": counts.parameters,
+            "multiply_adds": counts.multiply_adds,
+            "metrics": final.metadata.metrics,
+            "history": final.metadata.history,
+        }
+
+
+def model_identity(start: StartingModel) -> dict[str, Any]:
+    """What the products of a build depend on of its model."""
+    known = start.base.metadata
+    about = [start.base.config, known.labels, to_plain(known.preprocessing), list(start.templates)]
+    upper = None if start.upper is None else digest(start.upper)
+    return {"weights": digest(start.ranked), "about": digest(to_plain(about)), "upper": upper}
+
+
+def data_identity(data: BuildData) -> dict[str, str | None]:
+    """Digests of the sets; of the training data, which may be large, only of the length and the first batch."""
+    sets = {name: None if batches is None else digest_batches(batches, name) for name, batches in data.held_out.items()}
+    if data.train is None:
+        return {"train": None, **sets}
+    with first_epoch(data.train, derive_seed(data.seed, "train")):
+        return {"train": digest_batches(data.train, "train", most=1), **sets}
+
+
+def calibrated(fused: Ensemble, config: HydraConfig, data: BuildData) -> Ensemble:
+    """Last step of a build: fit familiarity on the ranking data, temperature and thresholds on the validation data."""
+    if not config.calibrate or data.validation is None:
+        return fused
+    choice = config.familiarity
+    if choice is not None and data.ranking is not None:
+        score: FamiliarityName = "mahalanobis" if choice == "auto" else choice
+        try:
+            fused = fit_familiarity(fused, data.ranking, score, held_out=0.0, seed=config.seed)
+        except TooFewSamplesError:
+            if choice != "auto":
+                raise  # else `calibrate` tries with half of its own samples
+    share, per_member = config.accepted_share, config.per_member_temperature
+    return calibrate(fused, data.validation, share=share, per_member=per_member, familiarity=choice)
+
+
+def compare_with_base(ensemble: Ensemble, chain: Chain) -> Ensemble:
+    """Warn and add to the history if accuracy or NLL of the ensemble is significantly worse than the base's.
+
+    Significant: zero lies outside the 95 % interval of the difference, by a paired bootstrap over the samples.
+    """
+    base, data, seed = chain.start.base, chain.data, chain.config.seed
+    if data.validation is None:
+        return ensemble
+    if ensemble.metadata.calibration is not None and base.metadata.calibration is None:
+        base = calibrated(base, replace(chain.config, familiarity=None), data)  # the alternative a user has
+    pair = Paired.of(ensemble, base, data.validation)
+    gain, rise = pair.gain(seed=seed), pair.nll_rise(seed=seed)
+    worse = [f"accuracy by {-gain.value:.1%} ({-gain.high:.1%} to {-gain.low:.1%})"] if gain.high < 0 else []
+    worse += [f"NLL by {rise.value:.3f} ({rise.low:.3f} to {rise.high:.3f})"] if rise.low > 0 else []
+    if not worse:
+        return ensemble
+    line = f"on held-out data significantly worse than the model itself, in {' and '.join(worse)}"
+    warn(f"the ensemble is {line}: prune fewer heads, train the members, or calibrate the model itself and keep it")
+    return ensemble.with_metadata(history=(*ensemble.metadata.history, line))
+
+
+class Paired(NamedTuple):
+    """Two models on the same samples: 1 where correct, else 0, and NLL; `[n]` each, `_before` of the earlier model."""
+
+    right: Tensor
+    right_before: Tensor
+    nll: Tensor
+    nll_before: Tensor
+    mistake: float  # mean rise in NLL on labels other than the earlier model's answer, weighted by its probabilities
+
+    @classmethod
+    def of(cls, model: Ensemble, before: Ensemble, batches: list[ReadBatch]) -> "Paired":
+        """Run both models on labelled batches."""
+        ours, theirs = (
+            torch.cat([one.predict(inputs).log_probs.double().cpu() for inputs, _ in batches])  # [n, C]
+            for one in (model, before)
+        )
+        labels = torch.cat([labels.cpu().long() for _, labels in batches if labels is not None])  # [n]
+        others = theirs.exp().scatter(1, theirs.argmax(1, keepdim=True), 0.0)  # its probabilities of other labels
+        mistake = float((others * (theirs - ours)).sum() / others.sum().clamp_min(1e-300))
+        right, right_before = ((one.argmax(1) == labels).double() for one in (ours, theirs))
+        return cls(right, right_before, -at_labels(ours, labels), -at_labels(theirs, labels), mistake)
+
+    def gain(self, *, seed: int) -> Interval:
+        """How much higher the accuracy is than before."""
+        return paired(weighted_mean, [self.right], minus=[self.right_before], seed=seed)
+
+    def nll_rise(self, *, resamples: int = 1000, level: float = 0.95, seed: int) -> Interval:
+        """How much higher the NLL is than before; the interval allows for one more mistake than was seen.
+
+        Mistakes are rare and expensive. If a model is merely more confident, every correct sample has a lower NLL; with
+        few or no mistakes among the samples, no bootstrap resample would show the cost.
+        """
+        rises = self.nll - self.nll_before
+        options: dict[str, Any] = {"resamples": resamples, "level": level, "seed": seed}
+        seen = paired(weighted_mean, [rises], **options)
+        more = paired(weighted_mean, [torch.cat([rises, rises.new_tensor([self.mistake])])], **options)
+        return replace(seen, low=min(seen.low, more.low), high=max(seen.high, more.high))

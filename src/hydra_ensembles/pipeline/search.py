@@ -1,0 +1,386 @@
+"""The best ensemble for a price: build candidates, judge them on held-out data, choose one."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from .._distributed import launched
+from .._utils import warn, without_autocast
+from ..batches import Batches, Sources, changed, size_of
+from ..convert.convert import convert
+from ..digest import digest, digest_batches
+from ..errors import ConfigError, DivergedError, SameMembersError
+from ..evaluation.evaluate import evaluate
+from ..files import remove
+from ..fuse import fuse, soup
+from ..heads.members import random_members
+from ..metrics.distance import FamiliarityName
+from ..model.cost import measure_costs
+from ..model.dual_encoder import DualEncoder
+from ..model.ensemble import Ensemble
+from ..model.zero_shot import DEFAULT_TEMPLATES
+from ..report.table import to_markdown
+from ..settings import Checked, Range, Seed, Share, Whole, from_plain
+from ..store import Store
+from ..training.recipe import Recipe
+from .build import ENSEMBLE, RESULT, Chain, Paired, calibrated, data_identity, model_identity
+from .data import BuildData, Judges, StartingModel, read_for_search, samples_in, starting_model, with_upper_layers
+from .search_result import DEEP, FUSED, RESULT_FILE, SOUP, YOURS, Price, SearchResult, SearchRow
+from .settings import HydraConfig, usual_trunk
+
+DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # default trunks to try, as shares of the layers
+RESAMPLES = 10_000  # bootstrap resamples for the interval of a difference
+REPEATS = 10  # timed runs per model, alternating with the given one
+
+Candidates = Mapping[str, tuple[HydraConfig, StartingModel]]  # the config and starting model of each
+
+
+@dataclass(frozen=True)
+class SearchSettings(Checked):
+    """The settings of a search, as described in `search`."""
+
+    cost: Annotated[float, Range(1)]
+    tolerance: Share
+    price: Price
+    batch_size: Whole
+    familiarity: FamiliarityName | None
+    seed: Seed
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the OOD AUROCs to judge by."""
+        return ("all.auroc", *(() if self.familiarity is None else (f"{self.familiarity}:all.auroc",)))
+
+
+@torch.inference_mode(False)
+@without_autocast()
+def search(
+    model: nn.Module,
+    *,
+    id: Batches,
+    ood: Sources | Literal["synthetic"] = "synthetic",
+    train: Batches | None = None,
+    cost: float = 1.5,
+    candidates: Sequence[Any] | None = None,
+    models: Sequence[nn.Module] = (),
+    pretrained: nn.Module | None = None,
+    recipe: Recipe | None = None,
+    judge_id: Batches | None = None,
+    judge_ood: Sources | None = None,
+    familiarity: FamiliarityName | None = "mahalanobis",
+    tolerance: float = 0.0,
+    price: Price = "latency",
+    batch_size: int = 32,
+    optimize: Mapping[str, Any] | None = None,
+    output: str | Path | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    dry_run: bool = False,
+    progress: bool = True,
+) -> SearchResult:
+    """Find the best ensemble for a price: build candidates, judge them on held-out data, choose.
+
+    The choice has the lowest NLL of all that cost at most `cost` times as much as the given model and are not worse in
+    accuracy, NLL, selective risk (AURC) and OOD AUROC by both scores; if there is none, it is the given model
+    itself. These numbers made the choice, so report others, on data that the search has not seen. `why` says whether
+    its NLL is significantly lower; if it is not, there is also a warning.
+
+    Prices are measured before anything is trained: candidates above `cost` are not built. Called again with the same
+    arguments, an interrupted search resumes; a finished one is read back.
+
+    Args:
+        model: A trained classifier, as for `build`; it is always a candidate, with its calibration if it has one.
+            Its familiarity is fitted again, as for all candidates.
+        id: Held-out labelled ID batches, kept in memory. A half drawn by the seed is used to judge; of the other, one
+            half ranks heads and fits familiarity, the other calibrates.
+        ood: Batches unlike the training data, kept in memory, or `{name: batches}` of several sources of equal
+            weight. One half is for circuits, the other to judge. `"synthetic"` makes both from `id`, see
+            `data.synthetic_ood`: better than none, but results on real OOD inputs may differ.
+        train: Labelled training batches that can be read repeatedly; without them no candidate is trained.
+        cost: The highest price, 1 or more; the given model costs 1. Three members above five sixths of the layers have
+            1.33 times its multiply-adds.
+        candidates: `HydraConfig`s, or mappings of their fields; None takes trunks of different depth, with and without
+            pruned heads, trained in different ways.
+        models: Further trainings of the model: candidates are also their soup, their Deep Ensemble, and all of them
+            fused, with the mean of their first five sixths of the layers and separate MLPs. Those of another library
+            are converted with the model's preprocessing, and with its class names if they have none.
+        pretrained: As for `build`, for all candidates that train.
+        recipe: How to train candidates that have no recipe of their own; None takes `Recipe.preset("hydra")`.
+        judge_id: Labelled ID batches to judge on, instead of half of `id`.
+        judge_ood: OOD batches to judge on, or `{name: batches}`, whose mean counts; instead of half of `ood`.
+        familiarity: Feature score to judge by, in addition to the maximum softmax probability; None for none.
+        tolerance: How much worse than the given model's accuracy, AURC and AUROCs of the choice may be.
+        price: How cost is measured: time of a batch, optimized, or multiply-adds.
+        batch_size: Batch size for measuring latency.
+        optimize: Options of `Ensemble.optimize` for the measurement, such as `{"compile": True}`.
+        output: Folder for `search.json`, the choice in `ensemble`, and every candidate; None keeps nothing.
+        device: Where to compute; None stays where the model is.
+        seed: Seed for drawing halves, batches and members.
+        dry_run: Only measure what the candidates would cost: a result without numbers.
+        progress: Whether to print the plan and show progress bars.
+
+    Raises:
+        HydraError: Model, candidates and data do not fit together, no candidate is within the price, or `output` holds
+            something else; found before any long work.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> batches = [(torch.randn(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # or a DataLoader
+        >>> settings = {"id": batches, "cost": 3.0, "price": "multiply_adds", "progress": False}  # better also ood=
+        >>> plan = he.search(base, candidates=[{"strategy": "random", "prune": 2}], dry_run=True, **settings)
+        >>> [row.state for row in plan.rows]  # nothing is built yet; leave dry_run out, and plan.ensemble is the choice
+        ['planned', 'planned']
+    """
+    settings = SearchSettings(cost, tolerance, price, batch_size, familiarity, seed)
+    if launched():
+        raise ConfigError("a search runs in one process; start it without torchrun or accelerate launch")
+    base: Any = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
+    if not isinstance(base, Ensemble):
+        raise ConfigError("search takes classifiers; make one from a dual encoder: zero_shot(dual, class_names)")
+    start = starting_model(base, None, DEFAULT_TEMPLATES, device)
+    data, judges = read_for_search(seed, start.base, train, id, ood, judge_id, judge_ood)
+    proposed = usual_candidates(start, train is not None, seed) if candidates is None else candidates
+    built = _checked(proposed, start, data, pretrained, recipe, familiarity, strict=candidates is not None)
+    identity = {
+        "settings": settings,
+        "optimize": {key: str(value) for key, value in (optimize or {}).items()},
+        "candidates": {name: config for name, (config, _) in built.items()},
+        "model": model_identity(start),
+        "models": list(map(digest, models)),
+        "upper": [None if own.upper is None else digest(own.upper) for _, own in built.values()],
+        "data": data_identity(data),
+        "judges": {name: digest_batches(sets, name) for name, sets in judges.items()},
+    }
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory()) if output is None or dry_run else output
+        run = stack.enter_context(Store(folder, identity, "a search"))
+        given = [_like(start.base, other) for other in models]
+        work = Search(run, start, built, given, data, judges, settings, dict(optimize or {}), progress)
+        planned = work.plan()
+        if dry_run:
+            return planned
+        if progress:
+            tqdm.write(to_markdown(planned.table()))
+        decided = run.step("search", lambda: work.decided(planned), RESULT_FILE)
+        return replace(decided, ensemble=run.step(RESULT, lambda: work.final(decided.choice), ENSEMBLE))
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """A search with checked arguments; every step is kept in the store, and read back from it."""
+
+    run: Store
+    start: StartingModel
+    built: Candidates
+    models: Sequence[Ensemble]  # further trainings of the model
+    data: BuildData
+    judges: Judges
+    settings: SearchSettings
+    options: Mapping[str, Any]  # for `Ensemble.optimize`
+    progress: bool
+
+    def plan(self) -> SearchResult:
+        """Measure the price of every candidate, before any of them is built."""
+        makers: dict[str, Callable[[], Ensemble]] = {
+            name: partial(_untrained, *how) for name, how in self.built.items()
+        }
+        rows = [SearchRow(YOURS, 1.0, "planned")]
+        cost = self.settings.cost
+        for name, make in {**makers, **self.of_models()}.items():
+            price = self.price(f"prices/{_slug(name)}-planned", self.start.base, make)
+            config = self.built[name][0] if name in self.built else None
+            rows.append(SearchRow(name, price, "planned" if price <= cost else "too dear", config))
+        if not any(row.state == "planned" for row in rows[1:]):
+            cheapest = min((row.price for row in rows[1:]), default=float("nan"))
+            raise ConfigError(f"no candidate costs at most {cost:g} times the model, the cheapest {cheapest:.2f} times")
+        samples = {name: samples_in(batches) for name, batches in self.judges.items()}
+        return SearchResult(tuple(rows), cost, self.settings.price, self.settings.scores, samples)
+
+    def decided(self, planned: SearchResult) -> SearchResult:
+        """Build and judge every candidate within the price, the given model first, and choose."""
+        rows = [
+            row if row.state == "too dear" else self.judged(row)
+            for row in tqdm(planned.rows, desc="search", unit="candidate", disable=not self.progress)
+        ]
+        chosen = replace(planned, rows=tuple(rows)).decided(self.settings.tolerance)
+        return chosen if chosen.choice == YOURS else self.with_significance(chosen)
+
+    def judged(self, row: SearchRow) -> SearchRow:
+        """Build a candidate, evaluate it on held-out data and measure its price again; return its row."""
+        at = f"candidates/{_slug(row.name)}"
+        try:
+            numbers = self.run.step(f"{at}/numbers", lambda: self.numbers(self.final(row.name)))
+        except (SameMembersError, DivergedError) as error:
+            return replace(row, state="not possible", note=str(error))
+        price = self.price(f"{at}/price", self.final(YOURS), lambda: self.final(row.name))
+        for name in ("members", "finetune"):  # once it is judged, nothing reads them
+            if (place := self.run.path(f"{at}/{name}")) is not None:
+                remove(place)
+        return replace(row, state="judged", numbers=numbers, price=price)
+
+    def numbers(self, model: Ensemble) -> dict[str, float]:
+        """Results of an ensemble on held-out data."""
+        further: Any = () if self.settings.familiarity is None else (self.settings.familiarity,)
+        id_set, ood_sets = self.judges["ID"], {key: sets for key, sets in self.judges.items() if key != "ID"}
+        numbers = evaluate(model, id_set, ood_sets, scores=further, progress=False).numbers()
+        return {key: numbers[key] for key in ("accuracy", "nll", "ece", "aurc", *self.settings.scores)}
+
+    def price(self, name: str, base: Ensemble, make: Callable[[], Ensemble]) -> float:
+        """Price of an ensemble relative to the given model; 1 if both have the same config."""
+
+        def measured() -> float:
+            candidate = make()
+            if candidate.config == base.config:
+                return 1.0
+            if self.settings.price == "multiply_adds":
+                return candidate.describe().multiply_adds / base.describe().multiply_adds
+            inputs = base.prepare(self.judges["ID"][0][0])
+            rows = torch.arange(self.settings.batch_size, device=base.device) % size_of(inputs)
+            timed = {"own": base.optimize(**self.options), "other": candidate.optimize(**self.options)}
+            costs = measure_costs(timed, changed(inputs, lambda tensor: tensor[rows]), repeats=REPEATS, warmup=1)
+            return costs[1].latency_ratio
+
+        return float(self.run.step(name, measured))
+
+    def final(self, name: str) -> Ensemble:
+        """A candidate, built or read back, ready for use."""
+        at = f"candidates/{_slug(name)}/"
+        if name in self.built:
+            config, start = self.built[name]
+            chain = Chain(start, config, _part(self.data, config), self.run, at, self.progress)
+            return chain.step(RESULT, chain.assembled)
+        make = {YOURS: lambda: self.start.base, **self.of_models()}[name]
+        ensemble = self.run.step(f"{at}{RESULT}", lambda: self.ready(make()), ENSEMBLE)
+        return ensemble.to(self.start.base.device)
+
+    def ready(self, model: Ensemble) -> Ensemble:
+        """Calibrate a given model like the candidates; if it already is, its own calibration stays."""
+        own = model.metadata.calibration
+        if own is not None and self.settings.familiarity is None:
+            return model
+        config = HydraConfig(familiarity=self.settings.familiarity, seed=self.settings.seed)
+        fitted = calibrated(model, config, self.data)
+        return fitted if own is None else fitted.with_metadata(calibration=own, metrics=model.metadata.metrics)
+
+    def of_models(self) -> dict[str, Callable[[], Ensemble]]:
+        """Combinations of the model with the further trainings of it."""
+        if not self.models:
+            return {}
+        every = [self.start.base, *self.models]
+        trunk = usual_trunk(self.start.base.num_layers)
+        return {
+            SOUP: lambda: soup(every),
+            FUSED: lambda: fuse(every, mlp="separate", average=trunk),
+            DEEP: lambda: Ensemble.stack(every),
+        }
+
+    def with_significance(self, chosen: SearchResult) -> SearchResult:
+        """Add to the reason whether the NLL of the choice is significantly lower than the model's; warn if it is not.
+
+        Significant: the whole interval of the paired bootstrap over the judging samples lies below zero. Its level is
+        Bonferroni-corrected for the number of candidates: if none is better, 95 of 100 searches claim nothing.
+        """
+        others = sum(row.state == "judged" for row in chosen.rows) - 1  # judged on the same samples
+        pair = Paired.of(self.final(chosen.choice), self.final(YOURS), self.judges["ID"])
+        rise = pair.nll_rise(resamples=RESAMPLES, level=1 - 0.05 / others, seed=self.settings.seed)
+        interval = f"{rise.value:+.4f}, paired bootstrap for {others} candidates {rise.low:+.4f} to {rise.high:+.4f}"
+        lower = f"its NLL is {'significantly' if rise.high < 0 else 'not significantly'} lower ({interval})"
+        if rise.high >= 0:
+            price = next(row.price for row in chosen.rows if row.name == chosen.choice)
+            cost = f"costs {price:.2f} times as much as the given model"
+            warn(
+                f"the choice, {chosen.choice}, {cost}, but {lower}: judge on more samples (judge_id), or keep the model"
+            )
+        return replace(chosen, why=f"{chosen.why}; {lower}")
+
+
+def usual_candidates(start: StartingModel, trained: bool, seed: int) -> Iterator[dict[str, Any]]:
+    """Settings of the default candidates; some may not fit this model."""
+    layers = start.base.num_layers
+    for depth in dict.fromkeys(min(round(share * layers), layers - 1) for share in DEPTHS):
+        plain: dict[str, Any] = {"shared_layers": depth, "seed": seed}
+        yield plain
+        if trained:
+            together = {**plain, "training": "together"}
+            more = 2 * HydraConfig(**plain).settled(start).lost
+            yield from ({**together, "strategy": "branches"}, {**together, "whole": True}, together)
+            yield {**together, "prune": more}
+            yield {**plain, "strategy": "branches", "training": "apart", "average_trunk": True, "mlp": "separate"}
+
+
+def _like(base: Ensemble, other: nn.Module) -> Any:
+    """A further training, converted with the preprocessing of the model, and its class names if it has none."""
+    if isinstance(other, Ensemble):
+        return other
+    model = convert(other, processor=base.metadata.preprocessing)
+    unnamed = isinstance(model, Ensemble) and not model.metadata.labels and model.num_classes == base.num_classes
+    return model.with_metadata(labels=base.metadata.labels) if unnamed else model
+
+
+def _checked(
+    proposed: Iterable[Any],
+    start: StartingModel,
+    data: BuildData,
+    pretrained: nn.Module | None,
+    recipe: Recipe | None,
+    familiarity: FamiliarityName | None,
+    strict: bool,
+) -> Candidates:
+    """Candidates by name; those that do not fit the model raise if `strict`, otherwise they are skipped."""
+    candidates: dict[str, tuple[HydraConfig, StartingModel]] = {}
+    for index, entry in enumerate(proposed):
+        try:
+            trains = recipe is not None and isinstance(entry, Mapping) and entry.get("training") is not None
+            plain = {"recipe": recipe, **entry} if trains else entry
+            asked = entry if isinstance(entry, HydraConfig) else from_plain(HydraConfig, plain, f"candidates[{index}]")
+            config = replace(asked.settled(start), calibrate=True, familiarity=familiarity)
+            own = start
+            if pretrained is not None and config.recipe is not None:
+                own = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
+            config.check(own, _part(data, config))
+        except ConfigError:
+            if strict:
+                raise
+            continue
+        if all(config != other for other, _ in candidates.values()):
+            name = config.in_words()
+            same = sum(other.partition(" #")[0] == name for other in candidates)
+            candidates[f"{name} #{same + 1}" if same else name] = (config, own)
+    return candidates
+
+
+def _part(data: BuildData, config: HydraConfig) -> BuildData:
+    """The data sets that a build with this config reads."""
+    train = data.train if config.reads_train else None
+    return replace(data, train=train, ood=data.ood if config.extracts_circuits else None)
+
+
+def _untrained(config: HydraConfig, start: StartingModel) -> Ensemble:
+    """An untrained ensemble with the config of a candidate: it loses as many heads, but not necessarily the same."""
+    count, lost = config.pruned_members, config.lost
+    heads: tuple[Any, ...] = ()
+    if count:
+        heads = random_members(start.ranked, lost, count, config.seed, config.layers(start))
+    members = [start.pruned(removed) for removed in (*heads, *[()] * (config.members - count))]
+    ensemble = fuse(members, **config.fusions, trunk=config.trunk)
+    if config.training is not None:  # make members differ, as after training: equal ones would be run once
+        with torch.no_grad():
+            for weight in ensemble.parameters():
+                weight += torch.linspace(-0.01, 0.01, weight.numel(), device=weight.device).view_as(weight).to(weight)
+    return ensemble
+
+
+def _slug(name: str) -> str:
+    """A name as a folder name."""
+    return "-".join(re.findall(r"[a-z0-9]+", name.lower()))
