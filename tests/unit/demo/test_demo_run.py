@@ -13,6 +13,7 @@ from cli_cases import fail, run, succeed
 from hydra_ensembles.demo import DemoSettings, load_answers, load_sample
 from hydra_ensembles.demo.gains import BRANCHES, DEEP, SINGLE
 from hydra_ensembles.demo.run import METHODS
+from hydra_ensembles.pipeline import build as chain
 from hydra_ensembles.schema import to_plain
 
 ROOT = Path(__file__).resolve().parents[3]
