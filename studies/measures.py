@@ -1,4 +1,4 @@
-"""Metrics from the columns of a study, and their uncertainty over test samples.
+"""Metrics from the columns of a method, and their uncertainty over test samples.
 
 Every metric with an interval is, to first order, a mean over samples: it comes with its *influences*, one per sample
 and set, whose variance gives that of the metric. For paired comparisons, influences of two methods on the same samples
@@ -8,7 +8,7 @@ are subtracted and averaged over seeds before their variance is taken.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,6 @@ import torch
 from scipy.special import ndtri, stdtrit  # quantiles; scipy.stats has them too, but takes a second to import
 
 from hydra_ensembles.metrics import adaptive_ece_of_confidence, aurc
-from hydra_ensembles.metrics.distance import LearnedName
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
@@ -24,18 +23,17 @@ Columns = Mapping[str, npt.NDArray[Any]]  # by `set|column`
 Groups = Mapping[str, Sequence[str]]  # names of OOD sets by `near` and `far`
 
 BINS = 15
-CALIBRATED = "calibrated."  # prefix of metrics after calibration
-DOUBT = {"": "msp", CALIBRATED: f"{CALIBRATED}doubt"}  # one minus confidence
+CALIBRATED = "calibrated."  # prefix of metrics after calibration; of their columns, `calibrated_`
 LEVEL = 0.95
-NAMED = ("entropy", "mahalanobis", *get_args(LearnedName))  # scores that a row may have
 CONFIDENT = "vilu"  # a score that is minus the log-odds of being right, and so gives a confidence of its own
-SCORES = {"": "msp", **{f"{name}:": name for name in NAMED}}
-SPREAD: Literal["mutual_information"] = "mutual_information"  # of members: stored as a mean over a set, not per sample
-# for corrupted images
+LEARNED = (CONFIDENT, "neglabel")
+SCORES = {"": "doubt", **{f"{name}:": name for name in ("entropy", "mahalanobis", *LEARNED)}}
+SPREAD = "mutual_information"  # of members: its mean over a set is reported
 SHIFT = "shift"
 SEVERITIES = tuple(f"severity {level}" for level in range(1, 6))
 FEWEST_SEEDS = 3  # needed to call a difference significant or to judge a claim
 FEWEST = 1000  # samples that a set needs for FPR95
+LOWER = ("nll", "brier", "ece", "aece", "aurc", "fpr95")  # metrics where lower is better
 
 
 @dataclass(frozen=True)
@@ -74,14 +72,11 @@ class Difference:
     """A mean difference over seeds, and half the width of its interval over seeds and test samples.
 
     The interval is of `LEVEL` for one look at the test set; for several, it is as wide as a Bonferroni correction says.
-
-    `as_they_are`, for rows from two runs: the difference without subtracting each run's Single.
     """
 
     value: float
     half_width: float
     seeds: int
-    as_they_are: "Difference | None" = None
 
     @classmethod
     def of(cls, ours: Sequence[Number], theirs: Sequence[Number], looks: int = 1) -> "Difference":
@@ -97,42 +92,48 @@ class Difference:
 
     @property
     def certain(self) -> bool:
-        """Whether the interval excludes zero; for rows from two runs, both ways and on the same side.
+        """Whether the interval excludes zero; False below three seeds, which say little about how seeds vary."""
+        return self.seeds >= FEWEST_SEEDS and abs(self.value) > self.half_width
 
-        False below three seeds, which say little about the variation between seeds.
-        """
-        other = self.as_they_are
-        agrees = other is None or (other.certain and (other.value > 0) == (self.value > 0))
-        return self.seeds >= FEWEST_SEEDS and abs(self.value) > self.half_width and agrees
+    def verdict(self, key: str) -> str:
+        """`better` or `worse` where the difference is certain, otherwise nothing."""
+        if not self.certain:
+            return ""
+        return "better" if (self.value < 0) == (key.rpartition(".")[2] in LOWER) else "worse"
 
 
 def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
-    """Every metric of one model that has influences: `accuracy`, `calibrated.nll`, `entropy:all.auroc` and so on."""
+    """Every metric with influences that these columns give: `accuracy`, `calibrated.nll`, `entropy:all.auroc`."""
     raw = {key.removeprefix(f"{inside}|"): column for key, column in columns.items() if key.startswith(f"{inside}|")}
-    id_columns = {name: column.astype(np.float64) for name, column in raw.items()}
-    by_key = {"accuracy": _mean(id_columns["correct"], inside)}
+    own = {name: column.astype(np.float64) for name, column in raw.items()}
+    by_key = {"accuracy": _mean(own["correct"], inside)}
     for prefix in ("", CALIBRATED):
-        losses = [key for key in (f"{prefix}nll", f"{prefix}brier") if key in id_columns]
-        by_key |= {key: _mean(id_columns[key], inside) for key in losses}
-        by_key[f"{prefix}ece"] = _ece(1.0 - id_columns[DOUBT[prefix]], id_columns["correct"], inside)
-    by_key["aurc"] = _aurc(id_columns["msp"], 1.0 - id_columns["correct"], inside)
-    if CONFIDENT in id_columns:
-        by_key[f"{CONFIDENT}:ece"] = _ece(_confidence(id_columns[CONFIDENT]), id_columns["correct"], inside)
-        by_key[f"{CONFIDENT}:aurc"] = _aurc(id_columns[CONFIDENT], 1.0 - id_columns["correct"], inside)
+        column = prefix.replace(".", "_")
+        losses = [key for key in ("nll", "brier") if column + key in own]
+        by_key |= {f"{prefix}{key}": _mean(own[column + key], inside) for key in losses}
+        if f"{column}doubt" in own:
+            by_key[f"{prefix}ece"] = _ece(1.0 - own[f"{column}doubt"], own["correct"], inside)
+    by_key["aurc"] = _aurc(own["doubt"], 1.0 - own["correct"], inside)
+    if CONFIDENT in own:
+        by_key[f"{CONFIDENT}:ece"] = _ece(_confidence(own[CONFIDENT]), own["correct"], inside)
+        by_key[f"{CONFIDENT}:aurc"] = _aurc(own[CONFIDENT], 1.0 - own["correct"], inside)
+    outside = [name for names in groups.values() for name in names]
     for prefix, score in SCORES.items():
-        if score not in id_columns:
+        if not outside or any(f"{name}|{score}" not in columns for name in (inside, *outside)):
             continue
-        outside = [name for names in groups.values() for name in names]
         ours, *theirs = _ranked([raw[score], *(columns[f"{name}|{score}"] for name in outside)])
         sets = {name: _auroc(ours, ranked, inside, name) for name, ranked in zip(outside, theirs, strict=True)}
         by_key |= {f"{prefix}ood.{name}.auroc": number for name, number in sets.items()}
-        for group, names in {**groups, "all": list(sets)}.items() if sets else ():
+        for group, names in {**groups, "all": list(sets)}.items():
             by_key[f"{prefix}{group}.auroc"] = Number.mean([sets[name] for name in names])
     return by_key
 
 
 def shift_numbers(columns: Columns) -> dict[str, Number]:
-    """Metrics of one model on corrupted images: `severity 1.accuracy` and so on, and `shift.accuracy`, their mean."""
+    """Metrics on corrupted images: `severity 1.accuracy` and so on, and `shift.accuracy`, their mean.
+
+    Columns are means over the corruptions for each image, as `severity 1|correct`.
+    """
     by_key: dict[str, Number] = {}
     for column, metric in (("correct", "accuracy"), ("brier", "brier"), ("nll", "nll")):
         levels = [level for level in SEVERITIES if f"{level}|{column}" in columns]
@@ -150,21 +151,25 @@ def plain_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, fl
 
 
 def further_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, float]:
-    """Metrics of one model without influences: adaptive ECE, AUPR, FPR95 of large sets, mutual information.
+    """Metrics without influences: adaptive ECE, AUPR, FPR95 of large sets, mutual information.
 
     AUPR and FPR95 use the largest probability, and also a learned score (`vilu:near.fpr95`) if there is one.
     """
     correct = torch.from_numpy(columns[f"{inside}|correct"])
-    learned = f"{inside}|{CONFIDENT}"
-    sure = {prefix: 1.0 - columns[f"{inside}|{doubt}"].astype(np.float64) for prefix, doubt in DOUBT.items()}
-    if learned in columns:
-        sure[f"{CONFIDENT}:"] = _confidence(columns[learned].astype(np.float64))
-    by_key = {f"{key}aece": adaptive_ece_of_confidence(torch.from_numpy(p), correct) for key, p in sure.items()}
-    spread = {name: columns[f"{name}|{SPREAD}"] for names in groups.values() for name in names}
-    means = {name: float(column.astype(np.float64).mean()) for name, column in spread.items()}
-    by_key[SPREAD] = float(columns[f"{inside}|{SPREAD}"].astype(np.float64).mean())
-    by_key |= _by_set_and_group("", SPREAD, means, groups)
-    for prefix, score in {"": "msp", **{f"{name}:": name for name in get_args(LearnedName)}}.items():
+    sure = {prefix: f"{inside}|{prefix.replace('.', '_')}doubt" for prefix in ("", CALIBRATED)}
+    confidences = {key: 1.0 - columns[name].astype(np.float64) for key, name in sure.items() if name in columns}
+    if f"{inside}|{CONFIDENT}" in columns:
+        confidences[f"{CONFIDENT}:"] = _confidence(columns[f"{inside}|{CONFIDENT}"].astype(np.float64))
+    by_key = {
+        f"{key}aece": adaptive_ece_of_confidence(torch.from_numpy(values), correct)
+        for key, values in confidences.items()
+    }
+    spread = {name: columns.get(f"{name}|{SPREAD}") for names in groups.values() for name in names}
+    if (inner := columns.get(f"{inside}|{SPREAD}")) is not None:
+        by_key[SPREAD] = float(inner.astype(np.float64).mean())
+        means = {name: float(part.astype(np.float64).mean()) for name, part in spread.items() if part is not None}
+        by_key |= _by_set_and_group("", SPREAD, means, groups)
+    for prefix, score in {"": "doubt", **{f"{name}:": name for name in LEARNED}}.items():
         if f"{inside}|{score}" in columns:
             by_key |= _detection(columns, inside, groups, prefix, score)
     return by_key

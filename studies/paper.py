@@ -15,6 +15,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent / "paper"
 AVERAGE = "average"
@@ -89,3 +90,15 @@ def zero_shot_numbers(tasks: Sequence[str], detections: Sequence[str]) -> Mappin
         for method, numbers in set_numbers("dual", name).items():
             by_method.setdefault(method, {}).update({f"{task}.{key}": value for key, value in numbers.items()})
     return by_method
+
+
+def numbers_of(about: Mapping[str, Any]) -> Mapping[str, Numbers]:
+    """The paper's numbers for the methods of a study, by the keys of ours; `about` is that of its rows."""
+    tasks: Mapping[str, Any] = about["tasks"]
+    if len(tasks) == 1:
+        return classifier_numbers(next(iter(tasks)))
+    theirs = zero_shot_numbers(list(tasks), [task for task, groups in tasks.items() if groups])
+    return {
+        method: {**found, **{key.replace(".", ".own.", 1): number for key, number in found.items()}}
+        for method, found in theirs.items()
+    }
