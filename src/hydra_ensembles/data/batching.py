@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .._utils import require
-from ..arguments import Checked, Count, Positive, PositiveShare, Share, Whole, checked
+from .._utils import require as library
 from ..classes import a_few
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, Interpolation, require_channels, to_grey, to_rgb
-from ..schema import short
+from ..settings import Checked, Positive, PositiveShare, Share, Whole, require, short
 from ..training.recipe import RandAugment
 from .dataset import Dataset, Items, hash_key, keyed_order
 
@@ -52,22 +51,14 @@ class BatchLoader:
     Raises:
         ConfigError: A setting is out of range.
         DataError: While iterating, the output of `preprocess` has the wrong length.
-
-    Examples:
-        >>> from hydra_ensembles import data
-        >>> from hydra_ensembles.demo import load_backbone, load_sample
-        >>> pictures, model = data.subset(load_sample().test, 10, seed=0), load_backbone()
-        >>> batches = data.batches(pictures, model.metadata.preprocessing, batch_size=4)
-        >>> [list(images.shape) for images, labels in batches]
-        [[4, 3, 64, 64], [4, 3, 64, 64], [2, 3, 64, 64]]
     """
 
     dataset: Items[tuple[Any, Any]]
     preprocess: Preprocess
-    batch_size: Whole
+    batch_size: int
     shuffle: bool = False
     seed: int = 0
-    num_workers: Count = 0
+    num_workers: int = 0
     drop_last: bool = False
     epoch: int = field(default=0, init=False)
     stream: int | None = field(default=None, init=False)
@@ -76,6 +67,7 @@ class BatchLoader:
         if isinstance(self.dataset, str | PathLike | Mapping) or not hasattr(type(self.dataset), "__getitem__"):
             got = f"a data set gives (item, class number) by position, got {short(self.dataset)}"
             raise DataError(f"{got}; data.load(path) reads one from a folder or a table")
+        self.batch_size = require("batch_size", self.batch_size, Whole)
 
     def __len__(self) -> int:
         batches = len(self.dataset) / self.batch_size
@@ -115,7 +107,6 @@ class BatchLoader:
         return iter(loader)
 
 
-BatchLoader.__init__ = checked(BatchLoader.__init__)  # type: ignore[method-assign]  # the dataclass generates it
 batches = BatchLoader
 """Make batches of a data set; see `BatchLoader`."""
 
@@ -209,7 +200,7 @@ class TrainTransform(Checked):
 
     @cached_property
     def _pipeline(self) -> Any:
-        transforms = require("torchvision.transforms.v2", extra="data")
+        transforms = library("torchvision.transforms.v2", extra="data")
         augment = self.rand_augment
         return transforms.Compose(
             [

@@ -1,22 +1,19 @@
-"""Load data sets from folders, image lists, tables, torchvision and the hub."""
+"""Load data sets from folders, image lists, tables, torchvision and the hub, through Hugging Face `datasets`."""
 
 import inspect
-import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from .._utils import require, warn
-from ..arguments import checked
-from ..classes import a_few
+from .._utils import require
 from ..errors import DataError
-from ..files import expanded, unique
+from ..files import expanded
 from ..preprocessing import to_rgb
 from .dataset import (
     IMAGE_SUFFIXES,
@@ -28,33 +25,35 @@ from .dataset import (
     Rows,
     Text,
     TextDataset,
-    called_image,
     decode_image,
-    files_below,
-    is_image,
+    images_below,
     is_litter,
     read_image,
-    warn_of_others,
 )
-from .labels import ONLY_OOD, as_number, naming, numbered
 
 LabelPolicy = Literal["required", "optional"]
-
+TORCHVISION, HUB = "torchvision:", "hub:"
+# How `datasets` reads each kind of table: CSV fields may be quoted, TSV fields never, and no word means "missing".
+READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".parquet": ("parquet", {}),
+    ".csv": ("csv", {"keep_default_na": False}),
+    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t", "quoting": 3}),
+    ".jsonl": ("json", {}),
+    ".ndjson": ("json", {}),
+}
+TABLE_SUFFIXES = tuple(READERS)
 SPLIT_NAMES = ("dev", "test", "train", "training", "val", "valid", "validation")
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
-JSON_LINES = (".jsonl", ".ndjson")
-TABLE_SUFFIXES = (".parquet", *DELIMITERS, *JSON_LINES)
-_TORCHVISION, HUB = "torchvision:", "hub:"
-_SHARD = re.compile(r"^(?P<split>.+?)-(?P<number>\d{5})-of-(?P<all>\d{5})(-[0-9a-f]+)?$")
+MOST_CLASSES = 1 << 20  # larger numbers are ids
+_SHARD = re.compile(r"-\d{5}-of-(\d{5}).*$")
 _LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
+_OPTIONAL = "labels='optional', on the command line --ood"  # how to give data without labels
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Column names of a table; a dot reaches into a nested column (`translation.en`) if no column has that whole name.
+    """Column names of a table; a dot reaches into a nested column (`translation.en`).
 
-    A table with the `image` column holds images, unless only `text` is given another name (then it holds texts, also
-    with `image="image"`); others need `text`. `text_pair` is used if it exists, and must if renamed; rows need both.
+    A table with the `image` column holds images, others need `text`; `text_pair` is used if it exists.
     """
 
     image: str = "image"
@@ -62,13 +61,7 @@ class Columns:
     text_pair: str = "text_pair"
     label: str = "label"
 
-    def needed(self, kind: Literal["image", "text"]) -> tuple[str, ...]:
-        """Columns that a table of this kind must have: the main one, and for texts a renamed `text_pair`."""
-        main: str = getattr(self, kind)
-        return (main, self.text_pair) if kind == "text" and self.text_pair != Columns.text_pair else (main,)
 
-
-@checked
 def load(
     name_or_path: str | Path,
     split: str | None = None,
@@ -83,16 +76,11 @@ def load(
 ) -> AnyDataset:
     """Load a data set by path or by name.
 
-    Accepted are
-
-    - a Parquet file in the layout of Hugging Face data sets, or a folder with `<split>.parquet`;
-    - a CSV or TSV file with a header line, or a folder with `<split>.csv`; images are given by their paths;
-    - a file with one JSON object per line, or a folder with `<split>.jsonl`;
-    - a folder of images with one subfolder per class, with or without a level of splits above;
-    - a `.txt` file that lists images, one line `path label` each (OpenOOD);
-    - `torchvision:CIFAR10` and the like, `hub:OWNER/NAME`.
-
-    Classes are numbered in the order of `class_names`, else as the data say, else sorted by name.
+    Accepted are a Parquet, CSV, TSV or JSON-lines file, or a folder of them (`<split>.parquet`); a folder of images
+    with one subfolder per class, with or without a level of splits above; what `save_to_disk` of `datasets` wrote; a
+    `.txt` file that lists images, one line `path label` each (OpenOOD); `torchvision:CIFAR10` and the like; and
+    `hub:OWNER/NAME`. Classes are numbered in the order of `class_names`, else as the data say, else sorted by name.
+    Tables are converted once into the cache of `datasets` (`HF_DATASETS_CACHE`).
 
     Args:
         name_or_path: What to load.
@@ -108,342 +96,234 @@ def load(
 
     Raises:
         DataError: The path, split, columns or labels are missing; the message lists what was found.
-
-    Examples:
-        >>> from pathlib import Path
-        >>> from hydra_ensembles import data
-        >>> _ = Path("reviews.csv").write_text("text,label\\ngood,yes\\nbad,no\\n")
-        >>> reviews = data.load("reviews.csv")  # or a folder of pictures, a sub-folder for each class
-        >>> len(reviews), reviews.class_names, reviews[0]
-        (2, ('no', 'yes'), ('good', 1))
     """
-    name = str(name_or_path)
-    base = expanded(root or "")
-    columns = columns or Columns()
-    if name.startswith(_TORCHVISION):
-        return _load_torchvision(name.removeprefix(_TORCHVISION), split, base, download)
+    name, base = str(name_or_path), expanded(root or "")
+    if name.startswith(TORCHVISION):
+        return _load_torchvision(name.removeprefix(TORCHVISION), split, base, download)
     path = base / expanded(name)
     if name.startswith(HUB):
-        table = _read_hub(name.removeprefix(HUB), config, split)
-    elif not path.exists():
+        data = _from_hub(name.removeprefix(HUB), config, split)
+        return _dataset(data, name, name.removeprefix(HUB), columns or Columns(), labels, class_names)
+    if not path.exists():
         raise DataError(f"{path} does not exist; check the path, or write 'hub:owner/name' for a data set on the hub")
-    elif not path.is_dir() and not path.is_file():  # opening a named pipe would block forever
-        raise DataError(f"{path} is neither a plain file nor a folder; give one of them")
-    elif path.is_dir() and (splits := _table_splits(path)):
-        table = _read_tables(_whole(splits[_choose(split, splits, path)]), path.name, columns)
-    elif path.is_dir():
-        table = _list_folder(path, split, labels, class_names)
-        columns = Columns()
-    elif split not in (None, path.stem):
+    if path.is_file() and split not in (None, path.stem):
         raise DataError(f"{path} is a single file and has no split {split!r}; leave split out or give the folder")
+    if path.is_dir() and (tables := _tables_in(path)):
+        data = _read_tables(tables[_choose(split, tables, path)])
+    elif path.is_dir() and any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        data = require("datasets", extra="data").load_from_disk(str(path))
+        data = data[_choose(split, data, path)] if isinstance(data, dict) else data
+    elif path.is_dir():
+        return _load_folder(path, split, labels, class_names)
     elif path.suffix.lower() == ".txt":
-        table = _read_list(path, path.parent if images is None else base / expanded(images))
-        columns = Columns()
+        data = _read_list(path, path.parent if images is None else base / expanded(images))
+        return _dataset(data, str(path), path.stem, Columns(), labels, class_names)
     else:
-        title = path.stem if path.stem not in SPLIT_NAMES else path.parent.name or path.stem
-        table = _read_tables([path], title, columns)
-    return _from_table(table, columns, labels, class_names)
+        data = _read_tables([path])
+    title = path.parent.name if path.stem in SPLIT_NAMES and path.is_file() else path.stem
+    return _dataset(data, str(path), title, columns or Columns(), labels, class_names, path.absolute())
 
 
 def _choose(split: str | None, splits: Collection[str], where: Path | str) -> str:
     if split is None and len(splits) == 1:
         return next(iter(splits))
-    if split is None:
-        raise DataError(f"{where} has the splits {sorted(splits)}; choose one: split=..., in a shell {where}:NAME")
     if split not in splits:
-        raise DataError(f"{where} has no split {split!r}; found: {sorted(splits)}")
+        problem = "has several splits" if split is None else f"has no split {split!r}"
+        raise DataError(f"{where} {problem}; choose split= from {sorted(splits)}, in a shell {where}:NAME")
     return split
 
 
 # --- tables ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Table:
-    """An Arrow table as it is stored (compressed images stay compressed); cells are decoded when they are read."""
-
-    data: Any
-    where: str  # name of the table in error messages
-    title: str  # name of the data set
-    folder: Path = Path()  # folder of images given by path; absolute, because they are read later
-    labels_as_written: bool = False  # whether labels are strings that may mean numbers, as in CSV
-
-    def has(self, column: str) -> bool:
-        return path_of(column, self.data.column_names)[0] in self.data.column_names
-
-    def cell(self, column: str, row: int) -> Any:
-        top, *inner = path_of(column, self.data.column_names)
-        return nested(self.data.column(top)[row].as_py(), inner)
-
-    def column(self, column: str) -> list[Any]:
-        top, *inner = path_of(column, self.data.column_names)
-        return [nested(value, inner) for value in self.data.column(top).to_pylist()]
-
-    def class_names(self, column: str) -> tuple[str, ...] | None:
-        """Class names that the schema's Hugging Face metadata declares for a column, or None."""
-        metadata = json.loads((self.data.schema.metadata or {}).get(b"huggingface", b"{}"))
-        path = path_of(column, self.data.column_names)
-        names = nested(metadata.get("info", {}).get("features", {}), [*path, "names"])
-        return tuple(names) if names else None
-
-    def image(self, column: str, row: int) -> Picture:
-        """Decode an image cell, see `stored_image`."""
-        stored, where = self.stored(column, row), f"row {row} of {self.where}"
-        if stored is None:
-            got = f"{where} has no image (bytes, a path or {{bytes, path}}) in column {column!r}"
-            raise DataError(f"{got}; remove or fill it, or name another column: {naming('image')}")
-        return decode_image(stored, where) if isinstance(stored, bytes) else read_image(stored, f"{where} ({stored})")
-
-    def stored(self, column: str, row: int) -> bytes | Path | None:
-        """Stored bytes or file of an image."""
-        return stored_image(self.cell(column, row), self.folder)
-
-    def text(self, columns: tuple[str, ...], row: int) -> Text:
-        """Read a cell as a string, or two as a pair."""
-        cells = [self.cell(column, row) for column in columns]
-        for column, cell in zip(columns, cells, strict=True):
-            if not isinstance(cell, str):
-                raise DataError(f"row {row} of {self.where} has no text in column {column!r}, got {cell!r}; give one")
-        return cells[0] if len(cells) == 1 else (cells[0], cells[1])
-
-
-def path_of(column: str, names: Collection[str]) -> list[str]:
-    """The path of keys that a column name means: itself if it is one of the `names`, else its parts between dots."""
-    return [column] if column in names else column.split(".")
-
-
-def nested(value: Any, path: Sequence[str]) -> Any:
-    """Look up a path of keys in nested dicts; None if it does not exist."""
-    for part in path:
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
-def stored_image(cell: Any, folder: Path) -> bytes | Path | None:
-    """Bytes or file of an image cell: bytes, a path relative to `folder`, or `{bytes, path}`; else None."""
-    content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, cell)
-    return content if isinstance(content, bytes) else folder / path if path and isinstance(path, str) else None
-
-
-def _table_splits(folder: Path) -> dict[str, list[Path]]:
-    """Tables in a folder, or in its `data/`, by split, all of one format: Parquet, else CSV, TSV or JSON lines."""
-    for parent, suffix in product((folder, folder / "data"), TABLE_SUFFIXES):
+def _tables_in(folder: Path) -> dict[str, list[Path]]:
+    """Tables of a folder, or of its `data/`, by split, all of one format: `test.csv`, `train-00000-of-00002.parquet`."""
+    for parent, suffix in product((folder, folder / "data"), READERS):
         splits: dict[str, list[Path]] = {}
-        files = (file for file in parent.glob("*") if file.suffix.lower() == suffix and not is_litter(file.name))
-        for file in sorted(file for file in files if file.is_file()):
-            shard = _SHARD.match(file.stem)
-            splits.setdefault(shard["split"] if shard else file.stem, []).append(file)
+        for file in sorted(parent.glob(f"*{suffix}")):
+            if not is_litter(file.name):
+                splits.setdefault(_SHARD.sub("", file.stem), []).append(file)
+        for split, files in splits.items():
+            if any(int(shard[1]) != len(files) for file in files if (shard := _SHARD.search(file.stem))):
+                raise DataError(f"{parent} has {len(files)} shards of {split}, not all: {files[0].name}, …")
         if splits:
             return splits
     return {}
 
 
-def _whole(files: Sequence[Path]) -> Sequence[Path]:
-    """Return the files of a split; raise if shards are missing or the split is there in two versions."""
-    shards = [(int(shard["number"]), int(shard["all"])) for file in files if (shard := _SHARD.match(file.stem))]
-    expected = [(number, len(files)) for number in range(len(files))]
-    if shards != expected and (shards or len(files) > 1):  # a single file need not be a shard
-        problem = f"{files[0].parent} has {a_few([file.name for file in files])}, not exactly the shards of one split"
-        raise DataError(f"{problem}; fetch what is missing, remove what is too much, or give the file you mean")
-    return files
+def _read_tables(files: Sequence[Path]) -> Any:
+    """One split as a `datasets.Dataset`: a file, or its shards in order."""
+    if files[0].suffix.lower() not in READERS:
+        raise DataError(f"{files[0]} has an unknown suffix; accepted are {', '.join((*READERS, '.txt'))}")
+    kind, options = READERS[files[0].suffix.lower()]
+    return _loaded(kind, f"{files[0]} cannot be read", data_files=[*map(str, files)], split="train", **options)
 
 
-def _read_tables(files: Sequence[Path], title: str, columns: Columns) -> _Table:
-    """Read one split: a file, or its shards in order."""
-    arrow = require("pyarrow", extra="data")
-    where, suffix = files[0], files[0].suffix.lower()
-    if suffix == ".parquet":
-        read = require("pyarrow.parquet", extra="data").read_table
-    elif suffix in JSON_LINES:
-        read = partial(_read_json_lines, arrow=arrow)
-    elif suffix in DELIMITERS:
-        strings = dict.fromkeys((columns.text, columns.text_pair, columns.label), arrow.string())
-        read = partial(_read_delimited, strings=strings)
-    else:
-        raise DataError(f"{where} has an unknown suffix; accepted suffixes: {', '.join((*TABLE_SUFFIXES, '.txt'))}")
-    try:
-        table = arrow.concat_tables([read(file) for file in files])
-    except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise DataError(f"{where} cannot be read as a {suffix} table: {error}") from error
-    return _Table(table, str(where), title, where.parent.absolute(), suffix in DELIMITERS)
-
-
-def _read_json_lines(file: Path, arrow: Any) -> Any:
-    """A table with a column for every key that occurs; None in lines without that key."""
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
-        try:
-            row = json.loads(line, object_pairs_hook=unique) if line.strip() else None
-        except ValueError as error:
-            raise ValueError(f"line {number}: {error}") from error
-        if isinstance(row, dict):
-            rows.append(row)
-        elif line.strip():
-            raise ValueError(f"line {number} is a {type(row).__name__}, not an object")
-    names = dict.fromkeys(name for row in rows for name in row)
-    return arrow.table({name: _of_one_type(name, [row.get(name) for row in rows], arrow) for name in names})
-
-
-def _of_one_type(name: str, values: list[Any], arrow: Any) -> Any:
-    """Values of JSON as an Arrow column; raise if they are of several types."""
-    try:
-        return arrow.array(values)
-    except (arrow.ArrowException, OverflowError) as error:
-        first = dict[str, int]()  # row of each kind
-        for row, one in enumerate(values):
-            first.setdefault("number" if type(one) in (int, float) else type(one).__name__, row)
-        kinds = ", ".join(f"row {row} a {kind}" for kind, row in first.items() if kind != "NoneType")
-        raise ValueError(f"in column {name!r}, {kinds}: {error}") from error
-
-
-def _read_delimited(file: Path, strings: dict[str, Any]) -> Any:
-    """Read a table with a header line.
-
-    CSV fields may be quoted, TSV fields never: a lone quotation mark in a sentence (as in the GLUE files) is just a
-    character. Texts and labels (`strings`) are read as strings, so that `007` is kept; other columns are parsed.
-    """
-    csv = require("pyarrow.csv", extra="data")
-    delimiter = DELIMITERS[file.suffix.lower()]
-    quoted = delimiter == ","
-    one_block = csv.ReadOptions(block_size=max(1 << 20, file.stat().st_size + 1))  # no long text straddles two
-    quoting = csv.ParseOptions(delimiter=delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted)
-    return csv.read_csv(file, one_block, quoting, csv.ConvertOptions(strings_can_be_null=False, column_types=strings))
-
-
-def _read_hub(name: str, config: str | None, split: str | None) -> _Table:
-    """Download one split of a hub data set, or read it from the cache; `datasets` stores it as an Arrow table."""
-    datasets = require("datasets", extra="hub")
+def _from_hub(name: str, config: str | None, split: str | None) -> Any:
+    """One split of a data set on the hub, downloaded or from the cache."""
     where = f"hub data set {name!r}" + (f" ({config})" if config else "")
+    problem = f"{where}, split {split!r}, cannot be loaded (a data set that needs a script never can)"
+    data = _loaded(name, problem, name=config, split=split)
+    return data[_choose(None, data, where)] if split is None else data
+
+
+def _loaded(path: str, problem: str, **options: Any) -> Any:
+    """What `datasets.load_dataset` returns, without progress bars."""
+    library = require("datasets", extra="data")
+    showed = not library.are_progress_bars_disabled()
+    library.disable_progress_bars()
     try:
-        loaded = datasets.load_dataset(name, config, split=split, trust_remote_code=False)
-    except (ValueError, FileNotFoundError, ConnectionError, RuntimeError) as error:
-        advice = "if it needs a script, which is never run, give a folder of its Parquet files (refs/convert/parquet)"
-        raise DataError(f"{where}, split {split!r}, cannot be loaded: {error}; {advice}") from error
-    if split is None:
-        split = _choose(None, loaded, where)
-        loaded = loaded[split]
-    features = json.dumps({"info": {"features": loaded.features.to_dict()}}).encode()
-    table = loaded.with_format("arrow")[:].replace_schema_metadata({b"huggingface": features})
-    return _Table(table, f"{where}, split {split!r}", name)
+        return library.load_dataset(path, **options)
+    except (ValueError, OSError, RuntimeError, library.exceptions.DatasetsError) as error:
+        raise DataError(f"{problem}: {error.__cause__ or error}") from error
+    finally:
+        if showed:
+            library.enable_progress_bars()
 
 
-def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_names: Sequence[str] | None) -> AnyDataset:
-    count = table.data.num_rows
-    if not count:
-        raise DataError(f"{table.where} has no rows")
-    if not table.has(columns.image) and not table.has(columns.text):
-        problem = f"{table.where} has no column {columns.image!r} or {columns.text!r}; it has {table.data.column_names}"
-        raise DataError(f"{problem}. Name the right one: {naming('text')}; or image")
-    used = {path_of(getattr(columns, column.name), table.data.column_names)[0] for column in fields(columns)}
-    twice = sorted(name for name in used if table.data.column_names.count(name) > 1)
-    if twice:
-        raise DataError(f"{table.where} has several columns called {twice[0]!r}; rename all but the one that is meant")
-    labels, names = _read_labels(table, columns.label, policy, class_names)
-    texts_are_meant = columns.text != Columns.text and columns.image == Columns.image and table.has(columns.text)
-    if table.has(columns.image) and not texts_are_meant:
-        images = Rows(count, partial(table.image, columns.image), partial(table.stored, columns.image))
-        return ImageDataset(images, labels, names, table.title)
-    texts = (columns.text, columns.text_pair) if table.has(columns.text_pair) else (columns.text,)
-    if not set(columns.needed("text")) <= set(texts):
-        problem = f"{table.where} has no column {columns.text_pair!r}; it has {table.data.column_names}"
-        raise DataError(f"{problem}. Leave text_pair out, or name the right one: {naming('text_pair')}")
-    return TextDataset(Rows(count, partial(table.text, texts)), labels, names, table.title)
+def _dataset(
+    data: Any,
+    where: str,
+    title: str,
+    columns: Columns,
+    policy: LabelPolicy,
+    class_names: Sequence[str] | None,
+    path: Path = Path(),
+) -> AnyDataset:
+    """Our data set from one of `datasets`; paths of images are relative to the folder of the table at `path`."""
+    if any("." in name and name not in data.column_names for name in vars(columns).values()):
+        data = data.flatten()
+    if not len(data) or not {columns.image, columns.text} & {*data.column_names}:
+        problem = f"{where} has {len(data)} rows and the columns {data.column_names}, not {columns.image!r}"
+        raise DataError(f"{problem} or {columns.text!r}; name one: columns=Columns(text=...), in a shell --column")
+    numbers, names = _labels(data, columns.label, policy, class_names, where)
+    is_text = columns.image not in data.column_names or (columns.text != "text" and columns.text in data.column_names)
+    if not is_text:
+        features = require("datasets", extra="data").features
+        if isinstance(data.features[columns.image], features.Image):
+            data = data.cast_column(columns.image, features.Image(decode=False))
+        folder = path if path.is_dir() else path.parent
+        return ImageDataset(Rows(len(data), partial(_image, data, columns.image, folder, where)), numbers, names, title)
+    pair = (columns.text_pair,) if columns.text_pair in data.column_names else ()
+    if columns.text_pair != Columns.text_pair and not pair:
+        raise DataError(f"{where} has no column {columns.text_pair!r}; it has {data.column_names}")
+    return TextDataset(Rows(len(data), partial(_text, data, (columns.text, *pair), where)), numbers, names, title)
 
 
-def _read_labels(
-    table: _Table, column: str, policy: LabelPolicy, class_names: Sequence[str] | None
+def _image(data: Any, column: str, folder: Path, where: str, row: int) -> Picture:
+    """Decode an image cell: bytes, a path, or `{bytes, path}`."""
+    cell = data[row][column]
+    content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, cell)
+    if isinstance(content, bytes):
+        return decode_image(content, f"row {row} of {where}")
+    if not isinstance(path, str) or not path:
+        raise DataError(f"row {row} of {where} has no image (bytes, a path or {{bytes, path}}) in column {column!r}")
+    return read_image(folder / path, f"row {row} of {where} ({path})")
+
+
+def _text(data: Any, columns: tuple[str, ...], where: str, row: int) -> Text:
+    """Read a cell as a string, or two as a pair."""
+    cells = [data[row][column] for column in columns]
+    if not all(isinstance(cell, str) for cell in cells):
+        raise DataError(f"row {row} of {where} has no text in {columns}, got {cells}")
+    return cells[0] if len(cells) == 1 else (cells[0], cells[1])
+
+
+def _labels(
+    data: Any, column: str, policy: LabelPolicy, class_names: Sequence[str] | None, where: str
 ) -> tuple[LabelArray, tuple[str, ...]]:
-    """Read a label column as integers, with the class names; see `labels.numbered`."""
-    unlabelled = np.full(table.data.num_rows, UNLABELLED, dtype=np.int64)
-    if not table.has(column):
-        if policy == "optional":
-            return unlabelled, tuple(class_names or ())
-        problem = f"{table.where} has no label column {column!r}; it has {table.data.column_names}"
-        raise DataError(f"{problem}; only OOD data may lack it ({ONLY_OOD}). Name it: {naming('label')}")
-    values, declared = table.column(column), table.class_names(column)
-    try:
-        return numbered(values, table.labels_as_written, declared, class_names, policy == "required", table.where)
-    except DataError:
-        if policy == "required" or class_names is not None:
-            raise
-        return unlabelled, ()  # ratings, dates: not used
+    """A label column as integers, with the class names: those given, else declared, else the labels themselves."""
+    if column in data.column_names:
+        declared = getattr(data.features[column], "names", None)
+        try:
+            return numbered(data[column], declared if class_names is None else class_names, policy, where)
+        except DataError:
+            if policy == "required":
+                raise
+    elif policy == "required":
+        problem = f"{where} has no label column {column!r}; it has {data.column_names}"
+        raise DataError(f"{problem}; name it: columns=Columns(label=...). Only OOD data may lack it ({_OPTIONAL})")
+    return np.full(len(data), UNLABELLED), tuple(class_names or ())
 
 
-# --- folders and lists of images: tables of paths and labels -----------------------------------------------
+def numbered(
+    values: Collection[Any], names: Sequence[str] | None, policy: LabelPolicy, where: str
+) -> tuple[LabelArray, tuple[str, ...]]:
+    """Labels as integers, with class names. Text is looked up in the names, or numbered in its sorted order.
 
-
-def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_names: Sequence[str] | None) -> _Table:
-    """List the images of a folder, or of a split in it: one subfolder per class, searched to any depth, no litter."""
-    title, folder = folder.name, _folder_of_classes(folder, split, class_names)
-    subfolders = _subfolders(folder)
-    names = subfolders if class_names is None else class_names
-    unknown = sorted(set(subfolders) - set(names))
-    if unknown:
-        raise DataError(f"{folder} has subfolders {unknown} that are not among the class names {list(names)}")
-    files = {class_name: files_below(folder / class_name) for class_name in names}
-    images = {class_name: list(filter(called_image, files[class_name])) for class_name in names}
-    listed: list[tuple[Path, str | None]] = [(file, class_name) for class_name in names for file in images[class_name]]
-    empty = [class_name for class_name in names if not images[class_name]]
-    if policy == "required" and class_names is None and 0 < len(empty) < len(names):
-        raise DataError(f"{folder} has subfolders without images: {empty}; move them, or give class_names with them")
-    beside = sorted(file for file in folder.iterdir() if file.is_file() and not is_litter(file.name))
-    loose = list(filter(called_image, beside))
-    if policy == "optional":
-        listed += [(file, None) for file in loose]
-    elif listed and loose:
-        warn(f"{folder} has {len(loose)} images outside of class folders, which are left out")
-    warn_of_others(folder, chain(beside if policy == "optional" else (), *files.values()))
-    if not listed:
-        hint = f"; images without a class are for OOD data ({ONLY_OOD})" if loose else ""
-        if any((part / "state.json").is_file() for part in (folder, *map(folder.joinpath, subfolders))):
-            hint = "; what save_to_disk of datasets wrote is read by load_from_disk, and saved for here by to_parquet"
-        raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {subfolders}{hint}")
-    return _table_of_files([(str(file.relative_to(folder)), label) for file, label in listed], folder, title, folder)
-
-
-def _folder_of_classes(folder: Path, split: str | None, class_names: Sequence[str] | None) -> Path:
-    """The folder of a split, or the given one if it has none.
-
-    Folders named like splits next to others are refused: as classes, they would mix training and test data. A class may
-    be called `train` if it is the only such name and directly contains images.
+    Whole numbers, also written as text (`7`, not `07`), are class numbers. None, NaN and empty text are no label.
     """
-    below = _subfolders(folder)
-    splits = [entry for entry in below if entry in SPLIT_NAMES]
+    present = [value for value in values if value not in (None, "") and value == value]
+    words = sorted({value for value in present if isinstance(value, str)})
+    if words and names is None and not all(word.isdecimal() and str(int(word)) == word for word in words):
+        names = words
+    by_name = {name: number for number, name in enumerate(names or ())}
+    labels = np.full(len(values), UNLABELLED)
+    for row, value in enumerate(values):
+        if value in (None, "") or value != value:
+            continue
+        try:
+            labels[row] = by_name[value] if value in by_name else int(value)
+            if value not in by_name and not (float(value) == labels[row] < MOST_CLASSES):
+                raise ValueError("not the number of a class")
+        except (TypeError, ValueError, OverflowError) as error:
+            accepted = f"class numbers or names{f', such as {[*by_name][:6]}' if by_name else ''}"
+            raise DataError(f"row {row} of {where} has the label {value!r}; labels must be {accepted}") from error
+    if policy == "required" and (labels < 0).any():
+        none = f"{(labels < 0).sum()} rows of {where} have no label, the first is row {int((labels < 0).argmax())}"
+        raise DataError(f"{none}; only OOD data may lack labels ({_OPTIONAL})")
+    return np.maximum(labels, UNLABELLED), tuple(names or map(str, range(labels.max(initial=-1) + 1)))
+
+
+# --- folders and lists of images ---------------------------------------------------------------------------
+
+
+def _load_folder(folder: Path, split: str | None, policy: LabelPolicy, class_names: Sequence[str] | None) -> ImageDataset:
+    """The images of a folder, or of a split in it: one subfolder per class, searched to any depth."""
+    title, below = folder.name, _subfolders(folder)
+    splits = [name for name in below if name in SPLIT_NAMES]
     if split is not None or (splits and splits == below):
-        return folder / (split if split in below else _choose(split, splits or below, folder))
-    alone = folder / splits[0] if len(splits) == 1 else None
-    is_class = alone is not None and (any(map(is_image, alone.iterdir())) or not _subfolders(alone))
-    if splits and class_names is None and not is_class:
-        problem = f"{folder} has {splits}, which look like splits, and also {sorted(set(below).difference(splits))}"
-        raise DataError(f"{problem}; choose one (split=..., in a shell {folder}:NAME), or give all as class_names")
-    return folder
+        folder = folder / (split if split in below else _choose(split, splits or below, folder))
+    elif splits and class_names is None and len(splits) > 1:  # as classes, they would mix training and test data
+        raise DataError(f"{folder} has the splits {splits} beside other folders; choose one, or give class_names")
+    names = _subfolders(folder) if class_names is None else class_names
+    if unknown := sorted({*_subfolders(folder)} - {*names}):
+        raise DataError(f"{folder} has subfolders {unknown} that are not among the class names {list(names)}")
+    listed = [(file, label) for label, name in enumerate(names) for file in images_below(folder / name)]
+    if policy == "optional":
+        loose = [file for file in images_below(folder) if file.parent == folder]
+        listed += [(file, UNLABELLED) for file in loose]
+    if not listed:
+        problem = f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {_subfolders(folder)}"
+        raise DataError(f"{problem}; images without a class are for OOD data ({_OPTIONAL})")
+    files = [file.absolute() for file, _ in listed]
+    source = Rows(len(files), partial(_file, files))
+    return ImageDataset(source, [label for _, label in listed], names, title)
+
+
+def _file(files: Sequence[Path], row: int) -> Picture:
+    return read_image(files[row])
 
 
 def _subfolders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_litter(entry.name))
 
 
-def _read_list(list_file: Path, images: Path) -> _Table:
-    """Read an image list in OpenOOD's format, lines `path label`; a label of -1, or none, means no class."""
+def _read_list(list_file: Path, images: Path) -> Any:
+    """An image list in OpenOOD's format, lines `path label`; a label of -1, or none, means no class."""
     try:
-        lines = [line.strip() for line in list_file.read_text(encoding="utf-8-sig").split("\n")]
+        lines = [line.strip() for line in list_file.read_text(encoding="utf-8-sig").splitlines()]
     except UnicodeDecodeError as error:
         raise DataError(f"{list_file} is not UTF-8 text ({error}); save it as UTF-8") from error
-    listed = [(match["path"], match["label"]) for line in lines if (match := _LISTED.fullmatch(line))]
-    listed = [(path, label and as_number(int(label), {}, f"{list_file}, {path},")) for path, label in listed]
-    if not listed:
-        raise DataError(f"{list_file} lists no images")
-    if not (images / listed[0][0]).exists():
-        first = f"{images / listed[0][0]}, the first image of {list_file},"
-        texts = "texts need a table (CSV, JSON lines, Parquet) instead"
-        raise DataError(f"{first} does not exist; lines are 'path label', relative to the folder images=; {texts}")
-    return _table_of_files(listed, list_file, list_file.stem, images)
-
-
-def _table_of_files(listed: Sequence[tuple[str, str | int | None]], where: Path, title: str, folder: Path) -> _Table:
-    paths = [{"bytes": None, "path": path} for path, _ in listed]
-    table = require("pyarrow", extra="data").table({"image": paths, "label": [label for _, label in listed]})
-    return _Table(table, str(where), title, folder.absolute())
+    listed = [match for line in lines if (match := _LISTED.fullmatch(line))]
+    if not listed or not (images / listed[0]["path"]).exists():
+        problem = f"{images / listed[0]['path']} does not exist" if listed else f"{list_file} lists no images"
+        raise DataError(f"{problem}; lines are 'path label', relative to the folder images=; texts need a table")
+    cells = {
+        "image": [str((images / match["path"]).absolute()) for match in listed],
+        "label": [match["label"] and int(match["label"]) for match in listed],
+    }
+    return require("datasets", extra="data").Dataset.from_dict(cells)
 
 
 # --- torchvision -------------------------------------------------------------------------------------------
