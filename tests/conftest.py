@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "COLUMNS"):  # no colours, fixed table width
             os.environ.pop(name, None)
+        os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/hydra-test-datasets")  # of tables
         os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # no network, no threads before forks
         tqdm.tqdm.monitor_interval = 0  # its thread sometimes holds a lock, on which a forked child would wait forever
         if config.getoption("markexpr") not in ("slow", "gpu"):  # those may use all cores

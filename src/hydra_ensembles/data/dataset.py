@@ -121,7 +121,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
     def select(self, indices: npt.ArrayLike | Iterable[int], name: str | None = None) -> Self:
         """Return a data set of the items at these positions, in this order, or of those where a mask is True."""
-        chosen = np.array(indices if hasattr(indices, "__len__") else list(indices))  # type: ignore[call-overload]
+        chosen = np.array(list(indices) if isinstance(indices, Iterator) else indices)
         chosen = np.flatnonzero(chosen) if chosen.dtype == bool else _whole(chosen, f"positions in {self.name}")
         if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(self):
             raise DataError(f"{self.name} has {len(self)} items, got positions {chosen.min()} to {chosen.max()}")

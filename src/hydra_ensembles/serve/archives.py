@@ -20,8 +20,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from .._utils import require
-from ..data.dataset import IMAGE_SUFFIXES, Text, files_below
-from ..data.loading import DELIMITERS, JSON_LINES, TABLE_SUFFIXES, Columns, nested, path_of, stored_image
+from ..data.dataset import IMAGE_SUFFIXES, Text
+from ..data.loading import (
+    DELIMITERS,
+    JSON_LINES,
+    TABLE_SUFFIXES,
+    Columns,
+    files_below,
+    nested,
+    path_of,
+    stored_image,
+)
 from ..errors import DataError, StorageError
 from ..files import digest_of, expanded, unique
 
