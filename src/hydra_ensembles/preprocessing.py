@@ -9,24 +9,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ._utils import require, warn
-from .arguments import Checked, Count, Positive, PositiveShare, Range
+from ._utils import collect_warnings, require, warn
 from .errors import ConfigError, DataError
+from .settings import Checked, Count, Positive, PositiveShare, Range
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 TextCleaning = Literal["none", "whitespace", "lower", "canonicalize"]
-MOST_PIXELS = 1 << 16  # per side
+MOST_PIXELS = 1 << 16  # per side of a prepared image
 Pixels = Annotated[int, Range(1, MOST_PIXELS)]
+MOST_STORED = 178_956_970  # pixels of a picture, as in Pillow: some kilobytes of a file may be gigabytes of pixels
+MAX_ASPECT = 100  # of its sides: the shorter one is scaled up to the input size
 OTHER_CHANNELS = "Images are grey or RGB: a model with other channels takes tensors, prepared as in training"
 
 
@@ -71,30 +72,39 @@ class ImagePreprocessing(Checked):
         batch = _items(images, image_module.Image, str, np.ndarray)
         if not batch:
             raise DataError("got no images; give at least one")
-        for index, image in enumerate(batch):
-            if not isinstance(image, image_module.Image):
-                got = repr(image) if isinstance(image, str | PathLike) else f"a {type(image).__name__}"
-                advice = "give PIL.Image.open(path), or normalised images as one tensor [B, channels, H, W]"
-                raise DataError(f"item {index} is {got}, expected a PIL image; {advice}")
-            if not image.width or not image.height:
-                raise DataError(f"image {index} is {image.width}x{image.height}, so it has no pixels; leave it out")
+        pixels = torch.stack(
+            [self._pixels(image, f"image {index}") for index, image in enumerate(batch)]
+        )  # [B, C, H, W]
         if any(map(_is_rotated, batch)):
             state = "is stored sideways or mirrored (EXIF) and is used as stored"
             warn(f"{_subject(batch, 'image')} {state}: PIL.ImageOps.exif_transpose turns it upright")
-        pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
         mean, std = (pixels.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return (pixels - mean) / std
 
-    def _pixels(self, image: "Image") -> Tensor:
-        method = require("PIL.Image", extra="data").Resampling[self.interpolation.upper()]
-        image = to_grey(image) if len(self.mean) == 1 else to_rgb(image)
+    def _pixels(self, image: "Image", which: str) -> Tensor:
+        """Return the pixels of an image in [0, 1], `[C, H, W]`."""
+        library = require("PIL.Image", extra="data")
+        if not isinstance(image, library.Image):
+            got = repr(image) if isinstance(image, str) else f"a {type(image).__name__}"
+            advice = "give PIL.Image.open(path), or normalised images as one tensor [B, channels, H, W]"
+            raise DataError(f"{which} is {got}, expected a PIL image; {advice}")
+        long, short = max(image.size), min(image.size)
+        if not short or long > MAX_ASPECT * short or long * short > MOST_STORED:
+            limits = f"1 to {MOST_STORED:,} pixels, and no side over {MAX_ASPECT} times the other"
+            raise DataError(f"{which} has {image.width} x {image.height} pixels; accepted are {limits}")
+        try:
+            image.load()
+            image = to_grey(image) if len(self.mean) == 1 else to_rgb(image)
+        except Exception as error:  # Pillow decodes only now: the file may be cut, or closed
+            raise DataError(f"{which} cannot be read: {error}") from error
         height, width = self.size
-        image = image.resize(self._resized(image.width, image.height), method)
+        resized = self._resized(image.width, image.height)
+        image = image.resize(resized, library.Resampling[self.interpolation.upper()])
         half = round if self.crop_corner == "round" else int
         left, top = half((image.width - width) / 2), half((image.height - height) / 2)
         image = image.crop((left, top, left + width, top + height))
         array = np.asarray(image, dtype=np.float32) / 255.0
-        return torch.from_numpy(array).reshape(height, width, -1).permute(2, 0, 1)  # [channels, H, W]
+        return torch.from_numpy(array).reshape(height, width, -1).permute(2, 0, 1)
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of the resized image before the crop."""
@@ -140,61 +150,53 @@ class TextPreprocessing(Checked):
     def __call__(self, texts: "str | Sequence[str | tuple[str, str]]") -> dict[str, Tensor]:
         """Turn strings (or pairs of strings) into `input_ids` and the model's other inputs, `[B, T]` each."""
         batch = _items(texts, str)
-        encoded, remarks = self.encode(batch)
-        for remark in dict.fromkeys(remarks.values()):
-            warn(f"{_subject(batch, 'text')} {remark}")
-        return encoded
-
-    def encode(self, batch: "Sequence[str | tuple[str, str]]") -> tuple[dict[str, Tensor], dict[int, str]]:
-        """Tokenise a batch; also returns remarks about some of the texts, by index."""
         if not batch:
             raise DataError("got no texts; give at least one")
-        which = ["the text"] if len(batch) == 1 else [f"text {index}" for index in range(len(batch))]
-        for name, text in zip(which, batch, strict=True):
-            pair = isinstance(text, tuple) and len(text) == 2 and all(isinstance(part, str) for part in text)
-            if not pair and not isinstance(text, str):
-                advice = "give token ids as one tensor [B, T] or a mapping with 'input_ids', without labels"
-                raise DataError(f"{name} is a {type(text).__name__}, expected a string, or a tuple of two; {advice}")
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
-        tokenizer = _tokenizer(self)
-        cleaned = [self._cleaned(text, name) for text, name in zip(batch, which, strict=True)]
+        cleaned = [self._cleaned(text, f"text {index}") for index, text in enumerate(batch)]
         with _tokenizing():
-            encodings = tokenizer.encode_batch(cleaned)
-            rows = {"input_ids": [encoding.ids for encoding in encodings]}
-            if self.attention_mask:
-                rows["attention_mask"] = [encoding.attention_mask for encoding in encodings]
-            if self.segments:
-                rows["token_type_ids"] = [encoding.type_ids for encoding in encodings]
-            encoded = {name: torch.tensor(ids, device="cpu") for name, ids in rows.items()}  # ignore default device
-        remarks: dict[int, str] = {}
+            encodings = _tokenizer(self).encode_batch(cleaned)
+        rows = {"input_ids": [encoding.ids for encoding in encodings]}
+        if self.attention_mask:
+            rows["attention_mask"] = [encoding.attention_mask for encoding in encodings]
+        if self.segments:
+            rows["token_type_ids"] = [encoding.type_ids for encoding in encodings]
+        remarks = set[str]()
         for index, encoding in enumerate(encodings):
             if 1 not in encoding.attention_mask:  # a tokenizer without special tokens
-                raise DataError(f"{which[index]} is {cleaned[index]!r}, which has no tokens; leave it out")
+                raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
             if encoding.overflowing:
-                remarks[index] = f"is longer than the {self.max_length} tokens that are read: the rest is ignored"
+                remarks.add(f"is longer than the {self.max_length} tokens that are read: the rest is ignored")
             elif 0 not in encoding.special_tokens_mask:  # only special tokens and padding
-                remarks[index] = "has no words, and gets the same answer as every empty text: leave it out"
+                remarks.add("has no words, and gets the same answer as every empty text: leave it out")
             elif 0 in encoding.attention_mask and not self.attention_mask and not self.pad_to_max:
-                remarks[index] = (
-                    "is padded to the longest text beside it, and the model reads padding as tokens: its answer "
-                    "depends on the other texts; give texts with equally many tokens together, or each alone"
-                )
-        return encoded, remarks
+                remarks.add("is padded, and the model reads padding as tokens: give texts of equal length together")
+        for remark in sorted(remarks):
+            warn(f"{_subject(batch, 'text')} {remark}")
+        return {name: torch.tensor(ids, device="cpu") for name, ids in rows.items()}  # ignore default device
+
+    def encode(self, batch: "Sequence[str | tuple[str, str]]") -> tuple[dict[str, Tensor], dict[int, str]]:
+        """Tokenise without warnings; goes with the old scoring, its only caller."""
+        with collect_warnings():
+            return self(batch), {}
 
     def require_tokenizer(self) -> None:
         """Refuse a tokenizer that cannot be parsed; without the `tokenizers` library, only the first use fails."""
         if self.tokenizer and importlib.util.find_spec("tokenizers") is not None:
             _tokenizer(self)
 
-    def _cleaned(self, text: str | tuple[str, str], which: str) -> str | tuple[str, str]:
-        """Clean a text, or both texts of a pair; raises for lone surrogates."""
-        parts = (text,) if isinstance(text, str) else text
-        first, *second = (clean_text(part, self.cleaning) for part in parts)
-        for part in (first, *second):
+    def _cleaned(self, text: Any, which: str) -> str | tuple[str, ...]:
+        """Clean a text, or both texts of a pair; raises for what is no text, and for lone surrogates."""
+        parts = text if isinstance(text, tuple) and len(text) == 2 else (text,)
+        if not all(isinstance(part, str) for part in parts):
+            advice = "give token ids as one tensor [B, T] or a mapping with 'input_ids', without labels"
+            raise DataError(f"{which} is a {type(text).__name__}, expected a string, or a tuple of two; {advice}")
+        cleaned = tuple(clean_text(part, self.cleaning) for part in parts)
+        for part in cleaned:
             if not part.isascii() and any("\ud800" <= letter <= "\udfff" for letter in part):
                 raise DataError(f"{which} has an unpaired surrogate, which is not a character; read it as UTF-8")
-        return (first, second[0]) if second else first
+        return cleaned if len(cleaned) == 2 else cleaned[0]
 
 
 def require_channels(mean: Sequence[float], std: Sequence[float]) -> None:
@@ -250,7 +252,6 @@ def _tokenizing() -> Iterator[None]:
 
 # --- images of any mode --------------------------------------------------------------------------------------
 
-_TWELVE_BITS = 4096  # 12-bit scans stay below this value
 _CONVERTED_FIRST = {"La": "LA", "LAB": "RGB"}  # modes that Pillow does not convert to grey directly
 _SIXTEEN_BITS = ("PNG", "PPM")  # formats that Pillow (some releases) opens in mode I if they have 16 bits
 
@@ -273,12 +274,9 @@ def _plain(image: "Image") -> "Image":
     """Convert the image to a mode that Pillow converts further without clipping or warning."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BITS):
         pixels = np.asarray(image, dtype=np.uint16)
-        if 0 < pixels.max() < _TWELVE_BITS:
-            dark = f"has no pixel above {_TWELVE_BITS - 1}, like 12-bit scans, and looks nearly black"
-            warn(f"a 16-bit greyscale image {dark}; multiply such images by 16")
         return require("PIL.Image", extra="data").fromarray((pixels >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise DataError(f"an image has the mode {image.mode}, 32-bit greyscale; give 8-bit or 16-bit images")
+        raise DataError(f"the mode {image.mode} is 32-bit greyscale; give 8-bit or 16-bit images")
     if image.mode == "P" and "transparency" in image.info:
         return image.convert("RGBA")
     first = _CONVERTED_FIRST.get(image.mode)

@@ -1,7 +1,8 @@
-"""Images of unusual modes, and validation of settings; test_processors.py compares values with libraries."""
+"""Pictures of any kind and texts of any kind as inputs; `convert/test_processors.py` compares values with libraries."""
 
 import io
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing,
 LEVELS, IN_BYTES = np.array([[0, 0x1234], [0x8000, 0xFFFF]]), [[0, 0x12], [0x80, 0xFF]]
 
 
-def plain(channels: int) -> ImagePreprocessing:
+def plain(channels: int = 3) -> ImagePreprocessing:
     """Preprocessing that only changes the range of values."""
     return ImagePreprocessing((2, 2), mean=(0.0,) * channels, std=(1.0,) * channels, interpolation="nearest")
 
@@ -55,25 +56,76 @@ def test_numbers_of_other_ranges_are_scaled_not_clipped(image: Image.Image, expe
     assert pixels.round().int().tolist() == [expected] * channels
 
 
-@pytest.mark.parametrize(("brightest", "expected", "told"), [(4095, 15, True), (4096, 16, False), (0, 0, False)])
-def test_scans_of_12_bits_in_16_are_told(brightest: int, expected: int, told: bool) -> None:
-    found, messages = said(lambda: to_grey(of_numbers([[0, brightest]], np.uint16)))
-    assert np.asarray(found).tolist() == [[0, expected]]
-    assert ["12-bit" in message for message in messages] == [True] * told
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.int32])
-def test_numbers_of_no_known_range_are_refused(dtype: Any) -> None:
-    with pytest.raises(DataError, match="8-bit or 16-bit"):
-        plain(3)(of_numbers([[0, 255]], dtype))
-
-
 @pytest.mark.parametrize("mode", ["La", "LAB"])
 def test_modes_that_pillow_does_not_convert_at_once_are_converted(mode: str) -> None:
     grey = Image.new("LA", (2, 2), (200, 255))
     image = grey.convert("La") if mode == "La" else Image.new("LAB", (2, 2), (200, 0, 0))
     assert list(to_grey(image).tobytes()) == list(to_rgb(image).convert("L").tobytes())
     assert mode != "La" or list(to_rgb(image).tobytes()) == [200] * 12
+
+
+def stored(content: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(content))
+
+
+def as_file(image: Image.Image, format: str = "JPEG", **settings: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **settings)
+    return file.getvalue()
+
+
+def cut(path: Path) -> Image.Image:
+    return stored(as_file(of_numbers(np.random.default_rng(0).integers(0, 255, (64, 64, 3)), np.uint8))[:800])
+
+
+def closed(path: Path) -> Image.Image:
+    path.write_bytes(as_file(Image.new("RGB", (8, 8))))
+    image = Image.open(path)
+    image.close()
+    return image
+
+
+@pytest.mark.parametrize(
+    ("make", "token"),
+    [
+        (lambda path: Image.new("RGB", (0, 5)), "0 x 5 pixels"),
+        (lambda path: Image.new("RGB", (8000, 1)), "8000 x 1 pixels.*100 times"),
+        (lambda path: Image.new("1", (20_000, 10_000)), "20000 x 10000 pixels"),
+        (lambda path: of_numbers([[0, 255]], np.float32), "8-bit or 16-bit"),
+        (cut, "cannot be read"),
+        (closed, "cannot be read"),
+        (lambda path: "photo.jpg", r"'photo\.jpg'.*PIL\.Image\.open"),
+    ],
+)
+def test_a_picture_that_cannot_be_used_is_refused_by_its_number(make: Any, token: str, tmp_path: Path) -> None:
+    """Bombs, narrow pictures (the shorter side is scaled up), cut and closed files."""
+    with pytest.raises(DataError, match=f"image 1 .*{token}"):
+        plain()([Image.new("RGB", (2, 2)), make(tmp_path / "picture")])
+
+
+@pytest.mark.parametrize(("orientation", "turned"), [(6, True), (1, False), (None, False), (b"broken", False)])
+def test_images_stored_on_their_side_are_warned_of(orientation: Any, turned: bool) -> None:
+    exif = Image.Exif()
+    if isinstance(orientation, int):
+        exif[0x0112] = orientation
+    image = Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8))
+    file = as_file(image, "PNG", exif=orientation if isinstance(orientation, bytes) else exif)
+    _, messages = said(lambda: plain()([image, stored(file)]))
+    assert ["at least one image" in message for message in messages] == [True] * turned
+
+
+def test_preprocessing_does_not_follow_the_usual_type_of_tensors() -> None:
+    """LLM code often sets bfloat16 as default dtype, which would round ImageNet's mean."""
+    image = Image.new("RGB", (4, 4), (3, 14, 159))
+    expected = ImagePreprocessing((4, 4))(image)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(ImagePreprocessing((4, 4))(image), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# --- texts -------------------------------------------------------------------------------------------------------
 
 
 def test_texts_that_are_cut_or_without_a_word_are_warned_of() -> None:
@@ -102,36 +154,12 @@ def test_padding_that_a_model_is_not_told_of_is_warned_of(changes: dict[str, Any
         assert ["at least one text is padded" in message for message in messages] == [True] * padded
 
 
-@pytest.mark.parametrize(("orientation", "turned"), [(6, True), (1, False), (None, False), (b"broken", False)])
-def test_images_stored_on_their_side_are_warned_of(orientation: Any, turned: bool) -> None:
-    stored, exif = io.BytesIO(), Image.Exif()
-    if isinstance(orientation, int):
-        exif[0x0112] = orientation
-    image = Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8))
-    image.save(stored, "PNG", exif=orientation if isinstance(orientation, bytes) else exif)
-    _, messages = said(lambda: plain(3)([image, Image.open(stored)]))
-    assert ["at least one image" in message for message in messages] == [True] * turned
-
-
-def test_images_without_a_pixel_and_texts_that_cannot_be_read_are_refused() -> None:
-    images, texts = plain(3), TextPreprocessing(max_length=5, tokenizer=TOKENIZER)
-    with pytest.raises(DataError, match="the text is a set"):  # answers in which order?
+def test_texts_that_cannot_be_read_are_refused() -> None:
+    texts = TextPreprocessing(max_length=5, tokenizer=TOKENIZER)
+    with pytest.raises(DataError, match="text 0 is a set"):  # answers in which order?
         texts({"hello", "there"})  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="image 1 is"):
-        images([Image.new("RGB", (2, 2)), Image.new("RGB", (0, 5))])
-    for text, token in (("", "text 1.*no tokens"), ("a \ud83d b", "surrogate")):
+    for text, token in (("", "text 1.*no tokens"), ("a \ud83d b", "surrogate"), (("a", 3), "text 1 is a tuple")):
         with pytest.raises(DataError, match=token):
-            texts(["hello", text])
+            texts(["hello", text])  # type: ignore[list-item]
     repaired = TextPreprocessing(max_length=5, tokenizer=TOKENIZER, cleaning="whitespace")
     assert repaired("hello \ud83d")["input_ids"].tolist() == [[1, 0]]  # as open_clip reads it
-
-
-def test_preprocessing_does_not_follow_the_usual_type_of_tensors() -> None:
-    """LLM code often sets bfloat16 as default dtype, which would round ImageNet's mean."""
-    image = Image.new("RGB", (4, 4), (3, 14, 159))
-    expected = ImagePreprocessing((4, 4))(image)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert torch.equal(ImagePreprocessing((4, 4))(image), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
