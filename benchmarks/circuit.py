@@ -31,7 +31,7 @@ import hydra_ensembles as he
 from studies.results import hardware, load, markdown, store, versions
 
 SCORES = ("acc", "ood", "avg")
-METHODS = ("naive", "exact", "screened")
+METHODS = ("naive", "exact")
 SHAPES: dict[str, dict[str, Any]] = {
     "vit-b16": {},
     "tiny": {"patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2.0},
@@ -123,13 +123,12 @@ def measure(case: Case, score: str, method: str, options: argparse.Namespace) ->
     seconds, ranking = timed(case, score, method, steps, options, removed=removed)
     provenance = ranking.provenance
     remaining = evaluations(heads, options.budget) - evaluations(tried, steps)
-    forwards, blocks = provenance["model_forwards"], provenance["layer_evaluations"]
+    forwards = provenance["model_forwards"]
     if naive and remaining:  # every head costs the same; work done once for all steps must not be scaled up
-        first_seconds, first_ranking = timed(case, score, method, 1, options, removed=removed)
+        first_seconds, _ = timed(case, score, method, 1, options, removed=removed)
         evaluated = evaluations(tried, steps) - tried
         seconds += (seconds - first_seconds) / evaluated * remaining
         forwards += remaining
-        blocks += round((blocks - first_ranking.provenance["layer_evaluations"]) / evaluated * remaining)
     return {
         "case": case.name,
         "score": score,
@@ -140,7 +139,6 @@ def measure(case: Case, score: str, method: str, options: argparse.Namespace) ->
         "budget": options.budget,
         "seconds": seconds,
         "model_forwards": forwards,
-        "layer_evaluations": blocks,
         "final_score": None if remaining else ranking.scores[-1],
         "measured_steps": steps,
         "extrapolated": remaining > 0,
@@ -159,8 +157,6 @@ def timed(
     """Seconds of an extraction, including reading the batches."""
     settings: dict[str, Any] = {"score": score, "method": method, "budget": budget, "seed": options.seed}
     settings |= {"layers": case.layers, "progress": False}
-    if method == "screened":
-        settings["audit_steps"] = 0  # an audit would run the exact method
     if options.ties:
         settings["ties"] = options.ties
     synchronize(options.device)

@@ -8,7 +8,7 @@ import yaml
 
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.schema import ADDED_LATER, from_plain
-from hydra_ensembles.training.recipe import Recipe
+from hydra_ensembles.training.recipe import DataRecipe
 
 FOLDER = Path(__file__).parent / "recipes"
 ZERO_SHOT = "zero-shot"
@@ -67,9 +67,9 @@ class DualRecipe:
     more: int  # further heads in the row with more heads pruned
     image_prune: int  # heads that each member loses if only the image tower is pruned
     taylor_prune: int  # heads that the Taylor ranking removes from the image tower, equally many per layer
-    dual: Recipe | None  # training of the dual encoder; None if a trained one is given
+    dual: DataRecipe | None  # training of the dual encoder; None if a trained one is given
     choices: tuple[DualChoice, ...]  # of its steps and rates; the first unless held-out names have chosen
-    tune: Recipe | None  # training of the text side of a pruned member; None for no such rows
+    tune: DataRecipe | None  # training of the text side of a pruned member; None for no such rows
     views: int  # per training image, whose features are computed
     least_over_chance: float  # tasks where Single is below this multiple of chance are left out of the means
     cost_batch: int  # images per batch for measuring latency
@@ -108,7 +108,7 @@ class DualRecipe:
         )
 
 
-def _shorter(training: Recipe, steps: int, batch: int) -> Recipe:
+def _shorter(training: DataRecipe, steps: int, batch: int) -> DataRecipe:
     usual: dict[str, Any] = {"epochs": None, "warmup": 0, "patience": None, "evaluate_every": None, "grid": ()}
     return replace(training, steps=steps, batch_size=batch, **usual)
 

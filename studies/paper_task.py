@@ -18,7 +18,7 @@ from hydra_ensembles.data import Columns, Suite, TrainTransform, batches
 from hydra_ensembles.data.dataset import AnyDataset
 from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.errors import CheckpointError, DataError
-from hydra_ensembles.training.recipe import Recipe
+from hydra_ensembles.training.recipe import DataRecipe
 
 from .dual_recipe import read_recipe
 from .paper import paper_numbers
@@ -136,7 +136,7 @@ class PaperTask(Task):
             )
         return prepare
 
-    def lessons(self, training: Recipe) -> Any:
+    def lessons(self, training: DataRecipe) -> Any:
         """Training batches for a recipe; several processes crop, mirror and augment images."""
         if self.kind == "text":
             return super().lessons(training)

@@ -19,7 +19,7 @@ from hydra_ensembles.data.dataset import AnyDataset, ImageDataset, TextDataset
 from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.files import write_atomically
 from hydra_ensembles.schema import from_plain
-from hydra_ensembles.training.recipe import Recipe
+from hydra_ensembles.training.recipe import DataRecipe
 
 from .dual_recipe import read_recipe
 from .samples import Augment, ImageSamples, SampleBatches, Samples, TextSamples
@@ -215,27 +215,27 @@ class Task(Once):
         """Training samples for fitting familiarity."""
         return self.batches(Drawn(self.train, self.settings["familiar"]))
 
-    def lessons(self, training: Recipe) -> SampleBatches:
+    def lessons(self, training: DataRecipe) -> SampleBatches:
         """Training batches for a recipe, with its augmentation."""
         return SampleBatches(self.train, training.batch_size or 128, training.rand_augment or True)
 
-    def training(self, **changes: Any) -> Recipe:
+    def training(self, **changes: Any) -> DataRecipe:
         """Single's recipe, possibly a preset, with changes; in float32 and not compiled without a GPU."""
         grid: dict[str, Any] = {"grid": ()} if "learning_rate" in changes else {}
         plain = {**self.plain["training"], **grid, **changes}
         if "preset" not in plain:
-            return self._here(from_plain(Recipe, plain))
-        return self._here(Recipe.preset(plain.pop("preset"), **{"precision": "bf16", **plain}))
+            return self._here(from_plain(DataRecipe, plain))
+        return self._here(DataRecipe.preset(plain.pop("preset"), **{"precision": "bf16", **plain}))
 
-    def recovery(self, **changes: Any) -> Recipe:
+    def recovery(self, **changes: Any) -> DataRecipe:
         """The paper's training after pruning (D.2) with the study's steps; the caller gives the learning rate."""
         plain = {key: value for key, value in self.plain["recovery"].items() if key not in ("preset", "prune")}
         grid = {"grid": ()} if "learning_rate" in changes else {}
         changed = {"precision": "bf16", **plain, **grid, **changes}
-        training = Recipe.preset(self.plain["recovery"]["preset"], **changed)
+        training = DataRecipe.preset(self.plain["recovery"]["preset"], **changed)
         return self._here(replace(training, patience=plain.get("patience"), evaluate_every=None))
 
-    def _here(self, training: Recipe) -> Recipe:
+    def _here(self, training: DataRecipe) -> DataRecipe:
         if self.short:
             step: dict[str, Any] = {"steps": 1, "epochs": None, "warmup": 0, "patience": None, "batch_size": 8}
             training = replace(training, **step, compile=False)

@@ -54,6 +54,11 @@ def require_device(device: torch.device | str) -> torch.device:
     raise ConfigError(f"device {str(device)!r} cannot be used here; PyTorch finds the CPU and {gpus} GPUs") from cause
 
 
+def with_float64(device: torch.device) -> torch.device:
+    """The device, or the CPU if the device has no float64, like the GPUs of Apple."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def free_memory(root: Path = Path("/")) -> int | None:
     """Bytes this process can still allocate, limited by the host and by every control group (cgroup) it is in.
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 import safetensors.torch
 
-from hydra_ensembles.circuit.journal import Journal
 from hydra_ensembles.errors import HydraError
+from hydra_ensembles.store import Store
 from hydra_ensembles.training.loop import Learner
 
 KILLED = 9
@@ -83,7 +83,7 @@ def watch(act: Act) -> None:
     os.fsync = points.around(os.fsync, "flushing")  # type: ignore[assignment]
     Path.open = points.halving(Path.open)  # type: ignore[method-assign]
     safetensors.torch.serialize_file = points.around(safetensors.torch.serialize_file, "writing", place=1)
-    Journal.add = points.around(Journal.add, "a step of the circuit")  # type: ignore[method-assign]
+    Store.append = points.around(Store.append, "a step of the circuit")  # type: ignore[method-assign]
     Learner.update = points.around(Learner.update, "an update")  # type: ignore[method-assign]
 
 

@@ -40,27 +40,26 @@ class Job:
 # --- circuits and training ---------------------------------------------------------------------------------
 
 
-def ranked(journal: Path | None, kind: str = "image", **settings: Any) -> he.HeadRanking:
+def ranked(output: Path | None, kind: str = "image", **settings: Any) -> he.HeadRanking:
     own, foreign = batches(kind, 12, 4, seed=2), batches(kind, 8, 4, seed=3, shift=1.5)
-    return he.extract_circuit(model(kind), own, foreign, journal=journal, progress=False, **settings)
+    return he.extract_circuit(model(kind), own, foreign, output=output, progress=False, **settings)
 
 
 def _circuit(folder: Path, method: Any, kind: str = "image") -> str:
-    ranking = ranked(folder / "circuit.journal", kind, budget=4, method=method, screen_size=4)
+    ranking = ranked(folder / "circuit", kind, budget=4, method=method)
     ranking.save(folder / "ranking.json")
     return _evidence(he.HeadRanking.load(folder / "ranking.json"))
 
 
 def _evidence(ranking: he.HeadRanking) -> str:
     """The content of a ranking, without the amount of work, which depends on interruptions."""
-    work = ("layer_evaluations", "model_forwards")
-    return digest(ranking.heads, ranking.scores, {k: v for k, v in ranking.provenance.items() if k not in work})
+    return digest(ranking.heads, ranking.scores, {**ranking.provenance, "model_forwards": 0})
 
 
 def _joint_circuit(folder: Path) -> str:
     own, foreign = batches("image", 8, 4, seed=2), batches("image", 8, 4, seed=3, shift=1.5)
     names = {"class_names": small.LABELS, "progress": False}
-    return _evidence(he.extract_circuit(dual(), own, foreign, budget=3, journal=folder / "circuit.journal", **names))
+    return _evidence(he.extract_circuit(dual(), own, foreign, budget=3, output=folder / "circuit", **names))
 
 
 def finetune(folder: Path, recipe: he.Recipe, train: Any, kind: str = "image") -> he.Ensemble:
@@ -143,7 +142,6 @@ for library in ("matplotlib.figure", "matplotlib.backends.backend_svg"):
 
 JOBS: dict[str, Job] = {
     "circuit, exact": Job(partial(_circuit, method="exact")),
-    "circuit, screened": Job(partial(_circuit, method="screened")),
     "circuit of texts, naive": Job(partial(_circuit, method="naive", kind="text")),
     "circuit of two towers": Job(_joint_circuit),
     "finetune": Job(_finetune),

@@ -133,7 +133,7 @@ def _answer_evaluation(folder: Path) -> str:
 
 
 def _circuit(folder: Path, save: int = 0, budget: int = 5) -> he.HeadRanking:
-    return ranked(folder / "circuit.journal", score=SCORES[save], budget=budget)
+    return ranked(folder / "circuit", score=SCORES[save], budget=budget)
 
 
 def _answer_journal(folder: Path) -> str:

@@ -17,7 +17,7 @@ from hydra_ensembles.fingerprints import tensors_digest
 from hydra_ensembles.heads.vectors import head_vectors
 from unit.pipeline import build_cases as cases
 
-CIRCUIT: dict[str, Any] = {"score": "acc", "budget": 2, "progress": False, "screen_size": 2}
+CIRCUIT: dict[str, Any] = {"score": "acc", "budget": 2, "progress": False}
 TAYLOR: dict[str, Any] = {"strategy": "taylor", "prune": 3, "shared_layers": 0, "members": 2, "calibration_batches": 2}
 STEPS = he.Recipe(learning_rate=0.1, steps=3, dropout=0.2)
 Function = Callable[[Any, Any], Any]
@@ -31,7 +31,7 @@ FUNCTIONS: dict[str, Function] = {
     "taylor of all layers": lambda model, data: he.taylor(model, data, budget=3, scope="global", calibration_batches=2),
     **{
         method: lambda model, data, method=method: he.extract_circuit(model, data, method=method, **CIRCUIT)
-        for method in ("naive", "exact", "screened")
+        for method in ("naive", "exact")
     },
     "build": lambda model, data: he.build(model, he.HydraConfig(**TAYLOR), id=data, progress=False),
     "head_vectors": lambda model, data: head_vectors(model, data),

@@ -7,18 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import derive_seed
-from ..arguments import END, Checked, NotNegative, Positive, Range, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import Sharing
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
 from ..model.member_states import copies_of, place_of
-from ..schema import to_plain
+from ..settings import END, Checked, NotNegative, Positive, Range, Whole
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
-from ..training.loop import Job, TrainOptions, trains
+from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .building_blocks import joined, warn_equal
+from .building_blocks import job_of, joined, warn_equal
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def batch_ensemble(
         recipe: How to train; its groups say which weights and biases are trained, scales always are.
         settings: Which scales are trained, and how they are initialised.
         validation: Held-out batches with labels, as for `finetune`.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -95,8 +94,7 @@ def batch_ensemble(
     zero_shot = model.config.readout.cosine is not None
     sharing = Sharing(stem=True, attention=inputs, mlp=inputs, norms=not inputs, readout=zero_shot)
     start = joined([model] * settings.members, sharing, trunk)
-    identity = {"method": "batch_ensemble", "settings": to_plain(settings)}
-    job = Job(recipe, train, validation, identity=identity, **run)
+    job = job_of(settings, recipe, train, validation, **run)
     seed = derive_seed(recipe.seed, "scales")
     drawn = "random signs" if settings.start == "signs" else f"N(1, {settings.deviation:g})"
     line = f"BatchEnsemble, scales of {settings.scales} from {drawn} above a trunk of {trunk}"

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import derive_seed, without_autocast
-from ..arguments import END, Checked, Positive, Range, Seed, Whole, checked
+from .._utils import derive_seed, with_float64, without_autocast
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
 from ..model.config import Sharing
@@ -37,6 +36,7 @@ from ..model.zero_shot import (
     prompts_of,
     zero_shot,
 )
+from ..settings import END, Checked, Positive, Range
 from ..training.text import features_of, read_pairs
 from .building_blocks import View, append_one, joined, split_bias, with_bias
 
@@ -54,17 +54,13 @@ class BayesVLM(Checked):
         negatives: Number of pairs that are compared with each other, as in contrastive training.
         prior_precision: Precision of a normal prior around zero: one for both sides, or two, for images and texts; None
             maximises the evidence, for each side.
-        as_published: Compute the evidence as in the public code (the powers of both determinants exchanged, no factor
-            of a half, a thousand steps of Adam), and use only the variances of an embedding, without covariances.
     """
 
     pseudo_count: Positive = 10.0
     negatives: Annotated[int, Range(2, END - 1)] = 32_768
     prior_precision: Positive | tuple[Positive, Positive] | None = None
-    as_published: bool = False
 
 
-@checked
 @without_autocast()
 def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()) -> "VLMPosterior":  # noqa: B008
     """The posterior of both projections, from pairs of images and texts; nothing is trained.
@@ -91,7 +87,7 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
     images, texts = _inputs_of_projections(dual, pairs)
     scale = dual.logit_scale.exp().item()
     sigmoid = None if dual.logit_bias is None else dual.logit_bias.item()
-    device = dual.device if dual.device.type == "cuda" else torch.device("cpu")  # other devices lack float64
+    device = with_float64(dual.device)
     with torch.no_grad():
         biased = [projection.bias is not None for projection in projections]
         features = [append_one(part, bias) for part, bias in zip((images, texts), biased, strict=True)]
@@ -102,10 +98,9 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
             taken, ours, theirs = (part.to(device) for part in (features[side], embedded[side], embedded[other]))
             inputs, outputs = kronecker_factors(taken, ours, theirs, scale, settings.negatives, sigmoid)
             sides.append(ProjectionPosterior.of(means[side], inputs.cpu(), outputs.cpu(), settings, side))
-    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1], settings.as_published)
+    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1])
 
 
-@checked
 def published_bayes_vlm(
     dual: DualEncoder,
     folder: str | Path,
@@ -148,7 +143,7 @@ def published_bayes_vlm(
                 raise CheckpointError(f"{path} must be a finite matrix {size}x{size} for this model, got {got}")
             factors.append(factor.detach().double())
         sides.append(ProjectionPosterior.of(mean, factors[0], factors[1], settings, side))
-    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1], settings.as_published)
+    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1])
 
 
 def kronecker_factors(
@@ -212,8 +207,7 @@ class ProjectionPosterior:
         precision = settings.prior_precision
         prior = precision[side] if isinstance(precision, tuple) else precision
         if prior is None:
-            find = published_prior if settings.as_published else likeliest_precision
-            prior = find(mean, root * inputs, root * outputs)
+            prior = likeliest_precision(mean, root * inputs, root * outputs)
         added = math.sqrt(prior)
         first, second = (root * part + added * torch.eye(len(part), dtype=part.dtype) for part in (inputs, outputs))
         return cls(mean, first, second, prior)
@@ -255,21 +249,6 @@ def likeliest_precision(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
     return math.exp((low + high) / 2)
 
 
-@torch.enable_grad()
-def published_prior(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
-    """Prior precision as in the public code: its evidence, maximised by a thousand steps of Adam from 300."""
-    log_prior = torch.tensor(300.0, dtype=mean.dtype).log().requires_grad_()
-    optimizer = torch.optim.Adam([log_prior], lr=1e-2, maximize=True)
-    values = [torch.linalg.eigvalsh(part).clamp(min=0) for part in (inputs, outputs)]
-    for _ in range(1000):
-        optimizer.zero_grad()
-        root = (log_prior / 2).exp()
-        fits = (mean.numel() * log_prior - log_prior.exp() * mean.square().sum()) / 2
-        (fits - sum(len(part) * (part + root).log().sum() for part in values)).backward()
-        optimizer.step()
-    return math.exp(log_prior.item())
-
-
 @dataclass(frozen=True, eq=False)
 class VLMPosterior:
     """Posteriors of both projections of a dual encoder (a copy); builds classifiers: an ensemble, or in closed form."""
@@ -277,16 +256,14 @@ class VLMPosterior:
     dual: DualEncoder  # a copy, because the posteriors are valid only for these towers
     image: ProjectionPosterior
     text: ProjectionPosterior
-    as_published: bool = False
 
-    @checked
     @without_autocast()
     def zero_shot(
         self,
         class_names: Sequence[str],
         templates: Templates = DEFAULT_TEMPLATES,
-        members: Whole = 20,
-        seed: Seed = 0,
+        members: int = 20,
+        seed: int = 0,
         keep_text: bool = True,
     ) -> Ensemble:
         """A zero-shot ensemble whose members have projections drawn from the posterior; towers are shared.
@@ -320,7 +297,6 @@ class VLMPosterior:
         line = f"{members} projections of BayesVLM, prior precisions {self.image.prior:.4g} and {self.text.prior:.4g}"
         return Ensemble.from_state(many.config, state, base.metadata.after(line, text_side=side))
 
-    @checked
     @without_autocast()
     def probit(self, class_names: Sequence[str], template: str = "A photo of a {label}.") -> "ProbitClassifier":
         """The closed form: one pass, logits `μ / √(1 + π/8 σ²)` from mean and variance of every similarity.
@@ -356,8 +332,6 @@ class ProbitClassifier(View):
         self.biased = _projections(posterior.dual)[0].bias is not None
         self.kind, self.num_members, self.num_classes = "image", 1, len(names)
         covariances = posterior.image.covariance, posterior.text.covariance
-        if posterior.as_published:
-            covariances = covariances[0].diagonal().diag(), covariances[1].diagonal().diag()
         classes = texts @ posterior.text.mean.T  # g, [C, e]
         spread = posterior.text.spread(texts)  # aᵀ A⁻¹ a, [C]
         self.terms = {
@@ -382,7 +356,8 @@ class ProbitClassifier(View):
     def similarities(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variance of the scaled similarities, `[B, C]` each, in float64."""
         with dropping(False):
-            features = embed(self.optimized or self.model, None, inputs, normalize=False)[0].double()
+            features = embed(self.optimized or self.model, None, inputs, normalize=False)[0]
+        features = features.to(with_float64(features.device)).double()
         self.terms = {name: tensor.to(features.device) for name, tensor in self.terms.items()}  # kept there
         terms = self.terms
         augmented = append_one(features, self.biased)
@@ -400,7 +375,7 @@ class ProbitClassifier(View):
     def forward(self, inputs: Inputs) -> Tensor:
         """Logits `[1, B, C]`."""
         mean, variance = self.similarities(inputs)
-        return (mean / (1 + math.pi / 8 * variance).sqrt()).float()[None]
+        return (mean / (1 + math.pi / 8 * variance).sqrt()).float().to(self.device)[None]
 
 
 # --- both sides of a dual encoder ------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from .._utils import torch_seeded, warn
-from ..batches import Inputs
+from ..batches import Batches, Inputs
 from ..errors import ConfigError
 from ..familiarity import with_score
 from ..fuse import find_equal_members
@@ -22,6 +22,8 @@ from ..model.layers import GroupedLinear
 from ..model.member_states import join_states, place_of
 from ..model.metadata import Calibration, Familiarity, FamiliaritySettings, Metadata
 from ..prediction import Prediction
+from ..settings import to_plain
+from ..training.loop import Job, TrainOptions
 from ..training.recipe import Recipe, trainable_state
 
 
@@ -32,6 +34,20 @@ def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ens
     states, heads, metadata = singles(members)
     config = replace(members[0].config, heads=heads, sharing=sharing, trunk=trunk)
     return Ensemble.from_state(config, join_states(config, states), metadata)
+
+
+def job_of(
+    settings: Any,
+    recipe: Recipe,
+    train: Batches,
+    validation: Batches | None = None,
+    *,
+    index: int = 0,
+    **run: Unpack[TrainOptions],
+) -> Job:
+    """The training of a method: its settings, by the name of their class, belong to the identity of the run."""
+    identity = {"method": type(settings).__name__, "settings": to_plain(settings)}
+    return Job(recipe, train, validation, index=index, identity=identity, **run)
 
 
 def warn_equal(ensemble: Ensemble) -> Ensemble:

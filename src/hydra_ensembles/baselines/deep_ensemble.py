@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Unpack
 
-from ..arguments import Whole
 from ..batches import Batches
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
@@ -18,7 +17,7 @@ def deep_ensemble(
     model: Ensemble,
     train: Batches,
     recipe: Recipe,
-    members: Whole = 3,
+    members: int = 3,
     validation: Batches | None = None,
     *,
     snapshots: bool = False,
@@ -38,7 +37,7 @@ def deep_ensemble(
         validation: Held-out batches with labels, as for `finetune`.
         snapshots: Start each fine-tuning from the result of the previous one, with a high learning rate again: a
             Snapshot Ensemble, for which each run may be short. Only the first starts with a new classifier.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Examples:
         >>> import torch, hydra_ensembles as he

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from .._utils import derive_seed, without_autocast
-from ..arguments import Checked, Positive, Seed, Whole, checked
 from ..batches import Batches, iterate
 from ..errors import ConfigError
 from ..metrics.inputs import check_finite
@@ -15,6 +14,7 @@ from ..model.config import Sharing
 from ..model.dropout import dropping
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
+from ..settings import Checked, Positive, Seed, Whole
 from .building_blocks import append_one, joined, split_bias, with_bias
 
 Structure = Literal["kron", "diag", "full"]
@@ -41,7 +41,6 @@ class Laplace(Checked):
     seed: Seed = 0
 
 
-@checked
 @without_autocast()
 @torch.no_grad()
 def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) -> Ensemble:  # noqa: B008 (frozen)

@@ -8,17 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import derive_seed
-from ..arguments import Checked, Positive, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import Sharing
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
-from ..schema import to_plain
+from ..settings import Checked, Positive, Whole
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
-from ..training.loop import Job, TrainOptions, trains
+from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .building_blocks import joined, warn_equal
+from .building_blocks import job_of, joined, warn_equal
 
 INPUTS = ("query", "key", "value")
 
@@ -37,11 +36,6 @@ class LoRA(Checked):
         start: How A is drawn: `"kaiming"` as in peft, or `"xavier"`; B starts at zero.
         gain: Gain of `"xavier"`.
         training: `"apart"` (one run each, with different seeds) or `"together"` (one run, each batch for all).
-
-    Examples:
-        >>> import hydra_ensembles as he
-        >>> he.baselines.LoRA(rank=2).scale, he.baselines.LoRA.joint().members
-        (4.0, 16)
     """
 
     members: Whole = 3
@@ -90,7 +84,7 @@ def lora_ensemble(
         recipe: How to train; `reinit_classifier="random"` gives every member its own classifier to start from.
         settings: Ranks, scales, and whether members train together.
         validation: Held-out batches with labels, as for `finetune`.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Raises:
         ConfigError: A rank that is not below the width, several members, or a recipe that does not fit.
@@ -112,10 +106,9 @@ def lora_ensemble(
     sharing = Sharing(stem=True, mlp=True, norms=True, readout=model.config.readout.cosine is not None)
     together = settings.training == "together"
     start = joined([model] * (settings.members if together else 1), sharing, trunk)
-    identity = {"method": "lora", "settings": to_plain(settings)}
 
     def trained(index: int) -> Ensemble:
-        job = Job(recipe, train, validation, index=index, identity=identity, **run)
+        job = job_of(settings, recipe, train, validation, index=index, **run)
         seed = derive_seed(recipe.seed, "lora", index)
         parts = "updates of query, key, value, out, classifiers"
         line = f"LoRA of rank {settings.rank}, scale {settings.scale:g}, {settings.training}"

@@ -6,15 +6,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..arguments import Rate, Seed, Whole, checked
 from ..model.config import EnsembleConfig
 from ..model.dropout import dropping
 from ..model.ensemble import Ensemble, build_with_state
 from ..model.kinds import require_ensemble
+from ..settings import Rate, Whole, require
 from .building_blocks import View
 
 
-def mc_dropout(ensemble: Ensemble, p: Rate, passes: Whole, seed: Seed = 0) -> "MCDropout":
+def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCDropout":
     """Use dropout passes as members: each drops a random part of the activations.
 
     The ensemble, trained with dropout or without, is not changed; its weights are shared. All passes run in one batch.
@@ -46,11 +46,10 @@ class MCDropout(View):
     call uses its own generator, seeded with `seed`, so batches of one size get the same masks.
     """
 
-    @checked
-    def __init__(self, ensemble: Ensemble, p: Rate, passes: Whole, seed: Seed = 0) -> None:
+    def __init__(self, ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> None:
         super().__init__()
         require_ensemble(ensemble, "mc_dropout")
-        self.p, self.passes, self.seed = p, passes, seed
+        self.p, self.passes, self.seed = require("p", p, Rate), require("passes", passes, Whole), seed
         config = _with_dropout(ensemble.config, p)
         self.metadata = replace(ensemble.metadata, calibration=None, familiarity=None)
         self.model = build_with_state(

@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from ..arguments import END, Checked, Range, Share, Whole
 from ..batches import Batches, Inputs, move
 from ..errors import ConfigError, DataError
 from ..model.config import PatchStemConfig, Sharing
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
 from ..model.metadata import Metadata
-from ..schema import to_plain
+from ..settings import END, Checked, Range, Share, Whole
 from ..training.finetune import EnsembleLearner, LabelledBatch, train_classifier, trained_metadata
-from ..training.loop import Job, Runtime, TrainOptions, trains
+from ..training.loop import Runtime, TrainOptions, trains
 from ..training.recipe import Recipe
-from .building_blocks import fresh, joined, require_trained, warn_equal
+from .building_blocks import fresh, job_of, joined, require_trained, warn_equal
 
 PATCH = "stem.patch"
 
@@ -63,7 +62,7 @@ def mimo(
             images apart; from scratch all groups.
         settings: How images are combined.
         validation: Held-out batches with labels, as for `finetune`.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -80,7 +79,7 @@ def mimo(
         require_trained(recipe, start, start.state_dict(), "MIMO from scratch must train all weights")
     else:
         require_trained(recipe, start, [PATCH], "MIMO learns to tell images apart in the patch kernel of the stem")
-    job = Job(recipe, train, validation, identity={"method": "mimo", "settings": to_plain(settings)}, **run)
+    job = job_of(settings, recipe, train, validation, **run)
     result = train_classifier(partial(MimoLearner, model, start, settings, recipe), start, job)
     how = f"rho {settings.rho:g}, batch repeat {settings.batch_repeat}"
     line = f"MIMO of {settings.members} from {settings.start}, {how}: {result.described(recipe)}"

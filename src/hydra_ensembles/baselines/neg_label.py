@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed, without_autocast
-from ..arguments import Checked, PositiveShare, Seed, Share, Whole, checked
 from ..errors import ConfigError, DataError
 from ..model.ensemble import Ensemble
 from ..model.metadata import TextSide
 from ..model.zero_shot import Templates, checked_templates, class_embeddings, text_side_of, text_tower
+from ..settings import Checked, PositiveShare, Seed, Share, Whole
 from .building_blocks import embedding_statistics, scale_of, scored
 
 
@@ -41,13 +41,6 @@ class EmbeddedWords:
         words: Distinct and not blank.
         templates: Sentences they were inserted into.
         embeddings: `[G, N, e]`, of length one; G is 1, or the number of members whose text sides differ.
-
-    Examples:
-        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
-
-        >>> import hydra_ensembles as he
-        >>> he.baselines.embed_words(he.zero_shot(dual, ["cat", "dog"]), ["tree", "house", "tree"]).words
-        ('tree', 'house')
     """
 
     words: tuple[str, ...]
@@ -55,7 +48,6 @@ class EmbeddedWords:
     embeddings: Tensor
 
 
-@checked
 @without_autocast()
 @torch.no_grad()
 def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates | None = None) -> EmbeddedWords:
@@ -92,7 +84,6 @@ def _embedded(side: TextSide, words: Sequence[str], sentences: Sequence[str], de
     return class_embeddings(tower, projection, words, sentences).float()  # [G, N, e], of length one
 
 
-@checked
 @without_autocast()
 @torch.no_grad()
 def neg_label(

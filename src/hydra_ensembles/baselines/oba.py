@@ -1,11 +1,9 @@
 """Optimal Brain Apoptosis: prune single weights by the curvature of the loss."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Unpack
 
 import torch
@@ -15,29 +13,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._distributed import is_sharded
 from .._utils import derive_seed
-from ..arguments import Checked, Rate, Whole
 from ..batches import Batches, Inputs, epoch_of, labelled, require_rereadable, restored
 from ..classes import in_model_order
 from ..errors import ConfigError, DataError
-from ..files import expanded
-from ..fingerprints import model_fingerprint, source_fingerprint
 from ..model.dropout import dropping
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
 from ..model.member_states import place_of
-from ..schema import to_plain
+from ..settings import Checked, Rate, Whole
 from ..training.finetune import Parametrised, train_parametrised
-from ..training.loop import Job, TrainOptions, training_runtime, trains
+from ..training.loop import TrainOptions, training_runtime, trains
 from ..training.recipe import Recipe, trainable_state
-from ..training.training_state import (
-    Position,
-    RunState,
-    explain_errors,
-    read_state,
-    read_tensors,
-    require_layout,
-    write_state,
-)
+from .building_blocks import job_of
 
 _SMALL = 1e-6  # added to the divisor of importances
 
@@ -88,7 +75,7 @@ def oba(
         recipe: How to train the remaining weights; None does not train them.
         settings: How much is removed, and in how many steps.
         validation: Held-out batches with labels, as for `finetune`.
-        run: `output` for checkpoints, of the pruning too, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`; a resumed run prunes again.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -106,10 +93,8 @@ def oba(
         raise ConfigError("validation chooses between weights in training; give a recipe, too, or leave it out")
     if recipe is not None:
         recipe.check(model, train, validation)
-    output = run.get("output")
     seed = derive_seed(0 if recipe is None else recipe.seed, "oba")
-    folder = None if output is None else expanded(output) / "pruning"
-    masks = pruned_masks(model, train, settings, seed, folder, run.get("device"))
+    masks = pruned_masks(model, train, settings, seed, run.get("device"))
     zeros = sum(int((~mask).sum()) for mask in masks.values())
     share = 1 - zeros / sum(parameter.numel() for parameter in model.parameters())
     line = f"OBA: {share:.1%} of the parameters left after {settings.steps} steps"
@@ -120,7 +105,7 @@ def oba(
     start = Ensemble.from_state(model.config, state, model.metadata.after(line))
     if recipe is None:
         return start
-    job = Job(recipe, train, validation, identity={"method": "oba", "settings": to_plain(settings)}, **run)
+    job = job_of(settings, recipe, train, validation, **run)
     return train_parametrised(lambda copy: Masked(copy, masks), start, job, "trained what OBA left")
 
 
@@ -187,30 +172,20 @@ def kept(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], count: int) 
 
 
 def pruned_masks(
-    model: Ensemble, train: Batches, settings: OBA, seed: int, folder: Path | None, device: torch.device | str | None
+    model: Ensemble, train: Batches, settings: OBA, seed: int, device: torch.device | str | None
 ) -> dict[str, Tensor]:
-    """Prune step by step; returns the mask of every removable tensor. With a folder, it can resume after every step.
+    """Prune step by step; returns the mask of every removable tensor.
 
     All ranks get the masks of rank 0. If the loader gives each rank its own batches, those of all ranks count.
     """
-    with restored(train), training_runtime(device, model.device) as runtime, ExitStack() as lock:
+    with restored(train), training_runtime(device, model.device) as runtime:
         ranks = runtime.ranks
         copy = Ensemble.from_state(model.config, trainable_state(model, runtime.device))
         weights = removable_weights(copy)
         masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
-        state = RunState({})
-        if folder is not None:
-            data = ranks.gather(source_fingerprint(train, "train", derive_seed(seed, "fingerprint")))[0]
-            about = {"method": "oba", "settings": to_plain(settings), "train": data, "model": model_fingerprint(model)}
-            lock.enter_context(ranks.locked(folder, "pruning"))
-            state, masks = _resumed(folder, RunState(about), masks)
-        ranks.require_same(state.position.step, "steps of pruning in the folder of the run")
         total = sum(parameter.numel() for parameter in copy.parameters())
         fixed = total - sum(weight.numel() for weight in weights.values())
-        for step in range(state.position.step, settings.steps):
-            with torch.no_grad():
-                for name, weight in weights.items():
-                    weight *= masks[name]
+        for step in range(settings.steps):
             with epoch_of(train, step, seed, runtime.device):
                 batches = islice(labelled(train, copy.num_classes, "train", whole=False), settings.batches)
                 curved = ranks.all_or_none(partial(curvature, copy, batches, weights))
@@ -219,20 +194,7 @@ def pruned_masks(
             scores = importances(curved, {name: weight.detach() for name, weight in weights.items()})
             count = round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed
             masks = {name: ranks.rows(mask)[0] for name, mask in kept(scores, masks, count).items()}
-            last = step + 1 == settings.steps
-            state = replace(state, position=Position(step + 1), finished=last, files={}, checksums={})
-            if folder is not None and ranks.rank == 0:
-                state = write_state(folder, state, {"result" if last else "current": masks})
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    weight *= masks[name]
         return {name: mask.cpu() for name, mask in masks.items()}
-
-
-def _resumed(folder: Path, state: RunState, masks: dict[str, Tensor]) -> tuple[RunState, dict[str, Tensor]]:
-    """The state and masks that this run saved in the folder; those given if there are none."""
-    saved = read_state(folder, state.fingerprint)
-    if saved is None:
-        return state, masks
-    with explain_errors(folder):
-        state, tensors = read_tensors(folder, saved, masks)
-        saved_masks = tensors["result" if saved.finished else "current"]
-        require_layout(saved_masks, masks)
-    return state, {name: saved_masks[name].to(mask.device) for name, mask in masks.items()}

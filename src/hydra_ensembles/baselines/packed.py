@@ -5,12 +5,12 @@ from fractions import Fraction
 from typing import Unpack
 
 from .._utils import derive_seed
-from ..arguments import Checked, Positive, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import EnsembleConfig, TextStemConfig
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
+from ..settings import Checked, Positive, Whole
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
@@ -26,12 +26,6 @@ class Packed(Checked):
         alpha: Width of all members together, relative to the model's; alpha = members gives a Deep Ensemble.
         heads: Heads of a member; None keeps the width of a head. With 12 heads of a ViT-B and the paper's three members
             and alpha 2 a head would be 42.67 wide: 8 heads keep it at 64.
-
-    Examples:
-        >>> import hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> he.baselines.Packed(members=2, alpha=1.0).narrow(load_backbone().config).encoder.width
-        72
     """
 
     members: Whole = 3
@@ -84,7 +78,7 @@ def packed_ensemble(
         recipe: How to train, with all groups, as for the model from scratch.
         settings: How many members, and how wide.
         validation: Held-out batches with labels, as for `finetune`.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Examples:
         >>> import torch, hydra_ensembles as he

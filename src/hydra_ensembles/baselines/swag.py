@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from ..arguments import END, Checked, NotNegative, Range, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
+from ..settings import END, Checked, NotNegative, Range, Whole
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
@@ -60,7 +60,7 @@ def swag(
         train: Batches with labels that can be read repeatedly.
         recipe: How to train from one point to the next; `schedule="constant"`, tens of steps or a part of an epoch.
         settings: How many points and members.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Examples:
         >>> import torch, hydra_ensembles as he

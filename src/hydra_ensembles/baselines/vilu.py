@@ -6,24 +6,21 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from .._utils import derive_seed
-from ..arguments import Checked, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..familiarity import answers
 from ..metrics.distance import log_odds
 from ..model.ensemble import Ensemble
-from ..overlap import Keys, names_of, sample_keys, with_smallest_hashes
-from ..schema import to_plain
-from ..training.loop import Job, Learner, Runtime, TrainOptions, train_best, trains
+from ..settings import Checked, Whole
+from ..training.loop import Learner, Runtime, TrainOptions, train_best, trains
 from ..training.recipe import Recipe
-from .building_blocks import embedding_statistics, scale_of, scored
+from .building_blocks import embedding_statistics, job_of, scale_of, scored
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,6 @@ class ViLU(Checked):
         batch_size: Samples in a batch of cached embeddings.
         projections: Whether to also train the maps of image and classes inside the attention over classes, starting
             from the identity. The public code can do so after some updates; its ImageNet script does not.
-
-    Examples:
-        >>> import hydra_ensembles as he
-        >>> he.baselines.ViLU.recipe(30, 1e-3, optimizer="adamw").schedule
-        'cosine'
     """
 
     hidden: tuple[Whole, ...] = (512, 256, 128)
@@ -80,7 +72,7 @@ def vilu(
         settings: Size of the network, and of batches.
         validation: Held-out labelled batches; the best network, of all epochs and rates, is the one whose
             confidence has the lowest NLL. It may be no better than a constant: look at `p.score("vilu")`.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Raises:
         ConfigError: A model without class embeddings, or several processes: one is enough.
@@ -101,10 +93,9 @@ def vilu(
     rows = ensemble.state_dict()["readout.class_embeddings.weight"].float().cpu()  # [G, C, e], times the logit scale
     rows = rows.expand(ensemble.num_members, -1, -1)
     statistics["texts"] = F.normalize(rows, dim=-1)
-    cached, keys = cache(ensemble, train, "train", statistics, settings.batch_size, shuffle=True)
-    held = None if validation is None else cache(ensemble, validation, "validation", statistics, settings.batch_size)[0]
-    identity = {"method": "vilu", "settings": to_plain(settings), "best": "nll"}
-    job = Job(recipe, cached, held, subfolder="vilu", identity=identity, **run)
+    cached = cache(ensemble, train, "train", statistics, settings.batch_size, shuffle=True)
+    held = None if validation is None else cache(ensemble, validation, "validation", statistics, settings.batch_size)
+    job = job_of(settings, recipe, cached, held, **run)
     recipe.check(ensemble, cached, held)
     result = train_best(partial(ViLULearner, rows, settings, recipe), ensemble, job)
     if settings.projections:
@@ -112,23 +103,21 @@ def vilu(
     fitted: dict[str, Any] = {"hidden": settings.hidden, "projected": settings.projections}
     line, samples = f"ViLU: {result.described(recipe, 'a network')}", len(cached.dataset)  # type: ignore[arg-type]
     state = statistics | result.weights
-    return scored(ensemble, "vilu", state, samples, line, marks=tuple(names_of(keys)), **fitted)
+    return scored(ensemble, "vilu", state, samples, line, **fitted)
 
 
 def cache(
     ensemble: Ensemble, batches: Batches, name: str, statistics: Mapping[str, Tensor], size: int, shuffle: bool = False
-) -> tuple[DataLoader[tuple[Tensor, ...]], Keys]:
-    """Batches of the embeddings of all images and of which members are right; also keys of some of the images."""
+) -> DataLoader[tuple[Tensor, ...]]:
+    """Batches of the embeddings of all images, and of which members are right."""
     embedded, right = list[Tensor](), list[Tensor]()
-    keys = np.empty(0, dtype=np.int64)
-    for inputs, samples in answers(ensemble, batches, name, labelled=True):
+    for _, samples in answers(ensemble, batches, name, labelled=True):
         x = torch.baddbmm(statistics["shift"][:, None], samples.features, statistics["projection"].mT)
         embedded.append(F.normalize(x, dim=-1).transpose(0, 1))  # [B, M, e]
         right.append((samples.logits.argmax(dim=-1) == samples.labels).T)  # [B, M]
-        keys = with_smallest_hashes(np.concatenate([keys, sample_keys(inputs)]))
     data = TensorDataset(torch.cat(embedded), torch.cat(right))
     generator = torch.Generator() if shuffle else None
-    return DataLoader(data, batch_size=size, shuffle=shuffle, generator=generator), keys
+    return DataLoader(data, batch_size=size, shuffle=shuffle, generator=generator)
 
 
 class ViLULearner(Learner[tuple[Tensor, ...]]):

@@ -6,8 +6,8 @@ model's activations. What it computes above is cached too, and stays valid after
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -24,10 +24,17 @@ from ..model.layers import Attention, Block, Context, Read, read_tokens, select_
 from ..model.stem_readout import MapPool, Readout
 from .scores import CircuitData, Distance, IntArray, SampleAnswers, SampleGroup, parts, to_device
 
-Work = Counter[str]  # "layer_evaluations": blocks run on one sample; "multiply_adds": of the products actually needed
 Recorder = Callable[[IntArray, IntArray, SampleAnswers], None]  # receives pairs of candidate and sample, and answers
 
 _ROWS = 1 << 14  # samples whose logits are in memory at once
+
+
+@dataclass
+class Work:
+    """What a search has computed so far: multiply-adds of the products that were actually needed."""
+
+    multiply_adds: int = 0
+
 
 # --- the model ---------------------------------------------------------------------------------------------
 
@@ -51,15 +58,10 @@ class WorkingModel:
         for head in off:
             self.drop(head)
 
-    def block(self, layer: int, x: Tensor, context: Context, gates: Tensor | None = None) -> Tensor:
-        """Run one block on `[1, B, T, d]`; the last block returns only the tokens that the readout reads.
-
-        With gates `[B, heads]`, the output of each head is multiplied by its gate.
-        """
+    def block(self, layer: int, x: Tensor, context: Context) -> Tensor:
+        """Run one block on `[1, B, T, d]`; the last block returns only the tokens that the readout reads."""
         self._count(layer, x, outputs=x.shape[1])
         z = self._mix(layer, x, context)  # [B, T', H, d_k]
-        if gates is not None:
-            z = z * gates[:, None, :, None].to(z.dtype)
         asking = select_queries(x, self._read(layer, x))
         return self._finish(layer, asking, self.blocks[layer].attention.project(z, 1))
 
@@ -139,8 +141,7 @@ class WorkingModel:
             attention = heads * queries * encoder.width * (4 * encoder.head_dim + 2 * tokens)
         products = inputs * attention + outputs * mlp_cost(encoder, queries)
         products += heads_off * queries * encoder.head_dim * encoder.width  # one head's output projection per run
-        self.work["layer_evaluations"] += outputs + (inputs if heads_off else 0)
-        self.work["multiply_adds"] += products
+        self.work.multiply_adds += products
 
 
 class PoolingBlock:
@@ -183,18 +184,15 @@ def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking
 
 def forward_cost(model: Ensemble, samples: CircuitData) -> int:
     """Multiply-adds of all blocks for all samples; in the last block only for the tokens that are read."""
-    return sum(len(group) * sample_cost(model, group) for group in samples.groups)
-
-
-def sample_cost(model: Ensemble, group: SampleGroup) -> int:
-    """Multiply-adds of all blocks for one sample of a group."""
-    config = model.config
-    tokens = tokens_of(model, group)
-    layers = [(config.encoder, tokens)] * (model.num_layers - 1)  # sizes, and the number of query tokens
-    layers.append((config.encoder, read_tokens(tokens, model.readout.tokens_read())))
-    layers += [] if config.pooling is None else [(config.pooling, 1)]
-    pairs = zip(config.heads[0], layers, strict=True)
-    return sum(attention_cost(sizes, len(kept), tokens, asks) + mlp_cost(sizes, asks) for kept, (sizes, asks) in pairs)
+    config, total = model.config, 0
+    for group in samples.groups:
+        tokens = tokens_of(model, group)
+        layers = [(config.encoder, tokens)] * (model.num_layers - 1)  # sizes, and the number of query tokens
+        layers.append((config.encoder, read_tokens(tokens, model.readout.tokens_read())))
+        layers += [] if config.pooling is None else [(config.pooling, 1)]
+        for kept, (sizes, asks) in zip(config.heads[0], layers, strict=True):
+            total += len(group) * (attention_cost(sizes, len(kept), tokens, asks) + mlp_cost(sizes, asks))
+    return total
 
 
 def tokens_of(model: Ensemble, group: SampleGroup) -> int:
@@ -213,7 +211,7 @@ class CachedTower:
     """A transformer whose heads are removed step by step, with cached activations of it and of its candidates.
 
     `of_rank` are the candidates that only this rank evaluates. At most `max_memory` bytes of activations are cached in
-    addition to the output of the stem; those of candidates only with `carry`.
+    addition to the output of the stem.
     """
 
     def __init__(
@@ -224,7 +222,6 @@ class CachedTower:
         of_rank: Sequence[Head],
         batch_size: int,
         max_memory: int,
-        carry: bool = True,
     ) -> None:
         self.model, self.samples, self.batch_size = model, samples, batch_size
         self.candidates = list(candidates)
@@ -238,7 +235,7 @@ class CachedTower:
             self.features = [base.recompute(0, self._levels, batch_size) for base in self.base]  # pooled, [g, d] each
         carried_layers = np.array([head.layer if head in self.of_rank else -1 for head in candidates], np.int64)
         self.carried = [
-            CandidateActivations(carried_layers, model.layers, group.levels[0], slots if carry else 0)
+            CandidateActivations(carried_layers, model.layers, group.levels[0], slots)
             for group, slots in zip(self.base, room, strict=True)
         ]
 

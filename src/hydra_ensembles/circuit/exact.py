@@ -18,9 +18,14 @@ OnProgress = Callable[[int], None]  # receives the number of this rank's candida
 
 
 class Search(ABC):
-    """A method to find the next head to remove; `result` is that of the current model."""
+    """A method to find the next head to remove."""
 
     on_progress: OnProgress = staticmethod(lambda decided: None)
+
+    @property
+    @abstractmethod
+    def result(self) -> Result:
+        """The result of the current model."""
 
     @abstractmethod
     def choose(self, candidates: Sequence[Head]) -> Result:
@@ -29,16 +34,6 @@ class Search(ABC):
     @abstractmethod
     def remove(self, head: Head) -> None:
         """Remove a head permanently."""
-
-    def take(self, candidates: Sequence[Head], audited: bool) -> tuple[Result, int | None]:
-        """Choose a candidate and remove it, unless it causes too many errors; return the result without it.
-
-        For an audited step, also return by how many units it misses the best one; None for others and exact choices.
-        """
-        choice = self.choose(candidates)
-        if not choice.over:
-            self.remove(choice.head)
-        return choice, None
 
 
 @dataclass(eq=False)
@@ -96,8 +91,7 @@ def run_without(
             for rows in parts(len(group), batch_size):
                 features, logits = (one[0] for one in model.features_and_logits(*group.take(rows)))  # [1, B, …]
                 yield group.numbers[rows], SampleAnswers.of(features, logits, distance)
-    work["layer_evaluations"] += len(samples.labels) * len(model.config.head_counts)
-    work["multiply_adds"] += forward_cost(model, samples)
+    work.multiply_adds += forward_cost(model, samples)
 
 
 _CHUNKS = 16  # into which the samples of a candidate are divided
@@ -117,18 +111,23 @@ class Exact(Search):
     def __init__(self, tower: CachedTower, objective: Objective, ranks: Ranks) -> None:
         self.tower, self.objective, self.ranks = tower, objective, ranks
         dtype, device = tower.model.ensemble.dtype, tower.model.ensemble.device
-        self.current = Tally(tower.samples, objective, [NO_HEAD], dtype)  # of the current model
+        self._current = Tally(tower.samples, objective, [NO_HEAD], dtype)
         self._answers = Tally(tower.samples, objective, tower.candidates, dtype)
         self._chunk = min(-(-objective.samples // _CHUNKS), _LARGEST_CHUNK)
         kind = "cuda" if device.type == "cuda" else "cpu"
         self._together = max(_MIN_AT_ONCE[kind], _PAIRS[kind] // self._chunk)
         self.answer()
 
+    @property
+    def result(self) -> Result:
+        """The result of the current model."""
+        return self._result
+
     @torch.no_grad()
     def answer(self) -> None:
         """Update the answers to all samples from the cached features of the current model; no block is run."""
-        self.result = self.current.result(self.tower.answers())
-        self.hardest_first = self.objective.hardest_first(self.current.wrong[0], self.current.confidence[0])
+        self._result = self._current.result(self.tower.answers())
+        self._hardest_first = self.objective.hardest_first(self._current.wrong[0], self._current.confidence[0])
 
     def remove(self, head: Head) -> None:
         """Remove a head permanently."""
@@ -173,7 +172,7 @@ class Exact(Search):
         """Evaluate each candidate on its number of further samples, all in one call."""
         if not amounts:
             return
-        numbers = [self.hardest_first[seen[head] :][:amount] for head, amount in amounts.items()]
+        numbers = [self._hardest_first[seen[head] :][:amount] for head, amount in amounts.items()]
         index = self.tower.index(list(amounts))
         self.tower.run(np.repeat(index, [len(part) for part in numbers]), np.concatenate(numbers), self._answers.record)
         for part, result in zip(numbers, self._answers.results(index), strict=True):

@@ -1,28 +1,25 @@
 """Algorithm 1: repeatedly remove the head whose removal hurts the score least."""
 
-import hashlib
-import json
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tqdm import tqdm
 
 from .._distributed import Ranks, all_ranks, local_device
 from .._utils import require_device, warn, without_autocast
-from ..arguments import Count, Range, Seed, Share, Whole, checked
 from ..batches import Batches, Sources
 from ..classes import in_model_order
 from ..data.synthetic import synthetic_ood
+from ..digest import digest
 from ..errors import ConfigError, DataError
-from ..files import expanded, resumable
-from ..fingerprints import model_fingerprint
 from ..heads.masking import ONE_TOWER, checked_layers, max_removable, removable, split_heads, towers_of, working_copy
 from ..heads.members import Score
 from ..heads.ranking import Head, HeadLike, HeadRanking, require_budget
@@ -30,17 +27,14 @@ from ..model.dual_encoder import DualEncoder, Tower
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_model
 from ..model.zero_shot import DEFAULT_TEMPLATES, Templates, checked_names, checked_templates, zero_shot
+from ..settings import Share, from_plain, require, to_plain
+from ..store import Store
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size, forward_cost
-from .exact import Exact, Naive
+from .exact import Exact, Naive, Search
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
-from .journal import FORMAT, Journal, Step, resumed, stored_journal
-from .scores import CircuitData, Distance, Method, Objective, OODScore, Ties, read_samples
-from .screened import RESET_EVERY, Screened
-from .timing import LONGEST, bar_updater, in_words, say, seconds_of, speed_of
+from .scores import CircuitData, Distance, Method, Objective, OODScore, Result, Ties, read_samples
 
 
-@checked
-@torch.inference_mode(False)  # "screened" needs gradients, also if the caller is in inference mode
 @without_autocast()
 def extract_circuit(
     ensemble: Ensemble | DualEncoder,
@@ -49,21 +43,19 @@ def extract_circuit(
     *,
     score: Score = "avg",
     budget: int,
-    method: Method = "auto",
+    method: Method = "exact",
     ties: Ties = "likelihood",
     ood_score: OODScore = "msp",
-    max_accuracy_loss: Share | None = None,
+    max_accuracy_loss: float | None = None,
     layers: Iterable[int] | None = None,
     removed: Iterable[HeadLike] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    max_memory: Annotated[float, Range(1)] | None = None,
-    batch_size: Whole | None = None,
-    journal: str | Path | None = None,
+    max_memory: float | None = None,
+    batch_size: int | None = None,
+    output: str | Path | None = None,
     progress: bool = True,
-    screen_size: Whole | None = None,
-    audit_steps: Count = 2,
-    seed: Seed = 0,
+    seed: int = 0,
     class_names: Sequence[str] | None = None,
     templates: Templates = DEFAULT_TEMPLATES,
     towers: Sequence[Tower] = ("image", "text"),
@@ -74,14 +66,9 @@ def extract_circuit(
     highest. S is the accuracy on ID data (`"acc"`), the AUROC of the maximum softmax probability between ID and OOD
     data (`"ood"`, ties count half; with several OOD sources the mean of their AUROCs), or the mean of both (`"avg"`).
 
-    * `"naive"` runs the whole model for every head. The reference.
-    * `"exact"` makes the same choices with less work. In float64 the result equals the naive one; in float32 rounding
-      may decide between heads that are a few integer units apart.
-    * `"screened"` estimates all heads from their earlier effect on each sample, and measures only the best ones
-      (on a GPU, with float32 products in TF32; for the accuracy it is `"exact"` with such products).
-      Approximate; audited steps show how often its choice was as good as that of `"exact"`.
-    * `"auto"` times a few passes, and takes `"exact"` if that takes at most ten minutes, else
-      `"screened"` (for one tower). The ranking and the journal say which; a resumed run keeps it.
+    `method="naive"` runs the whole model for every head: the reference. `"exact"` makes the same choices with a small
+    part of the work. In float64 the result equals the naive one; in float32 rounding may decide between heads that are
+    a few integer units apart.
 
     For a dual encoder, the heads of both towers are candidates together, and images are classified by class names
     as in `zero_shot`. Under `torchrun` or `accelerate launch` the heads are divided among the ranks, and every rank
@@ -101,7 +88,7 @@ def extract_circuit(
             (layer, head).
         ood_score: What detects OOD samples: the maximum softmax probability, or a feature distance that was
             fitted to the ensemble (`fit_familiarity`), such as `"mahalanobis"`; its statistics stay those of the whole
-            model. `"screened"` does not support distances.
+            model.
         max_accuracy_loss: Share of its accuracy on the ID samples that the model may lose in total: from 90 %, 0.02
             allows 88.2 %. A head that would cost more stays; if only such heads are left, the ranking ends there, with
             a warning and fewer heads than the budget. None for no limit, as in the paper.
@@ -112,25 +99,22 @@ def extract_circuit(
         max_memory: Bytes of activations to keep in addition to the embedded samples; None for half of the free memory
             of a GPU, or a quarter of the free memory of the host or container.
         batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
-        journal: A file that records every step. If it exists, the run resumes after its last step. One run at a time.
-        progress: Print the estimated time, and show a progress bar that moves with every candidate.
-        screen_size: Maximum number of heads that `"screened"` measures at a step; twice as many at every eighth step,
-            where its estimates are reset. None for a third of the candidates.
-        audit_steps: Steps of `"screened"`, spread evenly, at which its choice is compared with that of `"exact"`.
+        output: A folder that records every removed head; a run that was stopped continues after the last of them,
+            also with a larger budget.
+        progress: Show a progress bar, and print an estimate of the whole time after the first removed head.
         seed: Seed of PyTorch's random numbers while the batches are read, for loaders that shuffle.
         class_names: For a dual encoder: the names of the classes, in the order of the labels.
         templates: For a dual encoder: sentences with `{label}` in place of a name.
         towers: For a dual encoder: the towers whose heads are candidates.
 
     Returns:
-        The heads in removal order; `scores` are S after each removal. `provenance` holds the integers behind S,
-        fingerprints, the audit, and the work done (`layer_evaluations`, blocks run on one sample; `model_forwards`,
-        the multiply-adds in units of one pass of the whole model over all samples).
+        The heads in removal order; `scores` are S after each removal. `provenance` holds the integers behind S, the
+        digests of model and data, and the work done (`model_forwards`: the multiply-adds in units of one pass of the
+        whole model over all samples).
 
     Raises:
-        HydraError: A model, setting, layer or head that does not fit, a budget larger than the number of candidates,
-            data that is missing, empty, of a single class or not finite, or a journal that belongs to another run,
-            was changed, or is being written by another process.
+        HydraError: A model, setting, layer or head that does not fit, data that cannot be used, or an `output` of
+            another run.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -141,41 +125,36 @@ def extract_circuit(
         >>> ranking = he.extract_circuit(base, batches, ood, score="avg", budget=2, layers=[5], progress=False)
         >>> [head.layer for head in ranking.first(2)], ranking.score
         ([5, 5], 'avg')
-        >>> member = he.prune(base, ranking.first(2))
     """
     require_model(ensemble, "extract_circuit")
+    for name, value, accepted in (("score", score, Score), ("method", method, Method), ("ties", ties, Ties)):
+        require(name, value, accepted)
+    loss = require("max_accuracy_loss", max_accuracy_loss, Share | None)
     scope = _checked_scope(ensemble, class_names, templates, towers, layers)
     off, candidates = split_heads(ensemble, scope.towers, scope.layers, removed)
     require_budget(budget, max_removable(ensemble, candidates))
-    with_text = "text" in {*scope.towers, *(head.tower for head in off)}  # text heads are off, or candidates
-    _check_methods(ensemble, method, ood_score, with_text)
+    _require_fitted(ensemble, ood_score)
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" needs OOD samples; give ood_batches, or "synthetic", or use score="acc"')
 
     dtype = dtype or ensemble.dtype
     device = local_device(require_device(device or ensemble.device))
-    path = None if journal is None else expanded(journal)
-    distance = None
-    if isinstance(ensemble, Ensemble) and ood_score != "msp" and score != "acc":
-        distance = Distance(ensemble, ood_score, dtype, device)
+    dual = ensemble if isinstance(ensemble, DualEncoder) else None
+    model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates, False)
+    id_batches = in_model_order(id_batches, "id_batches", model)
+    if isinstance(ood_batches, str) and score != "acc":
+        id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches
+        ood_batches = synthetic_ood(id_batches, seed=seed, model=model)
     with all_ranks(device) as ranks:
-        dual = ensemble if isinstance(ensemble, DualEncoder) else None
-        model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates, False)
-        id_batches = in_model_order(id_batches, "id_batches", model)
-        if isinstance(ood_batches, str) and score != "acc":
-            id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches
-            ood_batches = synthetic_ood(id_batches, seed=seed, model=model)
+        distance = Distance(model, ood_score, dtype, device) if ood_score != "msp" and score != "acc" else None
         model = working_copy(model, dtype, device)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
+        with_text = "text" in {*scope.towers, *(head.tower for head in off)}  # text heads are off, or candidates
         run = Extraction(
-            asked=method,
             method=method,
-            budget=budget,
             removed=off,
             candidates=candidates,
-            screen_size=-(-len(candidates) // 3) if screen_size is None else screen_size,
-            audit_steps=audit_steps,
-            max_accuracy_loss=None if max_accuracy_loss is None else float(max_accuracy_loss),
+            max_accuracy_loss=loss,
             model=model,
             texts=read_texts(dual, scope.names, scope.templates, dtype, device) if dual and with_text else None,
             samples=samples,
@@ -183,18 +162,26 @@ def extract_circuit(
             distance=distance,
             ranks=ranks,
             batch_size=batch_size or fitting_batch_size(model, samples),
-            max_memory=None if max_memory is None else int(max_memory),  # users write 2e9
+            max_memory=default_max_memory(device) if max_memory is None else int(max_memory),  # users write 2e9
         )
-        alone = nullcontext() if path is None else ranks.locked(path.parent, "circuit extraction", path.name)
-        with alone, resumable(path):
-            stored = stored_journal(path, ranks)
-            run.resolve_method(stored)
-            identity = identity_of(run, ensemble, scope, screen_size)
-            ranks.require_same((identity.model, identity.settings, budget), "model or settings")
-            ranks.require_same_data(identity.data, "data")
-            record = identity if path is None or stored is None else resumed(identity, stored, path, candidates)
-            run.take_steps(record, path if ranks.rank == 0 else None, progress)
-    return run.ranking(record, scope, seed)
+        identity = {
+            "model": digest([to_plain(ensemble.config), ensemble]),
+            "data": samples.digest(),
+            "score": score,
+            "method": method,
+            "ties": ties,
+            "ood_score": None if distance is None else distance.identity,
+            "max_accuracy_loss": loss,
+            "dtype": str(dtype),
+            "removed": [str(head) for head in off],
+            "candidates": to_plain(scope),
+        }
+        ranks.require_same_data(identity["data"], "data")
+        ranks.require_same((identity, budget), "model or settings")
+        with ExitStack() as stack:
+            store = ranks.all_or_none(lambda: stack.enter_context(Store(output, identity, "a circuit")))
+            steps = run.steps(store, budget, progress)
+    return run.ranking(steps, scope, {"model": identity["model"], "data": identity["data"], "seed": seed}, budget)
 
 
 class CircuitScope(NamedTuple):
@@ -204,52 +191,6 @@ class CircuitScope(NamedTuple):
     layers: tuple[int, ...] | None  # None for all layers of several towers
     names: tuple[str, ...]  # of the classes; empty for an ensemble
     templates: tuple[str, ...]
-
-
-def identity_of(
-    run: "Extraction", ensemble: Ensemble | DualEncoder, scope: CircuitScope, screen_size: int | None
-) -> Journal:
-    """Build the identity of a journal: the model, the data, and all settings that affect which heads are chosen.
-
-    Settings added in later releases are stored only if they differ from the earlier behaviour, so that older journals
-    can be resumed. `screen_size` is the user's argument.
-    """
-    screened = run.method == "screened"
-    settings: dict[str, Any] = {
-        "score": run.objective.score,
-        "method": run.method,
-        "layers": None if scope.layers is None else list(scope.layers),
-        "removed": [str(head) for head in run.removed],
-        "dtype": str(run.model.dtype),
-        "audit_steps": run.audit_steps if screened else 0,
-    }
-    if scope.names:
-        prompts = hashlib.sha256(json.dumps([scope.names, scope.templates]).encode()).hexdigest()
-        settings |= {"towers": list(scope.towers), "prompts": prompts}
-    if run.objective.ties != "order":
-        settings["ties"] = run.objective.ties
-    if run.max_accuracy_loss is not None:
-        settings["max_accuracy_loss"] = run.max_accuracy_loss
-    if run.distance is not None:
-        settings["ood_score"] = [run.distance.name, run.distance.fingerprint.hexdigest()]
-        if run.distance.name == "knn":  # k is not part of any fingerprinted tensor
-            settings["ood_score"].append(run.distance.neighbours)
-    if screened:
-        settings["screen_size"] = screen_size
-    if run.audited:  # audited steps depend on the budget; without them, a journal can resume with a larger budget
-        settings["budget"] = run.budget
-    return Journal(FORMAT, model_fingerprint(ensemble), run.samples.fingerprint, settings)
-
-
-def _check_methods(ensemble: Ensemble | DualEncoder, method: Method, ood_score: OODScore, with_text: bool) -> None:
-    """Raise if the method does not support the request, or if the feature score was not fitted."""
-    familiarity = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
-    fitted = [] if familiarity is None else list(familiarity.settings.scores)
-    if ood_score not in ("msp", *fitted):
-        accepted = f"'msp' or a feature score fitted for this ensemble, {fitted}"
-        raise ConfigError(f"ood_score must be {accepted}, got {ood_score!r}; fit_familiarity(...) fits one")
-    if method == "screened" and (with_text or ood_score != "msp"):
-        raise ConfigError('method="screened" is for one tower and ood_score="msp"; use method="exact"')
 
 
 def _checked_scope(
@@ -281,207 +222,163 @@ def _checked_scope(
     return CircuitScope(chosen, None, *prompts)
 
 
+def _require_fitted(ensemble: Ensemble | DualEncoder, ood_score: OODScore) -> None:
+    """Raise if a feature score was not fitted to the ensemble."""
+    familiarity = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
+    accepted = ["msp", *([] if familiarity is None else familiarity.settings.scores)]
+    if ood_score not in accepted:
+        raise ConfigError(f"ood_score must be one of {accepted}, got {ood_score!r}; fit_familiarity(...) fits others")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A removed head, the integers of the model without it, and the work of all ranks; the first step removes none."""
+
+    head: Head | None
+    errors: int
+    discordance: int
+    multiply_adds: int = 0
+
+    @classmethod
+    def of(cls, result: Result, head: Head | None, multiply_adds: int = 0) -> "Step":
+        """The step that led to a result."""
+        return cls(head, result.errors, result.discordance, multiply_adds)
+
+
 @dataclass(eq=False)
 class Extraction:
     """The greedy steps of one run; fields without a comment are as in `extract_circuit`."""
 
-    asked: Method
-    method: Method  # "auto" is replaced before the first step
-    budget: int
+    method: Method
     removed: Sequence[Head]
     candidates: Sequence[Head]  # of the first step
-    screen_size: int
-    audit_steps: int
     max_accuracy_loss: float | None
     model: Ensemble  # a private copy of the classifier
     texts: Texts | None  # for a dual encoder, if heads of the text tower may be off
     samples: CircuitData
     objective: Objective
+    distance: Distance | None  # OOD score, if not the confidence
     ranks: Ranks
     batch_size: int
-    max_memory: int | None
-    distance: Distance | None = None  # OOD score, if not the confidence
+    max_memory: int
     work: Work = field(default_factory=Work)  # of this rank so far
 
-    @property
-    def audited(self) -> set[int]:
-        """Steps of "screened" that are audited: evenly spaced, including the first."""
-        audits = min(self.audit_steps, self.budget) if self.method == "screened" else 0
-        return {index * self.budget // audits for index in range(audits)}
+    def steps(self, store: Store, budget: int, progress: bool) -> list[Step]:
+        """Take the steps that are not in the store yet, and return all up to the budget, after that of the start."""
+        rows = self.ranks.gather(store.rows("heads"))[0]
+        steps = [from_plain(Step, row, "step") for row in rows]
+        done = [step.head for step in steps if step.head is not None]
+        if len(done) >= budget:
+            return steps[: budget + 1]
+        left = [head for head in self.candidates if head not in done]
+        search = self._search(left, [*self.removed, *done])
 
-    def resolve_method(self, journal: Journal | None) -> None:
-        """Resolve "auto": to the method in the journal, else by the estimated time."""
-        if self.asked != "auto":
-            return
-        stored = None if journal is None else journal.settings.get("method")
-        may_screen = self.texts is None and self.distance is None
-        if stored in get_args(Method):
-            self.method = cast(Method, stored)
-        elif may_screen and self._seconds(self.candidates)["exact"] > LONGEST:
-            self.method = "screened"
-        else:
-            self.method = "exact"
+        def take(step: Step) -> None:
+            steps.append(step)
+            store.append("heads", to_plain(step))
 
-    def _seconds(self, left: Sequence[Head]) -> dict[Method, float]:
-        """Estimate how long the remaining steps take with each method; all ranks use the estimate of rank 0."""
-        steps = self.budget - (len(self.candidates) - len(left))
-        towers = [(self.model, self.samples)]
-        towers += [] if self.texts is None else [(self.texts.tower, self.texts.prompts)]
-        return self.ranks.gather(seconds_of(towers, left, steps, self.objective, self._speed * self.ranks.size))[0]
-
-    @cached_property
-    def _speed(self) -> float:
-        return speed_of(self.model, self.samples, self.batch_size)
-
-    def _print_estimate(self, left: Sequence[Head], progress: bool) -> None:
-        """Print the estimated time; if "auto" chose an approximate method, say so even without `progress`."""
-        approximated = self.asked == "auto" and self.method == "screened"
-        if not progress and not approximated:
-            return
-        seconds = self._seconds(left)
-        steps = self.budget - (len(self.candidates) - len(left))
-        text = f"circuit {self.objective.score}: {in_words(seconds[self.method])} for {steps} heads by {self.method!r}"
-        if approximated:
-            text += f", which is approximate; 'exact' would take {in_words(seconds['exact'])}"
-        if self.ranks.rank == 0:
-            (say if progress else warn)(text)
-
-    def take_steps(self, journal: Journal, path: Path | None, progress: bool) -> None:
-        """Run the greedy steps that are not in the journal yet."""
-        done = journal.heads
-        if len(done) >= self.budget:
-            return
-        left = self._left(done)
-        self._print_estimate(left, progress)
-        search = self._start(done)
-        if journal.start is None:
-            start = search.result
-            journal.start = {"errors": start.errors, "discordance": start.discordance}
+        if not steps:
+            take(Step.of(search.result, None))
         if self.max_accuracy_loss is not None:  # as an exact decimal: 0.29 of 100 right answers is 29
-            right = self.objective.id_count - journal.start["errors"]
-            self.objective.most_errors = journal.start["errors"] + int(Fraction(str(self.max_accuracy_loss)) * right)
-        before = Work()  # of all ranks
+            right = self.objective.id_count - steps[0].errors
+            self.objective.most_errors = steps[0].errors + int(Fraction(str(self.max_accuracy_loss)) * right)
+        shown = progress and self.ranks.rank == 0
+        waiting = sum(len(left) - index for index in range(budget - len(done)))  # heads to decide in all steps
+        begun, spent = time.monotonic(), 0
         name = f"circuit/{self.method} {self.objective.score}"
-        hidden = not progress or self.ranks.rank > 0
-        counts = (len(self.candidates) - step for step in range(self.budget))
-        decided = list(accumulate(counts, initial=0))  # candidates before each step
-        with tqdm(
-            total=decided[-1], initial=decided[len(done)], desc=name, unit="head", disable=hidden, dynamic_ncols=True
-        ) as bar:
-            for index in range(len(done), self.budget):
-                search.on_progress = bar_updater(bar, decided[index], len(self.candidates) - index, self.ranks.size)
-                choice, excess = search.take(removable(self.model, left), audited=index in self.audited)
+        with tqdm(total=waiting, desc=name, unit="head", disable=not shown, dynamic_ncols=True) as bar:
+            while len(steps) <= budget:
+                decided, count = bar.n, len(left)  # heads decided before this step, and its candidates
+                search.on_progress = partial(self._advance, bar, decided, count)
+                choice = search.choose(removable(self.model, left))
                 if choice.over:
-                    self._warn_of_end(journal)
-                    return
+                    self._warn_of_end(steps, budget)
+                    break
+                search.remove(choice.head)
+                search.on_progress(count)
                 left.remove(choice.head)
-                total = sum(self.ranks.gather(self.work), Work())
-                spent, before = total - before, total
-                layer, head, tower = choice.head
-                work = spent["layer_evaluations"], spent["multiply_adds"]
-                journal.add(Step(layer, head, choice.errors, choice.discordance, *work, excess, tower), path)
+                total = sum(self.ranks.gather(self.work.multiply_adds))
+                take(Step.of(choice, choice.head, total - spent))
+                spent = total
                 reached = self.objective.achieved(choice.errors, choice.discordance)
-                bar.set_postfix(removed=f"{index + 1}/{self.budget}", score=f"{reached:.4f}", refresh=False)
-                search.on_progress(len(self.candidates))  # the step is complete
+                bar.set_postfix(removed=f"{len(steps) - 1}/{budget}", score=f"{reached:.4f}", refresh=False)
+                if shown and not decided:
+                    seconds = (time.monotonic() - begun) * waiting / bar.n
+                    tqdm.write(f"{name}: {budget} heads take up to {in_words(seconds)}", file=sys.stderr)
+        return steps
 
-    def _warn_of_end(self, journal: Journal) -> None:
-        assert journal.start is not None
+    def _advance(self, bar: Any, before: int, most: int, decided: int) -> None:
+        """Move the progress bar to `decided` candidates of this rank in a step, never back."""
+        bar.update(max(0, before + min(decided * self.ranks.size, most) - bar.n))
+
+    def _warn_of_end(self, steps: Sequence[Step], budget: int) -> None:
         assert self.objective.most_errors is not None
-        errors = journal.start["errors"], self.objective.most_errors
-        before, least = (f"{1 - count / self.objective.id_count:.4f}" for count in errors)
+        least = 1 - self.objective.most_errors / self.objective.id_count
         if self.ranks.rank == 0:
-            ends = f"the circuit for {self.objective.score!r} ends after {len(journal.steps)} of {self.budget} heads"
-            limit = f"below {least} (from {before}, max_accuracy_loss={self.max_accuracy_loss})"
-            warn(f"{ends}: removing any other head would lower the accuracy {limit}")
+            warn(
+                f"the circuit for {self.objective.score!r} ends after {len(steps) - 1} of {budget} heads: without any "
+                f"other the accuracy falls below {least:.4f} (max_accuracy_loss={self.max_accuracy_loss})"
+            )
 
-    def _start(self, done: Sequence[Head]) -> Naive | Exact | JointExact | Screened:
-        """Create the search after the steps in `done`."""
-        if self.method == "screened":
-            return self._screened(done)
-        off, left = [*self.removed, *done], self._left(done)
+    def _search(self, left: Sequence[Head], off: Sequence[Head]) -> Search:
+        """Start the search with these candidates, after the heads in `off` were removed."""
         if self.method == "naive":
             common = self.model, self.samples, self.objective, self.ranks, self.work, self.batch_size, off
             return Naive(*common, distance=self.distance) if self.texts is None else JointNaive(*common, self.texts)
         if self.texts is None:
-            return Exact(self._cached(self.model, self.samples, left, off), self.objective, self.ranks)
+            return Exact(self._cached(self.model, self.samples, left, off, 1.0), self.objective, self.ranks)
         tower, prompts = self.texts.tower, self.texts.prompts  # a quarter of the memory is for the text tower
         text_tower = self._cached(tower, prompts, of_tower(left, text=True), of_tower(off, text=True), 0.25)
         left, off = of_tower(left, text=False), of_tower(off, text=False)
         image_tower = self._cached(self.model, self.samples, left, off, 0.75)
         return JointExact(Exact(image_tower, self.objective, self.ranks), self.texts, text_tower)
 
-    def _screened(self, done: Sequence[Head]) -> Screened:
-        """Repeat the steps since the search last cleared its estimates, to restore them."""
-        cleared = len(done) if self.objective.score == "acc" else len(done) - len(done) % RESET_EVERY
-        left = self._left(done[:cleared])
-        tower = self._cached(self.model, self.samples, left, [*self.removed, *done[:cleared]])
-        search = Screened(Exact(tower, self.objective, self.ranks), self.screen_size, cleared)
-        for head in done[cleared:]:
-            search.choose(removable(self.model, left))
-            search.remove(head)
-            left.remove(head)
-        return search
-
-    def _left(self, done: Sequence[Head]) -> list[Head]:
-        return [head for head in self.candidates if head not in done]
-
     def _cached(
-        self, model: Ensemble, samples: CircuitData, left: Sequence[Head], off: Sequence[Head], share: float = 1.0
+        self, model: Ensemble, samples: CircuitData, left: Sequence[Head], off: Sequence[Head], share: float
     ) -> CachedTower:
         """Wrap a copy of the model without the heads in `off`, with a share of the memory for cached activations."""
-        room = default_max_memory(model.device) if self.max_memory is None else self.max_memory
         working = WorkingModel(model, off, self.work, self.distance)
-        of_rank = self.ranks.share(left)
-        carry = self.method == "exact"
-        return CachedTower(working, samples, left, of_rank, self.batch_size, int(share * room), carry)
+        room = int(share * self.max_memory)
+        return CachedTower(working, samples, left, self.ranks.share(left), self.batch_size, room)
 
-    def ranking(self, journal: Journal, scope: CircuitScope, seed: int) -> HeadRanking:
+    def ranking(self, steps: Sequence[Step], scope: CircuitScope, origin: dict[str, Any], budget: int) -> HeadRanking:
         """Build the ranking from the steps, with its provenance."""
-        objective, start, steps = self.objective, journal.start, journal.steps[: self.budget]
-        assert start is not None
+        objective, (start, *removals) = self.objective, steps
         whole_pass = forward_cost(self.model, self.samples)
         if self.texts is not None:
             whole_pass += forward_cost(self.texts.tower, self.texts.prompts)
-        excesses = {index: step.excess for index, step in enumerate(steps) if step.excess is not None}
-        settings: dict[str, Any] = {}
-        if self.distance is not None:
-            settings["ood_score"] = self.distance.name
+        settings: dict[str, Any] = {} if self.distance is None else {"ood_score": self.distance.name}
         if scope.names:
             settings |= {"towers": scope.towers, "classes": len(scope.names), "templates": scope.templates}
-        if self.method == "screened":
-            settings["screen_size"] = self.screen_size
         if self.max_accuracy_loss is not None:
-            settings |= {"max_accuracy_loss": self.max_accuracy_loss, "complete": len(steps) == self.budget}
+            settings |= {"max_accuracy_loss": self.max_accuracy_loss, "complete": len(removals) == budget}
         return HeadRanking(
-            heads=tuple(journal.heads[: self.budget]),
-            scores=tuple(objective.achieved(step.errors, step.discordance) for step in steps),
+            heads=tuple(step.head for step in removals if step.head is not None),
+            scores=tuple(objective.achieved(step.errors, step.discordance) for step in removals),
             method=f"circuit/{self.method}",
             score=objective.score,
             provenance={
-                "model": journal.model,
-                "data": journal.data,
-                "seed": seed,
+                **origin,
                 "device": self.model.device.type,
-                "layers": scope.layers,
                 "dtype": str(self.model.dtype),
-                "asked": self.asked,
+                "layers": scope.layers,
+                "removed": [str(head) for head in self.removed],
+                "budget": budget,
                 "ties": objective.ties,
                 **settings,
                 "id_samples": objective.id_count,
                 "ood_samples": sum(objective.ood_sizes),
-                **({"ood_sources": self.samples.ood_sources} if len(objective.ood_sizes) > 1 else {}),
-                "budget": self.budget,
-                "removed": [list(head[: 2 if head.tower == ONE_TOWER else 3]) for head in self.removed],
-                "approximate": self.method == "screened",
-                "start": objective.achieved(**start),
-                "errors": [step.errors for step in steps],
-                "discordance": [step.discordance for step in steps],
-                "layer_evaluations": sum(step.layer_evaluations for step in steps),
+                "ood_sources": self.samples.ood_sources,
+                "start": objective.achieved(start.errors, start.discordance),
+                "errors": [step.errors for step in removals],
+                "discordance": [step.discordance for step in removals],
                 "model_forwards": sum(step.multiply_adds for step in steps) / whole_pass,
-                "audit": {
-                    "steps": list(excesses),
-                    "divergences": sum(excess > 0 for excess in excesses.values()),
-                    "largest_excess": max(excesses.values(), default=0),
-                },
             },
         )
+
+
+def in_words(seconds: float) -> str:
+    """`20 s`, `3 min`, `2.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -49,7 +49,7 @@ def read_texts(
     mask, segments = (None if tensor is None else tensor.to(device) for tensor in extra)
     group = SampleGroup(np.arange(len(ids)), (ids.to(device), mask, segments))
     labels = torch.full((len(group),), -1, device=device)
-    prompts = CircuitData((group,), labels, {"prompts": len(group)}, np.zeros((len(group), 2), np.int64), "")
+    prompts = CircuitData((group,), labels, {"prompts": len(group)})
     projection = compose(tower.readout.classifier, dual.projections.text)
     if projection is not None:
         width, biased = projection.weight.shape[1], projection.bias is not None

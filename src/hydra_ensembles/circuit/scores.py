@@ -19,18 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import torch_seeded
+from .._utils import torch_seeded, with_float64
 from ..batches import Batches, Sources, begin_epoch, iterate, named_sources, require_labels, restored
+from ..digest import digest, require_other_samples, row_digests
 from ..errors import DataError
-from ..fingerprints import DataFingerprint
 from ..heads.members import Score
 from ..heads.ranking import Head
 from ..metrics.distance import FamiliarityName, ready, unfamiliarity
 from ..model.ensemble import Ensemble
 from ..model.input_checks import Arguments
-from ..overlap import Keys, require_unlike, sample_keys
 
-Method = Literal["auto", "naive", "exact", "screened"]
+Method = Literal["naive", "exact"]
 Ties = Literal["likelihood", "order"]
 OODScore = Literal["msp", FamiliarityName]
 
@@ -69,8 +68,6 @@ class CircuitData:
     groups: tuple[SampleGroup, ...]  # one per shape of inputs
     labels: Tensor  # [n], -1 for samples without a label, such as all OOD samples
     sources: Mapping[str, int]  # name -> number of samples; the ID source is first
-    origin: IntArray  # [n, 2], index of the source and of the batch that each sample came from
-    fingerprint: str  # changes with any sample, label, or their order
 
     def __post_init__(self) -> None:
         """Compute `group_of` and `row_of`, `[n]` each: the group of each sample, and its row there."""
@@ -88,6 +85,11 @@ class CircuitData:
         """Number of samples of each OOD source, by name."""
         return dict(list(self.sources.items())[1:])
 
+    def digest(self) -> str:
+        """A digest that changes with any sample, label, or their order."""
+        inputs = [[torch.from_numpy(group.numbers), *group.inputs] for group in self.groups]
+        return digest([dict(self.sources), self.labels, inputs])
+
 
 def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | None, seed: int) -> CircuitData:
     """Read all batches, check them, and move them to the device and dtype of the model.
@@ -95,39 +97,34 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
     Generators of PyTorch and of the sources are seeded with `seed` and restored afterwards: a shuffling loader gives
     the same samples when a run is resumed, and on every rank.
     """
-    batches_by_shape: dict[tuple[object, ...], list[SampleGroup]] = {}
+    groups: dict[tuple[object, ...], list[SampleGroup]] = {}  # by the shape of the inputs
     labels: list[Tensor] = []
-    origin: list[tuple[int, int]] = []
-    keys: dict[str, Keys] = {}  # per source
-    fingerprints: dict[str, DataFingerprint] = {}
+    rows: dict[str, list[bytes]] = {}  # digests of the samples of each source
     sources = {"id_batches": id_batches} | ({} if ood_batches is None else named_sources(ood_batches, "ood_batches"))
     with torch_seeded(seed, model.device), restored(*sources.values()):
-        for source, (name, batches) in enumerate(sources.items()):
+        for name, batches in sources.items():
             begin_epoch(batches, 0, seed)
-            fingerprint = fingerprints[name] = DataFingerprint()
-            batch_keys: list[Keys] = []
-            for index, batch, targets in iterate(batches, name, labelled=source == 0):
-                checked = None if source else require_labels(targets, model.num_classes, name, index)
-                fingerprint.update(batch, checked)
-                batch_keys.append(sample_keys(batch))
+            labelled, rows[name] = name == "id_batches", []
+            for index, batch, targets in iterate(batches, name, labelled):
                 inputs = model.unpack(model.prepare(batch))
-                numbers = np.arange(len(origin), len(origin) + len(inputs[0]))
+                numbers = np.arange(len(inputs[0])) + sum(map(len, labels))
                 shape = tuple(None if tensor is None else (tensor.dtype, *tensor.shape[1:]) for tensor in inputs)
-                batches_by_shape.setdefault(shape, []).append(SampleGroup(numbers, inputs))
-                labels.append(torch.full((len(numbers),), -1) if checked is None else checked.cpu())
-                origin += [(source, index)] * len(numbers)
-            keys[name] = np.concatenate(batch_keys)
-    require_unlike("id_batches", keys.pop("id_batches"), keys)
+                groups.setdefault(shape, []).append(SampleGroup(numbers, inputs))
+                if labelled:
+                    labels.append(require_labels(targets, model.num_classes, name, index).cpu())
+                else:
+                    labels.append(torch.full((len(numbers),), -1))
+                rows[name] += row_digests(batch)
+    inside = rows.pop("id_batches")
+    require_other_samples("id_batches", inside, rows)
     truth = torch.cat(labels)
-    id_labels = truth[: fingerprints["id_batches"].samples]
-    if id_labels.min() == id_labels.max():
+    known = truth[: len(inside)]
+    if known.min() == known.max():
         raise DataError(f"all samples of id_batches have the label {int(truth[0])}; a circuit needs two classes")
     return CircuitData(
-        groups=tuple(map(SampleGroup.join, batches_by_shape.values())),
+        groups=tuple(map(SampleGroup.join, groups.values())),
         labels=truth.to(model.device),
-        sources={name: fingerprint.samples for name, fingerprint in fingerprints.items()},
-        origin=np.array(origin, np.int64),
-        fingerprint="+".join(fingerprint.hexdigest() for fingerprint in fingerprints.values()),
+        sources={"id_batches": len(inside)} | {name: len(found) for name, found in rows.items()},
     )
 
 
@@ -198,11 +195,9 @@ class Distance:
         fitted, self.name = model.metadata.familiarity, name
         assert fitted is not None
         self.neighbours = fitted.settings.neighbours
-        precise = torch.promote_types(dtype, torch.float32)
         state = fitted.part(f"{name}.")
-        self.fingerprint = DataFingerprint()
-        for key in sorted(state):
-            self.fingerprint.update({key: state[key]}, None)
+        self.identity = [name, self.neighbours, digest(state)]
+        precise = torch.promote_types(dtype, torch.float32)
         self.statistics = ready({key: value.to(device, precise) for key, value in state.items()})
 
     def of(self, features: Tensor, logits: Tensor) -> Tensor:
@@ -221,16 +216,15 @@ NO_HEAD = Head(-1, -1)  # the `head` of a result with no further head removed
 
 
 def require_finite(finite: Tensor, samples: CircuitData, head: Head) -> None:
-    """Raise if the logits of a sample are not finite (`finite` is `[n]`), and name its batch."""
-    if not finite.all():
-        source, batch = samples.origin[int((~finite).nonzero()[0, 0])]
-        raise not_finite(f"batch {batch} of {list(samples.sources)[source]}", head)
-
-
-def not_finite(where: str, head: Head) -> DataError:
-    """Return the error for a batch whose logits are not finite with this head off."""
+    """Raise if the logits of a sample are not finite (`finite` is `[n]`), and name it."""
+    if finite.all():
+        return
+    number = int((~finite).nonzero()[0, 0])
+    ends = np.cumsum(list(samples.sources.values()))
+    source = int(np.searchsorted(ends, number, side="right"))
+    name, number = list(samples.sources)[source], number - int(ends[source]) + list(samples.sources.values())[source]
     state = "" if head == NO_HEAD else f" with head {head} switched off"
-    return DataError(f"{where} gives logits that are NaN or infinite{state}; check its inputs, or use a wider dtype")
+    raise DataError(f"sample {number} of {name} gives logits that are NaN or infinite{state}; check it, or the dtype")
 
 
 class Result(NamedTuple):
@@ -327,7 +321,8 @@ class Tally:
         self.samples, self.objective, self.heads = samples, objective, list(heads)
         self.step = grid_step(dtype)
         shape = (len(heads), objective.samples)
-        device = samples.labels.device
+        device = with_float64(samples.labels.device)
+        self._labels = samples.labels.to(device)
         self.wrong = torch.empty(shape, dtype=torch.bool, device=device)
         self.confidence = torch.empty(shape, dtype=torch.int64, device=device)
         self.finite = torch.empty(shape, dtype=torch.bool, device=device)
@@ -347,9 +342,10 @@ class Tally:
 
     def record(self, models: IntArray, numbers: IntArray, answers: SampleAnswers) -> None:
         """Store the answers to P pairs of model and sample; if there is a distance, it defines the confidence."""
-        logits, distance = answers
-        cells = to_device(models, logits.device), to_device(numbers, logits.device)
-        labels = self.samples.labels[cells[1]]
+        device = self.wrong.device
+        logits, distance = (None if part is None else part.to(device) for part in answers)
+        cells = to_device(models, device), to_device(numbers, device)
+        labels = self._labels[cells[1]]
         self.wrong[cells], confidence, finite = judge(logits, labels, self.step)
         if distance is not None:
             confidence = in_steps(-distance.double(), self.step)

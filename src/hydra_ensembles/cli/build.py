@@ -23,9 +23,9 @@ from ..pipeline.settings import HydraConfig
 from ..report.table import to_markdown, to_rich
 from ..run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
 from ..schema import to_plain
-from ..training.recipe import Recipe
+from ..training.recipe import DataRecipe, Recipe, read_recipe
 from . import sources as source
-from .command import Json, Quiet, command, emit, emit_json, option, read_recipe, read_yaml, write_settings
+from .command import Json, Quiet, command, emit, emit_json, option, read_yaml, write_settings
 from .evaluations import grouped_specs
 from .predict_info import next_commands, preprocessing_of
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
@@ -227,7 +227,7 @@ def with_settings(folder: Path, settings: Mapping[str, Any], name: str) -> Itera
         yield
 
 
-def in_batches_of(recipe: Recipe | None, most: int | None) -> Recipe | None:
+def in_batches_of(recipe: DataRecipe | None, most: int | None) -> DataRecipe | None:
     """A recipe with batches of at most `most` samples, accumulating gradients to keep the samples per update.
 
     It trains the same in less memory. A recipe without a batch size, or with batches that are small enough, is
@@ -239,7 +239,7 @@ def in_batches_of(recipe: Recipe | None, most: int | None) -> Recipe | None:
     return replace(recipe, gradient_accumulation=recipe.batch_size // batch)
 
 
-def _samples_of(recipe: Recipe) -> int:
+def _samples_of(recipe: DataRecipe) -> int:
     """Samples per batch of a recipe with a batch size."""
     return max(1, (recipe.batch_size or 1) // recipe.gradient_accumulation)
 
@@ -259,9 +259,7 @@ def model_and_sets(
         every = [(role, data) for role, listed in ood_data.items() for _, data in listed]
         source.output_folder(sources.output, *specs.items(), *every)
     model = source.load_classifier(sources)
-    recipe = hydra.recipe
-    if recipe is not None:
-        recipe.check_kind(model.kind)
+    recipe = hydra.recipe if isinstance(hydra.recipe, DataRecipe) else None
     if not hydra.reads_train:
         del specs["train"]
     sets = {role: source.load_data(spec, sources) for role, spec in specs.items() if spec is not None}
@@ -287,7 +285,7 @@ def model_and_sets(
                 by_role[role] = SYNTHETIC
     if train is not None:
         transform = prepare
-        if recipe is not None and recipe.changes_images:
+        if recipe is not None and (recipe.augment or recipe.rand_augment) and model.kind == "image":
             transform = TrainTransform.matching(prepare, rand_augment=recipe.rand_augment)
         by_role["train"] = in_batches(train, transform, train_size, shuffle=True, seed=hydra.seed)
     recipe_decides = train is not None and recipe is not None and recipe.batch_size is not None
@@ -306,6 +304,6 @@ def _batch_sizes(sources: DataSettings, hydra: HydraConfig, samples: dict[str, i
         return max(1, min(USUAL_BATCH, samples[role] // (VARIETY * hydra.calibration_batches))) if few else USUAL_BATCH
 
     size = sources.batch_size or (USUAL_BATCH if "train" in samples else enough("id"))
-    if hydra.recipe is not None and hydra.recipe.batch_size is not None:
+    if isinstance(hydra.recipe, DataRecipe) and hydra.recipe.batch_size is not None:
         return size, _samples_of(hydra.recipe)
     return size, enough("train") if hydra.strategy == "taylor" else size

@@ -31,8 +31,8 @@ from rich.console import Console, RenderableType
 
 from ..errors import CheckpointError, ConfigError, ConversionError, HydraError
 from ..files import expanded, parse_json, read_file, write_atomically
-from ..schema import from_plain, nearest
-from ..training.recipe import Recipe
+from ..schema import nearest
+from ..training.recipe import read_recipe
 
 FLAGS: Mapping[str, tuple[str, ...]] = {  # options with a name other than their setting's, or with a short form
     "output": ("--output", "-o"),
@@ -41,12 +41,6 @@ FLAGS: Mapping[str, tuple[str, ...]] = {  # options with a name other than their
     "model_options": ("--model-option",),
     "columns": ("--column",),
     "scores": ("--also-score",),
-}
-EXCLUDES: Mapping[str, tuple[str, Any]] = {  # settings that replace another one of a preset, and what that is set to
-    "steps": ("epochs", None),
-    "epochs": ("steps", None),
-    "learning_rate": ("grid", ()),
-    "grid": ("learning_rate", None),
 }
 HEAD = 8192  # bytes at the start of a file that show whether it is text, as in git
 WIDE = 240  # width, in characters, of a terminal table written to a file
@@ -257,18 +251,6 @@ def _listed(hint: Any, value: Any) -> Any:
         return several
     parts = [part for entry in several for part in (entry.split(",") if isinstance(entry, str) else [entry])]
     return [parse_yaml(part, part) if isinstance(part, str) else part for part in parts]
-
-
-def read_recipe(value: Any) -> Recipe | None:
-    """A recipe from plain data: the name of a preset, `none`, or settings, optionally based on a `preset`."""
-    if value is None or value == "none":
-        return None
-    plain = {"preset": value} if isinstance(value, str) else value
-    if not isinstance(plain, Mapping) or "preset" not in plain:
-        return from_plain(Recipe, plain, "recipe")
-    changes = {name: setting for name, setting in plain.items() if name != "preset"}
-    replaced = dict(EXCLUDES[name] for name in changes.keys() & EXCLUDES.keys() if changes[name])
-    return Recipe.preset(str(plain["preset"]), **{**replaced, **changes})
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:

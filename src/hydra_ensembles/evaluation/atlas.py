@@ -1,5 +1,6 @@
 """The head atlas: the effect of every head of an ensemble, measured by switching it off."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,8 @@ from tqdm import tqdm
 
 from ..arguments import Count, Range, Whole, checked
 from ..batches import Batches, Inputs, changed, iterate, length_of, require_labels, size_of
-from ..circuit.scores import NO_HEAD, not_finite
-from ..circuit.timing import in_words, say
+from ..circuit.extract import in_words
+from ..circuit.scores import NO_HEAD
 from ..classes import in_model_order
 from ..data.batching import Preprocess
 from ..errors import ConfigError, DataError
@@ -303,7 +304,7 @@ class Sweep:
         *_, warm = interleaved_times({"pass": partial(self.copy, prepared)}, 2, self.ensemble.device)["pass"]
         seconds = self.blocks / self.ensemble.num_layers * warm
         words = "" if total is None else f": {in_words(seconds * total / size)}"
-        say(f"{len(self.heads)} heads, each switched off by itself{words}")
+        tqdm.write(f"{len(self.heads)} heads, each switched off by itself{words}", file=sys.stderr)
 
     def answers(self, inputs: Inputs, labels: Tensor | None, where: str, bar: Any) -> Swept:
         """Answers to one batch; synchronises with the GPU only at the end."""
@@ -319,7 +320,8 @@ class Sweep:
             finite.append(prediction.member_logits.isfinite().all() & score.isfinite().all())
         good = torch.stack(finite).cpu()
         if not good.all():
-            raise not_finite(where, [NO_HEAD, *self.heads][int((~good).nonzero()[0, 0])])
+            head = [NO_HEAD, *self.heads][int((~good).nonzero()[0, 0])]
+            raise DataError(f"{where} gives logits that are NaN or infinite with head {head} switched off")
         return Swept(*(torch.stack(part).cpu() for part in zip(*rows, strict=True)))
 
     def _predictions(self, inputs: Inputs, bar: Any) -> Iterator[Prediction]:

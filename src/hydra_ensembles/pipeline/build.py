@@ -205,7 +205,7 @@ class Chain:
         if start.dual is not None:
             settings |= {"class_names": start.names, "templates": start.templates}
         settings |= {"score": score, "budget": budget, "layers": config.layers(start), "progress": self.progress}
-        settings["journal"] = self.run.path(f"{name}.journal")
+        settings["output"] = self.run.path(f"{name}.steps")
         sets: Any = (self.data.ranking, self.data.ood)
         return self.run.step(name, partial(extract_circuit, start.ranked, *sets, **settings), RANKING)
 

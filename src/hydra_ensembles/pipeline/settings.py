@@ -237,7 +237,6 @@ class HydraConfig(Checked):
             equal = self.strategy == "branches" and self.training == "together" and self.members > 1
             if equal and self.recipe.reinit_classifier == "zeros":
                 raise ConfigError("branches with reinit_classifier 'zeros' would stay equal; use 'random'")
-            self.recipe.check_kind(start.base.kind)
             for recipe in (self.recipe, self.training_recipe(start)):  # as given, and as members use it
                 if recipe is not None:
                     recipe.check(start.base, data.train, data.validation)

@@ -15,16 +15,14 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from .._utils import derive_seed, evaluation_mode, torch_seeded
-from ..arguments import Count, Whole
+from .._utils import derive_seed, evaluation_mode, torch_seeded, with_float64
 from ..batches import Batches, Inputs, changed, labelled, read_batch, require_labels, size_of
-from ..classes import class_names_in, renumbered, warn_of_other_classes
+from ..classes import class_names_in, renumbered
 from ..errors import DataError
 from ..metrics.probabilities import log_mean_probs
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_ensemble
 from ..model.metadata import Metadata
-from ..overlap import Known, trained_set, union_of, warn_if_shared
 from .loop import Job, Learner, RunResult, Runtime, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state
 
@@ -152,7 +150,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
     @torch.no_grad()
     def measure(self, validation: Batches) -> tuple[float, float]:
         """Accuracy and NLL of the mean member probabilities; ranks share the batches."""
-        device, ranks = self.runtime.device, self.runtime.ranks
+        ranks, device = self.runtime.ranks, with_float64(self.runtime.device)
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # correct, NLL, samples
         with evaluation_mode(self.model):
             batches = labelled(validation, self.model.num_classes, "validation")
@@ -160,7 +158,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
                 target = labels.to(device)
                 with self.autocast():
                     logits = self.model(self.prepared(inputs))  # [M, B, C]
-                log_probs = log_mean_probs(logits.double())  # [B, C]
+                log_probs = log_mean_probs(logits.to(device).double())  # [B, C]
                 correct = (log_probs.argmax(1) == target).sum()
                 nll = -log_probs.gather(1, target[:, None]).sum()
                 sums += torch.stack([correct.double(), nll, torch.ones_like(nll) * len(target)])
@@ -178,8 +176,8 @@ def finetune(
     output: str | Path | None = None,
     progress: bool = True,
     device: torch.device | str | None = None,
-    index: Count = 0,
-    checkpoint_every: Whole = 500,
+    index: int = 0,
+    checkpoint_every: int = 200,
 ) -> Ensemble:
     """Train a copy of an ensemble; the input is not changed.
 
@@ -193,8 +191,8 @@ def finetune(
     smaller rate).
 
     With `output`, a killed run resumes when called again with the same arguments, and (on a CPU) gives a bit-identical
-    result; a finished one is read back. Data are recognised by their length, first batch, and all labels that the
-    source has in memory; after other changes of the data, give another `output`.
+    result; a finished one is read back. Data are recognised by their length and first batch; after other changes of the
+    data, give another `output`.
 
     Several processes (accelerate launch, torchrun) share the batches and average gradients. If `train` is split by a
     `DistributedSampler`, it is used as it is; such a `validation` is refused. Of any other `train` each process
@@ -203,24 +201,22 @@ def finetune(
     Args:
         member: An ensemble with a classifier.
         train: Batches with labels that can be read repeatedly: a DataLoader, or a list of batches. Images are
-            cropped and mirrored at random only if it does so, whatever `recipe.augment` says (`data.TrainTransform`).
+            cropped and mirrored at random only if it does so (`data.TrainTransform`).
         recipe: How to train.
         validation: Held-out batches with labels.
-        output: Folder for checkpoints and the journal of evaluations, `member-<index>/rate-<rate>/`.
+        output: Folder for the state of a run and its result, `member-<index>/`.
         progress: Whether to show a progress bar.
         device: Where to train; None stays on the ensemble's device. The result is where its input was.
         index: Number of the member.
-        checkpoint_every: Updates between checkpoints. Ends of epochs and evaluations are saved too, and a single
-            process also saves after 20 seconds and then about every minute.
+        checkpoint_every: Updates between two writes of the state.
 
     Returns:
         A new ensemble in evaluation mode, without the calibration of the old one.
 
     Raises:
         ConfigError: A recipe that does not fit the model or the data.
-        DataError: Batches that cannot be used, or a loss that is not finite, at all rates of a grid; the last
-            checkpoint stays.
-        CheckpointError: A checkpoint in `output` that belongs to another recipe, model or data.
+        DataError: Batches that cannot be used, or a loss that is not finite, at all rates of a grid.
+        CheckpointError: A state in `output` that belongs to another recipe, model or data.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -244,25 +240,18 @@ def train_classifier(make_learner: Callable[[Runtime], Learner[LabelledBatch]], 
     """Check that recipe, model and data fit together, then run `train_best` on a classifier."""
     job.recipe.check(start, job.train, job.validation)
     sets = {"train": job.train, "validation": job.validation}
-    job = replace(job, **renumbered(sets, start.metadata.labels, start.num_classes))
-    warn_of_other_classes(job.train, start.metadata.labels)
-    if job.validation is not None:
-        why = "it says little about new data"
-        warn_if_shared("train", Known.of(job.train), "validation", Known.of(job.validation), why)
-    return train_best(make_learner, start, job)
+    return train_best(make_learner, start, replace(job, **renumbered(sets, start.metadata.labels, start.num_classes)))
 
 
 def trained_metadata(start: Ensemble, train: Batches, result: RunResult, line: str) -> Metadata:
-    """Metadata after training: a history line, the best validation, marks of the training data; no calibration.
+    """Metadata after training: a history line and the best validation; no calibration.
 
     A model without class names takes those of the data, as other data may number the classes differently.
     """
-    best = result.best
+    best = result.end.best
     metrics = {} if best is None else {"validation/accuracy": best.accuracy, "validation/nll": best.nll}
     labels = start.metadata.labels or class_names_in(train, start.num_classes)
-    marks, samples = union_of([start.metadata.trained_set, trained_set(train)])
-    after = replace(start.metadata.after(line), metrics=metrics, labels=labels)
-    return replace(after, train_marks=marks, train_samples=samples)
+    return start.metadata.after(line, metrics=metrics, labels=labels)
 
 
 def train_parametrised(

@@ -1,54 +1,44 @@
-"""The training loop: updates, validation, checkpoints by steps and by time, on one process or several."""
+"""The training loop: updates, validation, the best of several learning rates, and resuming, on one process or several.
 
+A finished training is a product of the store in `output`. While one runs, its whole state is one safetensors file
+there, rewritten every `checkpoint_every` updates; a run that was killed continues from it to the same bits.
+"""
+
+import json
 import math
-import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from time import monotonic
 from typing import Any, ClassVar, Generic, ParamSpec, TypedDict, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from tqdm import tqdm
 
 from .._distributed import SINGLE_PROCESS, Ranks, all_ranks, check_unsharded, launched, local_device
 from .._utils import derive_seed, require_device, unlimited_recompiles, warn, without_autocast
-from ..arguments import Whole, checked
-from ..batches import Batches, epoch_of, length_of, require_rereadable, restored
+from ..batches import Batches, epoch_of, first_epoch, length_of, require_rereadable, restored
+from ..digest import digest
 from ..errors import CheckpointError, DataError, DivergedError
-from ..files import expanded, read_sealed, remove_leftovers, resumable
-from ..fingerprints import model_fingerprint, source_fingerprint
+from ..files import expanded, remove, write_atomically
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import Block
-from ..schema import to_plain
+from ..settings import from_plain, to_plain
+from ..store import Form, Store
 from .recipe import Recipe, make_optimizer
-from .training_state import (
-    INDEX,
-    Position,
-    RunState,
-    Validation,
-    explain_errors,
-    read_state,
-    read_tensors,
-    remove_unused,
-    require_layout,
-    write_state,
-)
 
 BatchT = TypeVar("BatchT")
 P = ParamSpec("P")
 R = TypeVar("R")
-EARLY, USUAL = 20.0, 60.0  # seconds until the first checkpoint, and at least between further ones
-SHARE = 0.02  # maximum share of the time spent on writing checkpoints
-_STATE = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq", "step")}  # of the optimizer, per parameter
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -155,29 +145,15 @@ class Learner(ABC, Generic[BatchT]):
         return tensors
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `tensors` returned; raise `CheckpointError` on other names, shapes or dtypes."""
-        scalar = torch.zeros(())
-        layout: dict[str, Tensor] = {}
-        states: dict[str, dict[str, Tensor]] = {}  # of the optimizer, by parameter
-        for name, parameter in self.trained.items():
-            prefix = f"optimizer/{name}/"
-            states[name] = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            layout[f"weights/{name}"] = parameter
-            if states[name]:  # then it must be complete
-                parts = _STATE[self.recipe.optimizer]
-                layout |= {prefix + part: scalar if part == "step" else parameter for part in parts}
-        if self.scaler.is_enabled():
-            layout |= {"scaler/scale": scalar.double(), "scaler/growth_tracker": scalar.long()}
-        require_layout(tensors, layout)
-        for key, step in tensors.items():
-            if key.endswith("/step") and not (step >= 0 and float(step).is_integer()):
-                raise CheckpointError(f"the tensor {key!r} is {step.item():g}; steps are counted from 0")
+        """Restore what `tensors` returned."""
         for name, parameter in self.trained.items():
             with torch.no_grad():
                 parameter.copy_(tensors[f"weights/{name}"])
-            if states[name]:  # AdamW keeps its step count on the CPU
+            prefix = f"optimizer/{name}/"
+            state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            if state:  # AdamW keeps its step count on the CPU
                 self.optimizer.state[parameter] = {
-                    key: value if key == "step" else value.to(parameter.device) for key, value in states[name].items()
+                    key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
                 }
         if self.scaler.is_enabled():
             scale, growth = tensors["scaler/scale"].item(), tensors["scaler/growth_tracker"].item()
@@ -185,24 +161,25 @@ class Learner(ABC, Generic[BatchT]):
 
 
 def trains(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public training function: `checked`, with gradients and its own precision, whatever the caller set."""
-    return checked(torch.inference_mode(False)(torch.enable_grad()(without_autocast()(function))))
+    """Decorate a public training function: with gradients and its own precision, whatever the caller set."""
+    return torch.inference_mode(False)(torch.enable_grad()(without_autocast()(function)))
 
 
 class TrainOptions(TypedDict, total=False):
     """Options of every training besides model, data and recipe; all may be left out.
 
     Attributes:
-        output: Folder for checkpoints; a run that was killed resumes from there. None, the default, writes none.
+        output: Folder for the state of the training; a run that was killed resumes from there. None, the default,
+            writes nothing.
         progress: Whether to show a progress bar (default: yes).
         device: Where to train; None, the default, stays on the model's device.
-        checkpoint_every: Updates between checkpoints, by default 500.
+        checkpoint_every: Updates between two writes of the state, by default 200.
     """
 
     output: str | Path | None
     progress: bool
     device: torch.device | str | None
-    checkpoint_every: Whole
+    checkpoint_every: int
 
 
 @dataclass(frozen=True)
@@ -216,15 +193,10 @@ class Job:
     output: str | Path | None = None
     progress: bool = True
     device: torch.device | str | None = None
-    checkpoint_every: int = 500
+    checkpoint_every: int = 200
     index: int = 0  # of the member; random numbers are derived from it
-    subfolder: str = "member-{}"  # of `output`, for checkpoints; formatted with the index
+    subfolder: str = "member-{}"  # of `output`, for the state; formatted with the index
     identity: Mapping[str, Any] = field(default_factory=dict)  # what else the run depends on, as plain data
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder of the checkpoints."""
-        return None if self.output is None else expanded(self.output) / self.subfolder.format(self.index)
 
     def __post_init__(self) -> None:
         """Check what `Recipe.check` does not."""
@@ -233,14 +205,83 @@ class Job:
             require_rereadable(self.validation, "validation")
             check_unsharded(self.validation, "validation")
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of this training."""
+        return None if self.output is None else expanded(self.output) / self.subfolder.format(self.index)
+
+
+# --- where a run stands, and its result ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Accuracy and negative log-likelihood on validation data after some updates."""
+
+    step: int
+    accuracy: float
+    nll: float
+    by_nll: bool = False  # whether NLL decides what is better, not accuracy
+
+    @property
+    def merit(self) -> tuple[float, float]:
+        """Larger is better: accuracy first, then lower NLL; with `by_nll` in the opposite order."""
+        return (-self.nll, self.accuracy) if self.by_nll else (self.accuracy, -self.nll)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: updates made, epochs finished, batches read in the current epoch, and all validations."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    evaluations: tuple[Validation, ...] = ()
+
+    @property
+    def best(self) -> Validation | None:
+        """The best validation, of equal ones the first."""
+        return max(self.evaluations, key=lambda one: one.merit, default=None)
+
+    def waited(self, min_delta: float) -> int:
+        """Number of last validations without an improvement by more than `min_delta`."""
+        reference, waited = -math.inf, 0
+        for one in self.evaluations:
+            improved = one.merit[0] - min_delta > reference
+            reference, waited = (one.merit[0], 0) if improved else (reference, waited + 1)
+        return waited
+
+
+State = tuple[Position, dict[str, Tensor]]
+
+
+def _write_state(path: Path, state: State) -> None:
+    """Write one file with the tensors, and in its header the position and the digest of the tensors."""
+    position, tensors = state
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = json.dumps({"position": to_plain(position), "digest": digest(plain)})
+    write_atomically(path, save(plain, {"training": header}))
+
+
+def _read_state(path: Path) -> State:
+    """Read what `_write_state` wrote, unless it was damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            header = json.loads((file.metadata() or {})["training"])
+        if header["digest"] != digest(tensors):
+            raise CheckpointError("its content was changed")
+        return from_plain(Position, header["position"]), tensors
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}; delete it to start this training again") from error
+
 
 @dataclass(frozen=True)
 class RunResult:
     """Result of a run."""
 
     weights: dict[str, Tensor]  # trained parameters by name
-    best: Validation | None  # the validation they were chosen by
-    steps: int
+    end: Position
     rate: float
     diverged: tuple[float, ...] = ()  # the other learning rates of the recipe that diverged
 
@@ -256,10 +297,10 @@ class RunResult:
         where = "" if recipe.last_blocks is None else f" of the last {recipe.last_blocks} blocks"
         chosen = f", chosen of {len(recipe.grid)}" if recipe.grid else ""
         chosen += f" ({_listed(self.diverged)} diverged)" if self.diverged else ""
-        best = self.best
+        best = self.end.best
         quality = "" if best is None else f"; validation accuracy {best.accuracy:.4f} at step {best.step}"
         return (
-            f"{parts or ', '.join(recipe.train_groups)}{where} for {self.steps} steps: {recipe.optimizer}, "
+            f"{parts or ', '.join(recipe.train_groups)}{where} for {self.end.step} steps: {recipe.optimizer}, "
             f"learning rate {self.rate:g}{chosen}, seed {recipe.seed}{quality}"
         )
 
@@ -269,26 +310,49 @@ def train_best(
 ) -> RunResult:
     """Train copies of `start`, one per learning rate; return the best result, of equal ones that of the lowest rate.
 
-    A rate that diverges is skipped with a warning; if all diverge, raise `DivergedError`.
+    A rate that diverges is skipped with a warning; if all diverge, raise `DivergedError`. The grid is not part of the
+    identity of the folder, so that rates that are finished serve another grid.
     """
-    with restored(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
-        ranks, identity, data = runtime.ranks, dict(job.identity), dict[str, Any]()
+    with ExitStack() as stack:
+        stack.enter_context(restored(job.train, job.validation))
+        runtime = stack.enter_context(training_runtime(job.device, start.device))
+        ranks, data = runtime.ranks, dict[str, Any]()
+        plain = to_plain(job.recipe)
+        identity = {**job.identity, "recipe": {key: plain[key] for key in plain.keys() - {"grid", "learning_rate"}}}
+        identity |= {"member": job.index, "processes": ranks.size}
         if job.folder is not None or ranks.size > 1:
             seed = derive_seed(job.recipe.seed, "fingerprint")
-            held_out = None if job.validation is None else source_fingerprint(job.validation, "validation", seed)
-            train = ranks.common(partial(source_fingerprint, job.train, "train", seed), job.train)
+            held_out = None if job.validation is None else source_digest(job.validation, "validation", seed)
+            train = ranks.common(partial(source_digest, job.train, "train", seed), job.train)
             data = {"train": train, "validation": held_out}
-            identity["model"] = model_fingerprint(start)
-        shared = replace(job, train=ranks.share_batches(job.train), identity={**identity, **data})
+            identity |= {"model": digest([to_plain(start.config), start]), **data}
+        shared = replace(job, train=ranks.share_batches(job.train))
         # ranks with different steps would deadlock, or end with different weights
-        ranks.require_same((identity, to_plain(job.recipe), job.index, job.checkpoint_every), "model or recipe")
         ranks.require_same_data((data, length_of(shared.train)), "training or validation data")
-        folder = None if job.folder is None or _is_read_only(job.folder, job.recipe.rates) else job.folder
-        with nullcontext() if folder is None else ranks.locked(folder, "training"), resumable(folder):
-            if folder is not None and ranks.rank == 0:
-                remove_leftovers(folder)
-            with _compiling() if job.recipe.compile else nullcontext():
-                return _best_of(lambda rate: Training(make_learner(runtime), shared, rate).finish(), job.recipe)
+        ranks.require_same((identity, job.recipe.rates, job.checkpoint_every), "model or recipe")
+        store = ranks.all_or_none(lambda: stack.enter_context(Store(job.folder, identity, "a training")))
+        if job.recipe.compile:
+            stack.enter_context(_compiling())
+
+        def trained(rate: float) -> RunResult:
+            state = store.path(f"rate-{rate!r}.state")
+            form = Form(".safetensors", _read_state, _write_state)
+            run = partial(Training, make_learner, runtime, shared, rate)
+            end, weights = store.step(f"rate-{rate!r}", lambda: run().finish(state), form)
+            if state is not None and ranks.rank == 0:
+                remove(state)
+            return RunResult(weights, end, rate)
+
+        return _best_of(trained, job.recipe)
+
+
+def source_digest(batches: Batches, name: str, seed: int) -> str:
+    """Recognises a source of batches by its length and its first batch in the order of a seed."""
+    with first_epoch(batches, seed):
+        first = next(iter(batches), None)
+    if first is None:
+        raise DataError(f"{name} has no batches; check the loader")
+    return digest([length_of(batches), first])
 
 
 def _best_of(train: Callable[[float], RunResult], recipe: Recipe) -> RunResult:
@@ -306,7 +370,7 @@ def _best_of(train: Callable[[float], RunResult], recipe: Recipe) -> RunResult:
         raise DivergedError(f"all learning rates diverged ({_listed(diverged)}); the lowest: {diverged[min(diverged)]}")
     for rate, message in diverged.items():
         warn(f"the learning rate {rate:g} diverged and is dropped; the best of the others is used: {message}")
-    best = max(results, key=lambda result: () if result.best is None else result.best.merit)
+    best = max(results, key=lambda result: () if result.end.best is None else result.end.best.merit)
     return replace(best, diverged=tuple(diverged))
 
 
@@ -323,154 +387,102 @@ def _compiling() -> Iterator[None]:
         yield
 
 
-def _is_read_only(folder: Path, rates: Iterable[float]) -> bool:
-    """Whether a training is finished and its folder is read-only: then nothing needs to be written."""
-    if not folder.exists() or os.access(folder, os.W_OK):
-        return False
-    states = [_rate_folder(folder, rate) / INDEX for rate in rates]
-    return all(state.exists() and read_sealed(state).get("finished") is True for state in states)
-
-
-def _rate_folder(folder: Path, rate: float) -> Path:
-    return folder / f"rate-{rate!r}"
-
-
 class Training(Generic[BatchT]):
-    """The state of a run at one learning rate, and its loop."""
+    """A run at one learning rate: its state, and its loop."""
 
-    def __init__(self, learner: Learner[BatchT], job: Job, rate: float) -> None:
-        self.learner, self.runtime, self.job, self.recipe, self.rate = learner, learner.runtime, job, job.recipe, rate
-        self.folder = None if job.folder is None else _rate_folder(job.folder, rate)
+    def __init__(self, make: Callable[[Runtime], Learner[BatchT]], runtime: Runtime, job: Job, rate: float) -> None:
+        self.learner, self.runtime, self.job, self.recipe, self.rate = make(runtime), runtime, job, job.recipe, rate
         self.seed = derive_seed(job.recipe.seed, "member", job.index)
         order_seed = job.recipe.order_seed
         self.order = self.seed if order_seed is None else derive_seed(order_seed, "order")
         self.total, self.warmup = job.recipe.plan(length_of(job.train))
+        self.at = Position()
         self.best_weights: dict[str, Tensor] = {}
-        self.saved = monotonic()  # time of the last checkpoint
-        self.pause = EARLY  # seconds until the next
         self.title = f"member {job.index}, learning rate {rate:g}"  # in messages
-        settings = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index}
-        self.state = RunState({**job.identity, **settings, "processes": self.runtime.ranks.size})
 
-    def finish(self) -> RunResult:
-        """Train until the budget is spent or patience runs out; return the best (without validation, last) weights."""
-        finished = self._resume()
-        if finished is not None:
-            return finished
+    def finish(self, path: Path | None) -> State:
+        """Train until the budget is spent or patience runs out; return the best (without validation, last) weights.
+
+        With a path, start from the state there, if there is one, and rewrite it every so many updates.
+        """
+        self.path = path
+        if path is not None and path.exists():
+            self.at, tensors = _read_state(path)
+            self.learner.restore(tensors)
+            best = {name: tensor for name, tensor in tensors.items() if name.startswith("best/")}
+            self.best_weights = {name[5:]: tensor.to(self.runtime.device) for name, tensor in best.items()}
+            del tensors, best
         quiet = not self.job.progress or self.runtime.ranks.rank > 0
-        begun = self.state.position.step
-        with tqdm(total=self.total, initial=begun, desc=self.title, unit="step", disable=quiet) as bar:
+        with tqdm(total=self.total, initial=self.at.step, desc=self.title, unit="step", disable=quiet) as bar:
             while not self._done():
-                with epoch_of(self.job.train, self.state.position.epoch, self.order, self.runtime.device):
+                with epoch_of(self.job.train, self.at.epoch, self.order, self.runtime.device):
                     self._run_epoch(bar)
-        step, epochs = self.state.position.step, self.recipe.epochs
-        if epochs is not None and self.state.position.epoch >= epochs and step != self.total:
-            promised = f"the length of train promised {self.total} steps, but it gave {step}"
-            warn(f"{promised}: the learning rate was planned for the former; give the right length, or steps=")
+        self._validate()
         weights = self.best_weights or self.learner.weights()
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
             advice = "lower the rate, clip, or use a wider precision"
-            raise DivergedError(f"weights are not finite after step {step} ({self.title}): {advice}")
-        self.state = replace(self.state, finished=True, files={}, checksums={})
-        self._write({"result": weights})
-        return RunResult(weights, self.state.best, step, self.rate)
-
-    def _resume(self) -> RunResult | None:
-        """Continue from the checkpoint in the folder, if there is one; return the result of a finished run."""
-        saved = None if self.folder is None else read_state(self.folder, self.state.fingerprint)
-        if saved is None or self.folder is None:
-            return None
-        with explain_errors(self.folder):
-            self.state, tensors = read_tensors(self.folder, saved, self.learner.trained)
-            for part in tensors.keys() & {"result", "best"}:
-                require_layout(tensors[part], self.learner.trained)
-            if self.runtime.ranks.rank == 0:
-                remove_unused(self.folder, saved)  # left if the run was killed before it removed them
-            if saved.finished:
-                return RunResult(tensors["result"], saved.best, saved.position.step, self.rate)
-            self.learner.restore(tensors["current"])
-        self.best_weights = {name: x.to(self.runtime.device) for name, x in tensors.get("best", {}).items()}
-        return None
+            raise DivergedError(f"weights are not finite after step {self.at.step} ({self.title}): {advice}")
+        return self.at, weights
 
     def _done(self) -> bool:
-        patience, epochs, position = self.recipe.patience, self.recipe.epochs, self.state.position
-        spent = position.step >= self.total if epochs is None else position.epoch >= epochs
-        return spent or (patience is not None and self.state.waited >= patience)
+        patience, epochs = self.recipe.patience, self.recipe.epochs
+        spent = self.at.step >= self.total if epochs is None else self.at.epoch >= epochs
+        return spent or (patience is not None and self.at.waited(self.recipe.min_delta) >= patience)
 
     def _run_epoch(self, bar: "tqdm[Any]") -> None:
         """Train from the current position to the end of the epoch, or of the run."""
-        every, skipped = self.recipe.evaluate_every, self.state.position.batch
+        every = self.recipe.evaluate_every
         batches = (self.learner.read(raw, index) for index, raw in enumerate(self.job.train))
-        for _ in range(skipped):
-            next(batches, None)  # trained on before the checkpoint
+        for _ in range(self.at.batch):
+            next(batches, None)  # trained on before the run was stopped
         while not self._done():
             group = list(islice(batches, self.recipe.gradient_accumulation))
             if not group:
-                position = self.state.position
-                if position.batch == 0:
+                if self.at.batch == 0:
                     raise DataError("train has no batches in an epoch; every process needs one, check the loader")
-                self.state = replace(self.state, position=Position(position.step, position.epoch + 1))
+                self.at = replace(self.at, epoch=self.at.epoch + 1, batch=0)
                 break
             self._update(group, bar)
-            if every is not None and self.state.position.step % every == 0:
+            if every is not None and self.at.step % every == 0:
                 self._validate()
+            if self.at.step % self.job.checkpoint_every == 0:
                 self._save()
-            elif self._due() and not self._done():  # at the end, validate first
-                self._save()
-        if every is None or self._done():
+        if every is None:
             self._validate()
-        self._save()
 
     def _update(self, group: list[BatchT], bar: "tqdm[Any]") -> None:
         """One step on the batches of the group."""
-        position = self.state.position
-        step, epoch, batch = position.step, position.epoch, position.batch
+        step, epoch, batch = self.at.step, self.at.epoch, self.at.batch
         rate = self.rate * self.recipe.rate_factor(step, self.total, self.warmup)
         try:
             loss = self.learner.update(group, rate, derive_seed(self.seed, "dropout", step))
         except FloatingPointError as error:
             numbers = ", ".join(str(batch + number) for number in range(len(group)))
-            saved = self.folder is not None and (self.folder / INDEX).exists()
-            checkpoint = f"; the last checkpoint stays in {self.folder}" if saved else ""
-            raise DivergedError(
-                f"{error} at step {step} (batch {numbers} of epoch {epoch}, {self.title}): look for bad values there, "
-                f"lower the rate, clip, or use a wider precision{checkpoint}"
-            ) from error
-        self.state = replace(self.state, position=Position(step + 1, epoch, batch + len(group)))
+            where = f"at step {step} (batch {numbers} of epoch {epoch}, {self.title})"
+            advice = "look for bad values there, lower the rate, clip, or use a wider precision"
+            raise DivergedError(f"{error} {where}: {advice}") from error
+        self.at = replace(self.at, step=step + 1, batch=batch + len(group))
         bar.set_postfix({"loss": f"{loss:.4f}", "lr": f"{rate:.2e}"}, refresh=False)
         bar.update()
 
     def _validate(self) -> None:
-        """Validate, keep the weights if they are the best so far, and update patience."""
-        data, position, evaluations = self.job.validation, self.state.position, self.state.evaluations
-        if data is None or (evaluations and evaluations[-1].step == position.step):
+        """Validate, unless just done, and keep the weights if they are the best so far."""
+        data, evaluations = self.job.validation, self.at.evaluations
+        if data is None or (evaluations and evaluations[-1].step == self.at.step):
             return
         with epoch_of(data, 0, derive_seed(self.seed, "validation"), self.runtime.device):
             measured = self.learner.measure(data)
-            if not all(map(math.isfinite, measured)):
-                at = f"after step {position.step} ({self.title})"
-                raise DivergedError(
-                    f"validation has an NLL of {measured[1]} {at}: look for bad values, or lower the rate"
-                )
-            validation = Validation(position.step, position.epoch, *measured, by_nll=self.learner.by_nll)
-        self.state = self.state.after(validation, self.recipe.min_delta)
-        if self.state.best is validation:
+        if not all(map(math.isfinite, measured)):
+            at = f"after step {self.at.step} ({self.title})"
+            raise DivergedError(f"validation has an NLL of {measured[1]} {at}: look for bad values, or lower the rate")
+        validation = Validation(self.at.step, *measured, by_nll=self.learner.by_nll)
+        self.at = replace(self.at, evaluations=(*evaluations, validation))
+        if self.at.best is validation:
             self.best_weights = self.learner.weights()
 
-    def _due(self) -> bool:
-        """Whether a checkpoint is due by steps or time; only by steps with several processes, whose clocks differ."""
-        if self.state.position.step % self.job.checkpoint_every == 0:
-            return True
-        return self.folder is not None and self.runtime.ranks.size == 1 and monotonic() - self.saved >= self.pause
-
     def _save(self) -> None:
-        begun = monotonic()
-        is_best = self.state.best is not None and self.state.best.step == self.state.position.step
-        self._write({"current": self.learner.tensors(), **({"best": self.best_weights} if is_best else {})})
-        self.saved = monotonic()
-        self.pause = max(USUAL, (self.saved - begun) / SHARE)
-
-    def _write(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        if self.folder is not None and self.runtime.ranks.rank == 0:
-            self.state = write_state(self.folder, self.state, tensors)
+        """Rewrite the state, from rank 0."""
+        if self.path is not None and self.runtime.ranks.rank == 0:
+            best = {f"best/{name}": tensor for name, tensor in self.best_weights.items()}
+            _write_state(self.path, (self.at, {**self.learner.tensors(), **best}))
         self.runtime.ranks.wait()

@@ -1,47 +1,27 @@
 """Training settings: schedule, trained parameters and their learning rates; `presets.yaml` has the paper's recipes."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from .._utils import require, warn
-from ..arguments import Checked, NotNegative, Positive, Range, Rate, Share, checked
 from ..batches import Batches, length_of
 from ..errors import ConfigError
 from ..model.config import GROUPS, EnsembleConfig, Group
 from ..model.ensemble import Ensemble
 from ..model.member_states import place_of
-from ..preprocessing import ImagePreprocessing
-from ..schema import ADDED_LATER, from_plain, nearest
+from ..settings import Checked, NotNegative, Positive, Range, Rate, Seed, Share, Whole, from_plain
 
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["float32", "bf16", "fp16"]
 Schedule = Literal["cosine", "linear", "constant"]
-Counted = Annotated[int, Range(1)]
-AnySeed = Annotated[int, Range(0)]
-
-
-@cache
-def presets() -> Mapping[str, Mapping[str, Any]]:
-    """Settings of the paper's recipes by name, from `presets.yaml`, read on first use."""
-    text = Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
-    declared: dict[str, dict[str, Any]] = require("yaml", extra="data").safe_load(text)
-    return declared["presets"]
-
-
-@dataclass(frozen=True)
-class RandAugment(Checked):
-    """RandAugment settings for the data pipeline: operations per image, and their magnitude."""
-
-    operations: Counted = 2
-    magnitude: Annotated[int, Range(0, 30)] = 12  # torchvision's range
+ALTERNATIVES = (("learning_rate", "grid", ()), ("steps", "epochs", None))  # exactly one of each pair is given
 
 
 @dataclass(frozen=True)
@@ -82,12 +62,6 @@ class Recipe(Checked):
         seed: Seed for the order of the data, random augmentation and dropout.
         order_seed: Separate seed for the order of the data and their augmentation, then the same for every member,
             while `seed` is used for dropout; None uses `seed` for both.
-        batch_size: Samples per update that the recipe is meant for; batches come from your loader.
-        augment: Whether the recipe is meant for images that are cropped and mirrored at random. The commands do so; in
-            Python give your batches `data.TrainTransform`. A `data.BatchLoader` with a model's plain preprocessing
-            instead gives a warning.
-        rand_augment: RandAugment that it is meant for in addition; likewise.
-        ours: Names of the settings whose value the paper does not state.
 
     Examples:
         >>> import hydra_ensembles as he
@@ -100,10 +74,10 @@ class Recipe(Checked):
 
     optimizer: OptimizerName = "adamw"
     learning_rate: Positive | None = None
-    classifier_rate: Positive = field(default=1.0, metadata=ADDED_LATER)
+    classifier_rate: Positive = 1.0
     grid: tuple[Positive, ...] = ()
-    steps: Counted | None = None
-    epochs: Counted | None = None
+    steps: Whole | None = None
+    epochs: Whole | None = None
     momentum: Rate = 0.9
     betas: tuple[Rate, Rate] = (0.9, 0.999)
     weight_decay: NotNegative = 0.0
@@ -115,27 +89,23 @@ class Recipe(Checked):
     dropout: Rate | None = None
     clip_norm: Positive | None = None
     train_groups: tuple[Group, ...] = GROUPS
-    last_blocks: Counted | None = None
+    last_blocks: Whole | None = None
     reinit_classifier: Literal["zeros", "random"] | None = None
-    patience: Counted | None = None
+    patience: Whole | None = None
     min_delta: Rate = 0.0
-    evaluate_every: Counted | None = None
+    evaluate_every: Whole | None = None
     precision: Precision = "float32"
-    compile: bool = field(default=False, metadata=ADDED_LATER)
-    gradient_accumulation: Counted = 1
-    seed: AnySeed = 0
-    order_seed: AnySeed | None = field(default=None, metadata=ADDED_LATER)
-    batch_size: Counted | None = None
-    augment: bool = field(default=False, metadata=ADDED_LATER)
-    rand_augment: RandAugment | None = None
-    ours: tuple[str, ...] = ()
+    compile: bool = False
+    gradient_accumulation: Whole = 1
+    seed: Seed = 0
+    order_seed: Seed | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         (Range(0) if isinstance(self.warmup, int) else Range(0, below=1)).require("Recipe.warmup", self.warmup)
-        for name, other in (("learning_rate", "grid"), ("steps", "epochs")):
+        for name, other, none in ALTERNATIVES:
             values = [getattr(self, name), getattr(self, other)]
-            if sum(value not in (None, ()) for value in values) != 1:
+            if sum(value not in (None, none) for value in values) != 1:
                 raise ConfigError(f"Recipe needs exactly one of {name} and {other}, got {values[0]} and {values[1]}")
         if len(set(self.grid)) != len(self.grid):
             raise ConfigError(f"Recipe.grid must have distinct learning rates, got {self.grid}")
@@ -145,31 +115,23 @@ class Recipe(Checked):
             raise ConfigError("Recipe.reinit_classifier needs 'readout' in train_groups, or it would never be trained")
         if self.steps is not None:
             self.plan(None)
-        _require_settings(self.ours)
 
     @classmethod
-    @checked
-    def preset(cls, name: str, **changes: Any) -> "Recipe":
-        """A recipe of the paper, with some settings changed.
-
-        To run a grid recipe at one rate: `Recipe.preset("imagenet", grid=(), learning_rate=0.01)`.
-        """
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """A recipe of the paper, with some settings changed; a `learning_rate` replaces a grid, `steps` epochs."""
         if name not in presets():
             raise ConfigError(f"there is no recipe {name!r}; choose one of {', '.join(sorted(presets()))}")
-        recipe = from_plain(cls, presets()[name], f"preset {name!r}")
-        _require_settings(changes)
-        ours = tuple(setting for setting in recipe.ours if setting not in changes)
-        return replace(recipe, **{"ours": ours, **changes})
+        settings = {field.name for field in fields(cls)}
+        plain = {key: value for key, value in presets()[name].items() if key in settings} | changes
+        for pair in (*ALTERNATIVES, *((other, one, None) for one, other, _ in ALTERNATIVES)):
+            if changes.get(pair[0]) and pair[1] not in changes:
+                plain.pop(pair[1], None)
+        return from_plain(cls, plain, f"recipe {name!r}")
 
     @property
     def rates(self) -> tuple[float, ...]:
         """Peak learning rates to train with: the grid, or the only one."""
         return self.grid or (() if self.learning_rate is None else (self.learning_rate,))
-
-    @property
-    def changes_images(self) -> bool:
-        """Whether it is meant for randomly changed images; RandAugment is applied after crops and mirroring."""
-        return self.augment or self.rand_augment is not None
 
     def plan(self, batches: int | None) -> tuple[int, int]:
         """Number of updates, in total and in the warm-up, if one pass over the training data has `batches` batches."""
@@ -185,19 +147,10 @@ class Recipe(Checked):
             raise ConfigError(f"Recipe.warmup takes {warmup} updates, but the whole training has {total}; shorten it")
         return total, warmup
 
-    def check_kind(self, kind: str) -> None:
-        """Raise if the recipe changes images but the model reads texts."""
-        if self.changes_images and kind != "image":
-            given = f"augment {self.augment}, rand_augment {self.rand_augment}"
-            raise ConfigError(
-                f"the recipe changes images at random ({given}), but the model reads {kind}s; give neither"
-            )
-
     def check(self, model: Ensemble, train: Batches | None, validation: Batches | None) -> None:
         """Raise if the recipe cannot train this model (or text tower) on these data; `build` calls this early."""
         if train is not None:
             self.plan(length_of(train))
-            self._warn_if_unchanged(train)
         needs = [f"grid={self.grid}"] * (len(self.grid) > 1)
         needs += [f"patience={self.patience}"] * (self.patience is not None)
         if validation is None and needs:
@@ -209,43 +162,15 @@ class Recipe(Checked):
             raise ConfigError(
                 "this model has no classifier; leave reinit_classifier at None and classifier_rate at 1.0"
             )
-        trained = [name for name, _ in model.named_parameters() if self.trains(name, model.num_layers)]
-        self._warn_of_frozen(model, trained)
-        self._warn_of_copies(model, trained)
-        if model.num_classes and not trained:
+        parameters = {name: one for name, one in model.named_parameters() if self.trains(name, model.num_layers)}
+        if model.num_classes and not parameters:
             what = f"nothing of Recipe.train_groups {list(self.train_groups)}"
             raise ConfigError(f"the last {self.last_blocks} blocks contain {what}; add groups, or train more blocks")
-
-    def _warn_of_frozen(self, model: Ensemble, trained: Sequence[str]) -> None:
-        """Warn of parameters that train here but would not elsewhere."""
-        free = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        frozen = [name for name in trained if not free[name]]
-        if frozen and any(free.values()):  # a model frozen as a whole was prepared for inference
+        frozen = [name for name, one in parameters.items() if not one.requires_grad]
+        if frozen and any(one.requires_grad for one in model.parameters()):  # else it was prepared for inference
             warn(
-                f"{len(frozen)} of the {len(trained)} parameters to be trained are frozen in the given model (first "
-                f"{frozen[0]}), and train anyway: train_groups and last_blocks of the recipe decide what is frozen"
-            )
-
-    def _warn_of_copies(self, model: Ensemble, trained: Sequence[str]) -> None:
-        """Warn if layers have the same weights (ALBERT): one layer where the model comes from, copies here."""
-        moved = {place_of(name)[1] for name in trained}
-        downs = {place_of(name)[1]: x for name, x in model.named_parameters() if name.endswith("mlp.down.weight")}
-        real = {layer: x.detach() for layer, x in downs.items() if not x.is_meta and bool(x.any())}
-        for one, other in combinations(real, 2):
-            if not moved.isdisjoint((one, other)) and torch.equal(real[one], real[other]):
-                warn(
-                    f"layers {one} and {other} have the same weights, as in ALBERT, where they are one layer; here "
-                    "each trains by itself. Train the model in its own library, or set train_groups to the readout"
-                )
-                return
-
-    def _warn_if_unchanged(self, train: Batches) -> None:
-        """Warn if the recipe is meant for randomly changed images but the loader prepares them like the model."""
-        if self.changes_images and isinstance(getattr(train, "preprocess", None), ImagePreprocessing):
-            warn(
-                f"the recipe expects randomly augmented images (augment {self.augment}, rand_augment "
-                f"{self.rand_augment}), but train= always prepares them in the same way; give its batches "
-                "data.TrainTransform.matching(model.metadata.preprocessing, rand_augment=recipe.rand_augment)"
+                f"{len(frozen)} of {len(parameters)} parameters to train are frozen in the given model (first "
+                f"{frozen[0]}), and train anyway: train_groups and last_blocks of the recipe decide"
             )
 
     def trains(self, name: str, layers: int) -> bool:
@@ -277,11 +202,45 @@ class Recipe(Checked):
         return replace(config, encoder=encoder)
 
 
-def _require_settings(names: Iterable[str]) -> None:
-    settings = [field.name for field in fields(Recipe)]
-    for name in sorted(set(names).difference(settings)):
-        similar = "".join(f"; did you mean {one}?" for one in nearest(name, settings))
-        raise ConfigError(f"a recipe has no setting {name!r}{similar}; it has {', '.join(settings)}")
+@dataclass(frozen=True)
+class RandAugment(Checked):
+    """RandAugment settings for the data pipeline: operations per image, and their magnitude."""
+
+    operations: Whole = 2
+    magnitude: Annotated[int, Range(0, 30)] = 12  # torchvision's range
+
+
+@dataclass(frozen=True)
+class DataRecipe(Recipe):
+    """A recipe that also says how its data should be read: for commands, which make the loader themselves.
+
+    Attributes:
+        batch_size: Samples per batch.
+        augment: Whether images are cropped and mirrored at random.
+        rand_augment: RandAugment in addition.
+    """
+
+    batch_size: Whole | None = None
+    augment: bool = False
+    rand_augment: RandAugment | None = None
+
+
+@cache
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    """Settings of the paper's recipes by name, from `presets.yaml`, read on first use."""
+    text = Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
+    declared: dict[str, dict[str, Any]] = require("yaml", extra="data").safe_load(text)
+    return declared["presets"]
+
+
+def read_recipe(value: Any) -> DataRecipe | None:
+    """A recipe from plain data: the name of a preset, `none`, or settings, optionally based on a `preset`."""
+    if value is None or value == "none":
+        return None
+    plain = {"preset": value} if isinstance(value, str) else value
+    if not isinstance(plain, Mapping) or "preset" not in plain:
+        return from_plain(DataRecipe, plain, "recipe")
+    return DataRecipe.preset(**{"name" if key == "preset" else key: item for key, item in plain.items()})
 
 
 def trainable_state(model: nn.Module, device: torch.device) -> dict[str, Tensor]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import derive_seed, evaluation_mode, torch_seeded
-from ..arguments import Positive
+from .._utils import derive_seed, evaluation_mode, torch_seeded, with_float64
 from ..batches import Batches, Inputs, read_labels
 from ..errors import ConfigError, DataError
 from ..model.config import output_width
@@ -81,10 +80,12 @@ def contrastive_loss(
 @torch.no_grad()
 def retrieval(images: Tensor, texts: Tensor, logit_scale: Tensor, labels: Tensor | None) -> tuple[float, float]:
     """Share of images whose nearest text has their class, and mean NLL of all texts of their class."""
-    classes = torch.arange(len(images), device=images.device) if labels is None else labels
+    device = with_float64(images.device)
+    images, texts, scale = images.to(device), texts.to(device), logit_scale.exp().to(device)
+    classes = (torch.arange(len(images)) if labels is None else labels).to(device)
     right, nll = 0, 0.0
-    for rows in torch.arange(len(images), device=images.device).split(ROWS_AT_ONCE):
-        log_probs = (logit_scale.exp() * (images[rows] @ texts.T)).double().log_softmax(1)  # [rows, N]
+    for rows in torch.arange(len(images), device=device).split(ROWS_AT_ONCE):
+        log_probs = (scale * (images[rows] @ texts.T)).double().log_softmax(1)  # [rows, N]
         same = classes[rows, None] == classes[None, :]
         right += int(same.gather(1, log_probs.argmax(1, keepdim=True)).sum())
         nll -= float(log_probs.masked_fill(~same, -math.inf).logsumexp(1).sum())
@@ -239,7 +240,7 @@ def tune_text(
     *,
     validation: Batches | None = None,
     train_image_projection: bool = False,
-    projection_rate: Positive = 1.0,
+    projection_rate: float = 1.0,
     **run: Unpack[TrainOptions],
 ) -> DualEncoder:
     """Train the text tower of a copy of a dual encoder with one member to match its images; the input is not changed.
@@ -263,12 +264,12 @@ def tune_text(
         validation: Held-out batches of the same kind.
         train_image_projection: Whether to train the image projection, too, if it is new.
         projection_rate: Learning rate of image projection and logit scale, as a multiple of the recipe's.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Raises:
         ConfigError: More than one member, or a recipe that does not fit.
-        DataError: Batches that cannot be used, or a loss that is not finite; the last checkpoint stays.
-        CheckpointError: A checkpoint in `output` that belongs to another recipe, model or data.
+        DataError: Batches that cannot be used, or a loss that is not finite.
+        CheckpointError: A state in `output` that belongs to another recipe, model or data.
 
     Examples:
         `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
@@ -287,7 +288,7 @@ def tune_text(
     if train_image_projection and dual.projections.image is None:
         raise ConfigError("train_image_projection is true, but this dual encoder has no image projection to train")
     identity = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
-    job = Job(recipe, train, validation, subfolder="", identity=identity, **run)
+    job = Job(recipe, train, validation, subfolder="text", identity=identity, **run)
     recipe.check(dual.text, train, validation)
     result = train_best(partial(TextLearner, dual, recipe, train_image_projection, projection_rate), dual, job)
     also = " and the image projection" if train_image_projection else ""

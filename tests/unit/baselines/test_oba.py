@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_same, single, some, weights
+from baseline_cases import KINDS, QUICK, assert_an_ensemble, single, some, weights
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import hydra_ensembles as he
 from hydra_ensembles.baselines.oba import OBA, curvature, importances, oba, removable_weights
 from hydra_ensembles.errors import DataError
-from processes import count_calls, launch
+from processes import launch
 from random_ensembles import ALL_SHAPES
 
 SMALL = OBA(keep=0.8, steps=3, batches=2)
@@ -124,20 +124,6 @@ def test_norms_tokens_embeddings_and_classifier_are_never_removed():
     assert not [name for name in names if any(part in name for part in ("norm", "classifier", "position", "words"))]
     assert not [name for name in names if name.endswith((".scale", "token", "tokens", "segments"))]
     assert "stem.patch" in names
-
-
-def test_a_stopped_pruning_goes_on(tmp_path, monkeypatch):
-    model, calls = single(), []
-    module = sys.modules[oba.__module__]  # the package has a function of the same name
-    whole = train(model, recipe=None)
-    with monkeypatch.context() as patch:
-        count_calls(patch, module, "curvature", lambda: calls.append(1), lambda: len(calls) == 3)
-        with pytest.raises(KeyboardInterrupt):
-            train(model, recipe=None, output=tmp_path)
-        calls[:] = [1]  # one step remains
-        assert_same(train(model, recipe=None, output=tmp_path), whole)
-        assert len(calls) == 2
-        assert_same(train(model, recipe=None, output=tmp_path), whole)  # finished: nothing is computed again
 
 
 def test_values_that_nothing_can_be_ranked_by_are_refused():

@@ -1,6 +1,5 @@
 """ViLU: network and loss are as published, and the score is stored with the model."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ import hydra_ensembles as he
 from hydra_ensembles.baselines.neg_label import NegLabel, neg_label
 from hydra_ensembles.baselines.vilu import ViLU, ViLULearner, mistake_weights, vilu
 from hydra_ensembles.metrics.distance import log_odds
+from hydra_ensembles.training import loop
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 from unit.training.training_cases import NAMES, pair_samples, tiny_dual
@@ -95,10 +95,10 @@ def test_the_best_network_is_that_of_the_lowest_nll_on_held_out_samples(tmp_path
     ensemble, held = zero_shot(), data(40, seed=2)
     recipe = ViLU.recipe(epochs=40, learning_rate=0.01, optimizer="adamw")
     found = fitted(ensemble, recipe, ViLU(hidden=(32, 16), batch_size=8), validation=held, output=tmp_path)
-    (journal,) = tmp_path.rglob("checkpoint.json")
-    measured = json.loads(journal.read_text())["evaluations"]
-    lowest = min(one["nll"] for one in measured)
-    assert max(measured, key=lambda one: one["accuracy"])["nll"] > lowest + 0.01  # the two choices differ here
+    (file,) = tmp_path.rglob("*.safetensors")
+    measured = loop._read_state(file)[0].evaluations
+    lowest = min(one.nll for one in measured)
+    assert max(measured, key=lambda one: one.accuracy).nll > lowest + 0.01  # the two choices differ here
     images, labels = (torch.cat(side) for side in zip(*held, strict=True))
     said = found.predict(images)
     right = (said.label == labels).float()

@@ -87,7 +87,6 @@ def test_naive_choices_and_scores(shape: str, score: Score, ties: str, ood_score
     assert ranking.provenance["start"] == pytest.approx(start, abs=1e-12)
     passes = 1 + 8 + 7  # the full model, then every remaining head at each step
     assert ranking.provenance["model_forwards"] == pytest.approx(passes)
-    assert ranking.provenance["layer_evaluations"] == passes * 3 * (11 if score == "acc" else 18)  # layers x samples
 
 
 def assert_same_choices(problem: Problem, **options: object) -> HeadRanking:
@@ -125,18 +124,16 @@ def test_several_sources_count_alike() -> None:
     assert found.scores != problem.extract(score="ood", budget=3).scores
 
 
-@pytest.mark.parametrize("method", ["exact", "screened"])  # for naive see test_any_tiny_model
-def test_no_more_accuracy_is_lost_than_allowed(method: str, tmp_path: Path) -> None:
+def test_no_more_accuracy_is_lost_than_allowed(tmp_path: Path) -> None:
     problem = random_problem(id_sizes=(8, 6, 6), seed=6)
     with torch.no_grad():  # labels that the model gets right, except two
         labels = [problem.model(inputs)[0].argmax(-1) for inputs, _ in problem.id_batches]
     labels[1][:2] = (labels[1][:2] + 1) % CLASSES
     known = [(inputs, true) for (inputs, _), true in zip(problem.id_batches, labels, strict=True)]
     problem = Problem(problem.model, known, problem.ood_batches)
-    options: dict[str, Any] = {"score": "ood", "method": method, "screen_size": 4}
-    free = problem.extract(budget=6, **options)
+    free = problem.extract(budget=6, score="ood")
     assert max(free.provenance["errors"]) > 5
-    options |= {"budget": 12, "max_accuracy_loss": 0.17, "journal": tmp_path / "journal.json"}  # 3 of 18 right answers
+    options = {"score": "ood", "budget": 12, "max_accuracy_loss": 0.17, "output": tmp_path}  # 3 of 18 right answers
     with pytest.warns(HydraWarning, match="max_accuracy_loss"):
         ended = problem.extract(**options)
     with pytest.warns(HydraWarning, match=f"after {len(ended)} of 12"):  # a resumed run ends at the same step
@@ -234,22 +231,14 @@ def test_in_single_precision_choices_are_within_rounding(learned: Problem) -> No
         heads.remove(chosen)
 
 
-def test_a_distance_that_was_not_fitted_or_is_only_estimated_is_refused(tmp_path: Path) -> None:
-    plain, journal = random_problem(), tmp_path / "journal.json"
+def test_a_distance_that_was_not_fitted_or_is_another_is_refused(tmp_path: Path) -> None:
+    plain = random_problem()
     fitted = with_distance(plain)
-    for problem, options, token in (
-        (plain, {"ood_score": "mahalanobis"}, "fit_familiarity"),
-        (fitted, {"ood_score": "vim"}, "vim"),
-        (fitted, {"ood_score": "mahalanobis", "method": "screened"}, "screened"),
-    ):
+    for problem, score, token in ((plain, "mahalanobis", "fit_familiarity"), (fitted, "vim", "vim")):
         with pytest.raises(ConfigError, match=token):
-            problem.extract(budget=1, **options)
-    fitted.extract(budget=1, ood_score="mahalanobis", journal=journal)
-    with pytest.raises(CheckpointError, match="ood_score"):  # a journal of another circuit
-        fitted.extract(budget=2, journal=journal)
-    journal.unlink()
+            problem.extract(budget=1, ood_score=score)
     known = random_problem("image-cls", (40, 40, 40), seed=11).id_batches
     near, far = (fit_familiarity(plain.model, known, "knn", held_out=0.0, neighbours=count) for count in (1, 9))
-    replace(plain, model=near).extract(budget=1, ood_score="knn", journal=journal)
+    replace(plain, model=near).extract(budget=1, ood_score="knn", output=tmp_path)
     with pytest.raises(CheckpointError, match="ood_score"):  # another number of neighbours on the same features
-        replace(plain, model=far).extract(budget=2, ood_score="knn", journal=journal)
+        replace(plain, model=far).extract(budget=2, ood_score="knn", output=tmp_path)

@@ -10,8 +10,8 @@ import torch
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from circuit_models import evidence
+from hydra_ensembles.digest import digest
 from hydra_ensembles.errors import ConfigError, HeadError, HydraError
-from hydra_ensembles.fingerprints import tensors_digest
 from processes import by_two_ranks
 from zero_shot_models import NAMES, TEMPLATES, dual_of
 
@@ -79,27 +79,25 @@ def test_the_image_tower_alone_is_that_of_the_classifier() -> None:
     exact, data = extract(dual, "exact", **image), (batches(dual, KNOWN, 0), batches(dual, ODD, 1))
     plain = he.extract_circuit(he.zero_shot(dual, NAMES, TEMPLATES[:2]), *data, budget=2, progress=False)
     assert [head[:2] for head in plain.heads] == [head[:2] for head in exact.heads]
-    assert {head.tower for head in extract(dual, "screened", screen_size=8, **image).heads} == {"image"}
     removed = extract(dual, "exact", removed=[(0, 1, "text")], **image)
     assert removed.heads == extract(he.prune(dual, [(0, 1, "text")]), "exact", labelled_by=dual, **image).heads
 
 
 def test_the_score_is_that_of_the_pruned_model_also_by_two_ranks_and_after_a_stop(tmp_path: Path) -> None:
-    dual, path = dual_in_float64(), tmp_path / "journal.json"
-    before = tensors_digest(dual.state_dict())
+    dual, before = dual_in_float64(), digest(dual_in_float64())
     ranking = extract(dual, "exact", score="acc", budget=5)
-    assert tensors_digest(dual.state_dict()) == before
+    assert digest(dual) == before
     pruned = he.zero_shot(he.prune(dual, ranking.heads), NAMES, TEMPLATES[:2])
     data = batches(dual, KNOWN, 0)
     with torch.no_grad():
         right = sum(int((pruned(images)[0].argmax(-1) == labels).sum()) for images, labels in data)
     assert ranking.scores[-1] == right / KNOWN
-    extract(dual, "exact", score="acc", budget=1, journal=path)
-    resumed = extract(dual, "exact", score="acc", budget=5, journal=path)
+    extract(dual, "exact", score="acc", budget=1, output=tmp_path)
+    resumed = extract(dual, "exact", score="acc", budget=5, output=tmp_path)
     shared = (one.result() for one in by_two_ranks(lambda rank: extract(dual, "exact", score="acc", budget=5)))
     assert all((one.heads, one.scores) == (ranking.heads, ranking.scores) for one in (resumed, *shared))
-    with pytest.raises(HydraError, match="prompts"):
-        extract(dual, "exact", score="acc", budget=5, journal=path, templates="the {label}")
+    with pytest.raises(HydraError, match="candidates"):
+        extract(dual, "exact", score="acc", budget=5, output=tmp_path, templates="the {label}")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +105,6 @@ def test_the_score_is_that_of_the_pruned_model_also_by_two_ranks_and_after_a_sto
     [
         ({"class_names": None}, ConfigError, "class_names"),
         ({"layers": [0]}, ConfigError, "layers"),
-        ({"method": "screened"}, ConfigError, "screened"),
         ({"removed": [(0, 0)]}, HeadError, "'main'"),
     ],
 )

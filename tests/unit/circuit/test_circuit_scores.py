@@ -40,8 +40,7 @@ def test_integers_beyond_forty_bits_are_right() -> None:
     """The pairs of 750,000 ID and as many OOD samples: large counts do not overflow into each other."""
     count = 750_000
     labels = torch.cat([torch.zeros(count, dtype=torch.long), torch.full((count,), -1)])
-    positions = np.zeros((2 * count, 2), np.int64)
-    samples = scores.CircuitData((), labels, {"id_batches": count, "ood": count}, positions, "")
+    samples = scores.CircuitData((), labels, {"id_batches": count, "ood": count})
     objective = scores.Objective("avg", count, (count,), "likelihood")
     table = scores.Tally(samples, objective, [Head(0, 0), Head(0, 1)], torch.float64)
     table.confidence[0] = 5  # all tie: one unit per pair

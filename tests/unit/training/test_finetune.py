@@ -83,15 +83,6 @@ def test_frozen_parameters_that_train_all_the_same_are_said():
         train(member.requires_grad_(False), recipe=replace(RECIPE, steps=1))  # a model only used for inference
 
 
-def test_layers_that_were_one_and_train_apart_are_said():
-    member = tiny()
-    member.encoder.layers[-1].load_state_dict(member.encoder.layers[0].state_dict())
-    with pytest.warns(HydraWarning, match=f"layers 0 and {LAYERS - 1} have the same weights"):
-        train(member, recipe=replace(RECIPE, steps=1, last_blocks=1))
-    with warnings.catch_warnings(action="error"):
-        train(member, recipe=replace(RECIPE, steps=1, train_groups=("readout",)))
-
-
 def test_the_classifier_starts_at_zero_and_dropout_applies_while_training():
     member = tiny()
     recipe = replace(RECIPE, reinit_classifier="zeros", train_groups=("readout",))

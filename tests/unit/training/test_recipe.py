@@ -1,19 +1,15 @@
 """Recipes: the paper's presets, refused settings, the schedule, and which parameters train at which rate."""
 
 import math
-import warnings
 from dataclasses import replace
 
 import pytest
-from PIL import Image
 from training_cases import LAYERS, batches, tiny
 
-from hydra_ensembles.data import BatchLoader, TrainTransform
-from hydra_ensembles.errors import ConfigError, HydraWarning
+from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.config import GROUPS
-from hydra_ensembles.preprocessing import ImagePreprocessing
-from hydra_ensembles.schema import from_plain, to_plain
-from hydra_ensembles.training.recipe import RandAugment, Recipe
+from hydra_ensembles.settings import from_plain, to_plain
+from hydra_ensembles.training.recipe import DataRecipe, RandAugment, Recipe, read_recipe
 
 AFTER_PRUNING = ("attention", "mlp", "norms", "readout")
 
@@ -36,10 +32,12 @@ APPENDIX = {
 
 @pytest.mark.parametrize("name", APPENDIX)
 def test_presets_are_those_of_the_appendix(name):
-    recipe, stated = Recipe.preset(name), APPENDIX[name]
+    recipe, stated = DataRecipe.preset(name), APPENDIX[name]
     assert {setting: getattr(recipe, setting) for setting in stated} == stated
-    assert not {"grid", "warmup", "steps", "learning_rate"} & set(recipe.ours)
-    assert from_plain(Recipe, to_plain(recipe)) == recipe
+    assert from_plain(DataRecipe, to_plain(recipe)) == recipe
+    plain = Recipe.preset(name)  # without what a loader needs
+    assert to_plain(plain).items() <= to_plain(recipe).items()
+    assert not hasattr(plain, "batch_size")
 
 
 def test_the_plan_counts_updates_and_warm_up():
@@ -91,14 +89,12 @@ def test_what_does_not_fit_model_and_data_is_refused(changes, token):
         recipe.check(tiny(), batches(), None)
 
 
-def test_images_that_are_meant_to_be_changed_and_are_not() -> None:
-    plain = ImagePreprocessing(size=(8, 8))
-    items = [(Image.new("RGB", (8, 8)), 0)] * 4
-    meant = Recipe(learning_rate=0.1, steps=1, augment=True)
-    loader = BatchLoader(items, plain, 2)  # type: ignore[arg-type]
-    with pytest.warns(HydraWarning, match=r"TrainTransform\.matching"):
-        meant.check(tiny(), loader, None)
-    changed = BatchLoader(items, TrainTransform.matching(plain), 2)  # type: ignore[arg-type]
-    for recipe, train in ((meant, changed), (replace(meant, augment=False), loader), (meant, batches(8))):
-        with warnings.catch_warnings(action="error"):
-            recipe.check(tiny(), train, None)
+def test_a_recipe_is_read_from_a_name_or_settings() -> None:
+    assert read_recipe("none") is read_recipe(None) is None
+    assert read_recipe("imagenet") == DataRecipe.preset("imagenet")
+    read = read_recipe({"preset": "imagenet", "learning_rate": 0.01, "epochs": 2, "batch_size": 64, "warmup": 10})
+    assert (read.grid, read.learning_rate, read.steps, read.epochs, read.batch_size) == ((), 0.01, None, 2, 64)
+    with pytest.raises(ConfigError, match="learning_rate"):
+        read_recipe({"learning_rat": 0.1, "steps": 1})
+    with pytest.raises(ConfigError, match="batch_size"):  # `finetune` would not use it
+        Recipe.preset("imagenet", batch_size=64)
