@@ -15,6 +15,7 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles import data
+from hydra_ensembles.calibrate import fit_calibration
 from hydra_ensembles.demo.embedded import load_backbone, load_sample
 from hydra_ensembles.heads.members import sampled_members
 
@@ -42,7 +43,7 @@ def table(calibration: tuple[Any, Any], test: tuple[Any, Any], others: dict[str,
         "share asked for  threshold  accepted: test " + "".join(f"{name:>15}" for name in others) + "  errors accepted"
     )
     for share in shares:
-        fitted = he.fit_calibration(*calibration, share=share).calibration
+        fitted = fit_calibration(*calibration, share=share).calibration
         known, *odd = (fitted.prediction(logits) for logits in (test[0], *others.values()))
         taken: list[Any] = [p.accept for p in (known, *odd)]  # [B] of bool each
         wrong = (known.label != test[1])[taken[0]].double().mean()

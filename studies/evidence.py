@@ -17,6 +17,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from hydra_ensembles import Prediction
 from hydra_ensembles.batches import move
+from hydra_ensembles.calibrate import fit_calibration
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
 from hydra_ensembles.prediction import AnyScore
@@ -45,7 +46,7 @@ class Judged:
         if isinstance(model, he.Ensemble) and familiar:
             self.model = he.fit_familiarity(model, task.familiar(), "mahalanobis")
         answers = self.answers(task.calibrating)
-        fit = he.fit_calibration(answers.member_logits, task.calibrating.labels.to(answers.member_logits.device))
+        fit = fit_calibration(answers.member_logits, task.calibrating.labels.to(answers.member_logits.device))
         self.calibration = fit.calibration
 
     def answers(self, samples: Samples) -> Prediction:

@@ -1,57 +1,117 @@
-"""Transformer classifiers that know when not to answer: one alone, or several members fused and run in one pass."""
+"""Transformer classifiers that know when not to answer: one alone, or several members fused and run in one pass.
+
+Names are imported when they are first used (PEP 562), so `import hydra_ensembles` loads no PyTorch.
+"""
 
 import sys
 from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:  # python -m hydra_ensembles
-    import hydra_ensembles_cli
-
-    hydra_ensembles_cli.answer()  # answers --help at once; anything to run continues in __main__
-
-from ._utils import __version__
-from .baselines.mc_dropout import mc_dropout
-from .calibrate import calibrate, fit_calibration
-from .circuit.extract import extract_circuit
-from .convert.convert import convert
-from .convert.declared import Declaration
-from .errors import HydraError, HydraWarning
-from .evaluation.atlas import Atlas, atlas
-from .evaluation.evaluate import evaluate
-from .evaluation.evaluation import Evaluation
-from .familiarity import fit_familiarity
-from .fuse import fuse, soup
-from .heads.masking import masked
-from .heads.ranking import Head, HeadRanking
-from .heads.taylor import taylor
 from .model import LATER
-from .model.config import RotaryConfig
-from .model.dual_encoder import DualEncoder
-from .model.ensemble import Ensemble
-from .model.kinds import load
-from .model.stem_readout import Projections
-from .model.zero_shot import retarget, zero_shot
-from .pipeline.build import build
-from .pipeline.search import search
-from .pipeline.search_result import SearchResult
-from .pipeline.settings import HydraConfig
-from .prediction import Prediction
-from .preprocessing import ImagePreprocessing, TextPreprocessing
-from .prune import prune
-from .report.compare import compare
-from .report.html import write_atlas, write_report
-from .serve.export import export
-from .training.finetune import finetune
-from .training.recipe import Recipe
-from .training.text import tune_text
 
-__all__ = [
-    "Atlas", "Declaration", "DualEncoder", "Ensemble", "Evaluation", "Head", "HeadRanking", "HydraConfig",
-    "HydraError", "HydraWarning", "ImagePreprocessing", "Prediction", "Projections", "Recipe", "RotaryConfig",
-    "SearchResult", "TextPreprocessing", "__version__", "atlas", "build", "calibrate", "compare", "convert",
-    "evaluate", "export", "extract_circuit", "finetune", "fit_calibration", "fit_familiarity", "fuse", "load",
-    "masked", "mc_dropout", "prune", "retarget", "search", "soup", "taylor", "tune_text", "write_atlas",
-    "write_report", "zero_shot",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from ._utils import __version__ as __version__
+    from .baselines.mc_dropout import mc_dropout as mc_dropout
+    from .calibrate import calibrate as calibrate
+    from .circuit.extract import extract_circuit as extract_circuit
+    from .convert.convert import convert as convert
+    from .convert.declared import Declaration as Declaration
+    from .errors import HydraError as HydraError
+    from .errors import HydraWarning as HydraWarning
+    from .evaluation.evaluate import evaluate as evaluate
+    from .evaluation.evaluation import Evaluation as Evaluation
+    from .familiarity import fit_familiarity as fit_familiarity
+    from .fuse import fuse as fuse
+    from .fuse import soup as soup
+    from .heads.masking import masked as masked
+    from .heads.ranking import Head as Head
+    from .heads.ranking import HeadRanking as HeadRanking
+    from .heads.taylor import taylor as taylor
+    from .model.config import RotaryConfig as RotaryConfig
+    from .model.dual_encoder import DualEncoder as DualEncoder
+    from .model.ensemble import Ensemble as Ensemble
+    from .model.kinds import load as load
+    from .model.stem_readout import Projections as Projections
+    from .model.zero_shot import retarget as retarget
+    from .model.zero_shot import zero_shot as zero_shot
+    from .pipeline.build import build as build
+    from .pipeline.search import search as search
+    from .pipeline.search_result import SearchResult as SearchResult
+    from .pipeline.settings import HydraConfig as HydraConfig
+    from .prediction import Prediction as Prediction
+    from .preprocessing import ImagePreprocessing as ImagePreprocessing
+    from .preprocessing import TextPreprocessing as TextPreprocessing
+    from .prune import prune as prune
+    from .report.compare import compare as compare
+    from .report.html import write_report as write_report
+    from .serve.export import export as export
+    from .training.finetune import finetune as finetune
+    from .training.recipe import Recipe as Recipe
+    from .training.text import tune_text as tune_text
+
+_NAMES = {
+    "_utils": "__version__",
+    "baselines.mc_dropout": "mc_dropout",
+    "calibrate": "calibrate",
+    "circuit.extract": "extract_circuit",
+    "convert.convert": "convert",
+    "convert.declared": "Declaration",
+    "errors": "HydraError HydraWarning",
+    "evaluation.evaluate": "evaluate",
+    "evaluation.evaluation": "Evaluation",
+    "familiarity": "fit_familiarity",
+    "fuse": "fuse soup",
+    "heads.masking": "masked",
+    "heads.ranking": "Head HeadRanking",
+    "heads.taylor": "taylor",
+    "model.config": "RotaryConfig",
+    "model.dual_encoder": "DualEncoder",
+    "model.ensemble": "Ensemble",
+    "model.kinds": "load",
+    "model.stem_readout": "Projections",
+    "model.zero_shot": "retarget zero_shot",
+    "pipeline.build": "build",
+    "pipeline.search": "search",
+    "pipeline.search_result": "SearchResult",
+    "pipeline.settings": "HydraConfig",
+    "prediction": "Prediction",
+    "preprocessing": "ImagePreprocessing TextPreprocessing",
+    "prune": "prune",
+    "report.compare": "compare",
+    "report.html": "write_report",
+    "serve.export": "export",
+    "training.finetune": "finetune",
+    "training.recipe": "Recipe",
+    "training.text": "tune_text",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_ROOMS = ("baselines", "circuit", "data", "demo", "errors", "evaluation", "heads", "metrics", "report", "serve")
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        found = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        globals()[name] = found
+        return found
+    if name in _ROOMS:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _MODULES or not isinstance(value, ModuleType):  # importing `.fuse` must not hide `fuse`
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 # methods of Ensemble that are written in higher layers
 LATER["stack"] = lambda: import_module(".fuse", __name__).stack

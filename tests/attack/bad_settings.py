@@ -22,6 +22,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from architectures import timm_model
 from hydra_ensembles import baselines, data, metrics
+from hydra_ensembles.calibrate import fit_calibration
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.model.config import EncoderConfig, PatchStemConfig, ReadoutConfig, TextStemConfig
 from hydra_ensembles.model.cost import measure_costs
@@ -244,7 +245,7 @@ def _functions(of: Of) -> None:
     of(he.calibrate, {"ensemble score": nothing, "share": SHARE}, ensemble=several, validation=data)
     logits, labels = torch.randn(2, 12, CLASSES), torch.arange(12) % CLASSES
     fitted = {"member_logits labels score": nothing, "share": SHARE}
-    of(he.fit_calibration, fitted, member_logits=logits, labels=labels)
+    of(fit_calibration, fitted, member_logits=logits, labels=labels)
     of(
         he.evaluate,
         {
@@ -472,8 +473,6 @@ def _others(of: Of) -> None:
     all_of(he.fit_familiarity, ensemble=own, id_batches=train, score="knn", neighbours=1, stored=10)
     all_of(measure_costs, models={"m": own}, inputs=images, repeats=1, warmup=0)
     few: dict[str, Any] = {"layers": [0], "progress": False}
-    all_of(he.atlas, ensemble=own, id_data=train, ood={"far": batches(count=8, seed=2, shift=1.5)}, inputs=1, **few)
-    all_of(he.write_atlas, path="atlas.html", atlas=he.atlas(own, train, inputs=0, **few))
     sets = {"ood": {"x": torch.randn(2, 5, 3)}, "shift": {"s": (torch.randn(2, 6, 3), labels)}}
     all_of(evaluate_logits, id_logits=torch.randn(2, 6, 3), labels=labels, **sets)
     for saved in (he.HeadRanking(((0, 0),), (1.0,), "m", "acc"), evaluation()):

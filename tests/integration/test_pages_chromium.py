@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-import hydra_ensembles as he
 from chromium import Tab
+from hydra_ensembles.evaluation.atlas import atlas
 from hydra_ensembles.model.config import Sharing
-from hydra_ensembles.report.html import write_report
+from hydra_ensembles.report.html import write_atlas, write_report
 from random_ensembles import random_batches, random_ensemble
 from sample_evaluations import costs, methods
 
@@ -65,8 +65,8 @@ def page(request, tmp_path_factory) -> Path:
     """The atlas of two members with a trunk of one layer."""
     model = random_ensemble(request.param, KEPT, Sharing(stem=True, mlp=True), trunk=1)
     data = random_batches(model, (12,)), {"odd": random_batches(model, (8,), seed=1)}
-    found = he.atlas(model, *data, name="two", progress=False)
-    return he.write_atlas(tmp_path_factory.mktemp("atlas") / f"{request.param}.html", found)
+    found = atlas(model, *data, name="two", progress=False)
+    return write_atlas(tmp_path_factory.mktemp("atlas") / f"{request.param}.html", found)
 
 
 @pytest.mark.parametrize(("width", "dark"), [(NARROW, True), (DESK, False)])

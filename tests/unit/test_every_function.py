@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
+from hydra_ensembles.digest import digest
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.fingerprints import tensors_digest
-from hydra_ensembles.heads.vectors import head_vectors
 from unit.pipeline import build_cases as cases
 
 CIRCUIT: dict[str, Any] = {"score": "acc", "budget": 2, "progress": False}
@@ -22,8 +21,7 @@ TAYLOR: dict[str, Any] = {"strategy": "taylor", "prune": 3, "shared_layers": 0, 
 STEPS = he.Recipe(learning_rate=0.1, steps=3, dropout=0.2)
 Function = Callable[[Any, Any], Any]
 FUNCTIONS: dict[str, Function] = {
-    "evaluate": lambda model, data: he.evaluate(model, data, progress=False, gallery=1).numbers(),
-    "atlas": lambda model, data: he.atlas(model, data, layers=[0], progress=False).whole,
+    "evaluate": lambda model, data: he.evaluate(model, data, progress=False).numbers(),
     "calibrate": lambda model, data: he.calibrate(model, data, familiarity=None),
     "fit_familiarity": lambda model, data: he.fit_familiarity(model, data),
     "finetune": lambda model, data: he.finetune(model, data, STEPS, progress=False),
@@ -34,31 +32,30 @@ FUNCTIONS: dict[str, Function] = {
         for method in ("naive", "exact")
     },
     "build": lambda model, data: he.build(model, he.HydraConfig(**TAYLOR), id=data, progress=False),
-    "head_vectors": lambda model, data: head_vectors(model, data),
     "synthetic_ood": lambda model, data: he.data.synthetic_ood(data, model=model),
 }
-LABELLED = [name for name in FUNCTIONS if name not in ("head_vectors", "synthetic_ood")]
-AS_IT_COMES = ("evaluate", "atlas", "calibrate", "fit_familiarity", "head_vectors")  # use the loader's own order
-ONE_MEMBER = ("taylor", "naive", "build", "head_vectors")
+LABELLED = [name for name in FUNCTIONS if name != "synthetic_ood"]
+AS_IT_COMES = ("evaluate", "calibrate", "fit_familiarity")  # use the loader's own order
+ONE_MEMBER = ("taylor", "naive", "build")
 X, Y = cases.samples(8, seed=5)
 
 
 def content(found: Any) -> Any:
     """The content of a result, comparable with ==."""
     if isinstance(found, nn.Module):
-        return tensors_digest(found.state_dict()), found.metadata
+        return digest(found.state_dict()), found.metadata
     if isinstance(found, he.HeadRanking):
         return found.heads, found.scores, found.provenance["data"]
     if isinstance(found, list):
         return [content({"pixels": one}) for (one,) in found]
     by_name = isinstance(found, dict) and all(isinstance(one, Tensor) for one in found.values())
-    return tensors_digest(found) if by_name else found
+    return digest(found) if by_name else found
 
 
 def state(model: he.Ensemble) -> list[Any]:
     """Everything an owner relies on: tensor identities, values and flags of a model."""
     tensors = [one for weight in model.parameters() for one in (weight, weight.grad) if one is not None]
-    parts = [(id(one), one.requires_grad, tensors_digest({"": one})) for one in tensors]
+    parts = [(id(one), one.requires_grad, digest({"": one})) for one in tensors]
     return [*parts, *(module.training for module in model.modules())]
 
 
@@ -108,7 +105,7 @@ def test_batches_that_cannot_be_used_are_named(name: str, case: str) -> None:
         FUNCTIONS[name](cases.image_model(), data)
 
 
-@pytest.mark.parametrize("name", [*LABELLED, "head_vectors"])
+@pytest.mark.parametrize("name", LABELLED)
 def test_models_without_classes_or_with_several_members_are_refused(name: str) -> None:
     model = cases.image_model()
     headless = he.Ensemble(replace(model.config, readout=replace(model.config.readout, num_classes=0)))

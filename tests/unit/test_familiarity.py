@@ -259,7 +259,6 @@ READERS: dict[str, tuple[str, Any]] = {  # the name each gives its data
     "calibrate": ("validation", he.calibrate),
     "evaluate": ("set 'id'", partial(he.evaluate, progress=False)),
     "taylor": ("the calibration data", partial(he.taylor, budget=1, scope="global")),
-    "atlas": ("set 'id'", partial(he.atlas, progress=False)),
     "build": ("id", lambda one, data: he.build(one, he.HydraConfig(strategy="random"), id=data)),
     "training": ("train,", lambda one, data: he.build(one, he.HydraConfig(strategy="taylor"), train=data, id=OTHERS)),
     "finetune": ("validation", lambda one, data: he.finetune(one, OTHERS, RECIPE, data)),

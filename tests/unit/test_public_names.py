@@ -5,6 +5,8 @@ import functools
 import inspect
 import operator
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +79,16 @@ def test_types_and_docstring_are_complete(name: str) -> None:
         untyped = [key for key, one in signature.parameters.items() if one.annotation is one.empty and key != "self"]
         assert not untyped, function
         assert signature.return_annotation is not signature.empty, function
+
+
+def test_importing_the_package_loads_no_torch_and_no_module_hides_a_function() -> None:
+    code = "import sys, hydra_ensembles as he; assert 'torch' not in sys.modules; import hydra_ensembles.fuse, "
+    code += "hydra_ensembles.convert.core; assert callable(he.fuse) and callable(he.convert) and he.data.load"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert he.__all__ == sorted(he.__all__)
+    assert {*he.__all__, "metrics"} <= {*dir(he)}
+    with pytest.raises(AttributeError, match="atlas"):
+        he.atlas  # noqa: B018
 
 
 def test_extras_that_are_asked_for_are_there_under_the_name_that_pip_knows() -> None:

@@ -12,6 +12,7 @@ from architectures_clip import DUAL_CASES
 from hydra_ensembles import baselines
 from hydra_ensembles.baselines import MIMO, OBA, SWAG, BatchEnsemble, BayesVLM, LoRA, NegLabel, Packed, ViLU
 from hydra_ensembles.baselines.building_blocks import joined
+from hydra_ensembles.calibrate import fit_calibration
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.config import Sharing
 from random_ensembles import ALL_SHAPES, SHAPES
@@ -111,7 +112,7 @@ def test_the_two_views_answer_and_are_neither_saved_nor_calibrated_as_ensembles_
             view.save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="nsemble"):
             he.calibrate(view, [(inputs, labels)])
-        assert he.fit_calibration(view(inputs), labels).calibration.temperature[0] > 0
+        assert fit_calibration(view(inputs), labels).calibration.temperature[0] > 0
 
 
 TRAINED_BY = {
