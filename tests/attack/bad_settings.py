@@ -472,7 +472,6 @@ def _others(of: Of) -> None:
     all_of(doubting, "vilu", train=[(images, labels % 2)], recipe=steps, settings=learned)
     all_of(he.fit_familiarity, ensemble=own, id_batches=train, score="knn", neighbours=1, stored=10)
     all_of(measure_costs, models={"m": own}, inputs=images, repeats=1, warmup=0)
-    few: dict[str, Any] = {"layers": [0], "progress": False}
     sets = {"ood": {"x": torch.randn(2, 5, 3)}, "shift": {"s": (torch.randn(2, 6, 3), labels)}}
     all_of(evaluate_logits, id_logits=torch.randn(2, 6, 3), labels=labels, **sets)
     for saved in (he.HeadRanking(((0, 0),), (1.0,), "m", "acc"), evaluation()):
