@@ -130,11 +130,6 @@ def calibrate(
     keys = np.concatenate(known_by)
     warn_if_cut(validation, "validation", len(keys))
     warn_of_copies("validation", len(keys), len(np.unique(keys)), "thresholds promise their share only for such data")
-    if (trained := reused_of(keys, metadata.trained_set)).share:
-        warn(
-            f"{trained} of the validation samples were used to train this ensemble: it will be overconfident, and "
-            "thresholds accept fewer new inputs than they promise; calibrate on held-out data"
-        )
     fit = fit_calibration(
         samples.logits, samples.labels, share=share, score=score, per_member=per_member, temperature=temperature
     )

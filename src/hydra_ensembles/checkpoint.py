@@ -1,206 +1,237 @@
 """Saved models: `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card.
 
-This module knows no model class: a model passes plain data and tensors (`Contents`) and gets them back (`Stored`), so
-all kinds of models share the same files and checks.
+This module knows no model class: a model gives plain data and tensors (`Contents`) and gets them back, so all kinds of
+models share the same files and checks.
 
-Digests tie the files together: `config.json` contains those of the other files and one of its own content. A save is
-committed by a single rename, that of `config.json`. Readers get the earlier model before it and the new one after it;
-the other new files stay in the folder `.saved-DIGEST` until they are moved up. So a reader always gets one complete
-model, without a lock, even during a save or after a kill.
+`config.json` holds the SHA-256 of the other files and of its own content. A save writes a folder beside them, flushes
+it to the disk, and commits by renaming it to `.saved`; then its files move up. A file is read from `.saved` if it is
+there, so that a reader gets the earlier model or the new one, complete, also after a kill at any time.
 """
 
-import copy
+import errno
 import hashlib
 import os
 import re
 import secrets
 import shutil
-import stat
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import huggingface_hub
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from . import files
 from ._utils import __version__, require_device
-from .errors import CheckpointError, ConfigError
-from .model.saved_contents import (
-    ACCEPTED,
-    CARD,
-    CONFIG,
-    DTYPES,
-    FAMILIARITY,
-    FORMAT,
-    FORMAT_VERSION,
-    TOKENIZER,
-    WEIGHTS,
-    Contents,
-    Record,
-    first_line,
-    part_of,
-    require_fit,
-    require_one_dtype,
-    text_preprocessing,
-    upgrade_tensors,
-)
-from .schema import from_plain, short, to_plain
+from .digest import digest
+from .errors import CheckpointError
 
-T = TypeVar("T")
-
-SAVING, SAVED = ".saving-", ".saved-"  # folder of a save while it is written, and once it is complete
-READ_ATTEMPTS = 10  # attempts to read a folder that is saved to continuously
-# bytes
-MAX_CONFIG = 4 << 20
-MAX_TOKENIZER = 64 << 20
+CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenizer.json", "README.md"
+FORMAT, FORMAT_VERSION = "hydra_ensembles", 3
+SAVED = ".saved"  # folder of a save that is complete, until its files have moved up
+DIGEST = "digest"  # key in config.json of the digest of its other content
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 GIT_LFS_POINTER = b"version https://git-lfs"
-IDENTITY = "run.json"  # in a run folder: identity of the run, and digests of its products
-RESULT = "ensemble"  # in a run folder: the finished model
+IDENTITY, RESULT = "run.json", "ensemble"  # in a run folder: its identity, and the finished model
 HUB = "hub:"  # prefix of a hub id of a model or a data set
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A model as data: configuration and metadata for JSON, tensors by name, and the text of its model card.
+
+    The text of a tokenizer, `metadata…["tokenizer"]`, is stored as a file of its own; a model has at most one.
+    """
+
+    kind: str
+    model: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    card: str = ""
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names start with the prefix, without it."""
+        return {name.removeprefix(prefix): one for name, one in self.tensors.items() if name.startswith(prefix)}
+
+
+def placed(
+    tensors: Mapping[str, Tensor], device: str | torch.device | None, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Copies of tensors on a device and of a dtype; None is the CPU, or the stored dtype."""
+    target = torch.device("cpu") if device is None else require_device(device)
+    return {name: tensor.to(target, dtype, copy=True) for name, tensor in tensors.items()}
+
+
+class Saved(ABC):
+    """Saving, loading and publishing; a model says what is stored and how it is built from that."""
+
+    _kind: str  # of its checkpoints
+
+    @abstractmethod
+    def _contents(self, name: str) -> Contents:
+        """Everything that is saved; `name` is the model's name in the model card."""
+
+    @classmethod
+    @abstractmethod
+    def _restored(cls, contents: Contents, device: str | torch.device | None, dtype: torch.dtype | None) -> Self:
+        """Build the model from what was saved."""
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card into a folder.
+
+        An earlier save is replaced; if the process is killed, the folder holds the earlier or the new model, complete.
+        """
+        save_checkpoint(folder, self._contents(files.expanded(folder).resolve().name))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        token: str | None = None,
+    ) -> Self:
+        """Load what `save_pretrained` or `push_to_hub` wrote, in evaluation mode; no code is run.
+
+        Arguments and errors are those of `he.load`, which reads models of any kind; one of another class is refused.
+        """
+        return cls._restored(load_checkpoint(source, (cls._kind,), revision=revision, token=token), device, dtype)
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
+    ) -> str:
+        """Publish on the hub as `owner/name`, in one commit; returns the URL of that commit."""
+        if not HUB_ID.fullmatch(repo_id):
+            raise CheckpointError(f"{repo_id!r} is not a hub id; it has the form 'owner/name'")
+        with tempfile.TemporaryDirectory() as folder:
+            save_checkpoint(folder, self._contents(repo_id))
+            api = huggingface_hub.HfApi(token=token)
+            message = commit_message or "Upload a Hydra Ensembles model"
+            try:
+                api.create_repo(repo_id, private=private, exist_ok=True)
+                commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+            except Exception as error:  # the hub client passes on any error of its HTTP library
+                problem = f"uploading to {repo_id!r} failed: {_first_line(error)}"
+                raise CheckpointError(f"{problem}; check the name, the connection and the token") from error
+        return str(commit.commit_url)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(folder: str | Path, contents: Contents) -> None:
-    """Write a checkpoint into `folder`, replacing an earlier one, all at once or not at all.
-
-    Everything is flushed to disk in a staging folder before `config.json` is renamed into place. Saves to the same
-    folder wait for each other; the next one finishes or removes what a killed one left.
-    """
+    """Write a checkpoint into `folder`, replacing an earlier one, all at once or not at all."""
     folder = files.expanded(folder)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"cannot save to {folder}: it is a file; give a folder, which is created if missing")
-    with files.locked(folder, "save", wait=True):
-        earlier = (folder / CONFIG).exists()
-        with files.writing(folder, f"the earlier model in {folder} is untouched" if earlier else "nothing was saved"):
-            _clean_up(folder)
-            _require_no_others(folder)
-            staging = folder / f"{SAVING}{secrets.token_hex(4)}"
-            staging.mkdir()
-            try:
-                saved = _saved_folder(folder, _write(staging, contents))
-                for path in (*staging.iterdir(), staging):
-                    files.flush(path)
-                staging.rename(saved)
-                files.flush(folder)
-                os.replace(saved / CONFIG, folder / CONFIG)  # commit: from here on readers get the new model
-            except BaseException:
-                with suppress(OSError):
-                    _clean_up(folder)
-                raise
-        with files.writing(folder, "the new model is saved there completely; only cleaning up failed"):
-            _clean_up(folder)
+    with files.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _move_up(folder)
+        _require_own(folder)
+        staging = folder / f".saving.{secrets.token_hex(4)}.tmp"
+        staging.mkdir()
+        try:
+            _write(staging, contents)
+            for path in (*staging.iterdir(), staging):
+                _flush(path)
+            while True:
+                try:
+                    staging.rename(folder / SAVED)  # the commit: from here on readers get the new model
+                    break
+                except OSError as error:  # the save of another process is there, or was until now
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and not (folder / SAVED).exists():
+                        raise
+                    _move_up(folder)
+        except BaseException:
+            files.remove(staging)
+            raise
+        _flush(folder)
+        _move_up(folder)
 
 
-def _require_no_others(folder: Path) -> None:
+def _require_own(folder: Path) -> None:
     """Refuse a folder with files that a save would replace, unless an earlier save wrote them."""
-    theirs = [name for name in (WEIGHTS, TOKENIZER, CARD) if (folder / name).exists()]
-    if theirs and not (folder / CONFIG).exists():
-        way = f"give a new folder{f', or remove {CARD}' if theirs == [CARD] else ''}"
-        raise CheckpointError(f"{folder} has {', '.join(theirs)} of something else, not replaced; {way}")
+    theirs = [name for name in (CONFIG, WEIGHTS, TOKENIZER, CARD) if (folder / name).exists()]
+    if not theirs:
+        return
+    try:
+        ours = files.read_object(folder / CONFIG).get("format") == FORMAT
+    except (OSError, ValueError):
+        ours = False
+    if not ours:
+        raise CheckpointError(f"{folder} has {', '.join(theirs)} of something else, not replaced; give a new folder")
 
 
-def clean_up_checkpoint(folder: Path) -> None:
-    """Finish or remove what a killed save left in a folder; the next save does this anyway."""
-    with files.locked(folder, "save", wait=True), files.writing(folder, "no model was changed"):
-        _clean_up(folder)
-
-
-def _clean_up(folder: Path) -> None:
-    """Finish a save that was killed after its commit, and remove the remains of others; needs the lock."""
-    if (folder / CONFIG).exists():
-        with _reading(folder / CONFIG), _open(folder / CONFIG, folder) as file:  # never overwrite another library's
-            saved = _saved_folder(folder, _parse_config(file).get(files.DIGEST))
-        if saved.is_dir() and not saved.is_symlink():
-            for path in saved.iterdir():
+def _move_up(folder: Path) -> None:
+    """Finish a save that was committed, perhaps by a process that was killed, or together with another one."""
+    saved = folder / SAVED
+    if saved.is_dir():
+        for path in sorted(saved.iterdir()):
+            with suppress(FileNotFoundError):  # another process was faster
                 os.replace(path, folder / path.name)
-    for leftover in (*folder.glob(f"{SAVING}*"), *folder.glob(f"{SAVED}*")):
-        files.remove(leftover)
-    files.flush(folder)
+        with suppress(OSError):  # the next save of another process is there
+            saved.rmdir()
+        _flush(folder)
 
 
-def _saved_folder(folder: Path, digest: object) -> Path:
-    """Folder with the files of a save until they are moved up, named by the digest of its configuration."""
-    valid = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
-    return folder / f"{SAVED}{digest if valid else 'nothing'}"
-
-
-def _write(folder: Path, contents: Contents) -> str:
-    """Write all files into `folder`, and return the digest of the configuration."""
-    _write_weights(folder / WEIGHTS, contents.tensors)
-    metadata = copy.deepcopy(dict(contents.metadata))
-    covered = [WEIGHTS]
-    tokenizers = [preprocessing.pop("tokenizer") for preprocessing in text_preprocessing(metadata)]  # a separate file
-    tokenizer = next(filter(None, tokenizers), None)
-    if tokenizer is not None:
-        (folder / TOKENIZER).write_bytes(_tokenizer_bytes(tokenizer))
-        covered.append(TOKENIZER)
-    digests = {name: files.checksum(folder / name) for name in covered}
-    content: dict[str, Any] = {"kind": contents.kind, "model": contents.model, "metadata": metadata, "files": digests}
-    record = files.sealed(to_plain(Record(library_version=__version__, **content)))
-    (folder / CONFIG).write_bytes(files.json_bytes(record, CONFIG, most=MAX_CONFIG))
+def _write(folder: Path, contents: Contents) -> None:
+    """Write all files into an empty folder."""
+    tensors, storages = dict[str, Tensor](), set[int]()
+    for name, tensor in contents.tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        shared = plain.untyped_storage().data_ptr() in storages  # tied weights: the format stores no aliases
+        tensors[name] = plain.clone() if shared else plain
+        storages.add(tensors[name].untyped_storage().data_ptr())
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    metadata, tokenizers = _with_tokenizer(contents.metadata, TOKENIZER)
+    if texts := [text for text in tokenizers if text]:
+        (folder / TOKENIZER).write_text(texts[0], encoding="utf-8")
+    digests = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
+    record: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION, "library_version": __version__}
+    record |= {"kind": contents.kind, "model": contents.model, "metadata": metadata, "files": digests}
+    files.write_json(folder / CONFIG, {**record, DIGEST: digest(record)})
     (folder / CARD).write_bytes(contents.card.encode("utf-8", errors="replace"))  # a folder may have any name
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors creates the file without access for others
-    return str(record[files.DIGEST])
 
 
-def _write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors (on any device, including views and shared ones) as a safetensors file."""
-    owned: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    require_one_dtype({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()})
-    for name, tensor in tensors.items():
-        if tensor.is_meta or tensor.dtype not in DTYPES.values():
-            why = "without values (meta device); load them" if tensor.is_meta else f"{tensor.dtype}; convert the model"
-            raise CheckpointError(f"parameter {name!r} is {why} before saving. A checkpoint holds {ACCEPTED}")
-        plain = tensor.detach().to("cpu").contiguous()
-        storage = plain.untyped_storage().data_ptr()
-        owned[name] = plain.clone() if storage in storages else plain  # the format does not store aliases
-        storages.add(storage)
-    save_file(owned, path, metadata={"format": "pt"})
+def _with_tokenizer(plain: Any, text: str) -> tuple[Any, list[str]]:
+    """Plain data with `text` in place of every tokenizer that is not empty, and the tokenizers."""
+    if not isinstance(plain, Mapping):
+        return plain, []
+    changed, found = {}, list[str]()
+    for key, value in plain.items():
+        if key == "tokenizer" and isinstance(value, str):
+            changed[key], inner = (text if value else ""), [value]
+        else:
+            changed[key], inner = _with_tokenizer(value, text)
+        found += inner
+    return changed, found
 
 
-def _tokenizer_bytes(text: str) -> bytes:
+def _flush(path: Path) -> None:
+    """Write a file, or the list of files in a folder, to the disk."""
+    if os.name == "nt" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
     try:
-        content = text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"{TOKENIZER} has a lone surrogate ({error.reason}); replace the tokenizer") from error
-    files.require_limits(content, TOKENIZER, MAX_TOKENIZER, foreign=True)
-    return content
+        with suppress(OSError):  # folders on some network disks cannot be flushed
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
-# --- the hub ---------------------------------------------------------------------------------------------------------
-
-
-def push_checkpoint(
-    repo_id: str, contents: Contents, *, private: bool | None, token: str | None, commit_message: str | None
-) -> str:
-    """Publish a checkpoint in one commit, creating the repository if needed; returns the URL of the commit."""
-    if not HUB_ID.fullmatch(repo_id):
-        raise CheckpointError(f"{repo_id!r} is not a hub id; it has the form 'owner/name'")
-    with tempfile.TemporaryDirectory() as temporary:
-        save_checkpoint(temporary, contents)
-        api = huggingface_hub.HfApi(token=token)
-        message = commit_message or "Upload a Hydra Ensembles model"
-        try:
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            commit = api.upload_folder(repo_id=repo_id, folder_path=temporary, commit_message=message)
-        except Exception as error:  # the hub client passes on any error of its HTTP library
-            problem = f"uploading to {repo_id!r} failed: {first_line(error)}"
-            raise CheckpointError(f"{problem}. Check the name, the connection and the token") from error
-    return str(commit.commit_url)
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def locate(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
@@ -215,227 +246,91 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
     if folder.is_dir():
         if revision is not None:
             raise CheckpointError(f"revision is {revision!r}, but {source} is a folder; revisions belong to hub ids")
-        finished = folder / RESULT
         is_run = (folder / IDENTITY).is_file() and not (folder / CONFIG).is_file()
-        return finished if is_run and (finished / CONFIG).is_file() else folder
+        return folder / RESULT if is_run and (folder / RESULT / CONFIG).is_file() else folder
     if isinstance(source, Path) or folder.exists() or not HUB_ID.fullmatch(source):
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{source} {problem}; give the folder that save_pretrained wrote, or 'hub:owner/name'")
     names = [CONFIG, WEIGHTS, TOKENIZER, CARD]
     try:
         return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=names))
-    except Exception as error:  # as above
+    except Exception as error:  # the hub client passes on any error of its HTTP library
         wanted = f"{source!r} is no folder here, and revision {revision or 'main'!r} cannot be loaded from the hub"
-        advice = "Check the name, the connection and, for a private model, the token"
-        raise CheckpointError(f"{wanted}: {first_line(error)}. {advice}") from error
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A checkpoint whose `config.json` and tokenizer have been read; tensors are read on demand."""
-
-    folder: Path
-    record: Record
-    digest: str | None  # of the configuration
-
-    def read(self, described: Callable[[Record], T]) -> T:
-        """Apply a reader to the record; its errors name the file."""
-        with _reading(self.folder / CONFIG):
-            return described(self.record)
-
-    def tensors(
-        self,
-        expected: Callable[[], Mapping[str, Tensor]],
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        at_least: int = 0,
-    ) -> dict[str, Tensor]:
-        """Read exactly the tensors that a model needs.
-
-        On the CPU they may still be memory-mapped: copy them before use, as `Ensemble.from_state` does. `expected`
-        creates the model's tensors on the meta device, to get names and shapes without memory; it is not called if the
-        file holds fewer than `at_least` tensors. None means the CPU, or the stored dtype.
-        """
-        target = None if device is None else require_device(device)
-        if dtype is not None and dtype not in DTYPES.values():
-            raise ConfigError(f"dtype is {dtype}; accepted are {ACCEPTED}, or None for the stored one")
-        with self._opened(WEIGHTS) as opened, _mapped(opened) as file:
-            names = list(file.keys())
-            if len(names) < at_least:
-                raise CheckpointError(f"it holds {len(names)} tensors, the configuration needs at least {at_least}")
-            slices = {name: file.get_slice(name) for name in names}
-            stored = {name: (tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices.items()}
-            shapes = require_fit(stored, expected)
-            if self.record.complete:
-                require_one_dtype({name: kind for name, (_, kind) in stored.items()})
-            # last, because it reads the whole file
-            self._verify(WEIGHTS, hashlib.file_digest(opened, "sha256").hexdigest())
-            wide: dict[str, torch.dtype] = {}  # per part, a dtype for all its tensors, which differ only in format 1
-            for name, (_, kind) in stored.items():
-                part = part_of(name)
-                wide[part] = torch.promote_types(wide.get(part, DTYPES[kind]), DTYPES[kind])
-            dtypes = {part: torch.float32 if part == FAMILIARITY else dtype or widest for part, widest in wide.items()}
-            tensors = {name: file.get_tensor(name).to(device=target, dtype=dtypes[part_of(name)]) for name in names}
-            return upgrade_tensors(tensors, shapes)
-
-    def tokenizer(self) -> str:
-        """Read the text of `tokenizer.json`."""
-        with self._opened(TOKENIZER) as file:
-            content = file.read(MAX_TOKENIZER + 1)
-            self._verify(TOKENIZER, hashlib.sha256(content).hexdigest())
-            files.require_limits(content, TOKENIZER, MAX_TOKENIZER, foreign=True)
-            try:
-                text = content.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise CheckpointError(f"it is not UTF-8 ({error}); save or download it again") from error
-            if not text:
-                raise CheckpointError("it is empty; save or download it again")
-            return text
-
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[BufferedReader]:
-        """Open one of the files: from the folder of an unfinished save if it is there, else from the checkpoint."""
-        with _reading(self.folder / name):
-            try:
-                file = _open(_saved_folder(self.folder, self.digest) / name, self.folder)
-            except FileNotFoundError:
-                file = _open(self.folder / name, self.folder)
-            with file:
-                yield file
-
-    def _verify(self, name: str, digest: str) -> None:
-        if digest != self.record.files[name]:
-            raise CheckpointError(f"its SHA-256 is not the one in {CONFIG}; save or download the model again")
+        advice = "check the name, the connection and, for a private model, the token"
+        raise CheckpointError(f"{wanted}: {_first_line(error)}; {advice}") from error
 
 
 def load_checkpoint(
-    source: str | Path,
-    kinds: Collection[str],
-    restore: Callable[[Stored], T],
-    *,
-    revision: str | None = None,
-    token: str | None = None,
-) -> T:
-    """Read the checkpoint of a model of one of these kinds with `restore`; arguments as for `from_pretrained`.
+    source: str | Path, kinds: Collection[str], *, revision: str | None = None, token: str | None = None
+) -> Contents:
+    """Read the checkpoint of a model of one of these kinds, every file compared with its digest.
 
-    If the model is saved again meanwhile, reading restarts: all files must match one `config.json`.
+    The tensors may still be memory-mapped: `placed` copies them.
     """
     folder = locate(source, revision, token)
-    for _ in range(READ_ATTEMPTS):
-        with _reading(folder / CONFIG):
-            opened = _open(folder / CONFIG, folder)
-        with opened:  # while it is open, its inode cannot be reused
-            try:
-                return restore(_read_record(folder, kinds, opened))
-            except CheckpointError:
-                if _is_same_file(opened, folder / CONFIG):
-                    raise
-    raise CheckpointError(f"{folder} is being saved to all the time ({READ_ATTEMPTS} attempts); wait until that ends")
-
-
-def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> Stored:
-    """Parse an opened `config.json`, and insert the tokenizer."""
-    with _reading(folder / CONFIG):
-        data = _parse_config(file)
-        version = data.get("format_version")
-        if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-            raise CheckpointError(f"format version {short(version)}; readable are 1 to {FORMAT_VERSION}: update it")
-        content = files.unsealed(data, CONFIG, required=version > 1)
-        record = from_plain(Record, content, "config", complete=version > 1)
-        if record.kind not in kinds:
-            accepted = " or ".join(map(repr, kinds))
-            raise CheckpointError(f"a model of kind {record.kind!r}, expected {accepted}; he.load reads any")
-        if not {WEIGHTS} <= record.files.keys() <= {WEIGHTS, TOKENIZER}:
-            raise CheckpointError(f"checksums are of {sorted(record.files)}; expected are {WEIGHTS} and {TOKENIZER}")
-        texts = text_preprocessing(record.metadata)
-        if any("tokenizer" in preprocessing for preprocessing in texts):
-            raise CheckpointError("preprocessing has the unknown field 'tokenizer'; a tokenizer is its own file")
-        if TOKENIZER in record.files and len(texts) != 1:
-            raise CheckpointError(f"it lists a tokenizer, but has {len(texts)} text preprocessings instead of one")
-    stored = Stored(folder, record, data.get(files.DIGEST))
-    for preprocessing in texts:
-        preprocessing["tokenizer"] = stored.tokenizer() if TOKENIZER in record.files else ""
-    return stored
-
-
-def _is_same_file(file: BufferedReader, path: Path) -> bool:
-    """Whether `path` still refers to the opened file."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
-        return True  # removed: no reason to read again
-
-
-def _name_of(file: BufferedReader) -> str:
-    """A name that opens this very file, even if another one has replaced it since."""
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        if os.path.exists(f"{folder}/{file.fileno()}"):
-            return f"{folder}/{file.fileno()}"
-    return file.name  # on Windows an open file cannot be replaced
-
-
-def _mapped(file: BufferedReader) -> safe_open:
-    """Open the tensors of a file, to be read on demand."""
-    try:
-        return safe_open(_name_of(file), framework="pt", device="cpu")
-    except (MemoryError, RuntimeError) as error:  # of safetensors or torch
-        raise CheckpointError(f"it does not fit into memory ({first_line(error)}); free some") from error
-
-
-def _parse_config(file: BufferedReader) -> dict[str, Any]:
-    data = files.parse_json(file.read(MAX_CONFIG + 1), CONFIG, most=MAX_CONFIG)
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        problem = f'it was not written by hydra_ensembles (it has no "format": "{FORMAT}")'
-        raise CheckpointError(f"{problem}; use its own library and hydra_ensembles.convert, and a folder of its own")
-    return data
+    with _reading(folder, CONFIG) as path:
+        record = files.read_object(path)
+        if record.get("format") != FORMAT:
+            raise CheckpointError("it was not written by hydra_ensembles; convert the model: hydra_ensembles.convert")
+        if (version := record.get("format_version")) != FORMAT_VERSION:
+            problem = f"it has the format version {version}, and this version reads {FORMAT_VERSION}"
+            raise CheckpointError(
+                f"{problem}: convert and calibrate the original again, or use the version that wrote it"
+            )
+        if record.pop(DIGEST, None) != digest(record):
+            raise CheckpointError("its content was changed; change models in Python (with_metadata), and save again")
+        if record["kind"] not in kinds:
+            raise CheckpointError(f"a model of kind {record['kind']!r}, not {' or '.join(kinds)}; he.load reads any")
+    text = ""
+    if TOKENIZER in record["files"]:
+        with _reading(folder, TOKENIZER) as path:
+            _verify(path, record)
+            text = path.read_text(encoding="utf-8")
+    with _reading(folder, WEIGHTS) as path:
+        _verify(path, record)
+        tensors = load_file(path)
+    return Contents(record["kind"], record["model"], _with_tokenizer(record["metadata"], text)[0], tensors)
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn any error about a file into a `CheckpointError` that names it."""
+def _reading(folder: Path, name: str) -> Iterator[Path]:
+    """The path of one of the files; any error about it is raised as a `CheckpointError` that names it."""
+    path = folder / SAVED / name if (folder / SAVED / name).exists() else folder / name
     try:
-        yield
+        with path.open("rb") as file:
+            if file.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER:
+                raise CheckpointError("it is only a git-lfs pointer; fetch the content with: git lfs pull")
+        yield path
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: {_missing(path.parent, path.name)}") from error
+        raise CheckpointError(f"{path}: {_missing(folder, name)}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}); check its permissions and the disk") from error
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged or incomplete ({error}); save or download it again") from error
-    except (CheckpointError, ConfigError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
 
 
-def _open(path: Path, folder: Path) -> BufferedReader:
-    """Open a regular file inside the folder for reading."""
-    try:
-        real = path.resolve(strict=True)
-        root = folder.resolve(strict=True)
-    except RuntimeError as error:  # symlink loop; an OSError from Python 3.13 on
-        raise CheckpointError(_missing(folder, path.name)) from error
-    roots = [root]
-    if root.parent.name == "snapshots":  # the hub client's cache has links into sibling `blobs` folders
-        roots += [above / "blobs" for above in root.parents[1:3]]
-    if not any(real.is_relative_to(allowed) for allowed in roots):
-        raise CheckpointError(f"it is a link to {real}, outside its folder; copy the file into the folder")
-    if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would block forever
-        raise CheckpointError("it is not a plain file; a checkpoint contains nothing else")
-    file = path.open("rb")
-    if file.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER:
-        file.close()
-        raise CheckpointError("it is only a git-lfs pointer; fetch the content with: git lfs pull")
-    file.seek(0)
-    return file
+def _verify(path: Path, record: Mapping[str, Any]) -> None:
+    if _checksum(path) != record["files"][path.name]:
+        raise CheckpointError(f"its SHA-256 is not the one in {CONFIG}; save or download the model again")
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _missing(folder: Path, name: str) -> str:
     """Error message for a missing file."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(path.name for path in folder.iterdir())
     remedy = "give a folder that save_pretrained wrote"
-    if name == CONFIG and (inside := [one for one in names if (folder / one / CONFIG).is_file()]):  # a build's folder
+    if name == CONFIG and (inside := [one for one in names if (folder / one / CONFIG).is_file()]):
         remedy += f", one of {', '.join(inside)}"
     if name == WEIGHTS and any(file.endswith(PICKLES) for file in names):
         remedy = "pickles can run code and are never read: load the model with its own library, convert and save it"
     return f"there is no {name} (the folder has {names[:8] or 'no files'}); {remedy}"
+
+
+def _first_line(error: Exception) -> str:
+    """Type and first line of another library's error, for our own message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no further details'}"

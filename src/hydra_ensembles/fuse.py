@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ._utils import warn
-from .arguments import Count, Rate, checked
 from .convert.convert import convert_if_needed
 from .errors import ConfigError
 from .heads.masking import Model
 from .model.config import KeptHeads, Sharing
 from .model.dual_encoder import DualEncoder
 from .model.ensemble import Ensemble, singles
-from .model.input_checks import require_values
 from .model.kinds import require_model, require_single
 from .model.layers import GroupedLinear
 from .model.member_states import (
@@ -33,6 +31,7 @@ from .model.member_states import (
     warn_if_equal,
 )
 from .model.stem_readout import Projections, linear, projection_config
+from .settings import Count, Rate, require
 
 Fusion = Literal["mean", "separate"]
 StemFusion = Literal["shared", "mean", "separate"]
@@ -61,15 +60,14 @@ def fuse(
     trunk: int | None = ...,
     average: float = ...,
 ) -> Ensemble | Any: ...
-@checked
 def fuse(
     members: Iterable[Ensemble | DualEncoder | nn.Module],
     stem: StemFusion = "shared",
     mlp: Fusion = "mean",
     norms: Fusion = "separate",
     readout: Fusion = "separate",
-    trunk: Count | None = None,
-    average: Count | Rate = 0,
+    trunk: int | None = None,
+    average: float = 0,
 ) -> Ensemble | DualEncoder:
     """Fuse fine-tunings, or differently pruned copies, of one model into one ensemble that runs in one forward pass.
 
@@ -121,8 +119,10 @@ def fuse(
     models: list[Ensemble | DualEncoder] = [convert_if_needed(model) for model in listed(members, "fuse")]
     for member in models:
         require_model(member, "fuse")
-    require_values(next(models[0].parameters(), None))
-    how: FusionByGroup = {"stem": stem, "mlp": mlp, "norms": norms, "readout": readout}
+    how: dict[str, StemFusion] = {"stem": require("stem", stem, StemFusion)}
+    for group, fusion in (("mlp", mlp), ("norms", norms), ("readout", readout)):
+        how[group] = require(group, fusion, Fusion)
+    trunk, average = require("trunk", trunk, Count | None), require("average", average, Count | Rate)
     duals = [member for member in models if isinstance(member, DualEncoder)]
     ensembles = [member for member in models if isinstance(member, Ensemble)]
     if duals and ensembles:

@@ -1,44 +1,41 @@
 """The README.md of a saved model: the template is `model_card.md`, the sections are generated here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from .model.config import GROUPS, DualEncoderConfig, EnsembleConfig
-from .model.cost import describe
+from .model.config import GROUPS, EnsembleConfig
 from .model.metadata import ACCEPTS_ALL, Metadata
 
-State = Mapping[str, Tensor]
-
-
-def model_card(name: str, config: EnsembleConfig, metadata: Metadata, state: State) -> str:
-    """Text of the model card: what the model is, what was pruned, how to load it (as `name`), and its metrics."""
-    image = config.kind == "image"
-    classifies = config.readout.num_classes > 0
-    task = f"{config.kind}-classification" if classifies else f"{'image-' if image else ''}feature-extraction"
-    summary = f"An ensemble with one member{_origin(metadata)}"
-    if config.members > 1:
-        summary = f"{config.members} transformers{_origin(metadata)} that answer in one forward pass, with the logits "
-        summary += "of every member, so that each prediction comes with its uncertainty"
-    call = f"{'predict' if classifies else 'features'}({config.kind}s)"
-    return _card(name, "Ensemble", call, task, summary, _sections("model", "", config, metadata, state))
-
-
-def dual_model_card(name: str, config: DualEncoderConfig, image: Metadata, text: Metadata, state: State) -> str:
-    """Text of the model card of a dual encoder: like `model_card`, tower by tower."""
-    in_members = f", for {config.members} members in one pass per tower" if config.members > 1 else ""
-    width = config.embedding_of("image")
-    summary = f"A dual encoder{_origin(image)}: images and texts in one embedding of width {width}{in_members}"
-    sections = []
-    for tower, tower_config, metadata in (("image", config.image, image), ("text", config.text, text)):
-        tower_state = {key: tensor for key, tensor in state.items() if key.startswith(f"{tower}.")}
-        sections.append(_sections(f"{tower} tower", f", {tower} tower", tower_config, metadata, tower_state))
-    task = "zero-shot-image-classification"
-    return _card(name, "DualEncoder", "encode_image(images)", task, summary, "\n\n".join(sections))
-
+if TYPE_CHECKING:
+    from .model.dual_encoder import DualEncoder
+    from .model.ensemble import Ensemble
 
 _ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {sign: f"\\{sign}" for sign in "\\|[]"})
+
+
+def model_card(name: str, model: "Ensemble") -> str:
+    """Text of the model card: what the model is, what was pruned, how to load it (as `name`), and its metrics."""
+    image = model.kind == "image"
+    task = f"{model.kind}-classification" if model.num_classes else f"{'image-' if image else ''}feature-extraction"
+    summary = f"An ensemble with one member{_origin(model.metadata)}"
+    if model.num_members > 1:
+        summary = (
+            f"{model.num_members} transformers{_origin(model.metadata)} that answer in one forward pass, with the "
+        )
+        summary += "logits of every member, so that each prediction comes with its uncertainty"
+    call = f"{'predict' if model.num_classes else 'features'}({model.kind}s)"
+    return _card(name, "Ensemble", call, task, summary, _sections("model", "", model))
+
+
+def dual_model_card(name: str, model: "DualEncoder") -> str:
+    """Text of the model card of a dual encoder: like `model_card`, tower by tower."""
+    in_members = f", for {model.num_members} members in one pass per tower" if model.num_members > 1 else ""
+    summary = f"A dual encoder{_origin(model.image.metadata)}: images and texts in one embedding of width "
+    summary += f"{model.embedding_width}{in_members}"
+    towers = (("image", model.image), ("text", model.text))
+    sections = "\n\n".join(_sections(f"{tower} tower", f", {tower} tower", one) for tower, one in towers)
+    return _card(name, "DualEncoder", "encode_image(images)", "zero-shot-image-classification", summary, sections)
 
 
 def one_line(text: object) -> str:
@@ -61,15 +58,15 @@ def _table(*rows: Sequence[object]) -> str:
     return "\n".join("| " + " | ".join(one_line(cell) for cell in line) + " |" for line in lines)
 
 
-def _sections(title: str, which: str, config: EnsembleConfig, metadata: Metadata, state: State) -> str:
+def _sections(title: str, which: str, model: "Ensemble") -> str:
     """All sections about an ensemble, or about one tower (`which`); unknown facts are left out."""
-    labels = ", ".join(one_line(label) for label in metadata.labels[:20])
+    metadata = model.metadata
     more = f" and {len(metadata.labels) - 20} more" if len(metadata.labels) > 20 else ""
     metrics = [(name, f"{value:.6g}") for name, value in metadata.metrics.items()]
     texts = {
-        f"The {title}": _facts(config, metadata, state),
-        f"Heads kept{which}": _heads(config),
-        f"Labels{which}": labels + more,
+        f"The {title}": _table(("", ""), *_facts(model)),
+        f"Heads kept{which}": _heads(model.config),
+        f"Labels{which}": ", ".join(one_line(label) for label in metadata.labels[:20]) + more,
         f"Calibration{which}": _calibration(metadata),
         f"Metrics{which}": _table(("metric", "value"), *metrics) if metrics else "",
         f"History{which}": "\n".join(f"{i}. {one_line(line)}" for i, line in enumerate(metadata.history, start=1)),
@@ -77,25 +74,23 @@ def _sections(title: str, which: str, config: EnsembleConfig, metadata: Metadata
     return "\n\n".join(f"## {heading}\n\n{text}" for heading, text in texts.items() if text)
 
 
-def _facts(config: EnsembleConfig, metadata: Metadata, state: State) -> str:
-    encoder = config.encoder
-    cost = describe(config, sum(tensor.numel() for tensor in state.values()))
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in state.values()})
-    sizes = f"{encoder.layers} layers, width {encoder.width}, {encoder.heads} heads of {encoder.head_dim}"
-    rows = [("", ""), ("source", metadata.source or "unknown"), ("members", str(config.members)), ("encoder", sizes)]
-    rows += [("parameters", f"{cost.parameters:,} ({', '.join(dtypes)})")]
-    rows += [("multiply-adds", f"{cost.multiply_adds:,} for one input of {cost.tokens} tokens")]
+def _facts(model: "Ensemble") -> Iterable[tuple[str, object]]:
+    """Rows of the table about a model: what it is, what it costs, how it reads its inputs."""
+    config, encoder, metadata, cost = model.config, model.config.encoder, model.metadata, model.describe()
+    yield "source", metadata.source or "unknown"
+    yield "members", config.members
+    yield "encoder", f"{encoder.layers} layers, width {encoder.width}, {encoder.heads} heads of {encoder.head_dim}"
+    yield "parameters", f"{cost.parameters:,} ({str(model.dtype).removeprefix('torch.')})"
+    yield "multiply-adds", f"{cost.multiply_adds:,} for one input of {cost.tokens} tokens"
     if config.members > 1:
-        shared = ", ".join(group for group in GROUPS if getattr(config.sharing, group))
-        trunk = f"first {config.trunk} of {encoder.layers} layers" if config.trunk else "none"
-        rows += [("shared by the members", shared or "nothing"), ("shared trunk", trunk)]
+        yield "shared by the members", ", ".join(one for one in GROUPS if getattr(config.sharing, one)) or "nothing"
+        yield "shared trunk", f"first {config.trunk} of {encoder.layers} layers" if config.trunk else "none"
     if metadata.preprocessing is not None:
         origin = f" (from: {metadata.preprocessing_from})" if metadata.preprocessing_from else ""
-        rows += [("preprocessing", f"{metadata.preprocessing}{origin}")]
+        yield "preprocessing", f"{metadata.preprocessing}{origin}"
     if metadata.text_side is not None:
-        templates = ", ".join(metadata.text_side.settings.templates)
-        rows += [("prompts", f"{templates}; the text towers are kept, so `he.retarget` can set other classes")]
-    return _table(*rows)
+        templates = ", ".join(metadata.text_side.templates)
+        yield "prompts", f"{templates}; the text towers are kept, so `he.retarget` can set other classes"
 
 
 def _heads(config: EnsembleConfig) -> str:
@@ -105,12 +100,12 @@ def _heads(config: EnsembleConfig) -> str:
     kept = sum(len(heads) for member in config.heads for heads in member)
     if kept == total:
         return f"Nothing was pruned: every member keeps all {counts[0]} heads of every layer."
-    rows = [["layer", *(f"member {member}" for member in range(config.members))]]
 
     def cell(heads: Sequence[int], count: int) -> str:
         removed = ", ".join(str(head) for head in range(count) if head not in heads)
         return f"{len(heads)} (without {removed})" if removed else str(len(heads))
 
+    rows = [["layer", *(f"member {member}" for member in range(config.members))]]
     names = [*map(str, range(config.encoder.layers)), "pooling"]
     for name, count, members in zip(names, counts, zip(*config.heads, strict=True), strict=False):
         rows.append([name, *(cell(heads, count) for heads in members)])
@@ -118,29 +113,23 @@ def _heads(config: EnsembleConfig) -> str:
 
 
 def _calibration(metadata: Metadata) -> str:
-    """The temperature, and every threshold for abstaining with the share of inputs that it promises to accept."""
-    calibration = metadata.calibration
+    """The temperature, and every threshold for abstaining with the share of inputs that it accepts."""
+    calibration, familiarity = metadata.calibration, metadata.familiarity
     if calibration is None:
         return ""
-    of_mean = calibration.calibrates == "probs" and len(calibration.temperature) == 1
-    after = " (of the mean probabilities)" if of_mean else ""
-    text = f"Temperature{after}: {', '.join(f'{temperature:.4g}' for temperature in calibration.temperature)}."
-    limits = [(f"`{calibration.score}`", calibration.threshold, "unsure", calibration.accepted_share)]
-    if metadata.familiarity is not None:
-        fitted = metadata.familiarity.settings
-        limits += [(f"`{fitted.scores[0]}` of the features", fitted.threshold, "unfamiliar", fitted.accepted_share)]
+    text = f"Temperature: {', '.join(f'{temperature:.4g}' for temperature in calibration.temperature)}."
+    limits = [(f"`{calibration.score}`", calibration.threshold, "unsure")]
+    if familiarity is not None:
+        limits.append(
+            (f"`{familiarity.settings.scores[0]}` of the features", familiarity.settings.threshold, "unfamiliar")
+        )
     rules = [
-        (f"the score {score} is above {threshold:.4g} ({reason})", share)
-        for score, threshold, reason, share in limits
+        f"the score {score} is above {threshold:.4g} ({reason})"
+        for score, threshold, reason in limits
         if threshold is not None and threshold < ACCEPTS_ALL
     ]
-    if not rules:
-        never = " Every input is accepted: there were too few held-out samples to decline any, or the share was 100 %."
-        return text if calibration.threshold is None else text + never
-    shares = " and ".join(f"{100 * share:.4g} %" for share in dict.fromkeys(share for _, share in rules))
-    text += f" Abstain if {', or '.join(rule for rule, _ in rules)}. {'Each' if len(rules) > 1 else 'This'} "
-    text += f"accepts {shares} of inputs like the held-out validation data"
-    if len(rules) == 1:
-        return f"{text}."
-    both = max(sum(share for _, share in rules) - 1.0, 0.0)
-    return f"{text}, both together at least {100 * both:.4g} %."
+    if rules:
+        share = f"{100 * calibration.accepted_share:.4g} %"
+        return f"{text} Abstain if {', or '.join(rules)}: {share} of inputs like the held-out data are accepted."
+    never = " Every input is accepted: there were too few held-out samples to decline any, or the share was 100 %."
+    return text if calibration.threshold is None else text + never

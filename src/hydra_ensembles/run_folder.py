@@ -18,7 +18,6 @@ from ._distributed import launched_rank
 from ._utils import require_same_run
 from .checkpoint import IDENTITY as IDENTITY
 from .checkpoint import RESULT as RESULT
-from .checkpoint import clean_up_checkpoint
 from .classes import a_few
 from .errors import CheckpointError
 from .heads.ranking import HeadRanking
@@ -89,9 +88,8 @@ class RunFolder:
             return
         with files.locked(self.path, "run"), files.resumable(self.path):
             if not self._begin():  # else the folder may be anyone's so far: keep its hidden files
-                leftovers = (*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*"))
-                for folder in {path.parent for path in leftovers} - {self.path}:  # the root is no model, and is locked
-                    clean_up_checkpoint(folder)
+                for folder in self.path.rglob(".saving.*.tmp"):
+                    files.remove(folder)
                 files.remove_leftovers(self.path)
             self._working = True
             try:

@@ -102,9 +102,11 @@ def digest(*parts: Any) -> str:
             found.update(tensors_digest(part.state_dict()).encode())
             for tower in (part.image, part.text) if isinstance(part, he.DualEncoder) else (part,):
                 found.update(digest(to_plain(tower.config), to_plain(tower.metadata.plain)).encode())
-                for beside in (tower.metadata.text_side, tower.metadata.familiarity):
-                    if beside is not None:
-                        found.update(digest(to_plain(beside.settings), *chain(*sorted(beside.state.items()))).encode())
+                side, fitted = tower.metadata.text_side, tower.metadata.familiarity
+                if side is not None:
+                    found.update(digest(side.tower, side.templates, side.logit_scale).encode())
+                if fitted is not None:
+                    found.update(digest(to_plain(fitted.settings), *chain(*sorted(fitted.state.items()))).encode())
         elif isinstance(part, Tensor):
             found.update(tensors_digest({"": part}).encode())
         else:

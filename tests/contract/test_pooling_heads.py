@@ -1,6 +1,5 @@
 """Heads of an attention pooling (SigLIP, PE) can be pruned, fused and ranked like the heads of blocks."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -150,13 +149,3 @@ def test_a_dual_encoder_and_its_zero_shot_classifier_lose_them() -> None:
     for model in (texts_alone, apart):
         expected = torch.cat([he.zero_shot(model.member(index), NAMES)(pixels) for index in range(2)])
         assert close(he.zero_shot(model, NAMES)(pixels), expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["separate", "shared"])
-def test_files_that_store_a_pooling_as_whole_matrices_answer_as_before(kind: str) -> None:
-    folder = Path(__file__).parent / "pooled_before"
-    ensemble = he.Ensemble.from_pretrained(folder / kind)
-    expected = torch.tensor(json.loads((folder / "answers.json").read_text())[kind])
-    assert torch.allclose(ensemble(torch.linspace(-1, 1, 48).reshape(2, 3, 2, 4)), expected, atol=1e-6)
-    assert ensemble.config.heads == (((0,), (0, 1, 2)), ((0, 1), (0, 1, 2)))

@@ -15,7 +15,7 @@ from hydra_ensembles.model_card import dual_model_card, model_card
 
 
 def card_of(model: Ensemble, name: str = "my-model") -> str:
-    return model_card(name, model.config, model.metadata, model.state_dict())
+    return model_card(name, model)
 
 
 def test_the_hub_can_read_every_card() -> None:
@@ -24,7 +24,7 @@ def test_the_hub_can_read_every_card() -> None:
     for name, task in (("single", "image-"), ("text", "text-"), ("map_pooled", "image-feature-extraction")):
         assert cards[name].pipeline_tag.startswith(task)
     dual = he.convert(open_clip_model())
-    card = dual_model_card("clip", dual.config, dual.image.metadata, dual.text.metadata, dual.state_dict())
+    card = dual_model_card("clip", dual)
     assert ModelCard(card).data.pipeline_tag == "zero-shot-image-classification"
     assert all(f"| parameters | {one.describe().parameters:,} (float32) |" in card for one in (dual.image, dual.text))
 
@@ -38,7 +38,7 @@ def test_the_card_names_heads_thresholds_and_what_all_of_them_accept() -> None:
     card, known = card_of(both), both.metadata
     assert f"`msp` is above {known.calibration.threshold:.4g} (unsure)" in card
     assert f"features is above {known.familiarity.settings.threshold:.4g} (unfamiliar)" in card
-    assert "both together at least 90 %" in card
+    assert "95 % of inputs like the held-out data are accepted" in card
     assert "Abstain" not in card_of(plain.with_metadata(calibration=Calibration()))
     assert "Every input is accepted" in card_of(plain.with_metadata(calibration=Calibration(threshold=ACCEPTS_ALL)))
 

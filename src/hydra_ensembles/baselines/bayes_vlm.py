@@ -23,10 +23,10 @@ from ..model.config import Sharing
 from ..model.dropout import dropping
 from ..model.dual_encoder import DualEncoder, embed
 from ..model.ensemble import Ensemble
-from ..model.input_checks import Given
+from ..model.inputs import Given
 from ..model.kinds import require_model
-from ..model.layers import GroupedLinear
-from ..model.metadata import PROJECTION, Metadata, TextSide
+from ..model.layers import GroupedLinear, linear
+from ..model.metadata import Metadata
 from ..model.zero_shot import (
     DEFAULT_TEMPLATES,
     Templates,
@@ -290,10 +290,9 @@ class VLMPosterior:
         new[_CLASSES] = classes * self.dual.logit_scale.double().cpu().exp()
         state |= {name: tensor.to(state[name]) for name, tensor in new.items()}
         side = base.metadata.text_side
-        if side is not None and side.settings.projection is not None:
-            drawn = {PROJECTION + name: tensor.to(side.state[PROJECTION + name]) for name, tensor in of_text.items()}
-            copies = replace(side.settings.projection, copies=members)
-            side = TextSide(replace(side.settings, projection=copies), {**side.state, **drawn})
+        if side is not None and side.projection is not None:
+            drawn = {name: tensor.to(side.projection.weight) for name, tensor in of_text.items()}
+            side = replace(side, projection=linear(drawn["weight"], drawn.get("bias")))
         line = f"{members} projections of BayesVLM, prior precisions {self.image.prior:.4g} and {self.text.prior:.4g}"
         return Ensemble.from_state(many.config, state, base.metadata.after(line, text_side=side))
 

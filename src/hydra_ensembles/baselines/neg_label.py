@@ -11,7 +11,7 @@ from .._utils import derive_seed, without_autocast
 from ..errors import ConfigError, DataError
 from ..model.ensemble import Ensemble
 from ..model.metadata import TextSide
-from ..model.zero_shot import Templates, checked_templates, class_embeddings, text_side_of, text_tower
+from ..model.zero_shot import Templates, checked_templates, class_embeddings, text_side_of
 from ..settings import Checked, PositiveShare, Seed, Share, Whole
 from .building_blocks import embedding_statistics, scale_of, scored
 
@@ -72,7 +72,7 @@ def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates |
     """
     embedding_statistics(ensemble, "embed_words")  # raises unless it is a zero-shot classifier
     side = text_side_of(ensemble)
-    sentences = side.settings.templates if templates is None else checked_templates(templates)
+    sentences = side.templates if templates is None else checked_templates(templates)
     distinct = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
     if not distinct:
         raise DataError("there are no words to embed; give a large list of them, such as WordNet's nouns")
@@ -80,8 +80,8 @@ def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates |
 
 
 def _embedded(side: TextSide, words: Sequence[str], sentences: Sequence[str], device: torch.device) -> Tensor:
-    tower, projection = text_tower(side, device)
-    return class_embeddings(tower, projection, words, sentences).float()  # [G, N, e], of length one
+    side = side.on(device)
+    return class_embeddings(side.tower, side.projection, words, sentences).float()  # [G, N, e], of length one
 
 
 @without_autocast()

@@ -27,7 +27,7 @@ from ..heads.members import Score
 from ..heads.ranking import Head
 from ..metrics.distance import FamiliarityName, ready, unfamiliarity
 from ..model.ensemble import Ensemble
-from ..model.input_checks import Arguments
+from ..model.inputs import Arguments
 
 Method = Literal["naive", "exact"]
 Ties = Literal["likelihood", "order"]

@@ -266,7 +266,7 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
     fitted, calibration = ensemble.metadata.familiarity, ensemble.metadata.calibration
     calibration = calibration and calibration.brief
     description = ensemble.describe()
-    metadata = to_plain(replace(ensemble.metadata.plain, calibration=calibration, train_marks=()))
+    metadata = to_plain(replace(ensemble.metadata.plain, calibration=calibration))
     if isinstance(ensemble.metadata.preprocessing, TextPreprocessing):
         metadata["preprocessing"]["tokenizer"] = bool(metadata["preprocessing"]["tokenizer"])  # not the vocabulary
     return {

@@ -292,7 +292,7 @@ def evaluate_logits(
 
 def fitted_sets(metadata: Metadata, calibration: Calibration, familiarity: Familiarity | None) -> dict[str, FittedSet]:
     """Digests of the samples that trained the model or fitted part of it, by what they were used for."""
-    sets = {"trained the model": metadata.trained_set, "fitted the calibration": calibration.fitted_set}
+    sets = {"fitted the calibration": calibration.fitted_set}
     return sets if familiarity is None else {**sets, "fitted the familiarity": familiarity.settings.fitted_set}
 
 

@@ -31,7 +31,7 @@ from ..fingerprints import model_fingerprint, tensors_digest
 from ..metrics.inputs import at_least_float32, check_finite, warn_of_probabilities, where
 from ..model.dropout import evaluating
 from ..model.ensemble import Ensemble
-from ..model.input_checks import model_call, require_values
+from ..model.inputs import model_call
 from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys
@@ -296,7 +296,6 @@ def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.
         elif isinstance(model, nn.Module):
             parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
             if parameter is not None:
-                require_values(parameter)
                 home, dtype = parameter.device, parameter.dtype
                 if device not in (None, home):
                     restoring.callback(model.to, home)

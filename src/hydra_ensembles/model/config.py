@@ -1,12 +1,11 @@
 """Frozen model configurations that validate themselves."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from ..arguments import Checked, InnerShare, Range, Rate
 from ..errors import ConfigError
-from ..schema import ADDED_LATER
+from ..settings import Checked, InnerShare, Range, Rate
 
 MAX_SIZE = 1 << 24  # larger than any width, vocabulary or count of a real model; guards against absurd files
 MAX_COPIES = 4096  # maximum number of layers, heads and members
@@ -91,13 +90,13 @@ class EncoderConfig(Checked):
     activation_dropout: Rate = 0.0
     output_dropout: Rate = 0.0
     drop_path: tuple[Rate, ...] = ()
-    first_norm: bool = field(default=True, metadata=ADDED_LATER)
-    key_bias: bool = field(default=True, metadata=ADDED_LATER)
-    up_bias: bool = field(default=True, metadata=ADDED_LATER)
-    mlp_norm: bool = field(default=False, metadata=ADDED_LATER)
-    rotary: RotaryConfig | None = field(default=None, metadata=ADDED_LATER)
-    local: tuple[bool, ...] = field(default=(), metadata=ADDED_LATER)
-    window: Size | None = field(default=None, metadata=ADDED_LATER)
+    first_norm: bool = True
+    key_bias: bool = True
+    up_bias: bool = True
+    mlp_norm: bool = False
+    rotary: RotaryConfig | None = None
+    local: tuple[bool, ...] = ()
+    window: Size | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,8 +136,8 @@ class PatchStemConfig(Checked):
     norm: bool = False
     norm_eps: Epsilon = 1e-5
     dropout: Rate = 0.0
-    norm_kind: NormKind = field(default="layer", metadata=ADDED_LATER)
-    learned_positions: bool = field(default=True, metadata=ADDED_LATER)
+    norm_kind: NormKind = "layer"
+    learned_positions: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,8 +180,8 @@ class TextStemConfig(Checked):
     norm_eps: Epsilon = 1e-12
     project: bool = False
     dropout: Rate = 0.0
-    norm_kind: NormKind = field(default="layer", metadata=ADDED_LATER)
-    learned_positions: bool = field(default=True, metadata=ADDED_LATER)
+    norm_kind: NormKind = "layer"
+    learned_positions: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,10 +238,10 @@ class ReadoutConfig(Checked):
     map_heads: SizeOrZero = 0
     map_mlp_width: SizeOrZero = 0
     map_activation: Activation = "gelu"
-    cosine: CosineConfig | None = field(default=None, metadata=ADDED_LATER)
-    hidden_bias: bool = field(default=True, metadata=ADDED_LATER)
-    hidden_norm: bool = field(default=False, metadata=ADDED_LATER)
-    pool_prefix: bool = field(default=False, metadata=ADDED_LATER)
+    cosine: CosineConfig | None = None
+    hidden_bias: bool = True
+    hidden_norm: bool = False
+    pool_prefix: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

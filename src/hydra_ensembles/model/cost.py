@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import few_digits
-from ..arguments import Count, Whole, checked
 from ..batches import move
 from ..errors import ConfigError, DataError
 from .config import EncoderConfig, EnsembleConfig, KeptHeads, PatchStemConfig
 from .dropout import evaluating
-from .input_checks import Given, model_call
+from .inputs import Given, model_call
 
 Name = TypeVar("Name", bound=str)
 
@@ -137,9 +136,8 @@ class Cost:
     repeats: int
 
 
-@checked
 def measure_costs(
-    models: Mapping[str, Callable[[Any], Any]], inputs: Given, *, repeats: Whole = 20, warmup: Count = 3
+    models: Mapping[str, Callable[[Any], Any]], inputs: Given, *, repeats: int = 20, warmup: int = 3
 ) -> tuple[Cost, ...]:
     """Measure models on one batch of inputs, all of them on the device of the inputs.
 

@@ -9,16 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..batches import READ
-from ..checkpoint import Stored
+from ..checkpoint import Contents, Saved, placed
 from ..errors import ConfigError, DataError
+from ..model_card import dual_model_card
+from ..settings import from_plain, to_plain
 from .config import DualEncoderConfig, output_width
 from .cost import Description
 from .dropout import OurModel
-from .ensemble import Ensemble, Saved, build_with_state, copied
+from .ensemble import Ensemble, build_with_state, copied
 from .layers import GroupedLinear
 from .member_states import member_index
 from .metadata import Metadata
-from .saved_contents import DUAL_ENCODER, Contents, dual_encoder_contents, read_dual_encoder
 from .stem_readout import Projections, projection_config, projection_from
 
 Tower = Literal["image", "text"]
@@ -48,7 +49,7 @@ class DualEncoder(OurModel, Saved):
         True
     """
 
-    _kind = DUAL_ENCODER
+    _kind = "dual_encoder"
 
     def __init__(
         self,
@@ -156,14 +157,19 @@ class DualEncoder(OurModel, Saved):
         return cls(*towers, projections, scale, scale if config.logit_bias else None)
 
     def _contents(self, name: str) -> Contents:
-        return dual_encoder_contents(name, self.config, self.image.metadata, self.text.metadata, self.state_dict())
+        metadata = {"image": self.image.stored().metadata, "text": self.text.stored().metadata}
+        return Contents(self._kind, to_plain(self.config), metadata, self.state_dict(), dual_model_card(name, self))
 
     @classmethod
-    def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "DualEncoder":
-        config, image, text = stored.read(read_dual_encoder)
-        layers = config.image.encoder.layers + config.text.encoder.layers
-        state = stored.tensors(lambda: cls._empty(config, image, text).state_dict(), device, dtype, at_least=layers)
-        return cls.from_state(config, state, image, text)
+    def _restored(
+        cls, contents: Contents, device: str | torch.device | None, dtype: torch.dtype | None
+    ) -> "DualEncoder":
+        config = from_plain(DualEncoderConfig, contents.model, "config.model")
+        image, text = (
+            from_plain(Metadata, contents.metadata[name], f"config.metadata.{name}") for name in ("image", "text")
+        )
+        state = placed(contents.tensors, device, dtype)
+        return build_with_state(lambda: cls._empty(config, image, text), state)
 
     @property
     def device(self) -> torch.device:
@@ -191,9 +197,10 @@ def embed(
     foreign = READ["text" if tower.kind == "image" else "image"]  # a processor returns inputs of both towers together
     named = {name: value for name, value in named.items() if name not in foreign}
     if isinstance(inputs, Mapping):
-        inputs = {name: value for name, value in inputs.items() if name not in foreign}
-    elif inputs is not None and not isinstance(inputs, Tensor):
-        inputs = tower.prepare(list(inputs) if isinstance(inputs, tuple) else inputs)
+        kept = {name: value for name, value in inputs.items() if name not in foreign}
+        inputs = kept if len(kept) < len(inputs) else inputs
+    elif isinstance(inputs, tuple):
+        inputs = list(inputs)
     x = tower(inputs, **named)  # [M or 1, B, d]
     if projection is not None:
         x = projection(x)

@@ -1,37 +1,27 @@
 """The Ensemble: M members, one forward pass, logits [M, B, C]."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .._utils import warn
-from ..arguments import checked
-from ..batches import READ, Inputs, move
-from ..checkpoint import Stored, load_checkpoint, push_checkpoint, save_checkpoint
+from ..checkpoint import Contents, Saved, placed
+from ..digest import digest
 from ..errors import ConfigError, DataError
-from ..files import expanded
+from ..model_card import model_card
 from ..prediction import Prediction
-from ..preprocessing import is_raw
+from ..settings import from_plain, to_plain
+from ..store import Form
 from . import LATER
-from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
+from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig
 from .cost import Description, describe
 from .dropout import OurModel, dropping
-from .input_checks import (
-    Arguments,
-    Given,
-    check_device,
-    check_inputs,
-    collect_inputs,
-    require_values,
-    warn_of_odd_images,
-)
-from .layers import Context, Encoder, GroupedNorm
+from .inputs import Arguments, Given, Prepared, read_inputs
+from .layers import Context, Encoder, GroupedNorm, linear
 from .member_states import (
     member_config,
     member_index,
@@ -39,14 +29,22 @@ from .member_states import (
     require_same_architecture,
     require_same_dtype_and_device,
 )
-from .metadata import Calibration, Metadata, common_metadata, member_metadata, text_state
-from .saved_contents import ENSEMBLE, FAMILIARITY, TEXT_SIDE, Contents, ensemble_contents, read_ensemble, with_parts
-from .stem_readout import PatchStem, Readout, TextStem, projection_from
+from .metadata import (
+    Calibration,
+    Familiarity,
+    FamiliaritySettings,
+    Metadata,
+    TextSide,
+    common_metadata,
+    member_metadata,
+)
+from .stem_readout import PatchStem, Readout, TextStem
 
 if TYPE_CHECKING:
     from ..optimize.runner import OptimizedEnsemble
 
 Model = TypeVar("Model", bound=nn.Module)
+TEXT_SIDE, FAMILIARITY = "text_side", "familiarity"  # their keys in the metadata, and the prefixes of their tensors
 
 
 def build_with_state(build: Callable[[], Model], state: Mapping[str, Tensor], frozen: Iterable[str] = ()) -> Model:
@@ -100,56 +98,6 @@ def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
 
-class Saved(ABC):
-    """Saving, loading and publishing; subclasses define what is stored and how it is read back."""
-
-    _kind: str  # of its checkpoints
-
-    @abstractmethod
-    def _contents(self, name: str) -> Contents:
-        """Everything that is saved; `name` is the model's name in the model card."""
-
-    @classmethod
-    @abstractmethod
-    def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> Self:
-        """Build the model from an opened checkpoint."""
-
-    @checked
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card into a folder.
-
-        An earlier save is replaced; if the process is killed, the folder holds the earlier or the new model, complete.
-        """
-        save_checkpoint(folder, self._contents(expanded(folder).resolve().name))
-
-    @classmethod
-    @checked
-    def from_pretrained(
-        cls,
-        source: str | Path,
-        *,
-        revision: str | None = None,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        token: str | None = None,
-    ) -> Self:
-        """Load what `save_pretrained` or `push_to_hub` wrote, in evaluation mode; no code is run.
-
-        Arguments and errors are those of `he.load`, which reads models of any kind; one of another class is refused.
-        """
-        return load_checkpoint(
-            source, (cls._kind,), lambda stored: cls._restored(stored, device, dtype), revision=revision, token=token
-        )
-
-    @checked
-    def push_to_hub(
-        self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
-    ) -> str:
-        """Publish on the hub as `owner/name`, in one commit; returns the URL of that commit."""
-        contents = self._contents(repo_id)
-        return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
-
-
 class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a module
     """A transformer classifier with M members: stem, encoder, readout; `forward` returns `[M, B, C]`.
 
@@ -187,7 +135,7 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         2
     """
 
-    _kind = ENSEMBLE
+    _kind = "ensemble"
 
     def __init__(self, config: EnsembleConfig, metadata: Metadata | None = None) -> None:
         super().__init__()
@@ -237,7 +185,7 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
 
     def forward(
         self,
-        inputs: Given | None = None,
+        inputs: Any = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         **named: Any,
@@ -252,17 +200,17 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         Args:
             inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping from a tokenizer or image processor
                 (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`); or raw inputs, as for
-                `predict`.
+                `predict`; or what `prepare` returned, which is not read and checked again.
             attention_mask: `[B, T]`, 1 at tokens and 0 at padding.
             token_type_ids: `[B, T]`, the segment of each token.
             named: The same as keywords: `ensemble(**tokenizer(texts, return_tensors="pt"))`. Keywords that do not
-                affect the answer (`labels`, see `input_checks.IGNORED_INPUTS`) are ignored; all others are refused.
+                affect the answer (`labels`, see `inputs.IGNORED`) are ignored; all others are refused.
         """
-        return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids, **named)))
+        return self._forward(*self.unpack(inputs, attention_mask, token_type_ids, **named))
 
     def features(self, *inputs: Any, **named: Any) -> Tensor:
         """Pooled features `[M, B, d]`, the input of the classifier or its hidden layer; arguments as for `forward`."""
-        return self._per_member(self.readout.pool(*self._encoded(*inputs, **named)))
+        return self._per_member(self.readout.pool(*self._encoded(*self.unpack(*inputs, **named))))
 
     @torch.no_grad()
     def predict(
@@ -286,9 +234,9 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
             check_finite: Refuse logits that are NaN or infinite. On a GPU this waits for them; nothing else does.
             named: As keywords, as for `forward`: `ensemble.predict(**tokenizer(texts, return_tensors="pt"))`.
         """
-        ready = self.prepare(inputs, attention_mask, token_type_ids, **named)
         with dropping(False):
-            return self.prediction(*self.answers(ready), check_finite=check_finite)
+            answers = self.answers(inputs, attention_mask, token_type_ids, **named)
+        return self.prediction(*answers, check_finite=check_finite)
 
     def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`.
@@ -303,37 +251,13 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
 
     def features_and_logits(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Pooled features `[M, B, d]`, those of two tokens concatenated, and member logits `[M, B, C]`."""
-        pooled = self.readout.pool(*self._encoded(*inputs, **named))
+        pooled = self.readout.pool(*self._encoded(*self.unpack(*inputs, **named)))
         logits = self.readout.classify(pooled)
         return self._per_member(pooled.flatten(2)), self._per_member(logits)
 
-    def prepare(
-        self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
-    ) -> Inputs:
-        """Turn inputs of `predict` into inputs of `forward`: checked, then moved to the model's device and dtype."""
-        by_name = bool(named) or attention_mask is not None or token_type_ids is not None
-        ready = isinstance(inputs, Tensor | Mapping) or (inputs is None and by_name)
-        if not ready:
-            if self.metadata.preprocessing is None:
-                why = f" ({self.metadata.preprocessing_from})" if self.metadata.preprocessing_from else ""
-                advice = "give tensors, or convert the model with processor="
-                raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing{why}; {advice}")
-            pair = self.kind == "text" and isinstance(inputs, tuple)
-            if pair and len(inputs) == 2:
-                warn(
-                    "two texts in a tuple are read as one pair, with one answer; write a pair as [(first, second)], "
-                    "and two separate texts as a list: a DataLoader gives batches of texts as tuples"
-                )
-            inputs = self.metadata.preprocessing([inputs] if pair else inputs)
-        arguments = self.unpack(inputs, attention_mask, token_type_ids, **named)
-        home = next(self.parameters())
-        require_values(home)
-        if arguments[0].is_meta:
-            raise DataError("the inputs are on the device 'meta', where tensors have no values; give real ones")
-        if ready and self.kind == "image":
-            warn_of_odd_images(self.config, arguments[0], self.metadata.preprocessing)
-        present = {name: tensor for name, tensor in zip(READ[self.kind], arguments, strict=False) if tensor is not None}
-        return move(arguments[0] if self.kind == "image" else present, home.device, home.dtype)
+    def prepare(self, *inputs: Any, **named: Any) -> Prepared:
+        """Read and check arguments of `forward`, raw inputs too, and move them to the model's device and dtype."""
+        return Prepared.of(self.kind, self.unpack(*inputs, **named))
 
     def prediction(self, logits: Tensor, unfamiliarity: Tensor | None = None, check_finite: bool = True) -> Prediction:
         """Turn the results of `answers` into a prediction, with the calibration and class names of this ensemble."""
@@ -345,13 +269,50 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         about = None if familiarity is None or unfamiliarity is None else familiarity.about(unfamiliarity)
         return calibration.prediction(logits, metadata.labels or None, check_finite, about)
 
-    def _encoded(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    def unpack(
+        self,
+        inputs: Any = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **named: Any,
+    ) -> Arguments:
+        """What `prepare` does, as a tuple: images or token ids, attention mask, segments."""
+        if isinstance(inputs, Prepared):
+            return inputs.arguments
+        named |= {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        if not isinstance(inputs, Tensor | Mapping | None):
+            inputs = self._preprocessed(inputs)
+        arguments = read_inputs(self.config, inputs, named)
+        home = next(self.parameters(), None)  # replicas of `nn.DataParallel` have no parameters
+        if home is None or torch.compiler.is_compiling():
+            return arguments
+        main, mask, segments = (
+            one if one is None else one.to(home.device, home.dtype if one.is_floating_point() else None)
+            for one in arguments
+        )
+        return main, mask, segments
+
+    def _preprocessed(self, raw: Any) -> Given:
+        """Pictures or texts as tensors."""
+        preprocessing = self.metadata.preprocessing
+        if preprocessing is None:
+            why = f" ({self.metadata.preprocessing_from})" if self.metadata.preprocessing_from else ""
+            advice = "give tensors, or convert the model with processor="
+            raise DataError(f"got {type(raw).__name__}, but there is no saved preprocessing{why}; {advice}")
+        if self.kind == "text" and isinstance(raw, tuple):  # a DataLoader gives batches of texts as tuples
+            raise DataError("got a tuple of texts; write a pair as [(first, second)], and separate texts as a list")
+        return preprocessing(raw)
+
+    def _forward(self, inputs: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        """Member logits `[M, B, C]` of arguments that are prepared."""
+        return self._per_member(self.readout(*self._encoded(inputs, mask, segments)))
+
+    def _encoded(
+        self, inputs: Tensor, mask: Tensor | None, segments: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The readout's inputs: tokens after the last block `[N, B, T', d]`, key mask, main input."""
-        arguments = self.unpack(*inputs, **named)
-        if not torch.compiler.is_compiling():
-            check_device(arguments, next(self.parameters(), None))
-        x, context = self.embed(*arguments)
-        return self.encoder(x, context, self.readout.tokens_read()), context.key_mask, arguments[0]
+        x, context = self.embed(inputs, mask, segments)
+        return self.encoder(x, context, self.readout.tokens_read()), context.key_mask, inputs
 
     def embed(
         self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
@@ -365,15 +326,6 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         x = self.stem(inputs, token_type_ids)
         key_mask = None if attention_mask is None else attention_mask.bool()
         return x, self.encoder.context(key_mask, (inputs.shape[1],), x)
-
-    def unpack(
-        self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
-    ) -> Arguments:
-        """Main input, mask and segments from any arguments of `forward`, checked against the configuration."""
-        if inputs is not None and not isinstance(inputs, Tensor | Mapping) and is_raw(inputs):
-            inputs = self.prepare(inputs)
-        arguments = collect_inputs(self.kind, inputs, attention_mask, token_type_ids, named)
-        return check_inputs(self.config, arguments, self.metadata.preprocessing)
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
         """A frozen, faster runner of this ensemble; for the options see `OptimizedEnsemble`."""
@@ -434,27 +386,51 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
 
     # --- saving and loading ------------------------------------------------------------------------------
 
+    def stored(self) -> Contents:
+        """Configuration, metadata and tensors as they are saved; a text side is an ensemble of its own, nested."""
+        metadata, tensors = self.metadata, self.whole_state()
+        plain: dict[str, Any] = to_plain(metadata.plain)
+        if (side := metadata.text_side) is not None:
+            tower = side.tower.stored()
+            plain[TEXT_SIDE] = {"model": tower.model, "metadata": tower.metadata, "templates": list(side.templates)}
+            plain[TEXT_SIDE] |= {"logit_scale": to_plain(side.logit_scale), "logit_bias": to_plain(side.logit_bias)}
+            projection = {} if side.projection is None else side.projection.state_dict()
+            tensors |= {f"{TEXT_SIDE}.tower.{name}": tensor for name, tensor in tower.tensors.items()}
+            tensors |= {f"{TEXT_SIDE}.projection.{name}": tensor for name, tensor in projection.items()}
+        if metadata.familiarity is not None:
+            plain[FAMILIARITY] = to_plain(metadata.familiarity.settings)
+            tensors |= {f"{FAMILIARITY}.{name}": tensor for name, tensor in metadata.familiarity.state.items()}
+        return Contents(self._kind, to_plain(self.config), plain, tensors)
+
     def _contents(self, name: str) -> Contents:
-        state = self.whole_state()
-        return ensemble_contents(name, self.config, self.metadata, state)
+        warn_if_edited(self)
+        return replace(self.stored(), card=model_card(name, self))
 
     @classmethod
-    def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":
-        config, metadata, texts, fitted = stored.read(read_ensemble)
-
-        def expected() -> dict[str, Tensor]:
-            """The tensors of ensemble, text side and statistics, by their names in a checkpoint."""
-            state = cls(config).state_dict()
-            if texts is not None:
-                projection = projection_from(texts.projection, output_width(texts.tower))
-                side = text_state(cls(texts.tower).state_dict(), {} if projection is None else projection.state_dict())
-                state |= {f"{TEXT_SIDE}.{name}": tensor for name, tensor in side.items()}
-            shapes = {} if fitted is None else fitted.shapes(config.members, config.readout.num_classes)
-            return state | {f"{FAMILIARITY}.{name}": torch.empty(shape) for name, shape in shapes.items()}
-
-        tensors = stored.tensors(expected, device, dtype, at_least=config.encoder.layers)
-        state, metadata = with_parts(tensors, metadata, texts, fitted)
-        return cls.from_state(config, state, metadata)
+    def _restored(cls, contents: Contents, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":
+        plain = dict(contents.metadata)
+        side, settings = plain[TEXT_SIDE], plain[FAMILIARITY]
+        plain |= {TEXT_SIDE: None, FAMILIARITY: None}
+        config = from_plain(EnsembleConfig, contents.model, "config.model")
+        metadata = from_plain(Metadata, plain, "config.metadata")
+        texts, statistics = contents.part(f"{TEXT_SIDE}."), contents.part(f"{FAMILIARITY}.")
+        beside = {
+            f"{prefix}.{name}" for prefix, part in ((TEXT_SIDE, texts), (FAMILIARITY, statistics)) for name in part
+        }
+        if side is not None:
+            tower = replace(contents, model=side["model"], metadata=side["metadata"], tensors=texts)
+            tower = replace(tower, tensors=tower.part("tower."))
+            maps = placed(replace(tower, tensors=texts).part("projection."), None, dtype)
+            projection = linear(maps["weight"], maps.get("bias")) if maps else None
+            bias = None if side["logit_bias"] is None else tuple(side["logit_bias"])
+            kept = cls._restored(tower, None, dtype), projection, tuple(side["logit_scale"]), bias
+            metadata = replace(metadata, text_side=TextSide(*kept, tuple(side["templates"])))
+        if settings is not None:
+            fitted = from_plain(FamiliaritySettings, settings, f"config.metadata.{FAMILIARITY}")
+            metadata = replace(metadata, familiarity=Familiarity(fitted, placed(statistics, None, torch.float32)))
+        metadata.check(config)
+        state = {name: tensor for name, tensor in contents.tensors.items() if name not in beside}
+        return build_with_state(lambda: cls(config, metadata), placed(state, device, dtype))
 
     # --- description -------------------------------------------------------------------------------------
 
@@ -474,6 +450,22 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         )
 
 
+def weights_of(ensemble: Ensemble) -> str:
+    """Digest of the weights, for `Calibration.weights`; it begins with their dtype."""
+    return f"{ensemble.dtype}:{digest(ensemble)}"
+
+
+def warn_if_edited(ensemble: Ensemble) -> None:
+    """Warn if an ensemble has other weights than those it was calibrated with; another dtype only rounds them."""
+    calibration = ensemble.metadata.calibration
+    if calibration is None or calibration.weights.partition(":")[0] != str(ensemble.dtype):
+        return
+    if calibration.weights != weights_of(ensemble):
+        warn(
+            "the weights were changed after this ensemble was calibrated, so its calibration is wrong: calibrate again"
+        )
+
+
 def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], KeptHeads, Metadata]:
     """States and heads of all members, and their common metadata; refused if they cannot form one ensemble."""
     require_same_architecture([model.config for model in ensembles])
@@ -485,3 +477,6 @@ def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], Kep
             known.append(member_metadata(metadata, index, model.num_members))
     require_same_dtype_and_device(states)
     return states, tuple(heads for model in ensembles for heads in model.config.heads), common_metadata(known)
+
+
+ENSEMBLE: Form[Ensemble] = Form("", Ensemble.from_pretrained, lambda folder, model: model.save_pretrained(folder))

@@ -7,16 +7,12 @@ import torch
 from torch import nn
 
 from .._utils import unwrapped
-from ..arguments import checked
-from ..checkpoint import Stored, load_checkpoint
+from ..checkpoint import load_checkpoint
 from ..errors import ConfigError
 from .dual_encoder import DualEncoder
 from .ensemble import Ensemble
-from .input_checks import require_values
-from .saved_contents import DUAL_ENCODER, ENSEMBLE
 
 
-@checked
 def load(
     source: str | Path,
     *,
@@ -51,12 +47,9 @@ def load(
         >>> torch.equal(again(images), base(images))
         True
     """
-    kinds: dict[str, Any] = {ENSEMBLE: Ensemble, DUAL_ENCODER: DualEncoder}
-
-    def restored(stored: Stored) -> Any:
-        return kinds[stored.record.kind]._restored(stored, device, dtype)
-
-    return load_checkpoint(source, kinds, restored, revision=revision, token=token)
+    kinds: dict[str, Any] = {kind._kind: kind for kind in (Ensemble, DualEncoder)}
+    contents = load_checkpoint(source, kinds, revision=revision, token=token)
+    return kinds[contents.kind]._restored(contents, device, dtype)
 
 
 def require_model(model: object, caller: str, *kinds: type) -> Any:
@@ -80,7 +73,6 @@ def require_model(model: object, caller: str, *kinds: type) -> Any:
 def require_ensemble(model: object, caller: str, classifies: bool = False) -> Ensemble:
     """Return the model, or raise if it is not an `Ensemble` with weights or, with `classifies`, has no classes."""
     ensemble: Ensemble = require_model(model, caller, Ensemble)
-    require_values(next(ensemble.parameters(), None))
     if classifies and not ensemble.num_classes:
         raise ConfigError(f"{caller} takes a classifier, this ensemble has none; convert the model with num_labels=")
     return ensemble

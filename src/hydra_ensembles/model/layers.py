@@ -436,6 +436,22 @@ class GroupedLinear(nn.Module):
             y = y + bias[:, None, :]
         return y.unflatten(1, x.shape[1:-1])  # [M, B, T, out]
 
+    def member(self, index: int) -> "GroupedLinear":
+        """A copy of the map that one member uses."""
+        copy = [min(index, len(self.weight) - 1)]  # the only one if shared by all
+        return linear(self.weight[copy], None if self.bias is None else self.bias[copy])
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
+    """A map with copies of the given weights, `[G, out, in]` and `[G, out]`."""
+    copies, outputs, inputs = weight.shape
+    with torch.device("meta"):
+        projection = GroupedLinear(copies, inputs, outputs, bias is not None)
+    projection.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
+    if bias is not None:
+        projection.bias = nn.Parameter(bias.detach().clone(memory_format=torch.contiguous_format))
+    return projection
+
 
 class GroupedNorm(nn.Module):
     """LayerNorm, with or without a bias, or RMSNorm over the last axis, with one set of weights or one per member."""

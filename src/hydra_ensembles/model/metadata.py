@@ -3,27 +3,30 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._utils import warn
-from ..arguments import Checked, Count, PositiveShare
 from ..errors import ConfigError
 from ..metrics.conformal import Reference
 from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, nearest_class, ready, unfamiliarity
-from ..overlap import FittedSet, union_of
+from ..overlap import FittedSet
 from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from ..schema import ADDED_LATER, short
-from .config import EnsembleConfig, ProjectionConfig
-from .member_states import differing_names, join_equal, member_config, member_state
+from ..settings import Checked, Count, PositiveShare, short
+from .config import EnsembleConfig
+from .layers import GroupedLinear, linear
+from .member_states import differing_names, join_equal
+
+if TYPE_CHECKING:
+    from .ensemble import Ensemble
 
 ACCEPTS_ALL = torch.finfo(torch.float32).max  # threshold if samples are too few for another; finite, for JSON
-Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # one entry for all members, or one for each
 T = TypeVar("T")
 
 
@@ -42,10 +45,11 @@ class Calibration(Checked):
     threshold: float | None = None
     score: ScoreName = "msp"
     accepted_share: PositiveShare = 0.95
-    calibrates: Calibrates = field(default="logits", metadata=ADDED_LATER)
-    reference: Reference | None = field(default=None, metadata=ADDED_LATER)
-    marks: tuple[str, ...] = field(default=(), repr=False, metadata=ADDED_LATER)
-    logit_marks: tuple[str, ...] = field(default=(), repr=False, metadata=ADDED_LATER)
+    calibrates: Calibrates = "logits"
+    reference: Reference | None = None
+    marks: tuple[str, ...] = field(default=(), repr=False)
+    logit_marks: tuple[str, ...] = field(default=(), repr=False)
+    weights: str = field(default="", repr=False)  # digest of the weights it was fitted with, `weights_of`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,11 +120,11 @@ class FamiliaritySettings(Checked):
     accepted_share: PositiveShare = 0.95
     reference: Reference | None = None
     marks: tuple[str, ...] = field(default=(), repr=False)
-    embedding: Count = field(default=0, metadata=ADDED_LATER)
-    hidden: tuple[Count, ...] = field(default=(), metadata=ADDED_LATER)
-    words: tuple[Count, Count] = field(default=(0, 0), metadata=ADDED_LATER)
-    projected: bool = field(default=False, metadata=ADDED_LATER)
-    halved: bool = field(default=False, repr=False, metadata=ADDED_LATER)
+    embedding: Count = 0
+    hidden: tuple[Count, ...] = ()
+    words: tuple[Count, Count] = (0, 0)
+    projected: bool = False
+    halved: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,27 +166,11 @@ class FamiliaritySettings(Checked):
 
 
 @dataclass(frozen=True, eq=False)
-class _WithTensors:
-    """Settings and the tensors they describe; immutable."""
-
-    settings: Any
-    state: Mapping[str, Tensor] = field(repr=False)
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self) or self.settings != other.settings:
-            return False
-        return self.state.keys() == other.state.keys() and not differing_names([self.state, other.state])
-
-    def part(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names start with `prefix`, without the prefix."""
-        return {name.removeprefix(prefix): tensor for name, tensor in self.state.items() if name.startswith(prefix)}
-
-
-@dataclass(frozen=True, eq=False)
-class Familiarity(_WithTensors):
-    """Fitted statistics, in float32 on the CPU, with the names given by the settings."""
+class Familiarity:
+    """Fitted statistics, in float32 on the CPU, with the names given by the settings; immutable."""
 
     settings: FamiliaritySettings
+    state: Mapping[str, Tensor] = field(repr=False)
     _placed: dict[torch.device, dict[str, Statistics]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -193,6 +181,15 @@ class Familiarity(_WithTensors):
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: not the statistics placed on devices."""
         return {**vars(self), "_placed": {}}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Familiarity) or self.settings != other.settings:
+            return False
+        return self.state.keys() == other.state.keys() and not differing_names([self.state, other.state])
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names start with `prefix`, without the prefix."""
+        return {name.removeprefix(prefix): tensor for name, tensor in self.state.items() if name.startswith(prefix)}
 
     def scores(self, features: Tensor, logits: Tensor) -> Tensor:
         """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
@@ -236,8 +233,6 @@ class Metadata(Checked):
         text_side: For a zero-shot ensemble, the text towers that `retarget` needs; None if there are none.
         familiarity: Fitted statistics for how familiar an input is; None if nothing was fitted.
         preprocessing_from: Where the preprocessing was taken from, or why there is none; empty when unknown.
-        train_marks: Digests of some samples that trained it with this library: `calibrate` warns if it is given them.
-        train_samples: How many samples trained it with this library.
     """
 
     source: str = ""
@@ -246,16 +241,9 @@ class Metadata(Checked):
     calibration: Calibration | None = None
     history: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    text_side: "TextSide | None" = field(default=None, metadata=ADDED_LATER)
-    familiarity: Familiarity | None = field(default=None, metadata=ADDED_LATER)
-    preprocessing_from: str = field(default="", metadata=ADDED_LATER)
-    train_marks: tuple[str, ...] = field(default=(), repr=False, metadata=ADDED_LATER)
-    train_samples: int = field(default=0, metadata=ADDED_LATER)
-
-    @property
-    def trained_set(self) -> FittedSet:
-        """What is stored about the samples that trained it."""
-        return FittedSet(self.train_marks, self.train_samples)
+    text_side: "TextSide | None" = None
+    familiarity: Familiarity | None = None
+    preprocessing_from: str = ""
 
     @property
     def plain(self) -> "Metadata":
@@ -315,9 +303,8 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
         warn(f"member {bare} has no class names, so all have none; {advice}")
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
     side = join_text_sides([member.text_side for member in members])
-    marks, samples = union_of([member.trained_set for member in members])
     common = replace(members[0].unmeasured, labels=labels, preprocessing=preprocessing, history=history, text_side=side)
-    return replace(common, preprocessing_from=origin, train_marks=marks, train_samples=samples)
+    return replace(common, preprocessing_from=origin)
 
 
 def _common(values: Sequence[T], name: str) -> T:
@@ -342,58 +329,58 @@ def invalid_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
 
 # --- the text side of a zero-shot ensemble ---------------------------------------------------------------
 
-TOWER, PROJECTION = "tower.", "projection."
 
+@dataclass(frozen=True, eq=False)
+class TextSide:
+    """What turns class names into class embeddings: a text tower with its tokenizer, on the CPU, and a projection.
 
-@dataclass(frozen=True)
-class TextSettings:
-    """Settings of a text side, without its weights; `logit_scale` and `logit_bias` as in a dual encoder."""
+    Tower, projection, scale and bias are there once, or once per member. It takes no part in inference.
 
-    tower: EnsembleConfig
-    projection: ProjectionConfig | None
+    Attributes:
+        tower: The text tower; its preprocessing has the tokenizer.
+        projection: Map of its features into the common embedding; None if they are the embedding.
+        logit_scale: Logarithm of the scale, as in a dual encoder.
+        logit_bias: Added to the scaled cosines; None for no bias.
+        templates: Sentences with `{label}`.
+    """
+
+    tower: "Ensemble"
+    projection: GroupedLinear | None
     logit_scale: tuple[float, ...]
     logit_bias: tuple[float, ...] | None
     templates: tuple[str, ...]
-    preprocessing: TextPreprocessing
 
-    def __post_init__(self) -> None:
-        if any(count not in (1, self.members) for count in self._copies()):
-            raise ConfigError(f"each part of a text side must be there once or once per member, got {self._copies()}")
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TextSide) or self._plain != other._plain:
+            return False
+        ours, theirs = ([nn.ModuleList([one.tower, one.projection]).state_dict()] for one in (self, other))
+        return ours[0].keys() == theirs[0].keys() and not differing_names(ours + theirs)
+
+    @property
+    def _plain(self) -> tuple[object, ...]:
+        """Everything but the weights."""
+        return self.tower.config, self.tower.metadata, self.logit_scale, self.logit_bias, self.templates
 
     @property
     def members(self) -> int:
         """Number of members that differ in any part; 1 if one text side serves all."""
-        return max(self._copies())
-
-    def _copies(self) -> tuple[int, ...]:
-        """Number of copies of tower, projection, scale and bias."""
-        projection = 1 if self.projection is None else self.projection.copies
-        biases = 1 if self.logit_bias is None else len(self.logit_bias)
-        return self.tower.members, projection, len(self.logit_scale), biases
-
-
-@dataclass(frozen=True, eq=False)
-class TextSide(_WithTensors):
-    """A text tower (weights `TOWER…`, as in an ensemble) with its projection (`PROJECTION…`), scale and tokenizer."""
-
-    settings: TextSettings
+        maps = 1 if self.projection is None else len(self.projection.weight)
+        return max(self.tower.num_members, maps, len(self.logit_scale), len(self.logit_bias or "1"))
 
     def member(self, index: int) -> "TextSide":
         """The text side of one member."""
-        old = self.settings
-        if old.members == 1:
+        if self.members == 1:
             return self
-        copy = min(index, old.tower.members - 1)
-        tower = member_state(old.tower, self.part(TOWER), copy)
-        projection = {name: _of_member(tensor, index) for name, tensor in self.part(PROJECTION).items()}
-        settings = replace(
-            old,
-            tower=member_config(old.tower, copy),
-            projection=None if old.projection is None else replace(old.projection, copies=1),
-            logit_scale=_of_member(old.logit_scale, index),
-            logit_bias=None if old.logit_bias is None else _of_member(old.logit_bias, index),
-        )
-        return TextSide(settings, text_state(tower, projection))
+        tower = self.tower.member(min(index, self.tower.num_members - 1))
+        bias = None if self.logit_bias is None else _of_member(self.logit_bias, index)
+        projection = None if self.projection is None else self.projection.member(index)
+        return TextSide(tower, projection, _of_member(self.logit_scale, index), bias, self.templates)
+
+    def on(self, device: torch.device) -> "TextSide":
+        """The text side with its weights on a device."""
+        if device == self.tower.device:
+            return self
+        return replace(self, tower=deepcopy(self.tower).to(device), projection=deepcopy(self.projection).to(device))
 
 
 def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
@@ -401,33 +388,37 @@ def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
     present = [side for side in sides if side is not None]
     if not present or len(present) < len(sides):
         return None
-    all_settings = [side.settings for side in present]
-    first = all_settings[0]
-    biases = [settings.logit_bias for settings in all_settings if settings.logit_bias is not None]
-    for settings in all_settings:
-        like_first = replace(settings, tower=first.tower, logit_scale=first.logit_scale, logit_bias=first.logit_bias)
-        if like_first != first or first.tower.differences(settings.tower) or len(biases) not in (0, len(all_settings)):
-            return None
-    config, tower = join_equal([settings.tower for settings in all_settings], [side.part(TOWER) for side in present])
-    projections = [side.part(PROJECTION) for side in present]
-    projection = projections[0]
-    stored = first.projection
-    if stored is not None and differing_names(projections):
-        projection = {name: torch.cat([state[name] for state in projections]) for name in projection}
-        stored = replace(stored, copies=len(present))
-    scale = _once_if_equal([settings.logit_scale for settings in all_settings])
-    bias = _once_if_equal(biases) if biases else None
-    joined = replace(first, tower=config, projection=stored, logit_scale=scale, logit_bias=bias)
-    return TextSide(joined, text_state(tower, projection))
+    first, towers = present[0], [side.tower for side in present]
+    projections = [side.projection for side in present]
+
+    def fits(side: TextSide) -> bool:
+        same_words = side.templates == first.templates and _words(side) == _words(first)
+        parts = zip((side.projection, side.logit_bias), (first.projection, first.logit_bias), strict=True)
+        return (
+            same_words
+            and not first.tower.config.differences(side.tower.config)
+            and all((one is None) == (other is None) for one, other in parts)
+        )
+
+    if not all(map(fits, present)):
+        return None
+    config, state = join_equal([tower.config for tower in towers], [tower.whole_state() for tower in towers])
+    maps = [projection for projection in projections if projection is not None]
+    if maps and not differing_names([projection.state_dict() for projection in maps]):
+        maps = maps[:1]
+    biases = [projection.bias for projection in maps if projection.bias is not None]
+    joined = linear(torch.cat([one.weight for one in maps]), torch.cat(biases) if biases else None) if maps else None
+    scale = _once_if_equal([side.logit_scale for side in present])
+    bias = _once_if_equal([side.logit_bias or () for side in present]) or None
+    return TextSide(first.tower.from_state(config, state, first.tower.metadata), joined, scale, bias, first.templates)
 
 
-def text_state(tower: Mapping[str, Tensor], projection: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of both parts, with their names in a text side."""
-    parts = ((TOWER, tower), (PROJECTION, projection))
-    return {prefix + name: tensor for prefix, part in parts for name, tensor in part.items()}
+def _words(side: TextSide) -> object:
+    """How a text side reads texts."""
+    return side.tower.metadata.preprocessing
 
 
-def _of_member(copies: Copied, index: int) -> Copied:
+def _of_member(copies: tuple[float, ...], index: int) -> tuple[float, ...]:
     """The value of one member if there is one per member, else the only value."""
     start = min(index, len(copies) - 1)
     return copies[start : start + 1]

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from .config import EncoderConfig, EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
 from .dropout import Dropout
-from .layers import ACTIVATIONS, Attention, Context, GroupedLinear, GroupedNorm, empty
+from .layers import ACTIVATIONS, Attention, Context, GroupedLinear, GroupedNorm, empty, linear
 
 
 class PatchStem(nn.Module):
@@ -273,14 +273,7 @@ class Projections(nn.Module):
 
     def member(self, index: int) -> "Projections":
         """A copy of the maps that one member uses."""
-
-        def of_member(projection: GroupedLinear | None) -> GroupedLinear | None:
-            if projection is None:
-                return None
-            copy = [min(index, projection.weight.shape[0] - 1)]  # the only one if shared by all
-            return linear(projection.weight[copy], None if projection.bias is None else projection.bias[copy])
-
-        return Projections(of_member(self.image), of_member(self.text))
+        return Projections(*(None if one is None else one.member(index) for one in (self.image, self.text)))
 
 
 def projection_from(config: ProjectionConfig | None, inputs: int) -> GroupedLinear | None:
@@ -294,17 +287,6 @@ def projection_config(projection: GroupedLinear | None) -> ProjectionConfig | No
         return None
     copies, outputs, _ = projection.weight.shape
     return ProjectionConfig(outputs, projection.bias is not None, copies)
-
-
-def linear(weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
-    """A map with copies of the given weights, `[G, out, in]` and `[G, out]`."""
-    copies, outputs, inputs = weight.shape
-    with torch.device("meta"):
-        projection = GroupedLinear(copies, inputs, outputs, bias is not None)
-    projection.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
-    if bias is not None:
-        projection.bias = nn.Parameter(bias.detach().clone(memory_format=torch.contiguous_format))
-    return projection
 
 
 def compose(inner: GroupedLinear | None, outer: GroupedLinear | None) -> GroupedLinear | None:

@@ -1,6 +1,7 @@
 """Zero-shot classifiers: an image tower, and class names that the text tower embeds once."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
@@ -8,19 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import without_autocast
-from ..arguments import checked
 from ..errors import ConfigError, DataError
 from ..preprocessing import TextPreprocessing
 from .config import CosineConfig, EnsembleConfig, Sharing
 from .dropout import dropping
 from .dual_encoder import DualEncoder, embed
-from .ensemble import Ensemble, build_with_state
-from .input_checks import require_values
+from .ensemble import Ensemble
 from .kinds import require_ensemble, require_model
 from .layers import GroupedLinear
 from .member_states import copies_of, head_axis, place_of
-from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, invalid_names, text_state
-from .stem_readout import compose, linear, projection_config
+from .metadata import Metadata, TextSide, invalid_names
+from .stem_readout import compose, projection_config
 
 Templates = str | Sequence[str]
 
@@ -81,7 +80,7 @@ def class_embeddings(
 
 def require_distinct(tower: Ensemble, names: Sequence[str], templates: Sequence[str]) -> None:
     """Refuse class names with the same tokens, naming two: no member can distinguish them."""
-    ids = tower.unpack(tower.prepare(prompts_of(names, templates)))[0]  # [C·templates, T]
+    ids = tower.unpack(prompts_of(names, templates))[0]  # [C·templates, T]
     by_tokens: dict[bytes, str] = {}
     for name, tokens in zip(names, ids.cpu().unflatten(0, (len(names), -1)), strict=True):
         earlier = by_tokens.setdefault(tokens.numpy().tobytes(), name)
@@ -100,7 +99,6 @@ def average_templates(embedded: Tensor, templates: int) -> Tensor:
 _CLASSIFIER, _PROJECTION, _CLASSES = "readout.classifier.", "readout.projection.", "readout.class_embeddings."
 
 
-@checked
 @without_autocast()
 def zero_shot(
     dual: DualEncoder, class_names: Sequence[str], templates: Templates = DEFAULT_TEMPLATES, keep_text: bool = True
@@ -132,7 +130,6 @@ def zero_shot(
     require_model(dual, "zero_shot", DualEncoder)
     if dual.image.readout.config.cosine is not None:
         raise ConfigError("the image tower must end in one feature vector, not in class embeddings; convert it again")
-    require_values(dual.logit_scale)
     names = checked_names(class_names)
     sentences = checked_templates(templates)
     side = _text_side(dual, sentences)
@@ -150,14 +147,13 @@ def zero_shot(
             state[name] = tensor.repeat(copies_of(config, name) // copies, *[1] * (tensor.dim() - 1))
     images, texts = dual.image.metadata.history, dual.text.metadata.history
     history = (*images, *(f"text tower: {line}" for line in texts if line not in images))
-    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in side.state.items() if keep_text}
-    text_side = TextSide(side.settings, weights) if keep_text else None
     line = f"zero-shot classifier of {len(names)} classes, {len(sentences)} templates"
-    metadata = replace(dual.image.metadata, history=history).after(line, labels=names, text_side=text_side)
+    metadata = replace(dual.image.metadata, history=history).after(
+        line, labels=names, text_side=_kept(side) if keep_text else None
+    )
     return Ensemble.from_state(config, state, metadata)
 
 
-@checked
 @without_autocast()
 def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Templates | None = None) -> Ensemble:
     """The same zero-shot ensemble for other classes, from the text towers it kept; the calibration is dropped.
@@ -177,8 +173,8 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
     """
     side = text_side_of(require_ensemble(ensemble, "retarget"))
     names = checked_names(class_names)
-    sentences = side.settings.templates if templates is None else checked_templates(templates)
-    side = TextSide(replace(side.settings, templates=sentences), side.state)
+    sentences = side.templates if templates is None else checked_templates(templates)
+    side = replace(side, templates=sentences)
     classes = _class_state(side, names, ensemble.device)
     copies = ensemble.config.copies("readout")
     if copies < len(classes[_CLASSES + "weight"]):  # fused with readout="mean"
@@ -192,24 +188,26 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
     return Ensemble.from_state(replace(ensemble.config, readout=readout), state, metadata)
 
 
-def text_tower(side: TextSide, device: torch.device) -> tuple[Ensemble, GroupedLinear | None]:
-    """Tower and projection of a text side, on a device."""
-    settings, parts = side.settings, (side.part(TOWER), side.part(PROJECTION))
-    weights, maps = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
-    tower = build_with_state(lambda: Ensemble(settings.tower, Metadata(preprocessing=settings.preprocessing)), weights)
-    return tower, linear(maps["weight"], maps.get("bias")) if maps else None
+def _kept(side: TextSide) -> TextSide:
+    """A copy of a text side on the CPU, with what its tower needs to read texts."""
+    tower = Ensemble.from_state(
+        side.tower.config, side.tower.whole_state(), Metadata(preprocessing=side.tower.metadata.preprocessing)
+    )
+    return replace(
+        side, tower=tower.cpu(), projection=None if side.projection is None else deepcopy(side.projection).cpu()
+    )
 
 
 def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
     """Weights of the readout: class embeddings times the logit scale `[G, C, e]`, and a bias per class `[G, C]`."""
-    settings, (tower, projection) = side.settings, text_tower(side, device)
-    require_distinct(tower, names, settings.templates)
-    classes = class_embeddings(tower, projection, names, settings.templates)
+    side = side.on(device)
+    require_distinct(side.tower, names, side.templates)
+    classes = class_embeddings(side.tower, side.projection, names, side.templates)
     dtype = torch.promote_types(classes.dtype, torch.float32)  # the scale is large: half precision would round it
-    weight = classes * torch.tensor(settings.logit_scale, dtype=dtype, device=device).exp()[:, None, None]
-    if settings.logit_bias is None:
+    weight = classes * torch.tensor(side.logit_scale, dtype=dtype, device=device).exp()[:, None, None]
+    if side.logit_bias is None:
         return {_CLASSES + "weight": weight}
-    bias = torch.tensor(settings.logit_bias, dtype=dtype, device=device)[:, None]
+    bias = torch.tensor(side.logit_bias, dtype=dtype, device=device)[:, None]
     return {_CLASSES + "weight": weight, _CLASSES + "bias": bias.expand(weight.shape[:2])}
 
 
@@ -232,10 +230,8 @@ def _config(dual: DualEncoder, projection: GroupedLinear | None, classes: Mappin
 
 def _text_side(dual: DualEncoder, templates: tuple[str, ...]) -> TextSide:
     """The text side of a dual encoder, around its own weights."""
-    preprocessing, projection = dual.text.metadata.preprocessing, dual.projections.text
-    if not isinstance(preprocessing, TextPreprocessing):
+    if not isinstance(dual.text.metadata.preprocessing, TextPreprocessing):
         raise DataError("the text tower has no tokenizer; convert the model with processor=")
-    scale = tuple(dual.logit_scale.double().tolist())
-    bias = None if dual.logit_bias is None else tuple(dual.logit_bias.double().tolist())
-    settings = TextSettings(dual.text.config, projection_config(projection), scale, bias, templates, preprocessing)
-    return TextSide(settings, text_state(dual.text.state_dict(), {} if projection is None else projection.state_dict()))
+    scale = tuple(dual.logit_scale.tolist())
+    bias = None if dual.logit_bias is None else tuple(dual.logit_bias.tolist())
+    return TextSide(dual.text, dual.projections.text, scale, bias, templates)

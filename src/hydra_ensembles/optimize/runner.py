@@ -17,7 +17,7 @@ from ..batches import Inputs
 from ..errors import ConfigError
 from ..model.cost import Description, interleaved_times
 from ..model.ensemble import Ensemble
-from ..model.input_checks import Given, check_device, require_values
+from ..model.inputs import Given
 from ..prediction import Prediction
 from .freeze import frozen, has_copies, with_plan
 from .frozen_layers import Plan
@@ -95,7 +95,6 @@ class OptimizedEnsemble:
             raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(chosen)}")
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {dtype}")
-        require_values(next(ensemble.parameters(), None))
         ensemble.whole_state()  # frozen layers cannot hold computed weights
         self.device, self.dtype = ensemble.device, dtype or ensemble.dtype
         on_cuda = self.device.type == "cuda"
@@ -108,7 +107,6 @@ class OptimizedEnsemble:
         usual = PLANS if has_copies(base) else PLANS[:1]
         self._modules: dict[Plan, Ensemble] = {plan: with_plan(base, plan) for plan in chosen or usual}
         self._model = next(iter(self._modules.values()))  # reads inputs and makes predictions
-        self._home = next(self._model.parameters())
         self._reset_state()
         if example_inputs is not None:
             self(example_inputs)
@@ -179,10 +177,7 @@ class OptimizedEnsemble:
         return f"OptimizedEnsemble({settings}, shapes={len(self.choices)})"
 
     def _arguments(self, *inputs: Any, **named: Any) -> RunArguments:
-        main, mask, segments = self._model.unpack(*inputs, **named)
-        main = main.to(self.dtype) if main.is_floating_point() else main
-        check_device((main, mask, segments), self._home)
-        return main, mask, segments
+        return self._model.unpack(*inputs, **named)
 
     def _choice(self, arguments: RunArguments) -> Choice:
         """The choice for arguments of these shapes: made before, or measured now if there are several plans."""

@@ -20,14 +20,13 @@ from tqdm.auto import tqdm
 from .._utils import __version__, collect_warnings, require, require_device, require_same_run
 from ..arguments import Whole, checked
 from ..batches import READ
-from ..checkpoint import locate
+from ..checkpoint import CONFIG, locate
 from ..data.dataset import decode_image, read_image
 from ..data.loading import Columns
 from ..errors import CheckpointError, ConfigError, DataError, HydraError, StorageError
 from ..files import checksum, digest_of, expanded, read_object, write_atomically
 from ..fingerprints import model_fingerprint, tensors_digest
 from ..model.ensemble import Ensemble
-from ..model.saved_contents import CONFIG
 from ..preprocessing import to_rgb
 from ..run_folder import RunFolder
 from ..schema import to_plain

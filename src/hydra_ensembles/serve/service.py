@@ -30,7 +30,6 @@ from ..data.dataset import decode_image
 from ..errors import ConfigError, DataError, HydraError, RequestError
 from ..model.dropout import dropping
 from ..model.ensemble import Ensemble
-from ..model.input_checks import warn_of_raw_pixels
 from ..model.metadata import Calibration
 from ..optimize.runner import USUAL_SHAPES, OptimizedEnsemble
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
@@ -196,8 +195,6 @@ class Service:
         """Rows from preprocessed inputs, `[B, …]` each; raises if they do not fit the model."""
         with collect_warnings() as notes:
             main, mask, segments = self.ensemble.unpack(inputs)
-            if self.kind == "image":
-                warn_of_raw_pixels(main, self.preprocessing)
         self._require_few(len(main))
         size = self.image_size
         if size is not None and tuple(main.shape[2:]) != size:

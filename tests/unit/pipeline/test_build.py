@@ -304,7 +304,7 @@ def test_heads_of_both_towers_are_pruned_or_those_of_the_image_tower_alone(tmp_p
     dual, images = dual_of(DUAL), DUAL.pixels()
     ensemble = of_clip(dual, class_names=NAMES, output=tmp_path)
     assert any("text tower: pruned" in line for line in ensemble.metadata.history)
-    towers = zip(ensemble.heads, ensemble.metadata.text_side.settings.tower.heads, strict=True)
+    towers = zip(ensemble.heads, ensemble.metadata.text_side.tower.heads, strict=True)
     assert [sum(map(len, (*image, *text))) for image, text in towers] == [16 - BOTH_TOWERS.prune] * 3
     assert he.retarget(ensemble, OTHER_NAMES)(images).shape == (3, len(images), len(OTHER_NAMES))
     alone = of_clip(he.zero_shot(dual, NAMES))

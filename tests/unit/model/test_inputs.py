@@ -1,9 +1,7 @@
 """Inputs of a model: every entry point reads them alike and ignores nothing that would change an answer."""
 
-import warnings
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,8 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.building_blocks import joined
-from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.model import ensemble as ensemble_module
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration
 from random_ensembles import CLASSES, random_ensemble
@@ -31,7 +30,6 @@ SEGMENTS = (torch.arange(7)[None] > 2).long() * MASK
 LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
 BATCH = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": SEGMENTS}
 PIXELS = torch.randn(2, 3, 4, 6, generator=GENERATOR)
-SIZES = (4, 6), (8, 6), (8, 12)  # the model's size, another, and the preprocessing's
 
 
 @cache
@@ -71,8 +69,6 @@ def test_predict_takes_mask_and_segments_where_forward_does(runner: Callable[[he
     for beside in ((MASK, SEGMENTS), (MASK.tolist(), SEGMENTS.tolist())):
         torch.testing.assert_close(run.predict(IDS, *beside).member_logits, expected)
     torch.testing.assert_close(run.predict(inputs=IDS, attention_mask=MASK).member_logits, run(IDS, MASK))
-    with pytest.raises(DataError, match="like the token ids"):  # formerly the position of check_finite
-        run.predict(IDS, False)
     with pytest.raises(DataError, match="like the token ids"):
         run.predict(IDS, MASK[:, :1])
     with pytest.raises(DataError, match="attention_mask"):
@@ -158,89 +154,38 @@ def test_segments_of_a_model_that_has_none_are_refused_unless_they_say_nothing()
         one(IDS, MASK, SEGMENTS)
 
 
-def warned_of(run: Callable[[], object]) -> list[str]:
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        run()
-    return [str(each.message) for each in caught]
-
-
-@pytest.mark.parametrize("way", ["forward", "predict", "optimized", "mc_dropout"])
-def test_padding_where_the_first_token_is_read_is_warned_of(way: str) -> None:
-    first = model()
-    assert first.config.readout.pool == "cls"
-    last = he.Ensemble.from_state(
-        replace(first.config, readout=replace(first.config.readout, pool="last")), first.state_dict()
-    )
-    left = {name: one.flip(1) for name, one in BATCH.items()}
-    with pytest.warns(HydraWarning, match="padding_side"):
-        WAYS[way](first, left)
-    assert warned_of(lambda: (WAYS[way](first, BATCH), WAYS[way](last, left))) == []
-    near = replace(first.config.encoder, local=(True,) * first.num_layers, window=2)
-    local = he.Ensemble.from_state(replace(first.config, encoder=near), first.state_dict())
-    with pytest.raises(DataError, match="padding_side"):
-        WAYS[way](local, left)
-
-
-@pytest.mark.parametrize("masks", [True, False, None])
-def test_padding_without_a_mask_is_warned_of_where_the_tokenizer_gives_one_or_positions_count_from_it(masks) -> None:
-    """None: a RoBERTa converted without its tokenizer."""
-    known = he.TextPreprocessing(tokenizer="{}", max_length=7, pad_id=1, attention_mask=bool(masks))
-    one, padded = model().with_metadata(preprocessing=None if masks is None else known), IDS * MASK + (1 - MASK)
-    assert one.config.stem.positions_after == 1
-    assert warned_of(lambda: (one(padded, MASK), one(IDS))) == []
-    told = warned_of(lambda: (one(padded), one(padded.flip(1))))
-    assert ["the padding id 1, but" in said for said in told] == [True, True] * (masks is not False)
-
-
-def test_two_texts_in_a_tuple_are_said_to_be_a_pair() -> None:
-    """A DataLoader gives texts as tuples; two of them once got a single answer."""
+def test_two_texts_in_a_tuple_are_refused() -> None:
+    """A DataLoader gives texts as tuples; two of them would get a single answer, as a pair."""
     one, two = served("text"), ("hello wörld", "hello")
-    with pytest.warns(HydraWarning, match="one pair"):
-        pair = one.predict(two)
-    assert torch.equal(pair.probs, one.predict([two]).probs)
-    assert len(one.predict(list(two))) == 2
+    with pytest.raises(DataError, match="pair"):
+        one.predict(two)
+    assert (len(one.predict([two])), len(one.predict(list(two)))) == (1, 2)
 
 
-def pixels(low: float, high: float, *size: int) -> Tensor:
-    return torch.linspace(low, high, 3 * size[0] * size[1]).repeat(2).reshape(2, 3, *size)
+def test_inputs_are_read_checked_and_moved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, read = model(members=2), []
+    original = ensemble_module.read_inputs
+    monkeypatch.setattr(ensemble_module, "read_inputs", lambda *given: (read.append(1), original(*given))[1])
+    for run in (one, one.predict, one.features, one.answers):
+        run(BATCH)
+    assert len(read) == 4
+    prepared, expected = one.prepare(BATCH), one.predict(BATCH).probs
+    del read[:]
+    assert torch.equal(one.predict(prepared).probs, expected)
+    assert torch.equal(one(prepared), one(**prepared))
+    assert len(read) == 1
 
 
-def prepared(mean: float, std: float = 0.5) -> he.ImagePreprocessing:
-    return he.ImagePreprocessing(size=(8, 12), mean=(mean,) * 3, std=(std,) * 3)
-
-
-@pytest.mark.parametrize(
-    ("known", "images", "said"),
-    [
-        *((prepared(0.5), pixels(-1, 1, *size), "positions" if size == (8, 6) else None) for size in SIZES),
-        (prepared(0.5), pixels(0, 255, 4, 6), "normalised"),
-        (prepared(0.5), pixels(0, 255, 4, 6).round() / 255, "normalised"),
-        (prepared(0.5), pixels(128, 255, 4, 6).round() / 255 * 2 - 1, None),  # a bright picture, normalised
-        (None, pixels(0, 255, 4, 6).round() / 255, None),
-        (prepared(0.5), pixels(0, 1, 4, 6), "normalised"),  # not 8-bit values, but the full range of [0, 1]
-        (prepared(0.0, 1.0), pixels(0, 1, 4, 6), None),
-    ],
-)
-def test_images_of_a_size_or_of_values_that_the_model_was_not_made_for_are_warned_of(
-    known: Any, images: Tensor, said: str | None
-) -> None:
-    one = model(IMAGE).with_metadata(preprocessing=known)
-    found = warned_of(lambda: (one.predict(images), one.predict(pixel_values=images)))
-    assert [str(said) in each for each in found] == [True, True] * (said is not None)
-
-
-def test_forward_names_a_dtype_that_does_not_fit_and_predict_converts_it() -> None:
+def test_inputs_are_moved_to_the_dtype_of_the_model() -> None:
     one = model(IMAGE)
-    with pytest.raises(DataError, match=r"float64.*float32"):
-        one(PIXELS.double())
-    assert torch.equal(one.predict(PIXELS.double()).probs, one.predict(PIXELS).probs)
+    assert torch.equal(one(PIXELS.double()), one(PIXELS))
     with torch.autocast("cpu", torch.bfloat16):
         assert one(PIXELS.bfloat16()).shape == (1, 2, CLASSES)
 
 
 def test_the_default_device_of_torch_changes_no_answer_and_batches_are_not_read_under_it(tmp_path: Path) -> None:
     calibration = Calibration(temperature=(2.0, 0.5))
-    one = model(IMAGE, 2).with_metadata(preprocessing=prepared(0.5), calibration=calibration)
+    one = model(IMAGE, 2).with_metadata(preprocessing=he.ImagePreprocessing((8, 12)), calibration=calibration)
     picture, original = Image.new("RGB", (12, 8)), timm.create_model("test_vit", num_classes=3).eval()
     expected, images = one.predict([picture]).probs, torch.randn(1, 3, 160, 160)
     with torch.device("meta"):  # stands for a GPU: tensors made on the CPU are elsewhere
@@ -260,8 +205,6 @@ def test_on_a_gpu_data_are_checked_before_they_leave_the_cpu_and_not_read_back()
         with pytest.raises(DataError):
             one.predict({**BATCH, **wrong})
     there = {name: tensor.cuda() for name, tensor in BATCH.items()}
-    with pytest.raises(DataError, match="cuda"):
-        one(BATCH)
     with pytest.raises(DataError, match="as bool"):
         one({**there, "attention_mask": ADDED.cuda()})
     fast = one.optimize(there)
