@@ -135,7 +135,7 @@ def report() -> str:
     """Write an evaluation's report."""
     sets = [[(torch.randn(9, 3, 16, 16) + shift, torch.arange(9) % 3)] for shift in (0, 1)]
     found = he.evaluate(hydra(), sets[0], {"other": sets[1]}, progress=False)
-    return f"{he.write_report(FOLDER / 'report.html', [found]).stat().st_size // 1000} kB"
+    return f"{he.write_report([found], FOLDER / 'report.html').stat().st_size // 1000} kB"
 
 
 def cli() -> str:

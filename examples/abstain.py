@@ -43,7 +43,7 @@ def table(calibration: tuple[Any, Any], test: tuple[Any, Any], others: dict[str,
         "share asked for  threshold  accepted: test " + "".join(f"{name:>15}" for name in others) + "  errors accepted"
     )
     for share in shares:
-        fitted = fit_calibration(*calibration, share=share).calibration
+        fitted = fit_calibration(*calibration, share=share)
         known, *odd = (fitted.prediction(logits) for logits in (test[0], *others.values()))
         taken: list[Any] = [p.accept for p in (known, *odd)]  # [B] of bool each
         wrong = (known.label != test[1])[taken[0]].double().mean()

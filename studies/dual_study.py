@@ -11,7 +11,8 @@ calibration, and the entropy of tasks without OOD sets.
 
 from typing import Any, cast
 
-from hydra_ensembles import Prediction, fit_calibration
+from hydra_ensembles import Prediction
+from hydra_ensembles.calibrate import fit_calibration
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, write_json
 from hydra_ensembles.heads.members import CIRCUIT_ORDER, Score
@@ -66,11 +67,11 @@ def fix(seed: DualSeed, name: str) -> None:
     row = rows_of(seed.task)[name]
     held_out = seed.task.held_out
     logits = row.asked(seed, held_out).member_logits
-    fit = fit_calibration(logits, held_out.samples.labels.to(logits.device))
+    fitted = fit_calibration(logits, held_out.samples.labels)
     with alone(path):  # only now: rows of a seed are made side by side
         fixed = read_if_there(path) or {"heads": {}, "temperatures": {}}
         fixed["samples"] = len(held_out.samples)
-        fixed["temperatures"][name] = fit.calibration.temperature[0]
+        fixed["temperatures"][name] = fitted.temperature[0]
         if row.family is not None and not row.family.tuned:
             fixed["heads"][row.family.name] = [[str(head) for head in heads] for heads in seed.heads(row.family)]
         write_json(path, fixed)

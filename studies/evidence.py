@@ -46,8 +46,7 @@ class Judged:
         if isinstance(model, he.Ensemble) and familiar:
             self.model = he.fit_familiarity(model, task.familiar(), "mahalanobis")
         answers = self.answers(task.calibrating)
-        fit = fit_calibration(answers.member_logits, task.calibrating.labels.to(answers.member_logits.device))
-        self.calibration = fit.calibration
+        self.calibration = fit_calibration(answers.member_logits, task.calibrating.labels)
 
     def answers(self, samples: Samples) -> Prediction:
         """Predict on samples, without a temperature."""

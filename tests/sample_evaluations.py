@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hydra_ensembles.evaluation.evaluate import evaluate_logits
-from hydra_ensembles.evaluation.evaluation import Evaluation, GalleryItem, ModelInfo
-from hydra_ensembles.evaluation.running import image_uri
+from hydra_ensembles.evaluation.evaluate import evaluate
+from hydra_ensembles.evaluation.evaluation import Evaluation, ModelInfo
 from hydra_ensembles.model.config import KeptHeads
 from hydra_ensembles.model.cost import Cost
 from hydra_ensembles.model.metadata import Calibration
@@ -33,14 +33,25 @@ def noise(samples: int, members: int, scale: float, seed: int) -> Tensor:
     return scale * torch.randn(members, samples, CLASSES, generator=torch.Generator().manual_seed(seed))
 
 
-def gallery(kind: str = "image") -> tuple[GalleryItem, ...]:
-    picture = image_uri(torch.linspace(0, 1, 3 * 16 * 16).reshape(3, 16, 16))
-    content = picture if kind == "image" else "a text with <script>alert(1)</script> in it"
-    return tuple(
-        GalleryItem(data, shelf, index, kind, content, 0.1, 0.9, index, None if data != "own" else label)
-        for data in ("own", "close")
-        for shelf in (("sure", "unsure", "wrong") if data == "own" else ("sure", "unsure"))
-        for index, label in ((0, 0), (3, 1))
+def evaluated(id_logits: Tensor, labels: Tensor, ood: Any = None, shift: Any = None, **about: Any) -> Evaluation:
+    """An evaluation of logits `[M, B, C]` that exist already: inputs are the numbers of their rows."""
+    parts = list[Tensor]()
+
+    def rows(logits: Tensor) -> Tensor:
+        first = sum(one.shape[1] for one in parts)
+        parts.append(logits)
+        return torch.arange(first, first + logits.shape[1])
+
+    id_data = [(rows(id_logits), labels)]
+    nested = ood and isinstance(next(iter(ood.values())), dict)
+    groups = {
+        group: {name: [rows(one)] for name, one in sets.items()}
+        for group, sets in (ood if nested else {"": ood or {}}).items()
+    }
+    shifted = {name: [(rows(one), targets)] for name, (one, targets) in (shift or {}).items()}
+    every = torch.cat(parts, dim=1)
+    return evaluate(
+        lambda index: every[:, index], id_data, groups if nested else groups[""], shifted, progress=False, **about
     )
 
 
@@ -55,7 +66,6 @@ def evaluation(
     shift: bool = True,
     bootstrap: int = 0,
     threshold: float | None = None,
-    items: tuple[GalleryItem, ...] = (),
 ) -> Evaluation:
     logits = noise(len(TARGETS), members, 1.0, seed) + strength * torch.nn.functional.one_hot(TARGETS, CLASSES)
     sets = {
@@ -64,18 +74,18 @@ def evaluation(
     }
     counts = {"parameters": 1_000_000 * (1 + members), "multiply_adds": 10**9 * members, "tokens": 17}
     about = {"source": "made for a test", "history": ("converted", "pruned"), "heads_per_layer": HEADS}
-    found = evaluate_logits(
+    found = evaluated(
         logits,
         TARGETS,
         sets if ood else None,
         {"fog": (logits + noise(len(TARGETS), members, 1.0, seed + 13), TARGETS)} if shift else None,
         name=name,
         id_name="own",
-        model=ModelInfo("image", members, CLASSES, CLASS_NAMES, heads=kept_heads(members), **counts, **about),
         bootstrap=bootstrap,
         calibration=Calibration(threshold=threshold),
     )
-    return replace(found, gallery=items)
+    model = ModelInfo("image", members, CLASSES, CLASS_NAMES, heads=kept_heads(members), **counts, **about)
+    return replace(found, model=replace(model, calibration=found.model.calibration))
 
 
 def methods() -> list[Evaluation]:
@@ -83,7 +93,7 @@ def methods() -> list[Evaluation]:
     return [
         evaluation("Single", bootstrap=20),
         evaluation("Deep Ensemble", members=3, strength=2.4, seed=3),
-        evaluation("Hydra", members=3, strength=2.2, seed=2, bootstrap=20, threshold=0.5, items=gallery()),
+        evaluation("Hydra", members=3, strength=2.2, seed=2, bootstrap=20, threshold=0.5),
     ]
 
 

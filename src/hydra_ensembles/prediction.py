@@ -9,18 +9,17 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, SupportsIndex, cast, get_args
+from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
 
 import torch
 from torch import Tensor
 
-from .arguments import checked
 from .errors import ConfigError, DataError
-from .metrics import inputs
 from .metrics.conformal import Reference
 from .metrics.distance import FittedName
+from .metrics.inputs import at_least_float32
+from .metrics.inputs import check_finite as require_finite
 from .metrics.probabilities import EntropyParts, differing_pairs, log_mean_probs, split_entropy
-from .schema import short
 
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
 AnyScore = Literal[ScoreName, FittedName]
@@ -52,10 +51,8 @@ class Prediction:
 
     Everything but the logits is computed on first use. `probs`, `log_probs`, `confidence` and `entropy` are
     calibrated, the rest is not: `aleatoric + epistemic` is the entropy of `mean_probs`, in nats. Indexing picks
-    samples, also by a mask: `prediction[prediction.accept]`.
-
-    `accept`, `doubt`, `reason` and `familiarity` are None if the ensemble was not calibrated, or not fitted. Asking for
-    an unknown score, p-value or class name is an error.
+    samples, also by a mask: `prediction[prediction.accept]`. What needs a calibration (`accept`, `doubt`, `reason`) or
+    fitted scores (`familiarity`) is None without.
 
     Attributes:
         member_logits: `[M, B, C]`.
@@ -87,7 +84,6 @@ class Prediction:
     unfamiliarity: Unfamiliarity | None = None
 
     @classmethod
-    @checked
     def from_logits(
         cls,
         member_logits: Tensor,
@@ -108,32 +104,21 @@ class Prediction:
             threshold: Samples whose score is above it are not accepted.
             score: Name of the score that the threshold is for; `mutual_information` needs at least two members.
             class_names: One name per class.
-            check_finite: Check the values: refuse NaN and infinity, and warn of probabilities, whose softmax would be
-                nearly the same for all classes. On a GPU this waits for the logits, and nothing else here does.
-            calibrates: What the temperature divides: `"logits"`, before softmax and mean, so that it changes
-                everything; or, only for `"probs"`, the logarithm of the mean probabilities (which keeps every label),
-                or with one per member their logits.
+            check_finite: Refuse NaN and infinity. On a GPU this waits for the logits, and nothing else here does.
+            calibrates: What the temperature divides: `"logits"`, which changes everything; or, only for `"probs"`, the
+                logarithm of the mean probabilities (which keeps every label), or with one per member their logits.
             reference: Held-out scores for p-values.
             unfamiliarity: Feature scores of the same samples.
         """
+        logits, of_probs = own_logits(member_logits, check_finite), (1.0,)
+        if temperature is not None:
+            degrees = _temperatures(temperature, len(logits))
+            if calibrates == "probs":
+                of_probs = degrees
+            else:
+                logits = own_logits(logits / logits.new_tensor(degrees)[:, None, None], check_finite)  # [1 or M, 1, 1]
         names = None if class_names is None else tuple(class_names)
-        logits, of_probs = cls.divided(member_logits, temperature, calibrates, check_finite)
-        prediction = cls(logits, threshold, score, names, of_probs, reference, unfamiliarity)
-        if check_finite:
-            inputs.warn_of_probabilities(member_logits)
-        return prediction
-
-    @staticmethod
-    def divided(
-        member_logits: Tensor, temperature: Temperature | None, calibrates: Calibrates, check_finite: bool
-    ) -> tuple[Tensor, tuple[float, ...]]:
-        """Logits as a prediction stores them, divided if the temperature is theirs, and the temperature of `probs`."""
-        of_probs: tuple[float, ...] = (1.0,)
-        if calibrates == "probs" and temperature is not None:
-            of_probs, temperature = _temperatures(temperature, member_logits), None
-        scaled = scale_logits(member_logits, temperature, check_finite)
-        # results computed later must not depend on the caller's buffer
-        return member_logits.clone() if scaled is member_logits else scaled, of_probs
+        return cls(logits, threshold, score, names, of_probs, reference, unfamiliarity)
 
     def __post_init__(self) -> None:
         require_members_for(self.score_name, self.members)
@@ -211,12 +196,6 @@ class Prediction:
         """`[B]`, share of member pairs with different labels; zero for one member."""
         return differing_pairs(self.member_probs)
 
-    @property
-    def variation_ratio(self) -> Tensor:
-        """`[B]`, share of members whose label is not the commonest one; zero for one member."""
-        votes = self.member_probs.argmax(dim=-1)  # [M, B]
-        return (votes != votes.mode(dim=0).values).to(self.member_probs.dtype).mean(dim=0)
-
     @cached_property
     def accept(self) -> Tensor | None:
         """`[B]` of bool, True if every score with a threshold is at most its threshold; None without any threshold."""
@@ -270,15 +249,14 @@ class Prediction:
 
         None of them is calibrated: a temperature would change the order of inputs by the first two.
         """
-        asked: Any = self.score_name if name is None else name
-        name = cast(AnyScore, asked if isinstance(asked, str) else short(asked))  # arrays cannot be compared
-        fitted_names = () if self.unfamiliarity is None else self.unfamiliarity.score_names
-        if name not in (*get_args(ScoreName), *fitted_names):
+        name = self.score_name if name is None else name
+        fitted = self.unfamiliarity
+        if fitted is not None and name in fitted.score_names:
+            return fitted.score(name)  # type: ignore[arg-type]
+        if name not in get_args(ScoreName):
             fit = "; fit_familiarity, baselines.vilu or neg_label adds it" if name in get_args(FittedName) else ""
-            choice = ", ".join((*get_args(ScoreName), *fitted_names))
+            choice = ", ".join((*get_args(ScoreName), *(() if fitted is None else fitted.score_names)))
             raise ConfigError(f"score {name!r} is not known; choose one of {choice}{fit}")
-        if self.unfamiliarity is not None and name in self.unfamiliarity.score_names:
-            return self.unfamiliarity.score(name)
         if name == "msp":
             return self._rest
         if name == "entropy":
@@ -328,7 +306,7 @@ class Prediction:
     def names(self) -> list[str]:
         """Name of the predicted class of each sample."""
         if self.class_names is None:
-            raise DataError("the class names are not known; give them to the model: convert(model, labels=[...])")
+            raise DataError("class names are unknown; give them to the model: model.with_metadata(labels=[...])")
         return [self.class_names[index] for index in self.label.tolist()]
 
     def to_dict(self) -> dict[str, list[Any]]:
@@ -337,38 +315,36 @@ class Prediction:
         Labels are names if these are known. What is unknown without a calibration is None; probabilities and logits
         are left out.
         """
-        words: dict[str, list[Any] | None] = {"reason": self.reason}
-        if self.class_names is not None:
-            words["label"] = self.names()
         columns: dict[str, list[Any]] = {}
         for name in PLAIN:
-            value = words[name] if name in words else OUTPUTS[name].read(self)
-            values = value.tolist() if isinstance(value, Tensor) else value
-            columns[name] = [None] * len(self) if values is None else values
-        return columns
+            value = OUTPUTS[name].read(self)
+            columns[name] = [None] * len(self) if value is None else value.tolist()
+        names = {} if self.class_names is None else {"label": self.names()}
+        return columns | names | {"reason": self.reason or columns["reason"]}
 
     @classmethod
-    @checked
     def concat(cls, predictions: Sequence["Prediction"]) -> "Prediction":
-        """Join predictions for consecutive batches into one."""
+        """Join predictions of one model for consecutive batches into one."""
         if len(predictions) == 0:
             raise DataError("got no predictions to join; give at least one")
-        first = predictions[0]
-        for index, prediction in enumerate(predictions):
-            for field in ("members", "classes", "threshold", "score_name", "class_names", "temperature", "reference"):
-                ours, theirs = getattr(first, field), getattr(prediction, field)
-                if ours != theirs:
-                    raise DataError(f"prediction {index} has {field} = {short(theirs)} and prediction 0 {short(ours)}")
+        first, *others = predictions
+        if any(other._rule != first._rule for other in others):
+            raise DataError("thresholds, temperatures, scores or classes differ; join only predictions of one model")
+        parts = [prediction.unfamiliarity for prediction in predictions if prediction.unfamiliarity is not None]
+        unfamiliarity = first.unfamiliarity
+        if unfamiliarity is not None:
+            scores = torch.cat([part.member_scores for part in parts], dim=2)  # [S, M, B]
+            unfamiliarity = dataclasses.replace(unfamiliarity, member_scores=scores)
         joined = torch.cat([prediction.member_logits for prediction in predictions], dim=1)
-        features = [prediction.unfamiliarity for prediction in predictions if prediction.unfamiliarity is not None]
-        if not features:
-            return dataclasses.replace(first, member_logits=joined)
-        deciding = [(part.score_names, part.threshold, part.reference) for part in features]
-        if len(features) < len(predictions) or any(rule != deciding[0] for rule in deciding):
-            raise DataError("feature scores or their thresholds differ; join only predictions of one model")
-        scores = torch.cat([part.member_scores for part in features], dim=2)  # [S, M, B]
-        unfamiliarity = dataclasses.replace(features[0], member_scores=scores)
         return dataclasses.replace(first, member_logits=joined, unfamiliarity=unfamiliarity)
+
+    @property
+    def _rule(self) -> tuple[Any, ...]:
+        """What decides about samples, apart from the samples themselves."""
+        fitted = self.unfamiliarity
+        by_features = None if fitted is None else (fitted.score_names, fitted.threshold, fitted.reference)
+        plain = (self.threshold, self.score_name, self.class_names, self.temperature, self.reference)
+        return (self.members, self.classes, *plain, by_features)
 
     def to(self, device: torch.device | str) -> "Prediction":
         """The same prediction on another device."""
@@ -379,13 +355,13 @@ class Prediction:
 
     def __getitem__(self, index: SupportsIndex | slice | Sequence[int] | Tensor) -> "Prediction":
         if index is None:
-            raise DataError("None does not select a sample; if it came from `accept`, calibrate the ensemble first")
+            raise DataError("None selects no samples; if it came from `accept`, calibrate the ensemble first")
         if isinstance(index, slice):
             return self._with(lambda tensor: tensor[:, index])
-        rows = index if isinstance(index, Tensor) else torch.as_tensor(index, device="cpu")
-        # a numeric mask (`accept.float()`, `accept.byte()`) would be taken as indices 0 and 1
-        wrong = rows.numel() and (rows.is_floating_point() or rows.dtype == torch.uint8)
-        if rows.ndim > 1 or wrong or (rows.dtype == torch.bool and rows.shape != (len(self),)):
+        rows = torch.as_tensor(index, device=None if isinstance(index, Tensor) else "cpu")
+        # a mask of numbers (`accept.float()`) would be taken as the indices 0 and 1
+        is_places = rows.dtype in (torch.int64, torch.int32) or not rows.numel()
+        if rows.ndim > 1 or not (is_places or (rows.dtype == torch.bool and rows.shape == (len(self),))):
             got = f"{rows.dtype} {list(rows.shape)} for {len(self)} samples"
             raise DataError(f"select samples by a slice, indices or a boolean mask with one axis; got {got}")
         if rows.ndim == 0:  # one sample: keep its axis
@@ -396,8 +372,8 @@ class Prediction:
         return self._with(lambda tensor: tensor[:, rows])
 
     def __repr__(self) -> str:
-        settings = f"score={self.score_name!r}, threshold={self.threshold}"
-        return f"Prediction({len(self)} samples, {self.members} members, {self.classes} classes, {settings})"
+        sizes = f"{len(self)} samples, {self.members} members, {self.classes} classes"
+        return f"Prediction({sizes}, score={self.score_name!r}, threshold={self.threshold})"
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> "Prediction":
         """A copy with `change` applied to the tensors; samples are on their second axis."""
@@ -439,37 +415,27 @@ OUTPUTS: Mapping[str, Output] = {
 PLAIN = tuple(name for name in OUTPUTS if name not in ("member_logits", "probs", "p_value"))  # of `to_dict`
 
 
-def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, check_finite: bool = True) -> Tensor:
-    """Check member logits `[M, B, C]`, convert them to at least float32, and divide them by the temperature."""
-    value: object = member_logits
-    if not isinstance(value, Tensor):
-        raise DataError(f"member logits must be a tensor [members, samples, classes], got a {type(value).__name__}")
-    if member_logits.ndim != 3 or member_logits.shape[0] < 1 or member_logits.shape[2] < 2:
-        advice = "at least 1 member and 2 classes; add a member axis to a single model's logits with .unsqueeze(0)"
-        raise DataError(f"member logits must be [members, samples, classes], got {list(member_logits.shape)}; {advice}")
-    if not member_logits.is_floating_point():
-        raise DataError(f"member logits must be floating point, but have dtype {member_logits.dtype}")
-    scaled = inputs.at_least_float32(member_logits)
-    if temperature is not None:
-        divisor = torch.tensor(_temperatures(temperature, scaled), dtype=scaled.dtype, device="cpu")
-        scaled = scaled / divisor.reshape(-1, 1, 1).to(scaled.device, non_blocking=True)  # [1 or M, 1, 1]
+def own_logits(member_logits: Tensor, check_finite: bool = True) -> Tensor:
+    """Checked member logits `[M, B, C]` in at least float32: a copy, whatever the caller does with its buffer later."""
+    if not isinstance(member_logits, Tensor) or member_logits.ndim != 3 or not member_logits.is_floating_point():
+        got = list(member_logits.shape) if isinstance(member_logits, Tensor) else type(member_logits).__name__
+        advice = "add a member axis to a single model's logits with .unsqueeze(0)"
+        raise DataError(f"member logits must be floating point [members, samples, classes], got {got}; {advice}")
+    if member_logits.shape[0] < 1 or member_logits.shape[2] < 2:
+        raise DataError(f"member logits need at least 1 member and 2 classes, got {list(member_logits.shape)}")
+    logits = at_least_float32(member_logits)
     if check_finite:
-        inputs.check_finite(scaled, f"member logits [M, B, C]{'' if temperature is None else ' / temperature'}")
-    return scaled
+        require_finite(logits, "member logits [M, B, C]")
+    return logits.clone() if logits is member_logits else logits
 
 
-def _temperatures(temperature: Temperature, member_logits: Tensor) -> tuple[float, ...]:
-    """Validated temperatures: one number, or one per member of `[M, B, C]`."""
-    members = len(member_logits)
-    if isinstance(temperature, tuple):  # of a calibration; the values of a tensor are unknown during export
-        one_each, values = len(temperature) == members, temperature
-    else:
-        tensor = torch.as_tensor(temperature, dtype=torch.float64, device="cpu")
-        one_each, values = tensor.shape in ((), (members,)), tuple(tensor.flatten().tolist())
-    if not one_each:
+def _temperatures(temperature: Temperature, members: int) -> tuple[float, ...]:
+    """Temperatures as a tuple: one number, or one per member."""
+    degrees = torch.as_tensor(temperature, dtype=torch.float64, device="cpu").flatten().tolist()
+    if len(degrees) not in (1, members):
         raise ConfigError(f"temperature={temperature} for {members} members; give one number, or one per member")
-    check_temperature(values)
-    return values
+    check_temperature(degrees)
+    return tuple(degrees)
 
 
 def require_members_for(score: ScoreName, members: int) -> None:

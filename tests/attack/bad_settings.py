@@ -23,7 +23,6 @@ import hydra_ensembles as he
 from architectures import timm_model
 from hydra_ensembles import baselines, data, metrics
 from hydra_ensembles.calibrate import fit_calibration
-from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.model.config import EncoderConfig, PatchStemConfig, ReadoutConfig, TextStemConfig
 from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.model.metadata import Calibration
@@ -253,7 +252,7 @@ def _functions(of: Of) -> None:
             "ood shift": either(only({}, none=True), ()),
             "bootstrap": either(whole(0), 1),
             "scores": either(only(()), "", {}, None),
-            "gallery num_workers": whole(0),
+            "num_workers": whole(0),
             "batch_size": whole(1),
             "device": DEVICE,
             "name": either(text(none=True, empty=True), "\ud800"),
@@ -472,8 +471,6 @@ def _others(of: Of) -> None:
     all_of(doubting, "vilu", train=[(images, labels % 2)], recipe=steps, settings=learned)
     all_of(he.fit_familiarity, ensemble=own, id_batches=train, score="knn", neighbours=1, stored=10)
     all_of(measure_costs, models={"m": own}, inputs=images, repeats=1, warmup=0)
-    sets = {"ood": {"x": torch.randn(2, 5, 3)}, "shift": {"s": (torch.randn(2, 6, 3), labels)}}
-    all_of(evaluate_logits, id_logits=torch.randn(2, 6, 3), labels=labels, **sets)
     for saved in (he.HeadRanking(((0, 0),), (1.0,), "m", "acc"), evaluation()):
         of(saved.save, {"path": lambda v: None if isinstance(v, str | Path) and v != "" else False})
     all_of(own.save_pretrained, folder="saved")

@@ -118,7 +118,7 @@ def _other_hydra() -> he.Ensemble:
 @cache
 def evaluation(seed: int = 1, name: str = "Hydra") -> he.Evaluation:
     own, foreign = batches("image", 16, 4, seed), {"near": {"other": batches("image", 12, 4, seed + 1, 1.5)}}
-    kept: dict[str, Any] = {"name": name, "gallery": 2, "keep_logits": True, "progress": False}
+    kept: dict[str, Any] = {"name": name, "keep_logits": True, "progress": False}
     return he.evaluate(hydra(), own, foreign, **kept)
 
 
@@ -128,12 +128,12 @@ def _evaluate(folder: Path, seed: int = 1) -> str:
 
 
 def _read_evaluation(folder: Path) -> str:
-    found = he.Evaluation.load(folder / "hydra.json", with_logits=True)
-    return digest(found, found.logits.id.logits, found.logits.ood)
+    found = he.Evaluation.load(folder / "hydra.json")
+    return digest(found.numbers(), found.logits)
 
 
 def _report(folder: Path) -> str:
-    he.write_report(folder / "report.html", [evaluation(1, "A"), evaluation(1, "B")])
+    he.write_report([evaluation(1, "A"), evaluation(1, "B")], folder / "report.html")
     return digest((folder / "report.html").read_text())
 
 

@@ -19,10 +19,9 @@ from PIL import Image
 import hydra_ensembles as he
 from checkpoint_models import ensemble, inputs_for, metadata_for, text, tiny
 from hydra_ensembles.evaluation.evaluation import Evaluation
-from hydra_ensembles.evaluation.logits import LabelledLogits, MemberLogits
 from hydra_ensembles.report.table import to_markdown
 from hydra_ensembles.schema import to_plain
-from sample_evaluations import evaluation, gallery
+from sample_evaluations import evaluation
 from unit.training.training_cases import Stopping
 
 from . import small
@@ -114,19 +113,12 @@ def _answer_ranking(folder: Path) -> str:
 
 
 def _make_evaluation(folder: Path, save: int) -> None:
-    found = evaluation("Hydra", members=2, seed=save + 2, bootstrap=5, threshold=0.5, items=gallery("text")[:2])
-    logits = torch.linspace(-2, 2, 2 * 6 * 4).reshape(2, 6, 4)
-    own = LabelledLogits(logits + save, torch.arange(6) % 4)
-    kept = MemberLogits(own, {"near": {"close": logits[:, :3]}}, {"fog": LabelledLogits(logits * 2, own.labels)})
-    replace(found, logits=kept).save(folder / "hydra.json")
+    evaluation("Hydra", members=2, seed=save + 2, bootstrap=5, threshold=0.5).save(folder / "hydra.json")
 
 
 def _answer_evaluation(folder: Path) -> str:
-    found = Evaluation.load(folder / "hydra.json", with_logits=True)
-    logits: Any = found.logits
-    near = [(group, name, one) for group, sets in logits.ood.items() for name, one in sets.items()]
-    shift = [(name, *one) for name, one in logits.shift.items()]
-    return digest(found.to_dict(), to_markdown(he.compare([found])), *logits.id, *chain(*near, *shift))
+    found = Evaluation.load(folder / "hydra.json")
+    return digest(found.numbers(), to_markdown(he.compare([found])), *found.intervals.values())
 
 
 # --- long work -------------------------------------------------------------------------------------------------------

@@ -9,22 +9,18 @@ import pytest
 import torch
 from pytorch_ood import detector
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from checkpoint_models import ensemble, hydra, labelled, ragged, single, text
-from hydra_ensembles._distributed import check_unsharded
-from hydra_ensembles.calibrate import _fitted_on_a_half
-from hydra_ensembles.errors import ConfigError, DataError, HydraWarning, TooFewSamplesError
-from hydra_ensembles.familiarity import Answered, Reservoir, fit_familiarity
+from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
+from hydra_ensembles.familiarity import Answered, fit_familiarity, fit_on
 from hydra_ensembles.metrics.conformal import conformal_threshold
 from hydra_ensembles.metrics.distance import BY_CLASS, FAMILIARITY_NAMES
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
-from hydra_ensembles.pipeline import chain
-from processes import by_two_ranks
 from zero_shot_models import NAMES, dual_of
 
 CONFIG = single()
@@ -191,10 +187,12 @@ def test_thresholds_keep_their_promise_where_many_classes_are_rare() -> None:
 
         def seen(labels: np.ndarray, means: np.ndarray = means, draws: np.random.Generator = draws) -> Answered:
             features = torch.from_numpy(means[labels] + draws.normal(size=(len(labels), 64))).float()
-            return Answered(features[None], torch.zeros(1, len(labels), classes), torch.from_numpy(labels))
+            given = torch.from_numpy(labels)
+            return Answered(features[None], torch.zeros(1, len(labels), classes), given, torch.arange(len(labels)))
 
-        model: Any = SimpleNamespace(num_members=1, num_classes=classes)
-        fitted, held_out = _fitted_on_a_half(model, seen(known), np.arange(len(known)), "mahalanobis", 0.95)
+        model: Any = SimpleNamespace(num_members=1, num_classes=classes, metadata=Metadata())
+        fits = torch.from_numpy(np.random.default_rng(0).random(len(known)) < 0.5)
+        fitted, held_out = fit_on(model, seen(known), fits, ("mahalanobis",), draws)
         held, new = (fitted.scores(x.features, x.logits)[0, 0] for x in (held_out, seen(drawn[1000:])))
         accepted.append(float((new <= conformal_threshold(held, 0.95)).double().mean()))
     assert np.mean(accepted) > 0.943
@@ -213,16 +211,6 @@ def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:
     assert not {*shares, "validation/accepted_share", "validation/risk_of_accepted"} & other.metrics.keys()
 
 
-def test_a_build_fits_both(tmp_path) -> None:
-    data, ood = labelled(CONFIG, 160), labelled(CONFIG, 40, seed=4, shift=5.0)
-    config = he.HydraConfig(prune=3, shared_layers=0, members=2, strategy="taylor", calibration_batches=1)
-    built = he.build(model(CONFIG), config, id=data, ood=ood, output=tmp_path, progress=False)
-    known = built.metadata.familiarity.settings
-    assert (known.samples, known.reference.samples) == (80, 80)  # ranking half, calibration half
-    assert set(built.predict(joined(ood)[0]).reason) <= {"unfamiliar", "unsure", None}
-    assert Ensemble.from_pretrained(tmp_path / "ensemble").metadata == built.metadata
-
-
 def test_calibrate_without_familiarity_or_with_another() -> None:
     one, data = model(CONFIG), labelled(CONFIG, 200)
     assert he.calibrate(one, data, familiarity=None).metadata.familiarity is None
@@ -237,52 +225,20 @@ def test_calibrate_without_familiarity_or_with_another() -> None:
         he.calibrate(one, data[:1], familiarity="mahalanobis")
 
 
-def test_memory_is_bounded_and_draws_are_even() -> None:
-    kept, labels = Reservoir(50, np.random.default_rng(0)), torch.arange(1000)
-    every = Answered(labels.float().view(1, -1, 1), labels.float().view(1, -1, 1), labels)
-    left = [
-        row
-        for start in range(0, 1000, 100)
-        for row in kept.offer(every.pick(labels[start : start + 100])).labels.tolist()
-    ]
-    rows = kept.samples().labels
-    assert sorted([*rows.tolist(), *left]) == list(range(1000))  # none lost or doubled
-    assert torch.equal(kept.samples().features[0, :, 0].long(), rows)
-    assert 350 < rows.double().mean() < 650
+def test_what_fitted_familiarity_does_not_set_its_threshold() -> None:
+    data, fresh = labelled(CONFIG, 120), labelled(CONFIG, 120, seed=5)
+    fitted = fit_familiarity(model(CONFIG), data)
+    with pytest.raises(DataError, match="fitted the familiarity"):
+        he.calibrate(fitted, data)
+    with pytest.warns(HydraWarning, match="fitted the familiarity"):
+        he.calibrate(fitted, data[:2] + fresh)
+    again = he.calibrate(he.calibrate(model(CONFIG), data), data)  # a half of the same data fits it again
+    assert again.metadata.familiarity == he.calibrate(model(CONFIG), data).metadata.familiarity
+
+
+def test_a_bank_is_drawn_from_all_samples() -> None:
     fitted = fit_familiarity(model(CONFIG), labelled(CONFIG, 90), "knn", held_out=0.0, stored=40)
     assert fitted.metadata.familiarity.state["knn.bank"].shape == (1, 40, 8)
-
-
-OTHERS, RECIPE = labelled(CONFIG, seed=1), he.Recipe(optimizer="sgd", learning_rate=0.1, steps=1)
-READERS: dict[str, tuple[str, Any]] = {  # the name each gives its data
-    "fit_familiarity": ("id_batches", fit_familiarity),
-    "calibrate": ("validation", he.calibrate),
-    "evaluate": ("set 'id'", partial(he.evaluate, progress=False)),
-    "taylor": ("the calibration data", partial(he.taylor, budget=1, scope="global")),
-    "build": ("id", lambda one, data: he.build(one, he.HydraConfig(strategy="random"), id=data)),
-    "training": ("train,", lambda one, data: he.build(one, he.HydraConfig(strategy="taylor"), train=data, id=OTHERS)),
-    "finetune": ("validation", lambda one, data: he.finetune(one, OTHERS, RECIPE, data)),
-}
-
-
-@pytest.mark.parametrize(("called", "read"), READERS.values(), ids=READERS)
-def test_a_loader_that_is_split_between_processes_is_refused(called: str, read: Any) -> None:
-    data, one = TensorDataset(*joined(labelled(CONFIG))), model(CONFIG)
-    part = DistributedSampler(data, 2, 0)
-    for split in (DataLoader(data, 16, sampler=part), DataLoader(data, batch_sampler=BatchSampler(part, 16, False))):
-        check_unsharded(split, "alone")  # one process: nothing is split
-        for refused in by_two_ranks(partial(lambda split, rank: read(one, split), split)):
-            with pytest.raises(ConfigError, match=f"^{called} .*split between processes"):
-                refused.result()
-
-
-def test_few_samples_are_said() -> None:
-    with pytest.warns(UserWarning, match="4 on average, 4 in the rarest"):
-        fit_familiarity(model(CONFIG), labelled(CONFIG, 12), held_out=0.0)
-    images, labels = joined(labelled(CONFIG))
-    part = (labels != 1) | (labels.eq(1).cumsum(0) < 4)  # enough on average, three of class 1
-    with pytest.warns(HydraWarning, match="classes 1 have fewer than 10 samples.*less familiar"):
-        fit_familiarity(model(CONFIG), [(images[part], labels[part])], held_out=0.0)
 
 
 @pytest.mark.parametrize(
@@ -311,18 +267,3 @@ def test_what_was_not_fitted_or_calibrated_is_named_and_labels_are_not_needed_wi
             call()
     unlabelled = fit_familiarity(one, [inputs for inputs, _ in data], ("knn", "vim"))  # which ignore classes
     assert unlabelled.predict(data[0][0]).familiarity.shape == (16,)
-
-
-def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone() -> None:
-    one, auto, named = model(CONFIG), he.HydraConfig(), he.HydraConfig(familiarity="mahalanobis")
-    good, fresh = labelled(CONFIG, 60), labelled(CONFIG, 60, seed=1)
-    assert chain._familiar(one, auto, good, fresh).metadata.familiarity is not None
-    assert chain._familiar(one, auto, good, good) is one  # calibration fits on half of them
-    assert chain._familiar(one, auto, good[:1], fresh).metadata.familiarity is not None
-    few = [(inputs[:1], labels[:1]) for inputs, labels in good[:1]]
-    assert chain._familiar(one, auto, few, fresh) is one
-    with pytest.raises(TooFewSamplesError, match="have no samples"):
-        chain._familiar(one, named, few, fresh)
-    broken = [(torch.full_like(inputs, 3e38), labels) for inputs, labels in good]
-    with pytest.raises(DataError, match="finite"):
-        chain._familiar(one, auto, broken, fresh)

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_ensembles.errors import DataError, HydraError, HydraWarning
+from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.metrics.conformal import Reference
-from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.prediction import Prediction, ScoreName, Unfamiliarity
 
 T = torch.tensor
@@ -77,8 +76,6 @@ def test_by_hand():
     assert p.score("entropy") is p.entropy
     opposite = Prediction.from_logits(T([[[9e4, 0.0]], [[0.0, 9e4]]]))
     assert (opposite.aleatoric.item(), opposite.epistemic.item()) == pytest.approx((0, math.log(2)))
-    votes = Prediction.from_logits(torch.eye(3)[T([[0, 1, 2, 0], [0, 1, 0, 2], [0, 2, 1, 2], [0, 2, 0, 2]])])
-    assert votes.variation_ratio.tolist() == [0, 0.5, 0.5, 0.25]
     kept = p.label.clone()
     logits.neg_()  # the caller's buffer
     assert torch.equal(p[:].label, kept)
@@ -161,12 +158,8 @@ def test_joining_batches():
     whole = Prediction.concat([p[:2], p[2:3], p[3:]])
     assert torch.equal(whole.member_logits, p.member_logits)
     assert (whole.threshold, whole.class_names) == (p.threshold, p.class_names)
-    for changes, what in [
-        ({"members": 2}, "members = 2"),
-        ({"threshold": 0.5}, "threshold = 0.5"),
-        ({"score": "entropy"}, "score_name = 'entropy'"),
-    ]:
-        with pytest.raises(DataError, match=f"prediction 1 has {what}"):
+    for changes in ({"members": 2}, {"threshold": 0.5}, {"score": "entropy"}):
+        with pytest.raises(DataError, match="one model"):
             Prediction.concat([p, random_prediction(**{**known, **changes})])
     known = random_prediction(unfamiliarity=UNFAMILIAR)
     assert torch.equal(Prediction.concat([known[:2], known[2:]]).accept, known.accept)
@@ -177,24 +170,12 @@ def test_joining_batches():
 UNFAMILIAR = Unfamiliarity(("knn",), torch.rand(1, 3, 6), 0.5, Reference((0.1, 0.2), 2))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_probabilities_in_place_of_logits_are_said(dtype):
-    logits = random_logits(2, 50, 30).double() / 3
-    probs = logits.softmax(-1).to(dtype)
-    with pytest.warns(HydraWarning, match="probabilities"):
-        Prediction.from_logits(probs)
-    quiet = (logits.abs(), logits, probs.log(), torch.eye(3)[None] * 2, probs[:, :0])  # no warning for these
-    assert all(Prediction.from_logits(one.to(dtype)).members for one in quiet)
-    assert Prediction.from_logits(probs, check_finite=False).members == 2  # values are not checked
-    assert Calibration().prediction(T([[[0.25, 0.75]]])).members == 1  # a model's own logits may look like this
-
-
 @pytest.mark.parametrize(
     ("logits", "settings", "token"),
     [
         (T([[[0.0, 1.0], [math.nan, 1.0]], [[0.0, -math.inf], [0.0, 1.0]]]), {}, r"2 of 8 .* \(0, 1, 0\)"),
         (torch.zeros(3, 4), {}, "unsqueeze"),
-        (100 * torch.ones(2, 3, 4), {"temperature": 1e-38}, "24 of 24 .* temperature"),
+        (100 * torch.ones(2, 3, 4), {"temperature": 1e-38}, "24 of 24"),
     ],
 )
 def test_bad_logits_and_temperatures(logits, settings, token):

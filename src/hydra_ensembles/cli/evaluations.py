@@ -1,4 +1,4 @@
-"""`hydra-ensembles evaluate`, `compare`, `report` and `atlas`: measure models and show the results."""
+"""`hydra-ensembles evaluate`, `compare` and `report`: measure models and show the results."""
 
 import re
 import shutil
@@ -13,22 +13,19 @@ from rich.console import Console
 from ..data.dataset import AnyDataset
 from ..data.suites import suite
 from ..errors import ConfigError, DataError
-from ..evaluation.atlas import FORMAT as ATLAS
-from ..evaluation.atlas import atlas as make_atlas
 from ..evaluation.evaluate import evaluate as evaluate_model
 from ..evaluation.evaluation import FORMAT as EVALUATION
-from ..evaluation.evaluation import Evaluation, Selective, logits_path
+from ..evaluation.evaluation import Evaluation, Selective
 from ..files import expanded, read_json
 from ..metrics.inputs import Convention
 from ..model.cost import Cost
 from ..model.ensemble import Ensemble
 from ..prediction import AnyScore
-from ..report.columns import Column, columns_for
 from ..report.compare import FORMAT as COSTS
+from ..report.compare import columns_for, load_costs
 from ..report.compare import compare as compare_evaluations
-from ..report.compare import load_costs
-from ..report.html import write_atlas, write_report
-from ..report.table import to_csv, to_latex, to_markdown, to_rich
+from ..report.html import write_report
+from ..report.table import Column, to_csv, to_markdown, to_rich
 from ..schema import to_plain
 from . import sources as source
 from .command import (
@@ -49,7 +46,6 @@ from .sources import USUAL_BATCH, DataSettings, ModelSettings
 KEPT = ".run"  # suffix of the folder that keeps partial results until the run is finished
 SETTINGS_SUFFIX = ".config.yaml"  # suffix of the settings file next to an evaluation
 HOW = ("output", "device", "batch_size", "workers")  # settings that do not change what is evaluated
-GALLERY = 6  # number of inputs shown in the report
 GROUPS = ("near", "far", "apart")
 UNGROUPED = "ungrouped"
 _NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?P<whole>(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+))", re.DOTALL)
@@ -74,7 +70,7 @@ class MeasuredSettings(DataSettings, ModelSettings):
 
     @property
     def common(self) -> dict[str, Any]:
-        """Arguments that `evaluate` and `atlas` share."""
+        """Arguments of `evaluate`."""
         about = {"name": self.name or self.own_name, "score": self.score}
         return {**about, "batch_size": self.batch_size or USUAL_BATCH, "num_workers": self.workers}
 
@@ -142,20 +138,6 @@ class EvaluateSettings(MeasuredSettings):
         return plain
 
 
-@dataclass(frozen=True)
-class AtlasSettings(MeasuredSettings):
-    """Which model on which sets, and what the page shows."""
-
-    output: str = option("atlas.html", "The page, an .html file; the numbers are written to a .json file next to it.")
-    inputs: int = option(4, "ID inputs to show for each head, and as many OOD ones.")
-    layers: tuple[int, ...] = option((), "Only the heads of these layers, e.g. 0,1,11.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if Path(self.output).suffix != ".html":
-            raise ConfigError(f"output is the page, a name that ends in .html, got {self.output!r}")
-
-
 def grouped_specs(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
     """Group, name (None: the data's own) and data of each `[GROUP:][NAME=]DATA`."""
     specs = []
@@ -220,7 +202,6 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
         scores=settings.scores,
         convention=settings.convention,
         bootstrap=settings.bootstrap,
-        gallery=GALLERY,
         keep_logits=settings.keep_logits,
         output=kept,
         progress=not quiet,
@@ -228,8 +209,6 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
     write_settings(file.with_suffix(SETTINGS_SUFFIX), settings.by_full_names(), "evaluate")  # for later runs
     evaluation.save(file)
     shutil.rmtree(kept)
-    if evaluation.logits is None:  # remove those of the evaluation that this one replaces
-        logits_path(file).unlink(missing_ok=True)
     if as_json:
         emit_json(read_json(file))
         return
@@ -251,7 +230,7 @@ def accepted_in_words(chosen: Selective, id_name: str) -> str:
     return f"The calibrated threshold accepts {text}."
 
 
-TableFormat = Literal["table", "markdown", "latex", "csv"]
+TableFormat = Literal["table", "markdown", "csv"]
 SavedEvaluations = Annotated[list[Path], typer.Argument(help="Saved evaluations (.json), or folders that hold them.")]
 AllowMismatch = Annotated[bool, typer.Option("--allow-mismatch", help="Compare even if the data differ, and say so.")]
 
@@ -270,12 +249,12 @@ def compare(
 
     Examples:
       hydra-ensembles compare runs/
-      hydra-ensembles compare single.json hydra.json --format latex --output table.tex
+      hydra-ensembles compare single.json hydra.json --format csv --output table.csv
     """
     require_replaceable(output, inputs=paths)
     evaluations, costs = find_runs(paths)
     comparison = compare_evaluations(evaluations, costs, allow_mismatch=allow_mismatch)
-    writers = {"table": to_rich, "markdown": to_markdown, "latex": to_latex, "csv": to_csv}
+    writers = {"table": to_rich, "markdown": to_markdown, "csv": to_csv}
     emit(writers[format](comparison), output)
 
 
@@ -297,40 +276,8 @@ def report(
     require_replaceable(output, inputs=paths)
     evaluations, costs = find_runs(paths)
     named: dict[str, Any] = {"title": title, "focus": focus, "baseline": baseline}
-    page = write_report(output, evaluations, costs=costs, allow_mismatch=allow_mismatch, **named)
+    page = write_report(evaluations, output, costs=costs, allow_mismatch=allow_mismatch, **named)
     print(f"wrote {page}")
-
-
-@command
-def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
-    """See what every head of a model does, on one HTML page.
-
-    Switches off one head at a time and shows what that costs in accuracy, likelihood and OOD detection, which members
-    keep the head, and the images or texts whose answers change most. The numbers are also written as JSON.
-
-    Examples:
-      hydra-ensembles atlas run --id test/ --ood cars=cars/ --limit 200 --output atlas.html
-      hydra-ensembles atlas timm:vit_base_patch16_224 --id test/ --layers 10,11
-    """
-    page = expanded(settings.output)
-    numbers, kept = page.with_suffix(".json"), page.with_suffix(KEPT)
-    require_replaceable(numbers, ATLAS)
-    model = source.load_classifier(settings)
-    test, groups = read_sets(settings, model)
-    measured = make_atlas(
-        model,
-        test,
-        groups,
-        **settings.common,
-        inputs=settings.inputs,
-        layers=settings.layers or None,
-        output=kept,
-        progress=not quiet,
-    )
-    measured.save(numbers)
-    write_atlas(page, measured)
-    shutil.rmtree(kept)
-    print(f"wrote {page} and {numbers}")
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:

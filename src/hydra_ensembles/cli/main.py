@@ -15,7 +15,7 @@ from ..report.table import to_rich
 from .build import build, search
 from .calibrate_fuse import calibrate, fuse
 from .command import command
-from .evaluations import atlas, compare, evaluate, report
+from .evaluations import compare, evaluate, report
 from .predict_info import bench, info, predict
 from .serving import export, score, serve
 
@@ -24,7 +24,7 @@ TABLE = Path(__file__).with_name("commands.json")
 
 def commands() -> tuple[Callable[..., None], ...]:
     """All commands, in the order of the help."""
-    making, judging = (demo, calibrate, fuse, build, search), (evaluate, compare, report, atlas)
+    making, judging = (demo, calibrate, fuse, build, search), (evaluate, compare, report)
     return (*making, *judging, predict, score, serve, export, bench, info)
 
 

@@ -278,7 +278,7 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
         "parameters": description.parameters,
         "multiply_adds": description.multiply_adds,
         **metadata,
-        "familiarity": None if fitted is None else to_plain(replace(fitted.settings, reference=None, marks=())),
+        "familiarity": None if fitted is None else to_plain(replace(fitted.settings, reference=None, rows=())),
         "config": to_plain(ensemble.config),
     }
 

@@ -21,8 +21,7 @@ from ..metrics.conformal import conformal_threshold
 from ..metrics.inputs import mean
 from ..metrics.probabilities import at_labels, ece_of_confidence
 from ..prediction import Prediction
-from ..report.columns import Column
-from ..report.table import Cell, Comparison, Row
+from ..report.table import Cell, Column, Comparison, Row
 
 SINGLE, BRANCHES, DEEP = "Single", "Pruned branches", "Deep Ensemble*"
 FAMILIAR = "familiar"  # name of the labelled set
@@ -206,7 +205,7 @@ def _measured(
     held_out, test = halves(len(labels))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HydraWarning)  # few images cannot promise a share
-        calibration = fit_calibration(familiar.logits[:, held_out], labels[held_out]).calibration
+        calibration = fit_calibration(familiar.logits[:, held_out], labels[held_out])
     p = calibration.prediction(familiar.logits[:, test])
     wrong = p.label != labels[test]
     alone = [conformal_threshold(score[held_out], share) for score in familiar.scores]

@@ -4,7 +4,8 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +17,8 @@ from ..baselines.building_blocks import joined
 from ..calibrate import calibrate, fit_calibration
 from ..data.batching import BatchLoader, batches
 from ..data.dataset import subset
-from ..evaluation.evaluate import evaluate, evaluate_logits
+from ..evaluation.evaluate import _described, evaluate
 from ..evaluation.evaluation import Evaluation
-from ..evaluation.running import describe_model
 from ..familiarity import fit_familiarity
 from ..files import expanded
 from ..model.config import Sharing
@@ -178,7 +178,7 @@ def run_demo(
             evaluation.save(folder / "evaluations" / f"{'_'.join(re.findall(r'[a-z]+', name.lower()))}.json")
         save_costs(folder / "evaluations" / "costs.json", costs)
         about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": BRANCHES, "baseline": SINGLE}
-        write_report(folder / "report.html", evaluations, costs=costs, summary=result.table, **about)
+        write_report(evaluations, folder / "report.html", costs=costs, **about)
         measured = {"seconds": round(time.perf_counter() - started, 1), "costs": [asdict(cost) for cost in costs]}
         run.write("results", {**_results(models, evaluations, settings, data, result), "measured": measured})
         shutil.rmtree(folder / "work")  # only an interrupted demo needs it
@@ -248,10 +248,10 @@ def _limited(sets: AnswersBySet, limit: int | None) -> dict[str, Answers]:
 
 def _deep_ensemble(backbone: Ensemble, answers: Answers, calibration: Sequence[ImageBatch], share: float) -> Ensemble:
     """A stack as large as separate backbones, for its cost; calibrated on their stored answers to accept `share`."""
-    fit = fit_calibration(answers.logits, torch.cat([labels for _, labels in calibration]), share=share)
+    fitted = fit_calibration(answers.logits, torch.cat([labels for _, labels in calibration]), share=share)
     history = ("stored answers of backbones trained from different seeds",)
     stack = joined([backbone] * len(answers.logits), Sharing())  # equal on purpose: `Ensemble.stack` would warn
-    return stack.with_metadata(calibration=fit.calibration, history=history)
+    return stack.with_metadata(calibration=fitted, history=history)
 
 
 def _evaluations(
@@ -268,12 +268,15 @@ def _evaluations(
         if name == DEEP:
             labels = torch.cat([labels for _, labels in data["test"]])
             calibration = model.metadata.calibration
-            common["model"] = describe_model(model, model.num_members, model.num_classes, calibration)
-            common |= {"calibration": calibration, "provenance": evaluations[SINGLE].provenance}
-            logits = {key: answers.logits for key, answers in deep.items()}
-            evaluations[name] = evaluate_logits(logits["test"], labels, groups(logits), **common)
+            stored = torch.cat([deep[key].logits for key in SEEN], dim=1)
+            rows = dict(zip(SEEN, torch.arange(stored.shape[1]).split([deep[key].size for key in SEEN]), strict=True))
+            outside = {group: {key: [rows[key]] for key in keys} for group, keys in OOD_GROUPS.items()}
+            common |= {"calibration": calibration, "progress": False}
+            found = evaluate(partial(torch.index_select, stored, 1), [(rows["test"], labels)], outside, **common)
+            about = _described(model, model.num_members, model.num_classes)
+            evaluations[name] = replace(found, model=replace(about, calibration=found.model.calibration))
         else:
-            common |= {"scores": ("mahalanobis",), "gallery": 4 if name == BRANCHES else 0}
+            common |= {"scores": ("mahalanobis",)}
             evaluations[name] = evaluate(model, data["test"], groups(data), progress=progress, **common)
     return evaluations
 

@@ -1,24 +1,9 @@
-"""Evaluation of any ensemble: one pass over each set, every metric, saved as JSON."""
+"""Evaluation of any model: one pass over each set, one value per sample and quantity, every number from these."""
 
-from .atlas import Atlas, AtlasInput, Changed, HeadEffect, Quality, atlas
-from .evaluate import evaluate, evaluate_logits
-from .evaluation import (
-    Classification,
-    Curve,
-    Detection,
-    Evaluation,
-    Figures,
-    GalleryItem,
-    ModelInfo,
-    OodSet,
-    Provenance,
-    Reliability,
-    Selective,
-)
-from .logits import LabelledLogits, MemberLogits
+from .evaluate import evaluate
+from .evaluation import Answers, Classification, Detection, Evaluation, ModelInfo, OodSet, Provenance, Selective
 
 __all__ = [
-    "Atlas", "AtlasInput", "Changed", "Classification", "Curve", "Detection", "Evaluation", "Figures",
-    "GalleryItem", "HeadEffect", "LabelledLogits", "MemberLogits", "ModelInfo", "OodSet", "Provenance", "Quality",
-    "Reliability", "Selective", "atlas", "evaluate", "evaluate_logits",
+    "Answers", "Classification", "Detection", "Evaluation", "ModelInfo", "OodSet", "Provenance", "Selective",
+    "evaluate",
 ]  # fmt: skip

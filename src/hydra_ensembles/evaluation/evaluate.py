@@ -1,52 +1,47 @@
-"""Evaluate a model, or its logits: reads the data, runs the model, warns about reused samples."""
+"""Evaluate a model: one pass over each set. What it answers can be kept, so that an interrupted evaluation resumes."""
 
+import os
+import platform
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from .._distributed import current_ranks
-from .._utils import require_device, unwrapped, warn
-from ..arguments import Count, Whole, checked
-from ..batches import Batches
-from ..classes import renumbered, why_not_exclusive
+from .._utils import __version__, require_device, unwrapped, warn
+from ..batches import Batches, Inputs, iterate, length_of, move, require_labels, size_of, warn_if_cut
+from ..calibrate import REUSED
+from ..classes import renumbered
 from ..data.batching import Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
+from ..digest import digest, require_other_samples
 from ..errors import ConfigError, DataError
-from ..fingerprints import trace_sets
-from ..metrics.conformal import chance_of_fewer
-from ..metrics.inputs import Convention, check_labels, warn_of_probabilities
-from ..model.ensemble import Ensemble
+from ..familiarity import recognised, sample_digests
+from ..metrics.inputs import Convention, at_least_float32, check_finite
+from ..model.dropout import evaluating
+from ..model.ensemble import Ensemble, warn_if_edited, weights_of
+from ..model.inputs import model_call
 from ..model.kinds import require_model
 from ..model.metadata import Calibration, Familiarity, Metadata
 from ..optimize.runner import OptimizedEnsemble
-from ..overlap import (
-    FittedSet,
-    Known,
-    require_unlike,
-    sample_keys,
-    warn_if_fitted,
-    warn_if_shared,
-    warn_of_copies,
-    warn_of_one_sample,
-)
-from ..prediction import AnyScore, ScoreName
-from .evaluation import UNNAMED, Evaluation, ModelInfo, OodGroup, Provenance
-from .logits import LabelledLogits, MemberLogits
-from .measure import Measure
-from .running import AnswerStore, Pass, Runner, describe_model, member_logits, provenance_of, running
+from ..prediction import AnyScore, Prediction, ScoreName
+from ..store import TENSORS, Store
+from .evaluation import MEANS, UNNAMED, Answers, Evaluation, ModelInfo, OodGroup, Provenance, columns_of
 
 Data = Batches | Dataset[Any]
-_CHANCE = 0.001  # significance level at which a warning says that too few samples are accepted
+KEPT_AT_ONCE = 8  # batches whose answers are kept together
+_INTERVALS = ("accuracy", "brier", "nll", "mutual_information", "disagreement", "ece", "aece", "aurc")
 
 
-@checked
 def evaluate(
     ensemble: Ensemble | OptimizedEnsemble | Callable[[Any], Any],
     id_data: Data,
@@ -60,21 +55,15 @@ def evaluate(
     convention: Convention = "torch-uncertainty",
     calibration: Calibration | None = None,
     preprocess: Preprocess | None = None,
-    batch_size: Whole = 64,
-    num_workers: Count = 0,
+    batch_size: int = 64,
+    num_workers: int = 0,
     device: str | torch.device | None = None,
-    bootstrap: Count = 0,
-    gallery: Count = 0,
+    bootstrap: int = 0,
     keep_logits: bool = False,
     output: str | Path | None = None,
     progress: bool = True,
 ) -> Evaluation:
     """Measure a model: accuracy, calibration, diversity, OOD detection, selective risk. One pass over each set.
-
-    Under `torchrun` or `accelerate` (an initialised `torch.distributed`) the processes share the batches, each
-    returns the whole result, and the numbers are those of a single process. Give every process the plain
-    loader, in the same order: one that is split between them, or a stream that splits itself, is refused. With NCCL
-    each must have chosen its GPU before (`torch.cuda.set_device`).
 
     Args:
         ensemble: An `Ensemble`, as it is or prepared by `optimize`; or anything that is called with the inputs of a
@@ -98,18 +87,15 @@ def evaluate(
         device: Where to run, if not where the model is; it is moved back. An optimized model cannot be moved.
         bootstrap: Number of resamples for confidence intervals; 0 for none. `metrics.bootstrap` says how often they
             contain the true number: with few samples they are too narrow.
-        gallery: How many of the inputs the model was most and least sure about to keep for the report.
         keep_logits: Whether the result keeps the member logits, to be saved with it.
-        output: Run folder that keeps the answers of an `Ensemble` to every batch; an interrupted evaluation resumes
-            when called again. None keeps nothing.
+        output: Folder that keeps the answers of an `Ensemble` to every batch, whatever the settings: called again, an
+            interrupted evaluation resumes, and one with other scores or another calibration is only computed.
         progress: Whether to show progress bars.
 
     Raises:
         DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice, also under
-            another name; the message names it. A `HydraWarning` is given for OOD sets with some ID samples, or one
-            sample; for shifted sets with samples that are not shifted; for sets with samples that trained the model, or
-            fitted calibration or familiarity, with their estimated share, from up to 1,024 digests; and for thresholds
-            that accept significantly fewer of the in-distribution set than they promise.
+            another name; the message names it. A `HydraWarning` is given for OOD sets with some ID samples, and for
+            samples that fitted the calibration.
         ConfigError: A setting is not known.
 
     Examples:
@@ -125,63 +111,68 @@ def evaluate(
     if not callable(ensemble):
         require_model(ensemble, "evaluate", Ensemble)  # raises
     model, metadata, calibration = _read_model(ensemble, calibration)
-    num_classes = model.num_classes if isinstance(model, Ensemble | OptimizedEnsemble) else None  # of others unknown
-    preprocess = preprocess or metadata.preprocessing
-    id_name = id_name or set_name(id_data)
-    applied = calibration or Calibration()
-    fitted = None if num_classes is None else metadata.familiarity
-    measure = Measure(name or UNNAMED, id_name, score, scores, convention, applied, bootstrap, keep_logits, fitted)
-    if num_classes == 0:
+    classes = model.num_classes if isinstance(model, Ensemble | OptimizedEnsemble) else None  # of others unknown
+    if classes == 0:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
+    familiarity = None if classes is None else metadata.familiarity
+    fitted: tuple[AnyScore, ...] = () if familiarity is None else familiarity.settings.scores
+    reported = tuple(dict.fromkeys((score, *scores, *fitted)))
+    if unknown := [one for one in reported if one not in (*get_args(ScoreName), *fitted)]:
+        choices = ", ".join((*get_args(ScoreName), *fitted))
+        raise ConfigError(f"scores {unknown} are not known; choose from {choices}; fit_familiarity adds scores")
+    id_name = id_name or _set_name(id_data)
     groups = read_groups(ood, id_data)
-    ood_sets = {key: data for sets in groups.values() for key, data in sets.items()}
-    title = f"the in-distribution set {id_name!r}"
-    labelled = {title: id_data, **{f"set {key!r}": data for key, data in (shift or {}).items()}}
-    id_data, *shifted = renumbered(labelled, metadata.labels, num_classes).values()
-    shift = dict(zip(shift or {}, shifted, strict=True))
-    model_ready = running(model, None if device is None else require_device(device))
-    with AnswerStore(output, model, {}, "an evaluation") as kept, model_ready as (home, dtype):
-        runner = Runner(model, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept)
-
-        def run(data: Data, key: str, labelled: bool, like: Tensor | None = None) -> Pass:
-            hidden = labelled and like is not None  # no inputs of shifted sets are shown
-            of_set = replace(runner, keep=0) if hidden else runner
-            return of_set.run(batched(data, key, preprocess, batch_size, num_workers), key, labelled, like)
-
-        id_pass = run(id_data, id_name, labelled=True)
-        like = id_pass.answers.logits  # [M, B, C]
-        if num_classes is None:
-            renumbered({title: id_data}, metadata.labels, like.shape[2])  # a function's number of classes is known now
-        ood_passes = {key: run(data, key, False, like) for key, data in ood_sets.items()}
-        shift_passes = {key: run(data, key, True, like) for key, data in shift.items()}
-    passes = {id_name: id_pass, **{f"ood.{key}": set_pass for key, set_pass in ood_passes.items()}}
-    passes |= {f"shift.{key}": set_pass for key, set_pass in shift_passes.items()}
-    reused = _check_overlap(title, id_pass, ood_passes, shift_passes, fitted_sets(metadata, applied, fitted))
-    members, _, classes = like.shape
-    logits = MemberLogits(
-        id_pass.answers,
-        {group: {key: ood_passes[key].answers.logits for key in sets} for group, sets in groups.items()},
-        {key: set_pass.answers for key, set_pass in shift_passes.items()},
+    labelled = {f"set {id_name!r}": id_data, **{f"shifted set {key!r}": data for key, data in (shift or {}).items()}}
+    id_data, *shifted = renumbered(labelled, metadata.labels, classes).values()
+    sets: list[tuple[str, Any, Any]] = [(id_name, "id", id_data)]  # name, group, data
+    sets += [(f"ood.{key}", group, data) for group, members in groups.items() for key, data in members.items()]
+    sets += [(f"shift.{key}", "shift", data) for key, data in zip(shift or {}, shifted, strict=True)]
+    rule = calibration or Calibration()
+    if rule.threshold is None and score in get_args(ScoreName):
+        rule = replace(rule, score=cast(ScoreName, score), reference=None)
+    preprocess = preprocess or metadata.preprocessing
+    answers, logits, rows, dtype = dict[str, Answers](), dict[str, Tensor](), dict[str, Tensor](), torch.float32
+    running = _running(model, None if device is None else require_device(device))
+    with Store(output, _identity(model, output), "an evaluation") as kept, running as (home, of_inputs):
+        weights = weights_of(model) if isinstance(model, Ensemble) else ""
+        for key, group, data in sets:
+            if isinstance(data, Dataset):
+                if preprocess is None:
+                    raise ConfigError(f"set {key!r} holds raw items; pass preprocess=, or give batches (a DataLoader)")
+                data = make_batches(data, preprocess, batch_size, num_workers=num_workers)
+            one = _Pass(model, home, of_inputs, rule, familiarity, reported, kept, keep_logits, progress)
+            answers[key], rows[key], logits[key], dtype = one.over(data, key, group)
+            members, _, classes = require_like(logits[key], logits[id_name], key).shape
+    _require_fresh(id_name, rows, rule)
+    threshold = None if familiarity is None else familiarity.settings.threshold
+    evaluation = Evaluation(
+        name or UNNAMED,
+        id_name,
+        score,
+        convention,
+        answers,
+        replace(
+            _described(model, members, cast(int, classes)),
+            calibration=None if calibration is None else calibration.brief,
+            familiarity=None if threshold is None else (fitted[0], threshold),
+            weights=weights,
+        ),
+        _provenance(home, dtype),
+        logits=logits if keep_logits else {},
     )
-    evaluation = measure.evaluation(
-        logits,
-        model=describe_model(model, members, classes, calibration),
-        provenance=provenance_of(home, id_pass.dtype, current_ranks().size),
-        gallery=[item for each in (id_pass, *ood_passes.values()) for item in each.gallery],
-        unfamiliarity={key: set_pass.unfamiliarity for key, set_pass in passes.items()},
-    )
-    warn_of_missed_shares(title, evaluation, applied, fitted)
-    labels = {key: set_pass.answers.labels for key, set_pass in passes.items()}
-    traces = trace_sets(labels, {key: set_pass.keys for key, set_pass in passes.items()})
-    return replace(evaluation, reused=reused, traces=traces)
+    if not bootstrap:
+        return evaluation
+    detected = [f"{group}.{metric}" for group in (*MEANS, *answers) for metric in ("auroc", "fpr95", "aupr")]
+    found = {key: evaluation.interval(key, resamples=bootstrap) for key in (*_INTERVALS, *detected)}
+    return replace(evaluation, intervals={key: one for key, one in found.items() if one is not None})
 
 
 def _read_model(model: Any, calibration: Calibration | None) -> tuple[Any, Metadata, Calibration | None]:
     """What to run for a model, its metadata, and the calibration to apply: the given one, or its own if it has one."""
     inner = unwrapped(model) if isinstance(model, nn.Module) else model
-    if (why := why_not_exclusive(inner)) is not None:
-        raise ConfigError(f"this {type(inner).__name__} cannot be evaluated: {why}")
     if isinstance(inner, Ensemble):
+        if calibration is None:
+            warn_if_edited(inner)
         fitted = inner.metadata.familiarity is not None
         model = inner if fitted or not hasattr(model, "metadata") else model  # a wrapper forwards only logits
     stored = getattr(model, "metadata", None)
@@ -196,104 +187,17 @@ def _read_model(model: Any, calibration: Calibration | None) -> tuple[Any, Metad
     return model, metadata, calibration
 
 
-def _check_overlap(
-    title: str, id_pass: Pass, ood: Mapping[str, Pass], shift: Mapping[str, Pass], known_sets: Mapping[str, FittedSet]
-) -> float | None:
-    """Warn about samples in sets where they do not belong; returns the share of the ID set that fitted the model."""
-    inside, ood_keys = id_pass.keys, {f"OOD set {key!r}": set_pass.keys for key, set_pass in ood.items()}
-    shifted = {f"set {key!r}": set_pass.keys for key, set_pass in shift.items()}
-    for name, keys in {title: inside, **ood_keys, **shifted}.items():
-        warn_of_copies(name, len(keys), len(np.unique(keys)), "numbers and intervals count copies as separate samples")
-    require_unlike(title, inside, ood_keys)
-    for name, keys in shifted.items():
-        warn_if_fitted(name, keys, known_sets)
-        warn_if_shared(title, Known(None, inside), name, Known(None, keys), "these are not shifted at all")
-    return warn_if_fitted(title, inside, known_sets)
-
-
-def warn_of_missed_shares(
-    title: str, evaluation: Evaluation, calibration: Calibration, familiarity: Familiarity | None
-) -> None:
-    """Warn if a threshold accepts significantly fewer samples of the in-distribution set than it promises."""
-    found, samples = evaluation.selective, evaluation.id.samples
-    if found is None:
-        return
-    fitted = calibration if familiarity is None else familiarity.settings
-    for word, share, settings in (("sure", found.sure, calibration), ("familiar", found.familiar, fitted)):
-        promised, reference = settings.accepted_share, settings.reference
-        if share is None or reference is None:
-            continue
-        if chance_of_fewer(round(share * samples), samples, promised, reference.samples) < _CHANCE:
-            warn(
-                f"{100 * share:.4g} % of the {samples:,} samples of {title} are {word} enough to be accepted, "
-                f"significantly fewer than the {100 * promised:.4g} % promised for inputs like those that set the "
-                "threshold: these differ, or those trained the model; calibrate on data like these"
-            )
-
-
-@checked
-def evaluate_logits(
-    id_logits: Tensor,
-    labels: Tensor,
-    ood: Mapping[str, Any] | None = None,
-    shift: Mapping[str, tuple[Tensor, Tensor]] | None = None,
-    *,
-    name: str = UNNAMED,
-    id_name: str = "id",
-    score: ScoreName = "msp",
-    scores: Sequence[ScoreName] = (),
-    convention: Convention = "torch-uncertainty",
-    calibration: Calibration | None = None,
-    bootstrap: Count = 0,
-    keep_logits: bool = False,
-    model: ModelInfo | None = None,
-    provenance: Provenance | None = None,
-) -> Evaluation:
-    """Every metric from member logits `[M, B, C]` (or `[B, C]` for one member) before any temperature, on the CPU.
-
-    `ood` is nested or flat as in `evaluate`, with logits for data; `shift` is `{name: (logits, labels)}`; settings and
-    errors are those of `evaluate`. If known, `model` says what made the logits, and `provenance` where. Stored
-    logits are given as `evaluate_logits(*kept.id, kept.ood, kept.shift)`.
-
-    Samples cannot be recognised here. A `HydraWarning` is given for logits, the same to the last bit, that
-    `fit_calibration` fitted `calibration` on; samples of `calibrate` are recognised only by `evaluate`.
-    """
-    calibration = calibration or Calibration()
-    measure = Measure(name, id_name, score, scores, convention, calibration, bootstrap, keep_logits)
-
-    def read(logits: Tensor, key: str, like: Tensor | None = None) -> Tensor:
-        logits = member_logits(logits, key, like=like)
-        warn_of_probabilities(logits, key)
-        return logits
-
-    def labelled(raw: Tensor, targets: Tensor, key: str, like: Tensor | None = None) -> LabelledLogits:
-        logits = read(raw, key, like)
-        _, samples, classes = logits.shape
-        return LabelledLogits(logits, check_labels(torch.as_tensor(targets, device="cpu"), samples, classes, key))
-
-    id_set = labelled(id_logits, labels, id_name)
-    id_members, groups = id_set.logits, read_groups(ood).items()
-    logits = MemberLogits(
-        id_set,
-        {group: {key: read(raw, key, id_members) for key, raw in sets.items()} for group, sets in groups},
-        {key: labelled(raw, targets, key, id_members) for key, (raw, targets) in (shift or {}).items()},
-    )
-    for sets in logits.ood.values():
-        for key, ood_logits in sets.items():
-            warn_of_one_sample(f"OOD set {key!r}", ood_logits.shape[1])
-    known_sets = {"fitted the calibration": calibration.fitted_logits}
-    reused = warn_if_fitted(f"the in-distribution set {id_name!r}", sample_keys(id_members.transpose(0, 1)), known_sets)
-    for key, shifted in logits.shift.items():
-        warn_if_fitted(f"set {key!r}", sample_keys(shifted.logits.transpose(0, 1)), known_sets)
-    evaluation = measure.evaluation(logits, model, provenance or provenance_of(None, id_logits.dtype))
-    targets = {id_name: logits.id.labels, **{f"shift.{key}": shifted.labels for key, shifted in logits.shift.items()}}
-    return replace(evaluation, reused=reused or None, traces=trace_sets(targets))  # 0 of equal logits proves nothing
-
-
-def fitted_sets(metadata: Metadata, calibration: Calibration, familiarity: Familiarity | None) -> dict[str, FittedSet]:
-    """Digests of the samples that trained the model or fitted part of it, by what they were used for."""
-    sets = {"fitted the calibration": calibration.fitted_set}
-    return sets if familiarity is None else {**sets, "fitted the familiarity": familiarity.settings.fitted_set}
+def _identity(model: Any, output: object) -> dict[str, Any]:
+    """What answers depend on, besides the inputs, for a folder that keeps them."""
+    if output is None:
+        return {}
+    if not isinstance(model, Ensemble):
+        raise ConfigError(f"output needs an Ensemble, got a {type(model).__name__}; leave output out")
+    fitted = model.metadata.familiarity
+    statistics = None if fitted is None else [fitted.settings.scores, fitted.settings.neighbours, fitted.state]
+    kind = model.device.type
+    autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+    return {"model": digest([model.config, model, statistics]), "autocast": autocast}
 
 
 def read_groups(ood: Mapping[str, Any] | None, id_data: object = None) -> dict[OodGroup, dict[str, Any]]:
@@ -305,26 +209,170 @@ def read_groups(ood: Mapping[str, Any] | None, id_data: object = None) -> dict[O
         accepted = list(get_args(OodGroup))
         raise DataError(f"ood has the keys {list(ood)}; give groups of sets, among {accepted}, or {{name: data}}")
     named = [(name, data) for group in ood.values() for name, data in group.items()]
-    counts = Counter(name for name, _ in named)
-    twice = sorted(name for name in counts if counts[name] > 1)
+    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         raise DataError(f"OOD sets {twice} occur in more than one group; give each set one name in one group")
-    same = [name for name, data in named if data is id_data]  # keys may miss it: each pass may differ
+    same = [name for name, data in named if data is id_data]  # digests may miss it: each pass may differ
     if same:
         raise DataError(f"OOD set {same[0]!r} is the in-distribution set; OOD detection needs different data")
     return {cast(OodGroup, group): dict(sets) for group, sets in ood.items() if sets}
 
 
-def batched(data: Data, key: str, preprocess: Preprocess | None, batch_size: int, num_workers: int) -> Batches:
-    """Return batches unchanged, and make batches of a data set with `preprocess`."""
-    if not isinstance(data, Dataset):
-        return data
-    if preprocess is None:
-        raise ConfigError(f"set {key!r} holds raw items; pass preprocess=, or give batches (a DataLoader)")
-    return make_batches(data, preprocess, batch_size, num_workers=num_workers)
-
-
-def set_name(data: object) -> str:
+def _set_name(data: object) -> str:
     """Name of a data set, or of the data set inside a loader; `"id"` if it has none."""
     dataset = data if isinstance(data, Dataset) else getattr(data, "dataset", None)
     return dataset.name if isinstance(dataset, Dataset) else "id"
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """How a model is run over a set."""
+
+    model: Any
+    device: torch.device | None  # device of the inputs; None leaves them where they are
+    dtype: torch.dtype | None  # floating dtype of the inputs; None leaves it
+    calibration: Calibration
+    familiarity: Familiarity | None
+    scores: tuple[AnyScore, ...]
+    kept: Store  # answers from before an interruption
+    keep_logits: bool
+    progress: bool
+
+    def over(
+        self, batches: Batches, key: str, group: Literal["id", "shift"] | OodGroup
+    ) -> tuple[Answers, Tensor, Tensor, torch.dtype]:
+        """Answers to one set, digests of its samples `[B]`, member logits (of one sample, unless kept), their dtype."""
+        labelled, title = group in ("id", "shift"), f"set {key.removeprefix('ood.').removeprefix('shift.')!r}"
+        columns, rows, logits, dtype = dict[str, list[Tensor]](), list[Tensor](), list[Tensor](), torch.float32
+        source = iterate(batches, title, labelled)
+        with tqdm(desc=key, total=length_of(batches), leave=False, disable=not self.progress, unit="batch") as bar:
+            while chunk := list(islice(source, 1 if self.kept.folder is None else KEPT_AT_ONCE)):
+                contents = "" if self.kept.folder is None else digest([inputs for _, inputs, _ in chunk])
+                answer = partial(self._answers, [(index, inputs) for index, inputs, _ in chunk], title)
+                found = self.kept.step(f"answers/{contents[:32]}", answer, TENSORS)
+                dtype = found["logits"].dtype
+                raw = at_least_float32(found["logits"])  # [M, B, C]
+                check_finite(raw, "member logits [M, B, C]", title)
+                labels = None
+                if labelled:
+                    wanted = (require_labels(one, raw.shape[2], title, index) for index, _, one in chunk)
+                    labels = torch.cat([one.cpu() for one in wanted])
+                for name, column in columns_of(self._predicted(raw, found), self.scores, labels).items():
+                    columns.setdefault(name, []).append(column)
+                require_like(raw, logits[0] if logits else raw, title)
+                logits.append(raw if self.keep_logits else raw[:, :1])
+                rows += [sample_digests(inputs) for _, inputs, _ in chunk]
+                bar.update(len(chunk))
+        joined = {name: torch.cat(parts, dim=-1) for name, parts in columns.items()}
+        samples = torch.cat(rows)
+        warn_if_cut(batches, title, len(samples))
+        if labelled and bool((joined["label"] == joined["label"][0]).all()):
+            same = f"{title}: all {len(samples)} labels are {int(joined['label'][0])}"
+            raise DataError(f"{same}; accuracy and calibration need two classes: shuffle sorted data first")
+        answers = Answers(group, digest(samples.sort().values), joined)
+        return answers, samples, torch.cat(logits, dim=1), dtype
+
+    def _predicted(self, logits: Tensor, found: Mapping[str, Tensor]) -> Prediction:
+        """A prediction from finite logits `[M, B, C]` and feature scores."""
+        about = self.familiarity.about(found["scores"]) if self.familiarity and "scores" in found else None
+        return self.calibration.prediction(logits, check_finite=False, unfamiliarity=about)
+
+    def _answers(self, chunk: Sequence[tuple[int, Inputs]], title: str) -> dict[str, Tensor]:
+        """Member logits `[M, B, C]` of some batches in the model's dtype; feature scores `[S, M, B]` if it has any."""
+        parts: list[tuple[Tensor, Tensor | None]] = []
+        for index, inputs in chunk:
+            answer, by_features = self._answer(inputs, f"{title}, batch {index}")
+            logits = getattr(answer, "logits", answer)
+            shape = list(logits.shape) if isinstance(logits, Tensor) else []
+            is_fit = len(shape) in (2, 3) and 0 not in shape and shape[-1] > 1 and shape[-2] == size_of(inputs)
+            if not is_fit or not logits.is_floating_point():
+                got = f"{logits.dtype} {shape}" if isinstance(logits, Tensor) else type(logits).__name__
+                expected = "floating point [M, B, C] (members, inputs, classes), or [B, C] of one member"
+                raise DataError(f"{title}, batch {index}: the model answered with {got}; expected {expected}")
+            parts.append((logits.detach().cpu().reshape(-1, *shape[-2:]), by_features))  # [B, C] -> [1, B, C]
+        for logits, _ in parts:
+            require_like(logits, parts[0][0], title)
+        scores = [one.cpu() for _, one in parts if one is not None]
+        joined = {"logits": torch.cat([logits for logits, _ in parts], dim=1)}
+        return joined | ({"scores": torch.cat(scores, dim=2)} if scores else {})
+
+    def _answer(self, inputs: Inputs, where: str) -> tuple[Any, Tensor | None]:
+        """What the model answers to one batch, and its feature scores, if they are wanted."""
+        if not hasattr(self.model, "prepare"):  # not ours
+            moved = inputs if self.device is None else move(inputs, self.device, self.dtype)
+            return model_call(self.model, moved)(), None
+        try:
+            prepared = self.model.prepare(inputs)
+        except DataError as problem:
+            raise DataError(f"{where}: {problem}") from problem
+        return (self.model(prepared), None) if self.familiarity is None else self.model.answers(prepared)
+
+
+def require_like(logits: Tensor, like: Tensor, title: str) -> Tensor:
+    """Require the numbers of members and classes of other logits `[M, B, C]`; returns the first ones."""
+    (members, _, classes), (expected, _, like_classes) = logits.shape, like.shape
+    if (members, classes) != (expected, like_classes):
+        raise DataError(
+            f"{title}: logits of {members} members over {classes} classes, but before of {expected} over "
+            f"{like_classes}; all must come from one model"
+        )
+    return logits
+
+
+@contextmanager
+def _running(model: object, device: torch.device | None) -> Iterator[tuple[torch.device | None, torch.dtype | None]]:
+    """Evaluation mode, no gradients, on the requested device; yields device and floating dtype of the inputs."""
+    dtype = None
+    with ExitStack() as restoring:
+        restoring.enter_context(torch.no_grad())
+        if isinstance(model, OptimizedEnsemble):
+            home = model.device
+            if device is not None and (device.type != home.type or device.index not in (None, home.index)):
+                raise ConfigError(f"this ensemble was optimized for {home}, not for {device}; leave device out")
+            device, dtype = home, model.dtype
+        elif isinstance(model, nn.Module):
+            parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+            if parameter is not None:
+                home, dtype = parameter.device, parameter.dtype
+                if device not in (None, home):
+                    restoring.callback(model.to, home)
+                    model.to(device)
+                device = device or home
+            restoring.enter_context(evaluating(model))
+        yield device, dtype
+
+
+def _require_fresh(id_name: str, rows: Mapping[str, Tensor], calibration: Calibration) -> None:
+    """Refuse OOD sets of ID samples, and warn of samples that set the thresholds."""
+    known = {name: [str(one).encode() for one in digests.tolist()] for name, digests in rows.items()}
+    others = {f"OOD set {name[4:]!r}": digests for name, digests in known.items() if name.startswith("ood.")}
+    require_other_samples(f"the in-distribution set {id_name!r}", known[id_name], others)
+    reused = recognised(calibration.rows, rows[id_name])
+    if reused >= REUSED:
+        warn(
+            f"{reused} of {len(calibration.rows)} samples known to have fitted the calibration are in the "
+            f"in-distribution set {id_name!r}: the numbers look better than on new data; evaluate on other samples"
+        )
+
+
+def _described(model: object, members: int, classes: int) -> ModelInfo:
+    """Describe a model: all fields for an ensemble, only name and number of parameters for others."""
+    info = ModelInfo("callable", members, classes)
+    if isinstance(model, Ensemble | OptimizedEnsemble):
+        metadata = model.metadata
+        info = replace(info, kind=model.kind, class_names=metadata.labels, **vars(model.describe()))
+        return replace(info, source=metadata.source, history=metadata.history)
+    if isinstance(model, nn.Module):
+        counted = sum(parameter.numel() for parameter in model.parameters())
+        return replace(info, parameters=counted, source=type(model).__qualname__)
+    return replace(info, source=str(getattr(model, "__name__", type(model).__qualname__)))
+
+
+def _provenance(device: torch.device | None, dtype: torch.dtype) -> Provenance:
+    """The libraries and the device of this run."""
+    libraries = {"torch": str(torch.__version__), "numpy": np.__version__}
+    versions = {"hydra_ensembles": __version__, "python": platform.python_version(), **libraries}
+    hardware = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
+    if device is not None and device.type != "cpu":
+        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Provenance(versions, hardware, str(dtype).removeprefix("torch."))

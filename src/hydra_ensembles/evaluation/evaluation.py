@@ -1,28 +1,96 @@
-"""The results of an evaluation: every number, saved and loaded as JSON."""
+"""The results of an evaluation: what a model answered to every sample, and every number that follows from it.
+
+An evaluation stores columns: one value per sample and quantity. Numbers, their intervals, the differences of two models
+and the figures of a report are all computed from them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..arguments import checked
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from ..digest import digest
 from ..errors import DataError
-from ..files import DIGEST, expanded, read_object, require_regular, unsealed, write_sealed
-from ..fingerprints import SetTrace
-from ..metrics.bootstrap import Interval
+from ..files import expanded, read_file, read_object, write_atomically, write_json
+from ..metrics.bootstrap import Interval, Statistic, paired
 from ..metrics.distance import FittedName
-from ..metrics.inputs import Convention
+from ..metrics.inputs import Convention, mean
+from ..metrics.ood import OodMetric, detection, flagged, of_counts, risk_curve, weighted_aurc
+from ..metrics.probabilities import (
+    adaptive_ece_of_confidence,
+    at_labels,
+    ece_of_confidence,
+    squared_errors,
+    weighted_adaptive_ece,
+    weighted_ece,
+    weighted_mean,
+)
 from ..model.config import KeptHeads
 from ..model.metadata import Calibration
-from ..prediction import AnyScore
-from ..schema import ADDED_LATER, from_plain, to_plain
-from .logits import MemberLogits
+from ..prediction import AnyScore, Prediction
+from ..settings import from_plain, to_plain
 
+FORMAT = "hydra_ensembles evaluation 2"
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean averages
-_DIVERSITY = ("mutual_information", "disagreement")
-DECLINED = ("abstained", "unsure", "unfamiliar")  # declined shares of an OOD set: by any threshold, and by each
+COVERAGES = (0.8, 0.9, 0.95)  # shares of answered inputs at which the remaining risk is reported
 UNNAMED = "model"  # default name of an evaluation
+_MEASURED = ("accuracy", "brier", "nll", "mutual_information", "disagreement")  # means of columns
+_DECLINED = {"abstained": ("sure", "familiar"), "unsure": ("sure",), "unfamiliar": ("familiar",)}
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What a model answered to one set.
+
+    Attributes:
+        group: `id`, `shift`, or the group of an OOD set: `near`, `far`, `apart` (in no mean), `ungrouped` (in the mean
+            over all sets only).
+        digest: Digest of the inputs as the model received them, in any order.
+        columns: `predicted`, `confidence`, `mutual_information`, `disagreement` and `score:NAME` of each sample `[B]`;
+            `votes`, the label of each member `[M, B]`; with thresholds whether it is `sure` and `familiar`; and of
+            labelled sets `label`, `accuracy` (whether it is right), `nll` and `brier`.
+    """
+
+    group: Literal["id", "shift"] | OodGroup
+    digest: str
+    columns: Mapping[str, Tensor] = field(repr=False)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    def __len__(self) -> int:
+        return len(self["predicted"])
+
+    def declined(self, why: str = "abstained") -> Tensor | None:
+        """Whether each sample is declined, for any reason, or as `unsure` or `unfamiliar`; None without a threshold."""
+        passed = [self[name] for name in _DECLINED[why] if name in self.columns]
+        return ~torch.stack(passed).all(dim=0) if passed else None
+
+
+def columns_of(prediction: Prediction, scores: tuple[AnyScore, ...], labels: Tensor | None) -> dict[str, Tensor]:
+    """The columns of `Answers` for the samples of a prediction."""
+    passed = {"sure": prediction.passed()["unsure"], "familiar": prediction.passed()["unfamiliar"]}
+    columns = {
+        "predicted": prediction.label,
+        "confidence": prediction.confidence,
+        "mutual_information": prediction.epistemic,
+        "disagreement": prediction.disagreement,
+        "votes": prediction.member_probs.argmax(dim=-1),  # [M, B]
+        **{f"score:{name}": prediction.score(name) for name in scores},
+        **{name: one for name, one in passed.items() if one is not None},
+    }
+    if labels is not None:
+        columns |= {"label": labels, "accuracy": prediction.label == labels}
+        columns |= {"nll": -at_labels(prediction.log_probs, labels), "brier": squared_errors(prediction.probs, labels)}
+    return columns
 
 
 @dataclass(frozen=True)
@@ -38,7 +106,7 @@ class Classification:
         disagreement: Share of member pairs that predict different classes, mean over samples.
         aurc: Area under the risk-coverage curve, ordered by the evaluation's score.
         risk_at_coverage: Error that remains when this share of the samples is answered.
-        commonest: Share of the most frequent class: the accuracy of always predicting it; None in older files.
+        commonest: Share of the most frequent class: the accuracy of always predicting it.
     """
 
     samples: int
@@ -51,7 +119,22 @@ class Classification:
     disagreement: float
     aurc: float
     risk_at_coverage: Mapping[str, float]
-    commonest: float | None = field(default=None, metadata=ADDED_LATER)
+    commonest: float
+
+    @classmethod
+    def of(cls, answers: Answers, score: AnyScore) -> "Classification":
+        """The numbers of a labelled set."""
+        right = answers["accuracy"]
+        curve = risk_curve(answers[f"score:{score}"], ~right)
+        return cls(
+            samples=len(answers),
+            **{name: mean(answers[name]) for name in _MEASURED},
+            ece=ece_of_confidence(answers["confidence"], right),
+            aece=adaptive_ece_of_confidence(answers["confidence"], right),
+            aurc=curve.area,
+            risk_at_coverage={f"{coverage:.2f}": curve.at(coverage) for coverage in COVERAGES},
+            commonest=int(answers["label"].bincount().max()) / len(answers),
+        )
 
     def numbers(self) -> dict[str, float]:
         """Every metric under a flat name."""
@@ -74,7 +157,7 @@ class OodSet:
     """One OOD set.
 
     Attributes:
-        group: `near`, `far`, `apart` (in no mean), or `ungrouped` (in the mean over all sets only).
+        group: `near`, `far`, `apart` or `ungrouped`, see `Answers`.
         detection: Detection results by score.
         abstained: Share of the set that is declined by any calibrated threshold; None without one.
         unsure: Share whose uncertainty score is above its threshold; None without one.
@@ -86,9 +169,9 @@ class OodSet:
     detection: Mapping[str, Detection]
     mutual_information: float
     disagreement: float
-    abstained: float | None = None
-    unsure: float | None = field(default=None, metadata=ADDED_LATER)
-    unfamiliar: float | None = field(default=None, metadata=ADDED_LATER)
+    abstained: float | None
+    unsure: float | None
+    unfamiliar: float | None
 
 
 @dataclass(frozen=True)
@@ -100,7 +183,7 @@ class Selective:
         threshold: Threshold of that score; None if only familiarity has one.
         accepted: Share of the samples answered: those that pass every threshold.
         risk: Share of wrong answers among them; None if nothing is answered.
-        sure: Share that passes the threshold of `score`; None without one, and in older files.
+        sure: Share that passes the threshold of `score`; None without one.
         familiarity: The fitted score for how unfamiliar an input is; None if it has no threshold.
         familiarity_threshold: Threshold of that score.
         familiar: Share that passes it.
@@ -110,21 +193,23 @@ class Selective:
     threshold: float | None
     accepted: float
     risk: float | None
-    sure: float | None = field(default=None, metadata=ADDED_LATER)
-    familiarity: str | None = field(default=None, metadata=ADDED_LATER)
-    familiarity_threshold: float | None = field(default=None, metadata=ADDED_LATER)
-    familiar: float | None = field(default=None, metadata=ADDED_LATER)
+    sure: float | None
+    familiarity: str | None
+    familiarity_threshold: float | None
+    familiar: float | None
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Description of the evaluated model, where known; `parameters` to `heads_per_layer` are those of `describe`.
+    """Description of the evaluated model, where known; `parameters` to `pooling_heads` are those of `describe`.
 
     Attributes:
         kind: `image`, `text`, or `callable` for a model that is not an `Ensemble`.
         class_names: Names in the order of the logits; empty when unknown.
         source: Where the model came from.
         history: What was done to it.
+        familiarity: The fitted score that has a threshold, and this threshold; None without one.
+        weights: Digest of the weights; empty if it is not an `Ensemble`.
     """
 
     kind: Literal["image", "text", "callable"]
@@ -136,10 +221,12 @@ class ModelInfo:
     tokens: int | None = None
     heads: KeptHeads | None = field(default=None, repr=False)
     heads_per_layer: int | None = None
+    pooling_heads: int = 0
     source: str = ""
     history: tuple[str, ...] = field(default=(), repr=False)
     calibration: Calibration | None = field(default=None, repr=False)
-    pooling_heads: int = field(default=0, metadata=ADDED_LATER)
+    familiarity: tuple[str, float] | None = None
+    weights: str = field(default="", repr=False)
 
     @property
     def heads_label(self) -> str | None:
@@ -159,93 +246,17 @@ class Provenance:
     versions: Mapping[str, str]
     hardware: str
     dtype: str
-    processes: int = 1
 
 
-Shelf = Literal["sure", "unsure", "wrong"]
-
-
-@dataclass(frozen=True)
-class GalleryItem:
-    """One input with the model's answer to it.
-
-    Attributes:
-        shelf: Among the most sure, the least sure, or the most sure of the wrong answers.
-        index: Its position in the set.
-        content: The text, or the image as a `data:` address.
-        label: The right class; None for OOD inputs, which have none.
-    """
-
-    set: str
-    shelf: Shelf
-    index: int
-    kind: Literal["image", "text"]
-    content: str
-    score: float
-    confidence: float
-    predicted: int
-    label: int | None
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Points of a line, in drawing order."""
-
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Reliability:
-    """Equal-width bins of confidence: samples, their mean confidence and accuracy (None in an empty bin)."""
-
-    count: tuple[int, ...]
-    confidence: tuple[float | None, ...]
-    accuracy: tuple[float | None, ...]
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Data of the figures of a report.
-
-    Attributes:
-        risk_coverage: Error among the most certain share of the in-distribution set.
-        score_edges: Common bin edges of the score histograms; scores beyond the ends count in the end bins.
-        agreement_id: Share of in-distribution samples on which two members predict the same class, `[M][M]`.
-        agreement_ood: The same, unweighted mean over the OOD sets that are in the mean over all; None without any.
-    """
-
-    reliability: Reliability
-    risk_coverage: Curve
-    score_edges: tuple[float, ...]
-    id_scores: tuple[int, ...]
-    ood_scores: Mapping[str, tuple[int, ...]]
-    roc: Mapping[str, Curve]
-    agreement_id: tuple[tuple[float, ...], ...]
-    agreement_ood: tuple[tuple[float, ...], ...] | None
-
-
-FORMAT = "hydra_ensembles.evaluation"
-VERSION = 1
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Every metric of one model on one suite. Printed as a table of one row; `numbers` has everything.
+    """Every metric of one model on one suite. Printed as a list of the main numbers; `numbers` has everything.
 
     Attributes:
         score: The score that detects OOD samples and orders the risk-coverage curve.
-        means: Unweighted means of the detection results, `near`, `far` and `all`, for each score.
-        shift: Results on labelled sets under distribution shift.
+        sets: What was answered to each set: the in-distribution set under its name, `ood.NAME` and `shift.NAME`.
         intervals: Bootstrap intervals, under the names of `numbers`; empty unless asked for.
-        gallery: The inputs the model was most and least sure about; empty unless asked for.
-        logits: The member logits; None unless asked for. They are saved in a separate file.
-        logits_digest: The digest of that file; None if there is none.
-        reused: Estimated share of the in-distribution samples that trained the model, or fitted calibration or
-            familiarity (the largest of these), from up to 1,024 digests; above 0, numbers are better than on new data.
-            None if not known: nothing was trained or fitted with this library, or in a version without digests.
-        traces: Digests of every set, by its name in `samples`, from which `compare` recognises other samples; empty in
-            older files.
+        logits: Member logits `[M, B, C]` of each set, before any temperature; empty unless asked for.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -263,41 +274,93 @@ class Evaluation:
     id_name: str
     score: AnyScore
     convention: Convention
-    id: Classification
-    ood: Mapping[str, OodSet] = field(repr=False)
-    means: Mapping[str, Mapping[str, Detection]] = field(repr=False)
-    shift: Mapping[str, Classification] = field(repr=False)
-    selective: Selective | None
+    sets: Mapping[str, Answers] = field(repr=False)
     model: ModelInfo
     provenance: Provenance = field(repr=False)
-    figures: Figures = field(repr=False)
     intervals: Mapping[str, Interval] = field(default_factory=dict, repr=False)
-    gallery: tuple[GalleryItem, ...] = field(default=(), repr=False)
-    logits: MemberLogits | None = field(default=None, compare=False, repr=False)
-    logits_digest: str | None = field(default=None, compare=False, repr=False, metadata=ADDED_LATER)
-    reused: float | None = field(default=None, repr=False, metadata=ADDED_LATER)
-    traces: Mapping[str, SetTrace] = field(default_factory=dict, compare=False, repr=False, metadata=ADDED_LATER)
+    logits: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
-        from ..report.compare import compare  # imported here: the report package imports this module
-        from ..report.table import to_markdown
+        numbers = self.numbers()
+        wanted = ["accuracy", "nll", "ece", "aurc", "near.auroc", "far.auroc", "all.auroc", "selective.accepted"]
+        lines = [f"{name:<20}{numbers[name]:.4f}" for name in wanted if name in numbers]
+        return "\n".join([f"{self.name} on {self.id_name} ({self.id.samples:,} samples)", *lines])
 
-        return to_markdown(compare({self.name: self}))
+    @property
+    def samples(self) -> dict[str, int]:
+        """Number of samples of every set."""
+        return {name: len(answers) for name, answers in self.sets.items()}
 
-    _repr_markdown_ = __str__  # for notebooks
+    @property
+    def scores(self) -> tuple[AnyScore, ...]:
+        """Every score that was reported."""
+        names = self.sets[self.id_name].columns
+        return tuple(name.removeprefix("score:") for name in names if name.startswith("score:"))  # type: ignore[misc]
 
     @property
     def fitted(self) -> tuple[str, ...]:
         """The reported scores that were fitted to features, such as `mahalanobis`."""
-        scores = [score for result in self.ood.values() for score in result.detection if score in get_args(FittedName)]
-        return tuple(dict.fromkeys(scores))
+        return tuple(score for score in self.scores if score in get_args(FittedName))
 
-    @property
-    def samples(self) -> dict[str, int]:
-        """Number of samples of every set, by its name in `numbers`."""
-        counts = {self.id_name: self.id.samples}
-        counts |= {f"ood.{name}": result.samples for name, result in self.ood.items()}
-        return counts | {f"shift.{name}": result.samples for name, result in self.shift.items()}
+    @cached_property
+    def id(self) -> Classification:
+        """Results on the in-distribution set."""
+        return Classification.of(self.sets[self.id_name], self.score)
+
+    @cached_property
+    def shift(self) -> dict[str, Classification]:
+        """Results on labelled sets under distribution shift, by name."""
+        shifted = {name: one for name, one in self.sets.items() if one.group == "shift"}
+        return {name.removeprefix("shift."): Classification.of(one, self.score) for name, one in shifted.items()}
+
+    @cached_property
+    def ood(self) -> dict[str, OodSet]:
+        """Results on each OOD set, by name."""
+        inside, results = self.sets[self.id_name], {}
+        for name, answers in self.sets.items():
+            if answers.group in get_args(OodGroup):
+                measured: dict[str, Detection] = {}
+                for score in self.scores:
+                    fp, tp, _ = flagged(inside[f"score:{score}"], answers[f"score:{score}"])
+                    values = {key: of_counts(key, fp, tp, self.convention).item() for key in get_args(OodMetric)}
+                    measured[score] = Detection(**values)
+                shares = {why: None if (rows := answers.declined(why)) is None else mean(rows) for why in _DECLINED}
+                diversity = (mean(answers["mutual_information"]), mean(answers["disagreement"]))
+                single = OodSet(answers.group, len(answers), measured, *diversity, **shares)  # type: ignore[arg-type]
+                results[name.removeprefix("ood.")] = single
+        return results
+
+    @cached_property
+    def means(self) -> dict[str, dict[str, Detection]]:
+        """Unweighted means of the detection results, `near`, `far` and `all`, for each score."""
+        results: dict[str, dict[str, Detection]] = {}
+        for name, groups in MEANS.items():
+            if members := [result.detection for result in self.ood.values() if result.group in groups]:
+                results[name] = {}
+                for score in self.scores:
+                    each = [vars(one[score]) for one in members]
+                    average = {key: sum(one[key] for one in each) / len(each) for key in get_args(OodMetric)}
+                    results[name][score] = Detection(**average)
+        return results
+
+    @cached_property
+    def selective(self) -> Selective | None:
+        """What the calibrated thresholds do on the in-distribution set; None without any."""
+        inside, calibration = self.sets[self.id_name], self.model.calibration or Calibration()
+        if (declined := inside.declined()) is None:
+            return None
+        wrong = ~inside["accuracy"][~declined]
+        shares = {name: mean(inside[name]) if name in inside.columns else None for name in ("sure", "familiar")}
+        return Selective(
+            score=calibration.score,
+            threshold=calibration.threshold,
+            accepted=mean(~declined),
+            risk=mean(wrong) if len(wrong) else None,
+            sure=shares["sure"],
+            familiarity=None if self.model.familiarity is None else self.model.familiarity[0],
+            familiarity_threshold=None if self.model.familiarity is None else self.model.familiarity[1],
+            familiar=shares["familiar"],
+        )
 
     def numbers(self) -> dict[str, float]:
         """Every number under one flat name: `accuracy`, `near.auroc`, `ood.cifar100.fpr95`, `shift.fog.ece`.
@@ -309,16 +372,13 @@ class Evaluation:
         numbers = self.id.numbers()
         single = {f"ood.{name}": result.detection for name, result in self.ood.items()}
         for name, by_score in {**self.means, **single}.items():
-            for score, detection in by_score.items():
+            for score, result in by_score.items():
                 prefix = "" if score == self.score else f"{score}:"
-                numbers |= {f"{prefix}{name}.{key}": value for key, value in vars(detection).items()}
-        for name, result in self.ood.items():
-            shares = {key: getattr(result, key) for key in (*_DIVERSITY, *DECLINED)}
-            numbers |= {f"ood.{name}.{key}": share for key, share in shares.items() if share is not None}
-        for name, groups in MEANS.items():
-            counted = [result for result in self.ood.values() if result.group in groups]
-            for key in (*(_DIVERSITY if name == "all" else ()), *DECLINED):
-                each = [getattr(result, key) for result in counted]
+                numbers |= {f"{prefix}{name}.{key}": value for key, value in vars(result).items()}
+        groups = {name: [one for one in self.ood.values() if one.group in among] for name, among in MEANS.items()}
+        for name, results in {**groups, **{f"ood.{name}": [result] for name, result in self.ood.items()}}.items():
+            for key in (*(() if name in ("near", "far") else ("mutual_information", "disagreement")), *_DECLINED):
+                each = [getattr(result, key) for result in results]
                 if each and None not in each:
                     numbers[f"{name}.{key}"] = sum(each) / len(each)
         for name, shifted in self.shift.items():
@@ -330,70 +390,90 @@ class Evaluation:
             numbers |= {f"selective.{key}": share for key, share in chosen.items() if share is not None}
         return numbers
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to plain data for JSON, without the member logits."""
-        plain = to_plain(replace(self, logits=None))
-        left_out = ("logits",) if self.traces else ("logits", "traces")  # older files have no traces
-        return {"format": FORMAT, "version": VERSION, **{k: v for k, v in plain.items() if k not in left_out}}
+    def interval(self, name: str, minus: "Evaluation | None" = None, resamples: int = 1000) -> Interval | None:
+        """Bootstrap interval of a number, or of its paired difference to that of another model on the same samples.
 
-    @classmethod
-    def from_dict(cls, data: Any, path: str = "evaluation") -> "Evaluation":
-        """Build an evaluation from the output of `to_dict`, checked field by field."""
-        return from_plain(cls, of_format(data, FORMAT, VERSION, path), path)
-
-    @checked
-    def save(self, path: str | Path) -> None:
-        """Write a JSON file, and first `<name>.logits.safetensors` next to it if member logits were kept.
-
-        Both store a digest, and the JSON file also stores that of the logits. An evaluation without logits leaves an
-        existing logits file in place: it may have been loaded without them.
+        None for a number that is no statistic of samples, or if the two have other sets or other labels.
         """
+        ours = self._statistic(name)
+        if ours is None or minus is None:
+            return None if ours is None else paired(**ours, resamples=resamples)
+        theirs, first, second = minus._statistic(name), self.sets[self.id_name], minus.sets[minus.id_name]
+        alike = self.score == minus.score and torch.equal(first["label"], second["label"])
+        if theirs is None or not alike or len(theirs["columns"][0]) != len(ours["columns"][0]):
+            return None
+        ours["mirrored"] = False  # a difference of calibration errors may have either sign
+        return paired(**ours, minus=theirs["columns"], resamples=resamples)
+
+    def _statistic(self, name: str) -> dict[str, Any] | None:
+        """How to compute a number from columns, as arguments of `paired`; None if it is no statistic of samples."""
+        group, _, key = name.rpartition(".")
+        answers = self.sets.get(group or self.id_name)
+        if key in _MEASURED and answers is not None and key in answers.columns:
+            return {"statistic": weighted_mean, "columns": [answers[key]]}
+        if name == "selective.accepted" and (declined := self.sets[self.id_name].declined()) is not None:
+            return {"statistic": weighted_mean, "columns": [~declined]}
+        if key in ("ece", "aece") and answers is not None:
+            statistic = weighted_ece if key == "ece" else weighted_adaptive_ece
+            return {"statistic": statistic, "columns": [answers["confidence"], answers["accuracy"]], "mirrored": True}
+        if key == "aurc" and answers is not None:
+            return {"statistic": weighted_aurc, "columns": [answers[f"score:{self.score}"], ~answers["accuracy"]]}
+        among, foreign = MEANS.get(group, ()), {key: one for key, one in self.sets.items() if key.startswith("ood.")}
+        members = [one for set_name, one in foreign.items() if set_name == group or one.group in among]
+        if members and key in get_args(OodMetric):
+            parts = [one[f"score:{self.score}"] for one in (self.sets[self.id_name], *members)]
+            return _by_set(detection(key, self.convention), parts)  # type: ignore[arg-type]
+        shares = [one.declined(key) for one in members] if key in _DECLINED else []
+        present = [share for share in shares if share is not None]
+        return _by_set(_mean_over_sets, present) if present and len(present) == len(members) else None
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file with every number, and the columns (and logits) to a `.safetensors` file beside it."""
         file = expanded(path)
-        require_regular(file)  # before the logits are written
-        digest = self.logits_digest if self.logits is None else self.logits.save(logits_path(file))
-        write_sealed(file, replace(self, logits_digest=digest).to_dict())
+        tensors = {f"{name}\n{key}": column for name, one in self.sets.items() for key, column in one.columns.items()}
+        tensors |= {f"{name}\nlogits": logits for name, logits in self.logits.items()}
+        stored = {key: tensor.cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
+        write_atomically(file.with_suffix(".safetensors"), to_bytes(stored))
+        sets = {name: {"group": one.group, "digest": one.digest} for name, one in self.sets.items()}
+        about = {"format": FORMAT, "numbers": self.numbers(), "samples": self.samples, "columns": digest(stored)}
+        write_json(file, {**about, **to_plain(replace(self, sets={}, logits={})), "sets": sets})
 
     @classmethod
-    @checked
-    def load(cls, path: str | Path, *, with_logits: bool = False) -> "Evaluation":
-        """Read a JSON file that `save` wrote; `with_logits` also reads the member logits next to it.
+    def load(cls, path: str | Path) -> "Evaluation":
+        """Read what `save` wrote.
 
         Raises:
-            DataError: The file is missing, was changed, is no evaluation or one of a newer version; the logits are
-                missing, were changed, or belong to another evaluation.
+            DataError: A file is missing, is no evaluation, was changed, or belongs to another one.
             ConfigError: A field has the wrong type or value.
         """
-        data = read_saved(path, "a saved evaluation")
-        evaluation = cls.from_dict(data, str(path))
-        if not with_logits:
-            return evaluation
-        file = logits_path(expanded(path))
-        numbers = (evaluation.model.members * evaluation.model.classes + 1) * sum(evaluation.samples.values())
-        logits, digest = MemberLogits.read(file, 8 * numbers + (1 << 20))  # float64, labels, room for names
-        if DIGEST in data and digest != evaluation.logits_digest:  # older files store no digest of their logits
-            raise DataError(f"the logits in {file} belong to another evaluation; evaluate again with keep_logits=True")
-        return replace(evaluation, logits=logits, logits_digest=digest)
+        file = expanded(path)
+        plain = read_object(file)
+        if plain.pop("format", None) != FORMAT:
+            raise DataError(f"{file} is no evaluation of this version of the library; evaluate again")
+        beside = file.with_suffix(".safetensors")
+        try:
+            tensors = from_bytes(read_file(beside))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise DataError(f"{beside} cannot be read: {error}; it belongs to {file.name}: evaluate again") from error
+        if plain.pop("columns", None) != digest(tensors):
+            raise DataError(f"{beside} was changed, or belongs to another evaluation than {file}; evaluate again")
+        columns: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            name, _, column = key.partition("\n")
+            columns.setdefault(name, {})[column] = tensor
+        logits = {name: one.pop("logits") for name, one in columns.items() if "logits" in one}
+        sets = {name: Answers(columns=columns[name], **about) for name, about in plain.pop("sets").items()}
+        kept = {key: value for key, value in plain.items() if key not in ("numbers", "samples")}
+        return replace(from_plain(cls, {**kept, "sets": {}}, str(file)), sets=sets, logits=logits)
 
 
-def read_saved(path: str | Path, kind: str) -> dict[str, Any]:
-    """Read a JSON object and verify its digest if it has one; a `DataError` says what kind of file was expected."""
-    try:
-        plain = read_object(expanded(path))
-        unsealed(plain, "the file", required=False)
-    except ValueError as error:
-        raise DataError(f"{path} cannot be read as {kind}: {error}") from error
-    return plain
+def _by_set(statistic: Statistic, parts: list[Tensor]) -> dict[str, Any]:
+    """Arguments of `paired` for a column of several sets, each a stratum."""
+    sets = torch.cat([torch.full((len(part),), number) for number, part in enumerate(parts)])
+    return {"statistic": statistic, "columns": [torch.cat(parts), sets], "strata": sets}
 
 
-def of_format(data: Any, format: str, version: int, path: str | Path) -> dict[str, Any]:
-    """Check format and version of a saved object; returns its other fields, without the digest."""
-    if not isinstance(data, Mapping) or data.get("format") != format:
-        raise DataError(f'{path} was saved as something else: it lacks "format": "{format}"')
-    if data.get("version") != version:
-        raise DataError(f"{path} has version {data.get('version')!r}, but this library reads {version}; update it")
-    return {key: value for key, value in data.items() if key not in ("format", "version", DIGEST)}
-
-
-def logits_path(path: Path) -> Path:
-    """File of the member logits of the evaluation at `path`."""
-    return path.with_name(f"{path.stem}.logits.safetensors")
+def _mean_over_sets(weights: Tensor, values: Tensor, sets: Tensor) -> Tensor:
+    """Unweighted mean over the sets of the mean of each: `[R, B]`, `[B]`, `[B]` to `[R]`."""
+    rows = [sets == number for number in range(int(sets.max()) + 1)]
+    return torch.stack([weighted_mean(weights[:, row], values[row]) for row in rows]).mean(dim=0)

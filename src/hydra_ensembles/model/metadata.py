@@ -15,8 +15,7 @@ from .._utils import warn
 from ..errors import ConfigError
 from ..metrics.conformal import Reference
 from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, nearest_class, ready, unfamiliarity
-from ..overlap import FittedSet
-from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature, require_members_for
+from ..prediction import Prediction, ScoreName, Unfamiliarity, check_temperature, own_logits, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..settings import Checked, Count, PositiveShare, short
 from .config import EnsembleConfig
@@ -32,46 +31,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Calibration(Checked):
-    """A temperature (one, or one per member) and a threshold on an uncertainty score.
+    """A temperature of the probabilities (one, or one per member) and a threshold on an uncertainty score.
 
     Inputs whose score is above `threshold` are declined; `accepted_share` is the share of in-distribution inputs that
-    the threshold was chosen to accept. For what the temperature `calibrates`, see `Prediction.from_logits`.
-    `reference` has the scores of the held-out data, for p-values, and `marks` the digests of 1,024 of its samples,
-    drawn evenly (in older files, 64), from which `evaluate` estimates their share of a set. If only logits were given
-    (`fit_calibration`), `logit_marks` has the digests of as many of them, for `evaluate_logits`.
+    the threshold was chosen to accept. `reference` has the scores of the held-out data, for p-values, `rows` the
+    digests of some of its samples, which `evaluate` recognises, and `weights` the digest of the model's weights.
     """
 
     temperature: tuple[float, ...] = (1.0,)
     threshold: float | None = None
     score: ScoreName = "msp"
     accepted_share: PositiveShare = 0.95
-    calibrates: Calibrates = "logits"
     reference: Reference | None = None
-    marks: tuple[str, ...] = field(default=(), repr=False)
-    logit_marks: tuple[str, ...] = field(default=(), repr=False)
-    weights: str = field(default="", repr=False)  # digest of the weights it was fitted with, `weights_of`
+    weights: str = field(default="", repr=False)  # of `weights_of`
+    rows: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_temperature(self.temperature)
 
     @property
-    def fitted_set(self) -> FittedSet:
-        """What is stored about the samples it was fitted on."""
-        return FittedSet(self.marks, self._samples(self.marks))
-
-    @property
-    def fitted_logits(self) -> FittedSet:
-        """What is stored about the logits it was fitted on, if only logits were given."""
-        return FittedSet(self.logit_marks, self._samples(self.logit_marks))
-
-    def _samples(self, marks: tuple[str, ...]) -> int:
-        return len(marks) if self.reference is None else self.reference.samples
-
-    @property
     def brief(self) -> "Calibration":
-        """A copy without reference and marks, for display."""
-        return replace(self, reference=None, marks=(), logit_marks=())
+        """A copy without reference and digests, for display."""
+        return replace(self, reference=None, weights="", rows=())
 
     def prediction(
         self,
@@ -81,10 +63,9 @@ class Calibration(Checked):
         unfamiliarity: Unfamiliarity | None = None,
     ) -> Prediction:
         """Turn member logits `[M, B, C]` into a prediction, with this calibration applied."""
-        temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
-        logits, of_probs = Prediction.divided(member_logits, temperature, self.calibrates, check_finite)
         names = None if class_names is None else tuple(class_names)
-        return Prediction(logits, self.threshold, self.score, names, of_probs, self.reference, unfamiliarity)
+        rule = (self.threshold, self.score, names, self.temperature, self.reference, unfamiliarity)
+        return Prediction(own_logits(member_logits, check_finite), *rule)
 
 
 @dataclass(frozen=True)
@@ -101,8 +82,7 @@ class FamiliaritySettings(Checked):
         threshold: Inputs whose score is above it are unfamiliar; None before calibration.
         accepted_share: The share of familiar inputs that the threshold accepts.
         reference: Scores of other samples, which did not fit the statistics.
-        marks: Digests of some of the samples that fitted them, drawn evenly: these must not set a threshold, and
-            `evaluate` warns if it is given them.
+        rows: Digests of some of the samples that fitted them: most of these must not set a threshold.
         embedding: For `vilu` and `neglabel`: width of the common embedding of images and texts.
         hidden: For `vilu`: widths of all layers of its network except the last.
         words: For `neglabel`: groups of words, and words in a group.
@@ -119,7 +99,7 @@ class FamiliaritySettings(Checked):
     threshold: float | None = None
     accepted_share: PositiveShare = 0.95
     reference: Reference | None = None
-    marks: tuple[str, ...] = field(default=(), repr=False)
+    rows: tuple[str, ...] = field(default=(), repr=False)
     embedding: Count = 0
     hidden: tuple[Count, ...] = ()
     words: tuple[Count, Count] = (0, 0)
@@ -133,11 +113,6 @@ class FamiliaritySettings(Checked):
         if not 0 <= self.principal < self.width or not 0 <= self.neighbours <= self.stored:
             directions = f"{self.principal} principal directions (of at most {self.width - 1})"
             raise ConfigError(f"got {directions} and {self.neighbours} neighbours (of {self.stored} stored)")
-
-    @property
-    def fitted_set(self) -> FittedSet:
-        """What is stored about the samples that fitted the statistics."""
-        return FittedSet(self.marks, self.samples)
 
     def shapes(self, members: int, classes: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors of all scores, by name (`score.name`)."""

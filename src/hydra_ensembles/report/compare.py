@@ -1,32 +1,107 @@
-"""Comparison of evaluations: checks that they are comparable, and the notes a reader needs."""
+"""Comparison of evaluations: the columns, checks that the data are the same, and the notes a reader needs."""
 
 import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
 
-from .._utils import warn
-from ..arguments import checked
-from ..classes import a_few
+import torch
+from torch import Tensor
+
 from ..errors import ConfigError, DataError
-from ..evaluation.evaluation import UNNAMED, Evaluation, read_saved
-from ..files import expanded, write_sealed
-from ..fingerprints import compare_traces
+from ..evaluation.evaluation import UNNAMED, Evaluation
+from ..files import expanded, read_object, write_json
 from ..model.cost import Cost
-from ..overlap import about
-from ..schema import from_plain, to_plain
-from .columns import Column, columns_for, promise
-from .table import Cell, Comparison, tabulated
+from ..settings import from_plain, to_plain
+from .table import Cell, Column, Comparison, Direction, tabulated
 
 _BY_TEMPERATURE = ("brier", "nll", "ece", "aece")  # metrics that calibration changes
 
 Runs = Mapping[str, Evaluation | Sequence[Evaluation]] | Iterable[Evaluation]
 
 
-@checked
+def _detection(mean: str, group: str) -> tuple[Column, ...]:
+    return (
+        Column(f"{mean}.auroc", "AUROC", group, "higher", scale=100),
+        Column(f"{mean}.fpr95", "FPR95", group, "lower", scale=100),
+        Column(f"{mean}.aupr", "AUPR", group, "higher", scale=100),
+    )
+
+
+_MEANS = {"near": "Near-OOD", "far": "Far-OOD", "all": "OOD avg"}
+HEADS = Column("heads", "Heads")
+CLASSIFICATION = (
+    Column("accuracy", "Acc", better="higher", scale=100),
+    Column("brier", "Brier", better="lower", digits=3),
+    Column("nll", "NLL", better="lower", digits=3),
+    Column("ece", "ECE", better="lower", digits=3),
+    Column("aece", "aECE", better="lower", digits=3),
+)
+OOD = tuple(column for mean, group in _MEANS.items() for column in _detection(mean, group))
+SHIFT = Column("shift.accuracy", "Acc", "Shift avg", "higher", scale=100)
+COST = (
+    Column("parameters", "Params (M)", better="lower", scale=1e-6),
+    Column("multiply_adds", "MAdds (G)", better="lower", scale=1e-9),
+    Column("latency_ratio", "Latency", better="lower", suffix="×"),
+)
+COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *OOD, SHIFT, *COST)
+"""The columns of the paper's tables, accuracy under distribution shift, and the costs."""
+
+DIVERSITY = (
+    Column("mutual_information", "MI", "ID", digits=3),
+    Column("disagreement", "DI", "ID", digits=3),
+    Column("all.mutual_information", "MI", "OOD", digits=3),
+    Column("all.disagreement", "DI", "OOD", digits=3),
+)
+"""Mutual information and disagreement, on ID and OOD data."""
+
+
+def set_columns(names: Sequence[str], fitted: Sequence[str] = ()) -> tuple[Column, ...]:
+    """Detection columns of single OOD sets, for a table that breaks down a mean.
+
+    Args:
+        names: The sets.
+        fitted: Feature scores, such as `mahalanobis`, whose AUROC is shown next to that of the evaluation's score.
+    """
+    columns: list[Column] = []
+    for name in names:
+        columns += _detection(f"ood.{name}", name)
+        for score in fitted:
+            columns.append(Column(f"{score}:ood.{name}.auroc", f"AUROC by {score}", name, "higher", scale=100))
+    return tuple(columns)
+
+
+def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> tuple[Column, ...]:
+    """Default columns for these evaluations: `COLUMNS`, and what familiarity adds.
+
+    If a model has fitted feature scores: their AUROC. If it also abstains by them: the share of the in-distribution
+    set that is accepted, and the share of each group that is declined for either reason. These are ranked only if all
+    models promise to accept the same share. `sets` are OOD sets to show individually.
+    """
+    runs = list(evaluations)
+    fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))
+    titles = {**_MEANS, **{f"ood.{name}": name for name in sets}}
+    added: list[Column] = []
+    for score, (key, title) in product(fitted, _MEANS.items()):
+        added.append(Column(f"{score}:{key}.auroc", title, f"AUROC by {score}", "higher", scale=100))
+    if any(run.model.familiarity is not None for run in runs):
+        better: Direction = "higher" if len({promise(run) for run in runs} - {None}) == 1 else "neither"
+        added.append(Column("selective.accepted", "ID", "Accepted %", scale=100))
+        added += (Column(f"{key}.abstained", title, "Declined %", better, scale=100) for key, title in titles.items())
+    return (HEADS, *CLASSIFICATION, *OOD, SHIFT, *added, *COST, *set_columns(sets, fitted))
+
+
+def promise(run: Evaluation) -> tuple[float, int] | None:
+    """The share that each threshold of a model promises to accept, and its number of thresholds; None without any."""
+    calibration, by_features = run.model.calibration, run.model.familiarity is not None
+    if calibration is None or (calibration.threshold is None and not by_features):
+        return None
+    return calibration.accepted_share, (calibration.threshold is not None) + by_features
+
+
 def compare(
     evaluations: Runs,
     costs: Iterable[Cost] | None = None,
@@ -60,13 +135,12 @@ def compare(
         >>> table = he.compare(found)
         >>> [row.name for row in table.rows]
         ['whole', 'pruned']
-        >>> from hydra_ensembles.report import to_markdown
-        >>> "| whole |" in to_markdown(table)
+        >>> "| whole |" in str(table)
         True
     """
     methods = group_runs(evaluations)
     notes = _describe(methods, allow_mismatch)
-    by_name = {cost.name: cost for cost in (() if costs is None else costs)}
+    by_name = {cost.name: cost for cost in costs or ()}
     rows = {name: (runs, by_name.get(name)) for name, runs in methods.items()}
     if columns is None:
         columns = columns_for(run for runs in methods.values() for run in runs)
@@ -91,25 +165,19 @@ def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
         for run in listed:
             name = run.name if numbers is None or run.name != UNNAMED else f"{UNNAMED} {next(numbers)}"
             methods.setdefault(name, []).append(run)
-        for name, group in methods.items():
-            _require_one_method(name, group)
+            first, other = _make(methods[name][0]), _make(run)
+            if first != other:
+                advice = "give them different names (evaluate(name=)), or give compare a mapping {name: runs}"
+                unlike = ", ".join(
+                    f"{key} ({first[key]} and {other[key]})" for key in first if first[key] != other[key]
+                )
+                raise ConfigError(f"evaluations called {name!r} are of models that differ in {unlike}; {advice}")
     if not methods or not all(methods.values()):
-        empty = [name for name, runs in methods.items() if not runs]
-        raise DataError(f"nothing to compare: {f'no evaluation of {empty}' if empty else 'no methods given'}")
+        raise DataError("nothing to compare: give at least one evaluation of each method")
     return methods
 
 
-def _require_one_method(name: str, runs: Sequence[Evaluation]) -> None:
-    """Raise if evaluations with the same name are not runs of one method."""
-    advice = "give them different names (evaluate(name=), --name), or give compare a mapping {name: runs}"
-    first, *others = (_make(run) for run in runs)
-    for other in others:
-        unlike = [f"{key} ({value} and {other[key]})" for key, value in first.items() if other[key] != value]
-        if unlike:
-            raise ConfigError(f"evaluations called {name!r} are of models that differ in {', '.join(unlike)}; {advice}")
-
-
-def _make(run: Evaluation) -> dict[str, Any]:
+def _make(run: Evaluation) -> dict[str, object]:
     """What all models of a method share; seeds keep equally many heads, but not always the same."""
     model = run.model
     plain = {key: getattr(model, key) for key in ("kind", "source", "members", "classes", "parameters")}
@@ -146,56 +214,38 @@ def cost_of(run: Evaluation, cost: Cost | None, key: str) -> float | None:
 
 def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool) -> tuple[str, ...]:
     """Check that the evaluations are comparable; return notes on the data and the methods."""
-    everything = [(name, run) for name, runs in methods.items() for run in runs]
-    first_name, first = everything[0]
+    (first_name, first), *others = [(name, run) for name, runs in methods.items() for run in runs]
     notes = [_data_note(first)]
-    for name, runs in methods.items():
-        if any(one == other for one, other in itertools.combinations(runs, 2)):
-            warn(f"an evaluation of {name!r} is given twice, and counts as two runs: give it once, or rename one")
-    for name, run in everything[1:]:
+    for name, run in others:
         if (run.score, run.convention) != (first.score, first.convention):
             raise ConfigError(
                 f"{first_name!r} was evaluated with score {first.score!r} and convention {first.convention!r}, "
                 f"{name!r} with {run.score!r} and {run.convention!r}; use the same"
             )
+        problem = ""
         if run.samples != first.samples:
-            other = f"{name} was evaluated on {run.samples}, {first_name} on {first.samples}"
-            notes.append(_mismatch(other, allow_mismatch))
-    notes += _sample_notes(everything, allow_mismatch)
+            problem = f"{name} was evaluated on {run.samples}, {first_name} on {first.samples}"
+        elif differing := [
+            key for key, one in run.sets.items() if not _same_labels(one.columns, first.sets[key].columns)
+        ]:
+            problem = f"the labels of {', '.join(differing)} differ between {name} and {first_name}"
+        elif differing := [key for key, one in run.sets.items() if one.digest != first.sets[key].digest]:
+            why = "other samples, or the same prepared differently"
+            notes.append(f"{name} was given other inputs than {first_name} in {', '.join(differing)}: {why}.")
+        if problem and not allow_mismatch:
+            raise DataError(f"{problem}; evaluate both on the same data, or allow it (allow_mismatch=True)")
+        notes += [f"Not the same data: {problem}."] if problem else []
     if any(len(runs) > 1 for runs in methods.values()):
         counts = ", ".join(f"{name}: {len(runs)}" for name, runs in methods.items())
         notes.append(f"Mean ± standard deviation over runs ({counts}).")
-    notes += [note for note in (_calibration_note(methods), _reuse_note(methods), _decline_note(methods)) if note]
+    notes += [note for note in (_calibration_note(methods), _decline_note(methods)) if note]
     return tuple(dict.fromkeys(notes))
 
 
-def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: bool) -> list[str]:
-    """Notes on methods that saw, or may have seen, other samples than the first in sets of equal name and size."""
-    (first_name, first), *others = everything
-    notes = []
-    unknown: dict[str, None] = {}  # ordered set of names
-    for name, run in others:
-        same = [key for key, count in run.samples.items() if first.samples.get(key) == count]
-        differing = compare_traces(run.traces, first.traces, same)
-        if differing.labels:
-            other = f"the labels of {a_few(differing.labels)} differ between {name} and {first_name}"
-            notes.append(_mismatch(other, allow_mismatch))
-        if differing.inputs:
-            why = "other samples, or the same prepared differently"
-            notes.append(f"{name} was given other inputs than {first_name} in {a_few(differing.inputs)}: {why}.")
-        if differing.unknown:
-            unknown[name] = None
-    if unknown:
-        how = "sizes were compared, and labels where both recorded them"
-        notes.append(f"Whether {', '.join(unknown)} saw the same samples as {first_name} is not known: {how}.")
-    return notes
-
-
-def _mismatch(what: str, allowed: bool) -> str:
-    """Return the note on different data if that is allowed, otherwise raise."""
-    if not allowed:
-        raise DataError(f"{what}; evaluate both on the same data, or allow it (allow_mismatch=True, --allow-mismatch)")
-    return f"Not the same data: {what}."
+def _same_labels(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    """Whether two sets have equally many samples of each class, however the models number the classes."""
+    counts = [columns["label"].bincount().sort().values for columns in (ours, theirs) if "label" in columns]
+    return len(counts) < 2 or torch.equal(*(one[one > 0] for one in counts))
 
 
 def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
@@ -209,18 +259,10 @@ def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     return f"{text}. Compare Brier, NLL, ECE and aECE only among the calibrated, or only among the others."
 
 
-def _reuse_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
-    """A note on methods that were measured on samples they were trained or calibrated on."""
-    shares = {name: max((run.reused or 0.0 for run in runs), default=0.0) for name, runs in methods.items()}
-    listed = ", ".join(f"{name}, {about(share)}" for name, share in shares.items() if share)
-    made = "trained the model, or fitted calibration or familiarity"
-    return f"Measured on samples that {made} ({listed} of the set): better than on new data." if listed else ""
-
-
 def _decline_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     """A note on declined shares, if a model can abstain for two reasons."""
     everything = [(name, run) for name, runs in methods.items() for run in runs]
-    if not any(run.selective is not None and run.selective.familiarity is not None for _, run in everything):
+    if not any(run.model.familiarity is not None for _, run in everything):
         return ""
     promises: dict[tuple[float, int], list[str]] = {}
     for name, run in everything:
@@ -243,30 +285,24 @@ def _data_note(evaluation: Evaluation) -> str:
     share = (samples * right + 2) / (samples + 4)  # Agresti-Coull: not 1 if all are correct
     known = f"accuracy to ±{196 * math.sqrt(share * (1 - share) / (samples + 4)):.2g} points (95 %)"
     text = f"In distribution: {evaluation.id_name} ({samples:,} samples), which give {known}."
-    if common is not None and 1 - right >= (1 - common) / 2:  # at least half the errors of a constant answer
+    if 1 - right >= (1 - common) / 2:  # at least half the errors of a constant answer
         text += f" Always naming the most frequent class is right on {100 * common:.4g} %."
     if not sets:
         return text
     return f"{text} Out of distribution, {sets}. Score: {evaluation.score}; convention: {evaluation.convention}."
 
 
-FORMAT = "hydra_ensembles.costs"
+FORMAT = "hydra_ensembles costs"
 
 
 def save_costs(path: str | Path, costs: Iterable[Cost]) -> None:
-    """Write the rows of `measure_costs` as JSON, with its digest."""
-    write_sealed(expanded(path), {"format": FORMAT, "costs": to_plain(tuple(costs))})
+    """Write the rows of `measure_costs` as JSON."""
+    write_json(expanded(path), {"format": FORMAT, "costs": to_plain(tuple(costs))})
 
 
 def load_costs(path: str | Path) -> tuple[Cost, ...]:
-    """Read a file that `save_costs` wrote.
-
-    Raises:
-        DataError: The file is missing or holds something else.
-        ConfigError: A field does not hold what it should.
-    """
-    data = read_saved(path, "a table of costs")
-    rows = data.get("costs") if data.get("format") == FORMAT else None
-    if not isinstance(rows, list):
-        raise DataError(f'{path} is not a table of costs: it lacks "format": "{FORMAT}", or the list of "costs"')
-    return tuple(from_plain(Cost, row, f"{path}.costs[{index}]") for index, row in enumerate(rows))
+    """Read a file that `save_costs` wrote."""
+    data = read_object(expanded(path))
+    if data.get("format") != FORMAT or not isinstance(data.get("costs"), list):
+        raise DataError(f"{path} is not a table of costs, as `bench --output` writes")
+    return tuple(from_plain(Cost, row, f"{path}.costs[{index}]") for index, row in enumerate(data["costs"]))

@@ -1,204 +1,157 @@
-"""The plots of a report, drawn by matplotlib as SVG; its colours become CSS variables of the page."""
+"""The plots of a report, drawn by matplotlib from the columns of evaluations, as SVG."""
 
-import html
+import base64
 import io
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from xml.etree import ElementTree
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from .._utils import require
-from ..evaluation.evaluation import Curve, Evaluation
+from ..evaluation.evaluation import MEANS, Answers, Evaluation
+from ..metrics.ood import risk_curve, roc_curve
+from ..metrics.probabilities import reliability_bins
 
-_NAMES = ("ink", "soft", "muted", "rule", "over", "under", *(f"c{series}" for series in range(8)))
-_INK = {name: f"#fe{index:02x}dc" for index, name in enumerate(_NAMES)}
-"""Placeholder colour for each CSS variable while matplotlib draws."""
-
-_LIGHT = {"ink": "#1c2330", "soft": "#475467", "muted": "#6b7482", "rule": "#e3e0d8", "c0": "#2563c9", "c1": "#d1571b"}
-"""The colours of a standalone figure: the page's light theme."""
-
-_LEFT, _RIGHT, _TOP = 44, 12, 12  # margins of a plot, in figure units (about pixels on a phone)
-_QUARTERS = (0, 0.25, 0.5, 0.75, 1)
+SERIES = ("#2563c9", "#d1571b", "#14866d", "#9a3fb5", "#a67c00", "#c62f6b", "#4f7a1a", "#5c6773")  # also in the style
+_INK, _SOFT, _RULE, _OVER, _UNDER = "#1c2330", "#6b7482", "#e3e0d8", "#e08a9c", "#a9d5c6"
+_BINS = 30  # of a histogram
+_POINTS = 160  # maximum number of points of a curve
 Fronts = Mapping[str, tuple[Mapping[str, float], Sequence[str]]]  # by title: values by name, and names on the front
 
 
 @contextmanager
-def _plain_matplotlib() -> Iterator[None]:
-    """Default matplotlib settings, whatever the user's are; text stays text, also with dollar signs."""
+def _drawn(width: float, height: float, rows: int = 1, ratios: Sequence[float] | None = None) -> Iterator[Any]:
+    """A figure with plots below each other, in matplotlib's default style whatever the user's is; text stays text."""
     matplotlib = require("matplotlib", extra="report")
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        text = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "text.parse_math": False}
-        matplotlib.rcParams.update(text)
-        yield
+        text = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "text.parse_math": False}
+        axes = {"axes.edgecolor": _SOFT, "axes.grid": True, "axes.axisbelow": True, "grid.color": _RULE}
+        matplotlib.rcParams.update({**text, **axes, "axes.spines.top": False, "axes.spines.right": False})
+        size = (width / 72, height / 72)
+        figure = require("matplotlib.figure", extra="report").Figure(figsize=size)
+        figure.subplots_adjust(
+            left=48 / width, right=1 - 8 / width, bottom=40 / height, top=1 - 12 / height, hspace=0.35
+        )
+        yield figure, figure.subplots(rows, squeeze=False, height_ratios=ratios)[:, 0]
 
 
-def colour(index: int) -> str:
-    """Name of the CSS variable for a series."""
-    return f"c{index % 8}"
+def _svg(figure: Any) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return buffer.getvalue()
 
 
-@_plain_matplotlib()
-def reliability(name: str, evaluation: Evaluation, series: int) -> str:
+def _address(figure: Any) -> str:
+    """A figure as a `data:` address, for the `src` of an image."""
+    return "data:image/svg+xml;base64," + base64.b64encode(_svg(figure).encode()).decode()
+
+
+def reliability(evaluation: Evaluation, series: int) -> str:
     """Accuracy against confidence, with the share of samples per bin below."""
-    bins, result = evaluation.figures.reliability, evaluation.id
-    width = 1 / len(bins.count)
-    ink = _INK[colour(series)]
-    figure = _figure(340, 286)
-    axes = _axes(figure, 190, "confidence (%)", "accuracy (%)", percent="xy")
-    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=_QUARTERS, yticks=_QUARTERS)
-    middles = [(index + 0.5) * width for index in range(len(bins.count))]
-    for middle, stated, right in zip(middles, bins.confidence, bins.accuracy, strict=True):
-        if stated is not None and right is not None:
-            gap = _INK["over" if stated > right else "under"]
-            axes.bar(middle, min(stated, right), width * 0.88, color=ink, alpha=0.8)
-            axes.bar(middle, abs(stated - right), width * 0.88, bottom=min(stated, right), color=gap)
-            axes.hlines(right, middle - 0.44 * width, middle + 0.44 * width, color=_INK["ink"], linewidth=2)
-    axes.plot((0, 1), (0, 1), color=_INK["ink"], linewidth=1.2, linestyle=(0, (4, 4)), alpha=0.7)
-    strip = _axes(figure, 34, "", "", top=_TOP + 190 + 46)
-    strip.grid(visible=False)
-    strip.set(xlim=(0, 1), ylim=(0, max(bins.count) or 1), xticks=(), yticks=())
-    strip.bar(middles, bins.count, width * 0.88, color=ink, alpha=0.55)
-    strip.text(0.012, 0.75, "samples", transform=strip.transAxes, fontsize=10.5, color=_INK["muted"])
-    label = f"Reliability diagram of {name} on {evaluation.id_name}: expected calibration error {result.ece:.3f}, "
-    return _svg(figure, f"{label}adaptive {result.aece:.3f}, over {result.samples} samples.")
+    answers = evaluation.sets[evaluation.id_name]
+    bins = reliability_bins(answers["confidence"], answers["accuracy"])
+    width, ink = 1 / len(bins.count), SERIES[series % len(SERIES)]
+    with _drawn(340, 286, 2, (5, 1)) as (figure, (upper, lower)):
+        upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
+        for number, (stated, right) in enumerate(zip(bins.confidence.tolist(), bins.accuracy.tolist(), strict=True)):
+            if stated == stated:  # an empty bin has NaN
+                middle, low = (number + 0.5) * width, min(stated, right)
+                upper.bar(middle, low, width * 0.88, color=ink, alpha=0.8)
+                upper.bar(middle, abs(stated - right), width * 0.88, low, color=_OVER if stated > right else _UNDER)
+                upper.hlines(right, middle - 0.44 * width, middle + 0.44 * width, color=_INK, linewidth=2)
+        upper.plot((0, 1), (0, 1), color=_INK, linewidth=1, linestyle="--")
+        lower.set(xlim=(0, 1), xlabel="confidence", ylabel="samples", yticks=())
+        lower.bar((bins.edges[:-1] + width / 2).tolist(), bins.count.tolist(), width * 0.88, color=ink, alpha=0.55)
+        return _address(figure)
 
 
-@_plain_matplotlib()
-def histogram(name: str, evaluation: Evaluation, set_name: str) -> str:
+def histogram(evaluation: Evaluation, set_name: str) -> str:
     """Distribution of the uncertainty score on ID data and on one OOD set."""
-    figures = evaluation.figures
-    result = evaluation.ood[set_name]
-    figure = _figure(340, 220)
-    axes = _axes(figure, 170, f"uncertainty ({evaluation.score})", "share (%)", percent="y")
-    for counts, ink in ((figures.id_scores, _INK["c0"]), (figures.ood_scores[set_name], _INK["c1"])):
-        shares = [count / max(sum(counts), 1) for count in counts]
-        axes.stairs(shares, figures.score_edges, fill=True, color=ink, alpha=0.28)
-        axes.stairs(shares, figures.score_edges, color=ink, linewidth=1.5)
-    axes.set(xlim=(figures.score_edges[0], figures.score_edges[-1]), ylim=(0, None))
-    axes.locator_params(nbins=5, steps=[1, 2, 2.5, 5, 10])
-    label = f"Histogram of the {evaluation.score} score of {name}, in distribution against {set_name} ({result.group})"
-    return _svg(figure, f"{label}: AUROC {result.detection[evaluation.score].auroc * 100:.1f} percent.")
+    name = f"score:{evaluation.score}"
+    shown = [evaluation.sets[evaluation.id_name][name], evaluation.sets[f"ood.{set_name}"][name]]
+    every = [one[name] for one in evaluation.sets.values() if one.group != "shift"]
+    low, high = np.quantile(torch.cat(every).double().numpy(), (0.001, 0.999))  # scores outside count in the end bins
+    edges = np.linspace(low, high, _BINS + 1) if high - low > 1e-12 * abs(high) else np.array([low - 0.5, low + 0.5])
+    with _drawn(340, 220) as (figure, (axes,)):
+        for scores, ink in zip(shown, SERIES, strict=False):
+            counts, _ = np.histogram(scores.double().numpy().clip(edges[0], edges[-1]), edges)
+            axes.stairs(counts / len(scores), edges, fill=True, color=ink, alpha=0.28)
+            axes.stairs(counts / len(scores), edges, color=ink, linewidth=1.5)
+        axes.set(xlim=(edges[0], edges[-1]), ylim=(0, None), xlabel=f"uncertainty ({evaluation.score})", ylabel="share")
+        return _address(figure)
 
 
-@_plain_matplotlib()
 def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str) -> str:
     """ROC curves of all methods on one OOD set."""
-    figure = _figure(340, 220)
-    axes = _axes(figure, 170, "ID flagged (%)", "OOD flagged (%)", percent="xy")
-    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=_QUARTERS, yticks=_QUARTERS)
-    axes.plot((0, 1), (0, 1), color=_INK["muted"], linewidth=1, linestyle=(0, (4, 4)), alpha=0.7)
-    _lines(axes, {name: run.figures.roc.get(set_name) for name, run in methods.items()}, focus)
-    results = {name: run.ood[set_name].detection[run.score] for name, run in methods.items() if set_name in run.ood}
-    listing = ", ".join(f"{name} {result.auroc * 100:.1f}" for name, result in results.items())
-    return _svg(figure, f"ROC curves on {set_name}. AUROC in percent: {listing}.")
+    with _drawn(340, 220) as (figure, (axes,)):
+        axes.plot((0, 1), (0, 1), color=_SOFT, linewidth=1, linestyle="--")
+        for series, (name, run) in enumerate(methods.items()):
+            if (outside := run.sets.get(f"ood.{set_name}")) is not None:
+                score = f"score:{run.score}"
+                x, y, _ = roc_curve(run.sets[run.id_name][score], outside[score])
+                _line(axes, *_thin(x, y), series, name == focus)
+        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="share of ID flagged", ylabel="share of OOD flagged")
+        return _address(figure)
 
 
-@_plain_matplotlib()
 def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
     """Error rate among answered inputs, against the share that is answered."""
-    curves = {name: run.figures.risk_coverage for name, run in methods.items()}
-    # with very few answers the risk is noisy; the scale ignores coverage below 10 %
-    settled = [y for curve in curves.values() for x, y in zip(curve.x, curve.y, strict=True) if x >= 0.1]
-    top = max([*settled, 1e-3]) * 1.08
-    figure = _figure(446, 270)
-    axes = _axes(figure, 220, "answered (%)", "wrong answers (%)", percent="xy")
-    axes.set(xlim=(0, 1), ylim=(0, top), xticks=(0, 0.2, 0.4, 0.6, 0.8, 1))
-    axes.locator_params("y", nbins=5, steps=[1, 2, 2.5, 5, 10])
-    _lines(axes, {name: Curve(curve.x, tuple(min(y, top) for y in curve.y)) for name, curve in curves.items()}, focus)
-    listing = ", ".join(f"{name} {run.id.risk_at_coverage['0.80'] * 100:.2f}" for name, run in methods.items())
-    label = f"Risk-coverage curves on {methods[focus].id_name}. Wrong answers in percent when 80 percent of the inputs "
-    return _svg(figure, f"{label}are answered: {listing}.")
+    top = 1e-3
+    with _drawn(446, 270) as (figure, (axes,)):
+        for series, (name, run) in enumerate(methods.items()):
+            answers = run.sets[run.id_name]
+            curve = risk_curve(answers[f"score:{run.score}"], ~answers["accuracy"])
+            top = max(top, float(curve.risk[curve.coverage >= 0.1].max()))  # of very few answers the risk is noisy
+            _line(axes, *_thin(curve.coverage, curve.risk), series, name == focus)
+        axes.set(xlim=(0, 1), ylim=(0, top * 1.08), xlabel="share answered", ylabel="share of wrong answers")
+        return _address(figure)
 
 
-@_plain_matplotlib()
 def draw_fronts(prices: Mapping[str, float], fronts: Fronts, *, chosen: str, given: str, limit: float) -> str:
-    """Price against each value, one plot below the other, with the front as a line; a standalone SVG file."""
-    height, labels = 190, []
-    figure = _figure(446, (height + 62) * len(fronts))
-    for number, (title, (values, names)) in enumerate(fronts.items()):
-        last = number == len(fronts) - 1
-        axes = _axes(figure, height, "price" if last else "", title, top=_TOP + number * (height + 50))
-        axes.axvline(limit, color=_INK["muted"], linewidth=1, linestyle=(0, (4, 4)))
-        line = sorted((prices[name], values[name]) for name in names)
-        axes.plot(*zip(*line, strict=True), color=_INK["c0"], linewidth=1.5, drawstyle="steps-post", alpha=0.6)
-        for name, price in prices.items():
-            ink, size = (_INK["c1"], 60) if name == chosen else (_INK["c0" if name in names else "muted"], 28)
-            axes.scatter([price], [values[name]], s=size, color=ink, zorder=4)
-        for name in dict.fromkeys((given, chosen)):
-            point = (prices[name], values[name])
-            axes.annotate(name, point, (8, 7), textcoords="offset points", fontsize=10.5, color=_INK["ink"])
-        axes.margins(x=0.12, y=0.18)
-        axes.xaxis.set_major_formatter(lambda price, _: f"{price:g}×")
-        axes.locator_params(nbins=6, steps=[1, 2, 2.5, 5, 10])
-        labels.append(f"{title}: " + ", ".join(f"{name} {values[name]:.3g} at {prices[name]:.2f}" for name in names))
-    label = f"Price against quality of {len(prices)} candidates. Fronts, {'; '.join(labels)}. Chosen: {chosen}."
-    svg = _svg(figure, label)
-    for name, colour_ in _LIGHT.items():
-        svg = svg.replace(f"var(--{name})", colour_)
-    head, drawing = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).split(">", 1)
-    return f'{head}><rect width="100%" height="100%" fill="#ffffff" />{drawing}'  # white background, for dark pages
+    """Price against each value, one plot below the other, with the front as a line; the text of an SVG file."""
+    with _drawn(446, 250 * len(fronts), len(fronts)) as (figure, plots):
+        for axes, (title, (values, names)) in zip(plots, fronts.items(), strict=True):
+            axes.axvline(limit, color=_SOFT, linewidth=1, linestyle="--")
+            line = sorted((prices[name], values[name]) for name in names)
+            axes.plot(*zip(*line, strict=True), color=SERIES[0], linewidth=1.5, drawstyle="steps-post", alpha=0.6)
+            for name, price in prices.items():
+                ink, size = (SERIES[1], 60) if name == chosen else (SERIES[0] if name in names else _SOFT, 28)
+                axes.scatter([price], [values[name]], s=size, color=ink, zorder=4)
+            for name in dict.fromkeys((given, chosen)):
+                axes.annotate(name, (prices[name], values[name]), (8, 7), textcoords="offset points")
+            axes.margins(x=0.12, y=0.18)
+            axes.set(xlabel="price", ylabel=title)
+        return _svg(figure)
 
 
-def _figure(width: float, height: float) -> Any:
-    return require("matplotlib.figure", extra="report").Figure(figsize=(width / 72, height / 72), dpi=72)
+def agreement(answers: Sequence[Answers]) -> list[list[float]]:
+    """Share of samples on which two members predict the same class, `[M][M]`, mean over sets."""
+    votes = [one["votes"] for one in answers]  # [M, B] each
+    pairs = [torch.stack([(vote == row).double().mean(dim=1) for row in vote]) for vote in votes]
+    return torch.stack(pairs).mean(dim=0).tolist()
 
 
-def _axes(figure: Any, height: float, x_label: str, y_label: str, *, percent: str = "", top: float = _TOP) -> Any:
-    """Axes as wide as the figure; `percent` names the axes that show shares in percent."""
-    whole_width, whole_height = (72 * inches for inches in figure.get_size_inches())
-    bottom = 1 - (top + height) / whole_height
-    width = (whole_width - _LEFT - _RIGHT) / whole_width
-    axes = figure.add_axes((_LEFT / whole_width, bottom, width, height / whole_height))
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_INK["muted"])
-    axes.grid(axis="y", color=_INK["rule"], linewidth=1)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=10.5, labelcolor=_INK["muted"])
-    axes.set_xlabel(x_label, fontsize=11, color=_INK["soft"])
-    figure.text(11 / whole_width, bottom + height / whole_height / 2, y_label, rotation=90, ha="center", va="center",
-                fontsize=11, color=_INK["soft"])  # fmt: skip
-    for name in percent:
-        getattr(axes, f"{name}axis").set_major_formatter(lambda share, _: f"{share * 100:g}")
-    return axes
+def agreements(evaluation: Evaluation) -> dict[str, list[list[float]]]:
+    """Agreement of members in and out of distribution, by title."""
+    outside = [one for one in evaluation.sets.values() if one.group in MEANS["all"]]
+    found = {f"in distribution ({evaluation.id_name})": agreement([evaluation.sets[evaluation.id_name]])}
+    return found | ({"out of distribution (mean of the sets)": agreement(outside)} if outside else {})
 
 
-def _lines(axes: Any, curves: Mapping[str, Curve | None], focus: str) -> None:
-    """One curve per method; the one in focus is bold and on top."""
-    for index, (name, curve) in enumerate(curves.items()):
-        if curve is not None:
-            width, opacity, order = (2.6, 1, 4) if name == focus else (1.5, 0.75, 3)
-            axes.plot(curve.x, curve.y, color=_INK[colour(index)], linewidth=width, alpha=opacity, zorder=order)
+def _line(axes: Any, x: Tensor, y: Tensor, series: int, focus: bool) -> None:
+    """One curve; the method in focus is bold and on top."""
+    width, opacity, order = (2.6, 1, 4) if focus else (1.5, 0.75, 3)
+    axes.plot(x.tolist(), y.tolist(), color=SERIES[series % len(SERIES)], linewidth=width, alpha=opacity, zorder=order)
 
 
-def _svg(figure: Any, label: str) -> str:
-    """The figure as an inline SVG element: text stays text, colours are CSS variables, without references."""
-    for artist in figure.findobj():
-        artist.set_clip_on(False)
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    root = ElementTree.fromstring(buffer.getvalue())
-    shapes = {element.get("id"): element.get("d", "") for element in root.iter() if element.get("d")}
-    for element in root.iter():
-        element.tag = element.tag.rpartition("}")[2]
-        element.attrib.pop("id", None)
-        if element.tag == "use":  # a marker: replace the reference with the path itself
-            move = f"translate({element.attrib['x']} {element.attrib['y']})"
-            style = element.get("style", "")
-            shape = next(value for name, value in element.items() if name.endswith("href")).removeprefix("#")
-            element.tag = "path"
-            element.attrib = {"d": shapes[shape], "transform": move, "style": style}
-        for name, value in element.items():  # round coordinates to 0.01 pixels; numbers in text are unchanged
-            element.attrib[name] = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", value)
-    for parent in list(root.iter()):
-        for definitions in parent.findall("defs"):
-            parent.remove(definitions)
-    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img"}
-    text = ElementTree.tostring(root, "unicode")
-    for name, ink in _INK.items():
-        text = text.replace(ink, f"var(--{name})")
-    head, drawing = text.split(">", 1)  # added last, so that no name in the label is replaced
-    words = html.escape(label)
-    return f'{head} aria-label="{words}"><title>{words}</title>{drawing}'
+def _thin(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """At most `_POINTS` points, evenly spaced along the curve, including the first and the last."""
+    if len(x) <= _POINTS:
+        return x, y
+    length = torch.cat([x.new_zeros(1), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
+    chosen = torch.searchsorted(length, torch.linspace(0, float(length[-1]), _POINTS, dtype=length.dtype)).unique()
+    return x[chosen], y[chosen]

@@ -1,19 +1,58 @@
-"""A table of methods and metrics, with the best marked: as Markdown, LaTeX, CSV, or for a terminal."""
+"""The one table writer: methods and metrics, with the best marked, as Markdown, CSV, or for a terminal."""
 
 import csv
 import io
-import itertools
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any, Literal, TypeVar
 
 from .._utils import require
-from .columns import Column
 
 T = TypeVar("T")
 Rank = Literal["best", "second", ""]
+Direction = Literal["higher", "lower", "neither"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a comparison.
+
+    Attributes:
+        key: Name of the number in `Evaluation.numbers`, a field of `Cost`, or `heads`.
+        title: Heading.
+        group: Heading above several columns; empty for none.
+        better: Which direction is better.
+        digits: Digits after the point.
+        scale: Factor applied before printing: 100 for percent, 1e-6 for millions.
+        suffix: Printed after the number.
+        ranked: Whether to mark the best; False if the methods are not comparable.
+    """
+
+    key: str
+    title: str
+    group: str = ""
+    better: Direction = "neither"
+    digits: int = 2
+    scale: float = 1.0
+    suffix: str = ""
+    ranked: bool = True
+
+    @property
+    def heading(self) -> str:
+        """Title with an arrow in the better direction."""
+        return self.title + {"higher": " ↑", "lower": " ↓", "neither": ""}[self.better]
+
+    def number(self, value: float) -> str:
+        """Format a number; small nonzero counts are not rounded to zero."""
+        text = f"{value * self.scale:.{self.digits}f}"
+        if float(text) == 0:
+            text = text.removeprefix("-") if self.scale >= 1 or not value else f"{value * self.scale:.1g}"
+        return text
+
+    def write(self, value: float, spread: float | None = None) -> str:
+        """Format a number, optionally with its spread."""
+        text = self.number(value)
+        return text + self.suffix if spread is None else f"{text} ± {spread * self.scale:.{self.digits}f}{self.suffix}"
 
 
 @dataclass(frozen=True)
@@ -43,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """A table of methods and metrics; printed it is Markdown, `to_latex`, `to_csv` and `to_rich` write it otherwise.
+    """A table of methods and metrics; printed it is Markdown, `to_csv` and `to_rich` write it otherwise.
 
     Attributes:
         columns: Columns that at least one method has a number for.
@@ -92,26 +131,15 @@ def rank_cells(cells: list[Cell], column: Column) -> list[Cell]:
     ]
 
 
-_LATEX = str.maketrans(
-    {character: rf"\{character}" for character in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
-    | {"±": r"$\pm$", "×": r"$\times$", "↑": r"$\uparrow$", "↓": r"$\downarrow$"}
-)
-
-
 def to_markdown(comparison: Comparison) -> str:
-    """A Markdown table: best bold, second best underlined, notes below; names are escaped.
-
-    Args:
-        comparison: Of `compare`.
+    """A Markdown table: best bold, second best underlined, notes below.
 
     Examples:
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
-        >>> from hydra_ensembles.report import to_markdown
         >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7))]
         >>> table = he.compare({"whole": he.evaluate(load_backbone(), batches, progress=False)})
-        >>> to_markdown(table).splitlines()[0].startswith("| Method |")
+        >>> str(table).splitlines()[0].startswith("| Method |")
         True
     """
     marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
@@ -124,33 +152,8 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Escape text for Markdown: no HTML, emphasis, links (also bare addresses), code or table cells."""
-    shown = re.sub(r"[\\`*\[\]|!]|\b_|_\b", r"\\\g<0>", escape(_one_line(text), quote=False))
-    return re.sub(r"[~$@]|(?<=http):|(?<=https):|(?<=www)\.", lambda match: f"&#{ord(match[0])};", shown)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.splitlines())
-
-
-def to_latex(comparison: Comparison) -> str:
-    """A LaTeX `tabular` for the package `booktabs`; the notes become comments."""
-    columns = comparison.columns
-    lines = [f"% {_one_line(note)}" for note in comparison.notes]
-    lines += [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
-    if any(column.group for column in columns):
-        headings, rules, last = [""], [], 1
-        for group, members in itertools.groupby(columns, key=lambda column: column.group):
-            first, last = last + 1, last + len(list(members))
-            headings.append(rf"\multicolumn{{{last - first + 1}}}{{c}}{{{group.translate(_LATEX)}}}")
-            rules += [rf"\cmidrule(lr){{{first}-{last}}}"] if group else []
-        lines += [" & ".join(headings) + r" \\", " ".join(rules)]
-    lines += [" & ".join(["Method", *(column.heading.translate(_LATEX) for column in columns)]) + r" \\", r"\midrule"]
-    marks = {"best": r"\textbf{%s}", "second": r"\underline{%s}", "": "%s"}
-    for row in comparison.rows:
-        cells = [marks[cell.rank] % cell.text.translate(_LATEX) for cell in row.cells]
-        lines.append(" & ".join([_one_line(row.name).translate(_LATEX), *cells]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+    """Text as a cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;")
 
 
 def to_csv(comparison: Comparison) -> str:
@@ -170,60 +173,29 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """CSV text with a header; an apostrophe before text that a spreadsheet would run as a formula."""
+    """CSV text with a header."""
     buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(map(_no_formula, names))
-    writer.writerows([_no_formula(row.get(name, "")) for name in names] for row in rows)
+    writer = csv.DictWriter(buffer, names, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
     return buffer.getvalue()
 
 
-def _no_formula(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
-
-
 def to_rich(comparison: Comparison, title: str | None = None) -> Any:
-    """A table for the terminal (for `rich.print`): best bold, second best underlined.
-
-    On a terminal too narrow for all columns the table continues below.
-    """
-    require("rich", extra="report")
-    return _Terminal(comparison, title)
-
-
-@dataclass(frozen=True)
-class _Terminal:
-    """A comparison that adapts to the width of the console."""
-
-    comparison: Comparison
-    title: str | None
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        text, box, table = (require(f"rich.{name}", extra="report") for name in ("text", "box", "table"))
-        styles = {"best": "bold green", "second": "underline", "": ""}
-        for number, positions in enumerate(self._blocks(options.max_width)):
-            title = self.title if number == 0 else None
-            part = table.Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-            part.add_column("Method", no_wrap=True)
-            for column in (self.comparison.columns[position] for position in positions):
-                heading = f"{column.group}\n{column.heading}" if column.group else column.heading
-                part.add_column(text.Text(heading), justify="right", no_wrap=True, vertical="bottom")
-            for row in self.comparison.rows:
-                cells = [row.cells[position] for position in positions]
-                part.add_row(text.Text(row.name), *(text.Text(cell.text, style=styles[cell.rank]) for cell in cells))
-            yield part
-        yield text.Text("\n".join(self.comparison.notes), style="dim")
-
-    def _blocks(self, width: int) -> list[list[int]]:
-        """Column positions of each part of the table, so that no part is wider than the terminal."""
-        rows = self.comparison.rows
-        blocks: list[list[int]] = []
-        room = 0
-        for position, column in enumerate(self.comparison.columns):
-            needed = 2 + max(len(column.group), len(column.heading), *(len(row.cells[position].text) for row in rows))
-            if not blocks or needed > room:
-                blocks.append([])
-                room = width - max(len(name) for name in ("Method", *(row.name for row in rows))) - 2
-            blocks[-1].append(position)
-            room -= needed
-        return blocks
+    """A table for the terminal (for `rich.print`): best bold, second best underlined; with few methods on its side."""
+    rich = {name: require(f"rich.{name}", extra="report") for name in ("text", "box", "table", "console")}
+    styles = {"best": "bold green", "second": "underline", "": ""}
+    columns, rows = comparison.columns, comparison.rows
+    titles = [f"{column.group} {column.heading}".strip() for column in columns]
+    cells = [[rich["text"].Text(cell.text, style=styles[cell.rank]) for cell in row.cells] for row in rows]
+    on_its_side = len(columns) > len(rows)
+    headings, lines = [row.name for row in rows], dict(zip(titles, zip(*cells, strict=True), strict=True))
+    if not on_its_side:
+        headings, lines = titles, {row.name: line for row, line in zip(rows, cells, strict=True)}  # type: ignore[misc]
+    table = rich["table"].Table(title=title, box=rich["box"].SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("" if on_its_side else "Method", overflow="fold")
+    for heading in headings:
+        table.add_column(rich["text"].Text(heading), justify="right", overflow="fold", vertical="bottom")
+    for name, line in lines.items():
+        table.add_row(rich["text"].Text(name), *line)
+    return rich["console"].Group(table, rich["text"].Text("\n".join(comparison.notes), style="dim"))

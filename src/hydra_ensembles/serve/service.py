@@ -146,8 +146,7 @@ class Service:
         size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
         self.image_size = tuple(map(int, size)) if self.kind == "image" else None  # that plans are warm for
         calibration = ensemble.metadata.calibration or Calibration()
-        of_probs = calibration.calibrates == "probs"  # a temperature of the logits is already applied to them
-        self._temperature = np.array(calibration.temperature if of_probs else (1.0,))[:, None]  # [1 or M, 1]
+        self._temperature = np.array(calibration.temperature)[:, None]  # [1 or M, 1]
         self._main = READ[self.kind][0]
         self._masked = any(field.name == "attention_mask" for field in self.inputs)
 

@@ -112,7 +112,7 @@ def test_the_two_views_answer_and_are_neither_saved_nor_calibrated_as_ensembles_
             view.save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="nsemble"):
             he.calibrate(view, [(inputs, labels)])
-        assert fit_calibration(view(inputs), labels).calibration.temperature[0] > 0
+        assert fit_calibration(view(inputs), labels).temperature[0] > 0
 
 
 TRAINED_BY = {

@@ -11,9 +11,8 @@ import yaml
 from cli_cases import fail, run, save_images, succeed, vit_flags
 from hydra_ensembles.cli.evaluations import grouped_specs
 from hydra_ensembles.data.suites import SetRef, Suite, all_suites
-from hydra_ensembles.evaluation.atlas import Sweep
+from hydra_ensembles.evaluation.evaluate import _Pass
 from hydra_ensembles.evaluation.evaluation import Evaluation
-from hydra_ensembles.evaluation.running import Runner
 from hydra_ensembles.report.compare import save_costs
 from processes import count_calls
 from sample_evaluations import costs, evaluation, methods
@@ -174,11 +173,10 @@ def test_a_comparison_in_each_format_and_a_report(saved):
     assert "other.json is not valid JSON" in fail("compare", saved)
 
 
-@pytest.mark.parametrize(("command", "place", "result"), [("evaluate", Runner, "a.json"), ("atlas", Sweep, "a.html")])
-def test_an_interruption_names_the_line_that_goes_on(run_folder, world, tmp_path, monkeypatch, command, place, result):
-    words = [command, run_folder, "--id", world / "test", "--batch-size", 6, "-o", tmp_path / result, "-q"]
-    name, calls = "_answer" if place is Runner else "answers", []
-    count_calls(monkeypatch, place, name, lambda: calls.append(1), lambda: len(calls) == 2)
+def test_an_interruption_names_the_line_that_goes_on(run_folder, world, tmp_path, monkeypatch):
+    words = ["evaluate", run_folder, "--id", world / "test", "--batch-size", 6, "-o", tmp_path / "a.json", "-q"]
+    calls = []
+    count_calls(monkeypatch, _Pass, "_answer", lambda: calls.append(1), lambda: len(calls) == 2)
     monkeypatch.setattr(sys, "argv", ["hydra-ensembles", *map(str, words)])
     stopped = run(*words)
     assert stopped.exit_code == 130
@@ -187,4 +185,4 @@ def test_an_interruption_names_the_line_that_goes_on(run_folder, world, tmp_path
     succeed(*shlex.split(stopped.stderr.rpartition(": hydra-ensembles ")[2]))
     assert len(calls) == 3  # two batches; the second was started twice
     assert not (tmp_path / "a.run").exists()
-    assert (tmp_path / result).exists()
+    assert (tmp_path / "a.json").exists()

@@ -1,4 +1,4 @@
-"""Evaluating models on data: what is accepted, applied and refused; several processes give the result of one."""
+"""Evaluating models: every number by its definition, what is accepted and refused, intervals, resuming and files."""
 
 import warnings
 from dataclasses import replace
@@ -8,32 +8,175 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from hydra_ensembles import metrics
 from hydra_ensembles.calibrate import calibrate
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraWarning
-from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
-from hydra_ensembles.evaluation.running import AnswerStore, Runner
+from hydra_ensembles.evaluation.evaluate import _Pass, evaluate
+from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.familiarity import fit_familiarity
-from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration, Metadata
-from hydra_ensembles.overlap import sample_keys
+from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.preprocessing import ImagePreprocessing
-from processes import by_two_ranks, count_calls
+from processes import count_calls
 from random_ensembles import noisy, small
+from sample_evaluations import evaluated
 
-CLASSES = 4
+# --- numbers, from logits ------------------------------------------------------------------------------------------
+
+CLASSES = 5
+TARGETS = torch.randint(CLASSES, (200,), generator=torch.Generator().manual_seed(0))
+
+
+def noise(samples: int = 150, scale: float = 1.0, seed: int = 2, members: int = 3) -> Tensor:
+    return scale * torch.randn(members, samples, CLASSES, generator=torch.Generator().manual_seed(seed))
+
+
+GOOD = noise(200, seed=1) + 3 * one_hot(TARGETS, CLASSES)  # [M, B, C]
+FOG = noise(200, seed=9) + 1.5 * one_hot(TARGETS, CLASSES)
+FAR = {"textures": noise(100, seed=4), "digits": noise(120, scale=0.6, seed=5)}
+SUITE = {"near": {"close": noise(scale=1.6, seed=3)}, "far": FAR}
+SCORES = ("energy", "mutual_information")
+
+
+@pytest.fixture(scope="module")
+def evaluation() -> Evaluation:
+    return evaluated(GOOD, TARGETS, SUITE, {"fog": (FOG, TARGETS)}, scores=SCORES, keep_logits=True)
+
+
+def test_every_number_is_that_of_the_metric_functions(evaluation):
+    prediction = Prediction.from_logits(GOOD)
+    probs, wrong, unsure = prediction.probs, prediction.label != TARGETS, 1 - prediction.confidence
+    expected = {
+        "accuracy": metrics.accuracy(probs, TARGETS),
+        "brier": metrics.brier(probs, TARGETS),
+        "nll": pytest.approx(metrics.nll(probs, TARGETS), rel=1e-6),
+        "ece": metrics.ece(probs, TARGETS),
+        "aece": metrics.adaptive_ece(probs, TARGETS),
+        "mutual_information": metrics.mutual_information(prediction.member_probs),
+        "disagreement": metrics.disagreement(prediction.member_probs),
+        "aurc": metrics.aurc(unsure, wrong),
+    }
+    numbers = evaluation.numbers()
+    assert {key: numbers[key] for key in expected} == expected
+    assert numbers["shift.fog.accuracy"] == metrics.accuracy(Prediction.from_logits(FOG).probs, TARGETS)
+    assert numbers["energy:far.fpr95"] == evaluation.means["far"]["energy"].fpr95
+    assert numbers["ood.digits.aupr"] == evaluation.ood["digits"].detection["msp"].aupr
+    assert "accuracy" in str(evaluation)
+
+
+def test_detection_per_set_per_score_and_unweighted_means(evaluation):
+    prediction = Prediction.from_logits(GOOD)
+    sets = {name: Prediction.from_logits(logits) for group in SUITE.values() for name, logits in group.items()}
+    for score in ("msp", "energy", "mutual_information"):
+        for name, answer in sets.items():
+            found, scores = evaluation.ood[name].detection[score], (prediction.score(score), answer.score(score))
+            assert (found.auroc, found.fpr95) == (metrics.auroc(*scores), metrics.fpr95(*scores))
+            assert found.aupr == metrics.aupr(*scores)
+        near, *far = (evaluation.ood[name].detection[score].auroc for name in ("close", "textures", "digits"))
+        assert evaluation.means["near"][score].auroc == near
+        assert evaluation.means["far"][score].auroc == pytest.approx(sum(far) / 2, abs=1e-15)
+        assert evaluation.means["all"][score].auroc == pytest.approx((sum(far) + near) / 3, abs=1e-15)
+    assert evaluation.ood["digits"].disagreement == metrics.disagreement(sets["digits"].member_probs)
+
+
+def test_flat_sets_give_the_mean_over_all_only_and_apart_is_in_no_mean(evaluation):
+    assert set(evaluated(GOOD, TARGETS, FAR).means) == {"all"}
+    grouped = evaluated(GOOD, TARGETS, {**SUITE, "apart": {"twin": noise(seed=8)}}, scores=SCORES)
+    assert grouped.ood["twin"].group == "apart"
+    assert grouped.means == evaluation.means
+    theirs = evaluated(GOOD, TARGETS, SUITE, convention="openood")
+    assert evaluation.means["all"]["msp"].auroc == theirs.means["all"]["msp"].auroc
+    assert evaluation.means["all"]["msp"].aupr != theirs.means["all"]["msp"].aupr
+
+
+def test_temperature_and_threshold_of_the_calibration_are_applied():
+    calibration = Calibration(temperature=(2.0,), threshold=0.4)
+    found, prediction = evaluated(GOOD, TARGETS, SUITE, calibration=calibration), calibration.prediction(GOOD)
+    assert found.id.ece == metrics.ece(prediction.probs, TARGETS)
+    assert found.selective.accepted == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
+    wrong = (prediction.label != TARGETS)[prediction.accept]
+    assert found.selective.risk == pytest.approx(wrong.float().mean().item(), abs=1e-6)
+    refused = ~calibration.prediction(FAR["digits"]).accept
+    assert found.ood["digits"].abstained == pytest.approx(refused.float().mean().item(), abs=1e-6)
+    plain = evaluated(GOOD, TARGETS, SUITE)
+    assert plain.selective is plain.ood["digits"].abstained is None
+    assert plain.means == found.means  # scores are not calibrated
+
+
+def test_one_member_has_two_axes_and_no_diversity_and_half_precision_is_raised():
+    logits, other = GOOD[:1].half(), {"noise": noise(members=1).half()}
+    found = evaluated(logits, TARGETS, other)
+    assert found.provenance.dtype == "float16"
+    numbers = found.numbers()
+    assert numbers == evaluated(logits.float(), TARGETS, {"noise": other["noise"].float()}).numbers()
+    assert found.id.mutual_information == found.id.disagreement == 0
+
+
+def test_intervals_hold_the_numbers(evaluation):
+    found = evaluated(
+        GOOD, TARGETS, SUITE, {"fog": (FOG, TARGETS)}, bootstrap=60, calibration=Calibration(threshold=0.4)
+    )
+    numbers = found.numbers()
+    wanted = {"accuracy", "nll", "ece", "aece", "aurc", "near.auroc", "far.fpr95", "all.aupr", "ood.close.auroc"}
+    assert wanted <= set(found.intervals)
+    further = ("shift.fog.nll", "far.abstained", "selective.accepted")
+    more = {name: found.interval(name, resamples=60) for name in further}
+    for key, interval in {**found.intervals, **more}.items():
+        assert interval.value == pytest.approx(numbers[key], rel=1e-6, abs=1e-7), key
+        assert interval.low <= interval.value <= interval.high
+    assert found.interval("risk@0.80") is None
+    assert evaluation.interval("near.abstained") is None  # it has no threshold
+
+
+def test_differences_are_paired_over_the_same_samples(evaluation):
+    """30 of 2,000 errors repaired and none made: the accuracies alone would not tell."""
+    labels = torch.arange(2000) % 5
+    answers = one_hot(torch.where(torch.arange(2000) < 200, (labels + 1) % 5, labels), 5)[None] * 9.0
+    repaired = answers.clone()
+    repaired[0, :30] = one_hot(labels[:30], 5) * 9.0
+    one, two = evaluated(answers, labels, name="A"), evaluated(repaired, labels, name="B")
+    gain = two.interval("accuracy", minus=one)
+    assert gain.value == pytest.approx(0.015)
+    assert gain.low > 0
+    assert two.interval("accuracy", minus=evaluation) is None  # other samples
+
+
+def test_what_was_saved_comes_back(evaluation, tmp_path):
+    path = tmp_path / "run.json"
+    evaluation.save(path)
+    found = Evaluation.load(path)
+    assert (found.numbers(), found.model, found.samples) == (evaluation.numbers(), evaluation.model, evaluation.samples)
+    assert torch.equal(found.logits["id"], GOOD)
+    assert list(found.ood) == list(evaluation.ood)
+    other = evaluated(GOOD.flip(1), TARGETS, SUITE)
+    other.save(tmp_path / "other.json")
+    (tmp_path / "other.safetensors").rename(tmp_path / "run.safetensors")
+    with pytest.raises(DataError, match="another evaluation"):
+        Evaluation.load(path)
+    (tmp_path / "run.safetensors").unlink()
+    with pytest.raises(DataError, match="belongs to run"):
+        Evaluation.load(path)
+    path.write_text('{"format": "hydra_ensembles.evaluation", "version": 1}')
+    with pytest.raises(DataError, match="evaluate again"):
+        Evaluation.load(path)
+
+
+# --- models --------------------------------------------------------------------------------------------------------
+
 HEADS = (((0, 1), (1, 2)), ((0, 2), (0, 1, 2)), ((1,), (2,)))  # [member][layer]
 NAMES = ("ant", "bee", "cat <b>", "dog & fox")
 
 
 def tiny_ensemble(kind="image"):
     blocks = {"width": 12, "heads": 3, "head_dim": 4, "mlp_width": 16}
-    config = small(kind, CLASSES, sharing=Sharing(stem=True, mlp=True), text={"vocabulary": 30}, **blocks)
+    config = small(kind, 4, sharing=Sharing(stem=True, mlp=True), text={"vocabulary": 30}, **blocks)
     preprocessing = None if kind == "text" else ImagePreprocessing((8, 8))
     metadata = Metadata("made here", NAMES, preprocessing, history=("made", "tested"))
     return noisy(replace(config, heads=HEADS), noise=0.5, metadata=metadata)
@@ -42,47 +185,20 @@ def tiny_ensemble(kind="image"):
 def image_batches(sizes=(8, 8, 8, 3), seed=0, scale=1.0):
     draw = torch.Generator().manual_seed(seed)
     pixels = [scale * torch.randn(size, 3, 8, 8, generator=draw) for size in sizes]
-    return [(some, torch.randint(CLASSES, (len(some),), generator=draw)) for some in pixels]
+    return [(some, torch.randint(4, (len(some),), generator=draw)) for some in pixels]
 
 
 def text_batches(sizes=(6, 5), seed=0):
     draw = torch.Generator().manual_seed(seed)
     ids = [torch.randint(30, (size, 7), generator=draw) for size in sizes]
     masks = [(torch.arange(7)[None] < torch.randint(3, 8, (size, 1), generator=draw)).long() for size in sizes]
-    labels = [torch.randint(CLASSES, (size,), generator=draw) for size in sizes]
+    labels = [torch.randint(4, (size,), generator=draw) for size in sizes]
     names = ("input_ids", "attention_mask", "labels")
     return [dict(zip(names, batch, strict=True)) for batch in zip(ids, masks, labels, strict=True)]
 
 
 OOD = {"near": {"close": image_batches((5, 6), seed=5)}, "far": {"noise": image_batches((7,), seed=6, scale=5.0)}}
 CALIBRATION = Calibration(temperature=(2.0, 1.0, 0.5), threshold=0.3)
-
-
-def test_an_interrupted_evaluation_goes_on_and_is_the_same(tmp_path, monkeypatch):
-    model, data, calls = tiny_ensemble(), image_batches(), []
-    count_calls(monkeypatch, Runner, "_answer", lambda: calls.append(1), lambda: len(calls) == 6)
-    options = {"progress": False, "gallery": 2, "keep_logits": True}
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(model, data, OOD, output=tmp_path, **options)
-    found = evaluate(model, data, OOD, output=tmp_path, **options)
-    assert len(calls) == 6 + 2  # seven batches, five of them saved before
-    expected = evaluate(model, data, OOD, **options)
-    assert (found.numbers(), found.gallery, found.figures) == (expected.numbers(), expected.gallery, expected.figures)
-    evaluate(model, image_batches(seed=1), OOD, output=tmp_path, **options)
-    assert len(calls) == 8 + 7 + 4  # new data are run, known data are not
-
-
-def test_answers_of_another_neighbour_or_precision_are_not_taken(tmp_path):
-    """Neither setting is visible in the weights or stored features."""
-    model, data = tiny_ensemble(), image_batches()
-    near, far = (fit_familiarity(model, data, "knn", neighbours=count) for count in (1, 5))
-    foreign = {"noise": image_batches((7,), seed=6, scale=5.0)}
-    evaluate(near, image_batches(seed=1), foreign, output=tmp_path / "knn", progress=False)
-    with pytest.raises(CheckpointError, match="neighbours was 1 and is 5"):
-        evaluate(far, image_batches(seed=1), foreign, output=tmp_path / "knn", progress=False)
-    evaluate(model, data, output=tmp_path / "plain", progress=False)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CheckpointError, match="autocast"):
-        evaluate(model, data, output=tmp_path / "plain", progress=False)
 
 
 def whole(data):
@@ -101,42 +217,63 @@ class Named(nn.Sequential):
         return SimpleNamespace(logits=self[0](pixel_values.clone()))
 
 
-def test_answers_to_texts_that_differ_in_their_segments_alone_are_kept_apart(tmp_path):
-    ids, segments = torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
-    one, other = ({"input_ids": ids, "token_type_ids": segments + shift} for shift in (0, 1))
-    with AnswerStore(tmp_path, tiny_ensemble(), {}, "a test") as kept:
-        assert kept.key(one, sample_keys(one)) != kept.key(other, sample_keys(other))
-
-
-def test_evaluate_is_evaluate_logits_of_the_models_answers():
+def test_a_model_is_evaluated_as_its_logits_are():
     model, data = tiny_ensemble(), image_batches()
     shift = {"blur": image_batches((9,), seed=8)}
     found = evaluate(model, data, OOD, shift, progress=False, scores=("entropy",), keep_logits=True)
-    expected = evaluate_logits(
+    expected = evaluated(
         *logits_and_labels(model, data),
         {group: {name: logits_and_labels(model, one)[0] for name, one in sets.items()} for group, sets in OOD.items()},
         {"blur": logits_and_labels(model, shift["blur"])},
         scores=("entropy",),
     )
-    assert (found.numbers(), found.figures) == (expected.numbers(), expected.figures)
+    assert found.numbers() == expected.numbers()
     assert found.samples == {"id": 27, "ood.close": 11, "ood.noise": 7, "shift.blur": 9}
-    assert torch.equal(found.logits.id.logits, logits_and_labels(model, data)[0])
-    by_name = [{"pixel_values": inputs, "labels": labels, "index": labels} for inputs, labels in data]
+    assert torch.equal(found.logits["id"], logits_and_labels(model, data)[0])
+    by_name = [{"pixel_values": inputs, "labels": labels} for inputs, labels in data]
     for around in (Named(model), nn.DataParallel(Named(model))):
         assert evaluate(around, by_name, OOD, shift, progress=False).id == found.id
     assert (found.model.heads, found.model.class_names) == (HEADS, NAMES)
     assert found.model.parameters == model.describe().parameters
 
 
-def test_saved_calibration_is_applied_and_can_be_replaced_and_copies_are_said():
+def test_an_interrupted_evaluation_goes_on_and_new_settings_use_the_same_answers(tmp_path, monkeypatch):
+    model, data, calls = tiny_ensemble(), image_batches((2,) * 20), []
+    other = {"score": "energy", "calibration": CALIBRATION, "progress": False}
+    expected, by_energy = (evaluate(model, data, OOD, **about).numbers() for about in ({"progress": False}, other))
+    count_calls(monkeypatch, _Pass, "_answer", lambda: calls.append(1), lambda: len(calls) == 12)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, data, OOD, output=tmp_path, progress=False)
+    assert evaluate(model, data, OOD, output=tmp_path, progress=False).numbers() == expected
+    assert len(calls) == 12 + 12 + 3  # the first eight batches were kept
+    calls.clear()
+    assert evaluate(model, data, OOD, output=tmp_path, **other).numbers() == by_energy
+    assert not calls
+    evaluate(model, image_batches(seed=1), OOD, output=tmp_path, progress=False)
+    assert len(calls) == 4  # new data are run, known data are not
+    with pytest.raises(CheckpointError, match="another"):
+        evaluate(noisy(model.config), data, OOD, output=tmp_path, progress=False)
+
+
+def test_answers_of_another_neighbour_or_precision_are_not_taken(tmp_path):
+    """Neither setting is visible in the weights or stored features."""
+    model, data = tiny_ensemble(), image_batches()
+    near, far = (fit_familiarity(model, data, "knn", neighbours=count) for count in (1, 5))
+    evaluate(near, image_batches(seed=1), output=tmp_path / "knn", progress=False)
+    with pytest.raises(CheckpointError):
+        evaluate(far, image_batches(seed=1), output=tmp_path / "knn", progress=False)
+    evaluate(model, data, output=tmp_path / "plain", progress=False)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CheckpointError, match="autocast"):
+        evaluate(model, data, output=tmp_path / "plain", progress=False)
+
+
+def test_saved_calibration_is_applied_and_can_be_replaced():
     plain, data = tiny_ensemble(), image_batches()
     calibrated = plain.with_metadata(calibration=CALIBRATION)
     found = evaluate(calibrated, data, OOD, progress=False)
     assert found.model.calibration == CALIBRATION
     assert found.numbers() == evaluate(plain, data, OOD, progress=False, calibration=CALIBRATION).numbers()
     assert found.id != evaluate(plain, data, OOD, progress=False).id
-    with pytest.warns(HydraWarning, match="27 of the 54 samples of the in-distribution set 'id'"):
-        evaluate(plain, [*data, *data], progress=False)
 
 
 def test_both_thresholds_are_told_apart():
@@ -169,7 +306,7 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
     assert found.numbers().keys() == expected.numbers().keys()
     for name, number in expected.numbers().items():
         assert found.numbers()[name] == pytest.approx(number, rel=1e-4, abs=1e-6), name
-    assert found.model == expected.model
+    assert replace(found.model, weights=expected.model.weights) == expected.model
 
 
 @pytest.mark.parametrize(
@@ -187,7 +324,7 @@ def test_what_lies_around_an_ensemble_takes_nothing_from_it(around):
 
 
 def test_any_callable_with_two_axes_counts_as_one_member():
-    linear = nn.Linear(3 * 8 * 8, CLASSES)
+    linear = nn.Linear(3 * 8 * 8, 4)
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), linear).train()
     found = evaluate(model, image_batches(), OOD, progress=False)
     assert (found.model.kind, found.model.members, found.model.parameters) == ("callable", 1, 3 * 64 * 4 + 4)
@@ -202,22 +339,21 @@ def test_texts_come_as_mappings_and_streams_are_read_once():
             return iter(text_batches())
 
     stream, gone = DataLoader(Stream(), batch_size=None), iter(text_batches((4,), seed=3))
-    found = evaluate(tiny_ensemble("text"), stream, {"gone": gone}, gallery=2, progress=False)
-    assert (found.model.kind, found.gallery[0].kind) == ("text", "text")
-    assert found.samples == {"id": 11, "ood.gone": 4}
+    found = evaluate(tiny_ensemble("text"), stream, {"gone": gone}, progress=False)
+    assert (found.model.kind, found.samples) == ("text", {"id": 11, "ood.gone": 4})
 
 
 def test_data_sets_are_put_in_batches_with_the_models_preprocessing():
     pillow = pytest.importorskip("PIL.Image")
     pixels = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
     pictures = [pillow.fromarray(array) for array in pixels]
-    dataset = ImageDataset(pictures, [i % CLASSES for i in range(12)], NAMES, name="pictures")
+    dataset = ImageDataset(pictures, [i % 4 for i in range(12)], NAMES, name="pictures")
     model = tiny_ensemble()
     first, rest = dataset.select(range(8)), dataset.select(range(8, 12))
     found = evaluate(model, first, {"rest": rest}, batch_size=5, progress=False)
     prepared, other = (batches(part, model.metadata.preprocessing, 5) for part in (first, rest))
     assert found.id_name == "pictures"
-    assert found == evaluate(model, prepared, {"rest": other}, progress=False)
+    assert found.numbers() == evaluate(model, prepared, {"rest": other}, progress=False).numbers()
 
 
 def test_samples_that_a_loader_leaves_out_are_said():
@@ -228,88 +364,38 @@ def test_samples_that_a_loader_leaves_out_are_said():
         calibrate(tiny_ensemble(), cut, familiarity=None)
 
 
-def test_the_gallery_holds_the_extremes():
-    model, data = tiny_ensemble(), image_batches()
-    found = evaluate(model, data, OOD, progress=False, gallery=3)
-    images, labels = whole(data)
-    prediction = model.predict(images)
-    order = prediction.score("msp").sort(stable=True).indices
-    wrong = [i for i in order.tolist() if prediction.label[i] != labels[i]][:3]
-    shelves = {"sure": order[:3].tolist(), "unsure": order.flip(0)[:3].tolist(), "wrong": wrong}
-    for shelf, expected in shelves.items():
-        assert [one.index for one in found.gallery if (one.set, one.shelf) == ("id", shelf)] == expected
-    foreign = {(item.shelf, item.label) for item in found.gallery if item.set == "noise"}
-    assert foreign == {("sure", None), ("unsure", None)}
+def test_samples_in_two_places_are_refused_or_said():
+    """One of many does not matter; data that set the thresholds do."""
+    model, data = tiny_ensemble(), image_batches((40, 40))
+    with pytest.raises(DataError, match="in-distribution set"):
+        evaluate(model, data, {"far": {"copy": [data[0][0].clone()]}}, progress=False)
+    with pytest.raises(DataError, match="is the in-distribution set"):
+        evaluate(model, data, {"far": {"same": data}}, progress=False)
+    calibrated = calibrate(model, data[:1], familiarity=None)
+    with pytest.warns(HydraWarning, match="fitted the calibration"):
+        evaluate(calibrated, data, progress=False)
+    with warnings.catch_warnings(action="error"):
+        evaluate(calibrated, [data[1], tuple(one[:1] for one in data[0])], progress=False)
 
 
 @pytest.mark.parametrize(
-    ("model", "arguments", "token"),
+    ("model", "arguments", "error", "token"),
     [
-        (None, (image_batches(), {"void": []}), "'void' has no samples"),
-        (None, (image_batches(), {"o": image_batches((8,))[0]}), "set 'o' must be batches.*got one batch"),
-        (lambda x: torch.randn(2, len(x), 4 if len(x) == 8 else 5), (image_batches(),), "'id'.*5 classes"),
+        (None, (image_batches(), {"void": []}), DataError, "'void' has no samples"),
+        (None, (image_batches(), {"o": image_batches((8,))[0]}), DataError, "set 'o' must be batches.*got one batch"),
+        (None, ([(torch.randn(4, 3, 8, 8), torch.ones(4).long())],), DataError, "all 4 labels are 1"),
+        (lambda x: torch.randn(2, len(x), 4 if len(x) == 8 else 5), (image_batches(),), DataError, "'id'.*5 classes"),
+        (lambda x: torch.full((len(x), 4), torch.nan), (image_batches(),), DataError, "'id'.*NaN"),
+        (None, (image_batches(), {"near": {"a": OOD["near"]["close"]}, "b": []}), DataError, "groups"),
     ],
 )
-def test_errors_name_the_set(model, arguments, token):
-    with pytest.raises(DataError, match=token):
+def test_errors_name_the_set(model, arguments, error, token):
+    with pytest.raises(error, match=token):
         evaluate(model or tiny_ensemble(), *arguments, progress=False)
 
 
-def test_probabilities_in_place_of_logits_are_warned_of():
-    logits, labels = torch.randn(3, 8, 4), torch.arange(8) % 4
-    with pytest.warns(HydraWarning, match="softmax"):
-        evaluate_logits(logits.softmax(-1), labels)
-    trained = 8 * torch.nn.functional.one_hot(labels, 4) - 4 + logits
-    with pytest.warns(HydraWarning, match="sigmoids"):
-        evaluate_logits(trained.sigmoid(), labels)
-    with warnings.catch_warnings(action="error"):
-        for quiet in (logits.abs(), logits.log_softmax(-1), trained, torch.rand(3, 8, 4)):
-            evaluate_logits(quiet, labels)
-
-
-def test_thresholds_that_accept_fewer_than_they_promise_are_told():
-    """As when the calibration data were easier, or trained the model; with few samples it may be chance."""
-    reference = Reference.of(torch.linspace(0, 0.2, 200))  # scores of confident inputs
-    calibration = Calibration(threshold=0.19, reference=reference)
-    batches = [(torch.randn(60, 4), torch.arange(60) % 3)]
-    sure, unsure = (
-        lambda inputs, scale=scale: scale * torch.eye(3)[torch.arange(len(inputs)) % 3] for scale in (9, 1.5)
-    )
-    with pytest.warns(HydraWarning, match=r"^0 % of the 60 samples .* sure enough .* the 95 % promised"):
-        evaluate(unsure, batches, calibration=calibration, progress=False)
-    with warnings.catch_warnings(action="error"):
-        evaluate(sure, batches, calibration=calibration, progress=False)
-
-
-def test_a_model_that_does_not_choose_one_class_is_refused():
-    model, data = torch.nn.Linear(4, 3), [(torch.randn(6, 4), torch.arange(6) % 3)]
-    model.config = SimpleNamespace(problem_type="multi_label_classification")
-    with pytest.raises(ConfigError, match="multi_label_classification"):
-        evaluate(model, data, progress=False)
-
-
-def test_two_processes_give_the_numbers_of_one():
-    model, data = tiny_ensemble(), image_batches()
-
-    def run(rank):
-        return evaluate(model, data, OOD, progress=False, gallery=4)
-
-    alone = run(0)
-    for found in (one.result() for one in by_two_ranks(run)):
-        assert (found.provenance.processes, replace(found, provenance=alone.provenance)) == (2, alone)
-
-
-def test_processes_with_other_samples_are_refused_and_stop_when_one_fails():
-    """Different samples, as from a stream that splits itself between processes."""
-    for refused in by_two_ranks(lambda rank: evaluate(tiny_ensemble(), image_batches()[rank:], progress=False)):
-        assert "rank 1 has different samples in set 'id'" in str(refused.exception())
-
-    def failing(inputs):
-        raise RuntimeError("out of memory")
-
-    models = tiny_ensemble(), failing
-    both = by_two_ranks(lambda rank: evaluate(models[rank], image_batches(), progress=False))
-    healthy, failed = (one.exception() for one in both)
-    assert isinstance(failed, RuntimeError)
-    assert isinstance(healthy, DataError)
-    assert "out of memory" in str(healthy)
+def test_settings_that_are_not_known_are_refused():
+    with pytest.raises(ConfigError, match="fit_familiarity"):
+        evaluate(tiny_ensemble(), image_batches(), score="mahalanobis", progress=False)
+    with pytest.raises(ConfigError, match="output needs an Ensemble"):
+        evaluate(lambda x: x, image_batches(), output="kept", progress=False)
