@@ -81,7 +81,7 @@ class ImagePreprocessing(Checked):
         mean, std = (pixels.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return (pixels - mean) / std
 
-    def _pixels(self, image: "Image", which: str) -> Tensor:
+    def _pixels(self, image: Any, which: str) -> Tensor:
         """Return the pixels of an image in [0, 1], `[C, H, W]`."""
         library = require("PIL.Image", extra="data")
         if not isinstance(image, library.Image):

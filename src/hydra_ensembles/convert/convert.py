@@ -18,7 +18,7 @@ from ..model.layers import GroupedLinear
 from ..model.metadata import Metadata, invalid_names
 from ..model.stem_readout import Projections, linear
 from ..preprocessing import TextPreprocessing
-from . import open_clip, timm, torchvision, transformers, transformers_dual, transformers_rotary
+from . import open_clip, timm_torchvision, transformers, transformers_dual, transformers_text
 from .compare import ModelPair, require_same_answers
 from .core import (
     MERGE,
@@ -34,13 +34,12 @@ from .core import (
 )
 from .declared import Declaration, read_declaration
 from .processors import is_for_images, size_of_images, with_changes, with_processor
-from .sentence_transformers import is_sentence_model, opened
+from .transformers_text import is_sentence_model, opened
 
 ARCHITECTURES: tuple[Architecture, ...] = (
-    *timm.ARCHITECTURES,
-    *torchvision.ARCHITECTURES,
+    *timm_torchvision.ARCHITECTURES,
     *transformers.ARCHITECTURES,
-    *transformers_rotary.ARCHITECTURES,
+    *transformers_text.ARCHITECTURES,
     *transformers_dual.ARCHITECTURES,
     *open_clip.ARCHITECTURES,
 )
@@ -138,12 +137,13 @@ def convert(
     if preprocessing is not None and not isinstance(preprocessing, Mapping):
         given = f"preprocessing takes changes, such as {{'max_length': 64}}, got a {type(preprocessing).__name__}"
         raise ConversionError(f"{given}; a tokenizer or image processor is given by processor=")
-    if not isinstance(model, nn.Module):
+    foreign: Any = model
+    if not isinstance(foreign, nn.Module):
         raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}; load it first")
     if preprocessing is not None and not isinstance(preprocessing, Mapping):
         given = f"preprocessing takes changes, such as {{'max_length': 64}}, got a {type(preprocessing).__name__}"
         raise ConversionError(f"{given}; a tokenizer or image processor is given by processor=")
-    model = unwrapped(model)
+    model = unwrapped(foreign)
     architecture: Architecture | DualArchitecture
     if declaration is not None:
         with prefix_errors(type(model).__name__):
@@ -314,7 +314,8 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
     paths = tuple(f"{path}." for path, _, _ in towers if path)
     if len(paths) == len(towers):  # a tower without a path of its own checks all tensors itself
         require_all_used((), [name for name in model.state_dict() if not name.startswith((*paths, *_SCALES))])
-    scale, bias = (getattr(model, name, None) for name in _SCALES)
+    scale: Any = model.logit_scale
+    bias = getattr(model, "logit_bias", None)
     for name, value in zip(_SCALES, (scale, bias), strict=True):
         if value is not None:
             require_finite_weights(value.detach(), name)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import warn
-from ..errors import ConversionError
+from ..errors import ConfigError, ConversionError
 from ..model.config import Activation, EnsembleConfig
 from ..model.ensemble import shapes_of
 from ..model.metadata import Metadata
@@ -341,17 +341,16 @@ def refuse(variant: str, way: str = WAYS) -> ConversionError:
 
 @contextmanager
 def prefix_errors(name: str) -> Iterator[None]:
-    """Prefix conversion errors raised inside with the name of the architecture, so that callees need not know it.
+    """Prefix errors raised inside with the name of the architecture, so that callees need not know it.
 
-    A part that is missing (`AttributeError`) is one too: the model was changed, or its library builds it differently.
+    A part that is missing is one too: the model was changed, or this release of its library builds it differently.
     """
     try:
         yield
-    except ConversionError as error:
+    except (ConversionError, ConfigError) as error:
         raise ConversionError(f"{name}: {error}") from error.__cause__
-    except AttributeError as error:
-        reason = "the model was changed, or this release of its library builds it in another way"
-        raise ConversionError(f"{name}: a part that its table reads is missing ({error}): {reason}") from error
+    except (AttributeError, LookupError) as error:
+        raise ConversionError(f"{name}: a part that its table reads is missing ({error}). {WAYS}") from error
 
 
 def activation_of(module: Any) -> Activation:
@@ -366,9 +365,7 @@ def activation_of(module: Any) -> Activation:
 
 
 def dropout_rate(module: Any) -> float:
-    """Rate of a dropout (or drop-path) module, 0 for an identity; raises for others, which training would show."""
-    if not is_identity(module) and type(module) is not nn.Dropout and type(module).__name__ != "DropPath":
-        raise refuse(f"where dropout is expected it has a {qualified_name(module)}")
+    """Rate of a dropout (or drop-path) module; 0 for one of another kind, such as an identity."""
     return float(getattr(module, "p", None) or getattr(module, "drop_prob", None) or 0.0)
 
 
@@ -377,51 +374,17 @@ def is_identity(module: Any) -> bool:
     return module is None or type(module) is nn.Identity
 
 
-def first_of(blocks: Sequence[Any]) -> Any:
-    """Return the first block, which represents all; raise if there is none."""
-    if not blocks:
-        raise refuse("it has no blocks")
-    return blocks[0]
-
-
-def norm_eps(block: nn.Module) -> float:
-    """Return the epsilon of the norms of a block; raise if they differ."""
-    epsilons = {name: float(module.eps) for name, module in block.named_modules() if hasattr(module, "eps")}
-    if len(set(epsilons.values())) != 1:
-        raise refuse(f"the norms of a block have the eps {epsilons}, not one")
-    return next(iter(epsilons.values()))
-
-
-def require_usual_scale(attention: Any) -> None:
-    """Raise unless attention scores are divided by the square root of the head width."""
-    if abs(float(attention.scale) * float(attention.head_dim) ** 0.5 - 1) > 1e-6:
-        raise refuse(f"its attention has scale {attention.scale} for heads of width {attention.head_dim}")
-
-
 def pair(size: Any) -> tuple[int, int]:
     """Height and width from a number or a pair."""
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def require_no_patch_dropout(module: Any) -> None:
-    """Raise if patches are dropped in training, which is not converted."""
-    if not is_identity(module):
-        raise refuse("it drops patches in training", "Load its weights into a model made with a rate of 0")
-
-
-def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], any_size: bool) -> None:
-    """Raise if the image size is not a multiple of the patch size: the canonical encoder does not take such images.
-
-    A model that takes other sizes too (`any_size`) is converted, with a warning that says which size to use.
-    """
-    if not any(side % step for side, step in zip(image, patch, strict=True)):
-        return
-    what = f"its image_size {image[0]}x{image[1]} is not a multiple of its patch_size {patch[0]}x{patch[1]}"
+def warn_of_broken_patches(image: tuple[int, int], patch: tuple[int, int]) -> None:
+    """Warn if the model's images are not whole patches, of which the canonical encoder takes no others."""
     height, width = (side - side % step for side, step in zip(image, patch, strict=True))
-    if not any_size:
-        way = f"Load its weights into a model for images of {height}x{width}, which has the same patches"
-        raise refuse(what, f"{way} (timm: model.set_input_size(({height}, {width})))")
-    warn(f"for this model, {what}; where you prepare images yourself, give it images of {height}x{width}")
+    if (height, width) != image:
+        what = f"its image_size {image[0]}x{image[1]} is not a multiple of its patch_size {patch[0]}x{patch[1]}"
+        warn(f"for this model, {what}; where you prepare images yourself, give it images of {height}x{width}")
 
 
 def read_classifier(module: Any, num_labels: int | None) -> tuple[int, bool]:

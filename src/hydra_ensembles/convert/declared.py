@@ -355,8 +355,7 @@ class _Reader:
         for part, place in self.names.items():
             if isinstance(place, Tensor):  # computed by the model, which does not store it
                 given = place.to(self._needed("norm1"))
-                rows = partial(_first_rows, [given])
-                yield _TENSORS.get(part, positions), Source((), lambda _, shape, rows=rows: rows(shape))
+                yield _TENSORS.get(part, positions), Source((), partial(_rows_of, given))
                 continue
             path, bias = str(place), None if part == "qkv" else self._bias(str(place))
             name = str(self._weight(path))
@@ -543,6 +542,10 @@ class _Reader:
             hidden=self.declared.pooler_activation if "pooler" in self.names else None,
             bias=classifier is None or self._bias(str(self.names["classifier"])) is not None,
         )
+
+
+def _rows_of(table: Tensor, _: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    return _first_rows([table], shape)
 
 
 def _first_rows(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:

@@ -13,27 +13,8 @@ from .._utils import require
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool, ReadoutConfig, TextStemConfig
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
-from . import timm
-from .core import (
-    Architecture,
-    DualArchitecture,
-    Weights,
-    activation_of,
-    as_stored,
-    attention,
-    below,
-    dropout_rate,
-    first_of,
-    is_identity,
-    norm_eps,
-    number_of_classes,
-    pair,
-    qualified_name,
-    refuse,
-    require_no_patch_dropout,
-    require_usual_scale,
-    transposed,
-)
+from . import core, timm_torchvision
+from .core import Architecture, DualArchitecture, Weights, attention, below, dropout_rate, is_identity, pair
 from .processors import read_open_clip_tokenizer
 
 _MEAN = (0.48145466, 0.4578275, 0.40821073)  # open_clip's default normalisation
@@ -61,23 +42,22 @@ _IMAGE_WEIGHTS: Weights = {
     "stem.norm": "ln_pre",
     **_LAYERS,
     "readout.norm": "ln_post",
-    "readout.classifier.weight": transposed("proj"),
+    "readout.classifier.weight": core.transposed("proj"),
 }
 _TEXT_WEIGHTS: Weights = {
     "stem.words": "token_embedding.weight",
     "stem.positions": "positional_embedding",
     **_LAYERS,
     "readout.norm": "ln_final",
-    "readout.classifier.weight": (transposed("text_projection"), as_stored("text_projection.weight")),
+    "readout.classifier.weight": (core.transposed("text_projection"), core.as_stored("text_projection.weight")),
     "readout.classifier.bias": "text_projection.bias",
 }
 
 
 def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    require_no_patch_dropout(model.patch_dropout)
     pools: dict[str, Pool] = {"tok": "cls", "avg": "mean"}
-    if model.pool_type not in pools or model.output_tokens:
-        raise refuse(f"pool_type is {model.pool_type!r}, output_tokens {model.output_tokens}")
+    if model.pool_type not in pools:
+        raise core.refuse(f"pool_type is {model.pool_type!r}")
     normed = not is_identity(model.ln_pre)
     stem = PatchStemConfig(
         patch_size=pair(model.patch_size),
@@ -91,7 +71,7 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     encoder = _encoder(model.transformer, causal=False)
     readout = ReadoutConfig(
         pool=pools[model.pool_type],
-        num_classes=number_of_classes(0 if model.proj is None else int(model.proj.shape[1]), num_labels),
+        num_classes=core.number_of_classes(0 if model.proj is None else int(model.proj.shape[1]), num_labels),
         norm="pooled" if model.final_ln_after_pool else "tokens",
         norm_eps=float(model.ln_post.eps),
         bias=model.proj is None,
@@ -99,14 +79,14 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-_TRUNKS = (timm.VISION_TRANSFORMER, timm.EVA)
+_TRUNKS = (timm_torchvision.VISION_TRANSFORMER, timm_torchvision.EVA)
 
 
 def _trunk(model: Any) -> Architecture:
     """Return the declaration of the timm model inside."""
-    architecture = next((entry for entry in _TRUNKS if qualified_name(model.trunk) in entry.classes), None)
+    architecture = next((entry for entry in _TRUNKS if core.qualified_name(model.trunk) in entry.classes), None)
     if architecture is None:
-        raise refuse(f"its trunk is a {qualified_name(model.trunk)}")
+        raise core.refuse(f"its trunk is a {core.qualified_name(model.trunk)}")
     return architecture
 
 
@@ -116,16 +96,16 @@ def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     head = dict(model.head.named_children())
     if head.keys() - {"drop", "proj"} or not isinstance(model.head, nn.Sequential | nn.Identity):
         made = sorted(head) or type(model.head).__name__
-        raise refuse(f"its head is made of {made}; only linear projections, or none, are supported")
+        raise core.refuse(f"its head is made of {made}; only linear projections, or none, are supported")
     if "proj" not in head:
-        classes = number_of_classes(config.readout.num_classes, num_labels)
+        classes = core.number_of_classes(config.readout.num_classes, num_labels)
         return replace(config, readout=replace(config.readout, num_classes=classes))
     dropout = dropout_rate(head.get("drop"))
     if config.readout.num_classes or (dropout and config.readout.dropout):
-        raise refuse("both its trunk and its head project, or have dropout")
+        raise core.refuse("both its trunk and its head project, or have dropout")
     readout = replace(
         config.readout,
-        num_classes=number_of_classes(int(head["proj"].out_features), num_labels),
+        num_classes=core.number_of_classes(int(head["proj"].out_features), num_labels),
         bias=head["proj"].bias is not None,
         dropout=dropout or config.readout.dropout,
     )
@@ -135,12 +115,10 @@ def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """A `TextTransformer`, or a `CLIP`, which has the same parts as direct attributes."""
     positions, width = model.positional_embedding.shape
-    if getattr(model, "use_pad_mask", False) or getattr(model, "output_tokens", False):
-        raise refuse("it masks padding itself, or returns tokens (use_pad_mask, output_tokens)")
     pool = getattr(model, "text_pool_type", None) or model.pool_type
     pools: dict[str, Pool] = {"first": "cls", "last": "last", "argmax": "eot", "eos": "eot"}
     if pool not in pools:
-        raise refuse(f"pool_type is {pool!r}")
+        raise core.refuse(f"pool_type is {pool!r}")
     end = model.text_eos_id if hasattr(model, "text_eos_id") else model.eos_id
     vocabulary = int(model.token_embedding.num_embeddings)
     stem = TextStemConfig(vocabulary, positions=int(positions), embedding_width=int(width), norm=False)
@@ -150,7 +128,7 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     outputs = 0 if projection is None else int(projection.out_features if linear else projection.shape[1])
     readout = ReadoutConfig(
         pool=pools[pool],
-        num_classes=number_of_classes(outputs, num_labels),
+        num_classes=core.number_of_classes(outputs, num_labels),
         norm="tokens",
         norm_eps=float(model.ln_final.eps),
         bias=projection is None or (linear and projection.bias is not None),
@@ -160,20 +138,17 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 
 
 def _encoder(transformer: Any, causal: bool) -> EncoderConfig:
-    blocks = list(transformer.resblocks)
-    first = first_of(blocks)  # `require_known_parts` checks that all are alike
-    if hasattr(first.attn, "scale"):
-        require_usual_scale(first.attn)
+    first = transformer.resblocks[0]
     mlp = first.mlp
     query_norm: Any = getattr(first.attn, "ln_q", None)
     return EncoderConfig(
         width=int(mlp.c_fc.in_features),
-        layers=len(blocks),
+        layers=len(transformer.resblocks),
         heads=int(first.attn.num_heads),
         head_dim=int(first.attn.head_dim),
         mlp_width=int(mlp.c_fc.out_features),
-        activation=activation_of(mlp.gelu),
-        norm_eps=norm_eps(first),
+        activation=core.activation_of(mlp.gelu),
+        norm_eps=float(first.ln_1.eps),
         qk_norm=not is_identity(query_norm),
         layer_scale=not is_identity(first.ls_1),
         causal=causal,
@@ -220,7 +195,10 @@ _IMAGES_FROM_TIMM = Architecture(
     name="open_clip image tower from timm",
     classes=("open_clip.timm_model.TimmModel",),
     config=_timm_config,
-    weights={**below("trunk.", timm.VISION_TRANSFORMER.weights), "readout.classifier": ("head.proj", "trunk.head")},
+    weights={
+        **below("trunk.", timm_torchvision.VISION_TRANSFORMER.weights),
+        "readout.classifier": ("head.proj", "trunk.head"),
+    },
     metadata=_image_metadata,
     variant=lambda model: below("trunk.", _trunk(model).variant(model.trunk)),  # type: ignore[arg-type]
     projects=True,

@@ -1,13 +1,11 @@
-"""Reading preprocessing from objects of other libraries: tokenizers, image processors, transforms."""
+"""Preprocessing of other libraries: read from a tokenizer or image processor, and proven by running it on examples."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from numbers import Integral, Real
 from typing import Any, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .._utils import require, warn
 from ..errors import ConfigError, ConversionError
@@ -22,12 +20,23 @@ _ACCEPTED = {
     "image": "an image processor of transformers, the transforms of torchvision's weights, a Compose of Resize, "
     "CenterCrop, ToTensor and Normalize, or an ImagePreprocessing",
 }
-_TEXTS = ("What 1 processor makes of a Text, it is asked.", "Nothing else")
+_TEXTS = ["What 1 processor makes of a Text, it is asked.", "Nothing else"]
 _SPARE_WORDS = 1024  # vocabularies are padded to multiples of 64, 128 or so
-_LEVELS = 3.0  # allowed mean difference of pixels, of 255: libraries resize slightly differently
+_LEVELS = 1.0  # allowed mean difference of pixels, of 255: libraries resize slightly differently
 # Numbers of PIL, and names that differ from ours; torchvision's default is None.
 _RESAMPLING: dict[Any, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 _RESAMPLING |= {"nearest-exact": "nearest", None: "bilinear"}
+
+
+def with_processor(metadata: Metadata, processor: Any, config: EnsembleConfig, model: Any) -> Metadata:
+    """Set preprocessing and its origin in the metadata of a model from a processor, if one was given."""
+    if processor is None:
+        return metadata
+    part = _part_for(config.stem, processor)
+    if hasattr(part, "backend_tokenizer") and isinstance(config.stem, TextStemConfig):
+        _warn_of_another_tokenizer(part, config, getattr(model, "config", None))
+    origin = f"the {type(part).__name__} that was given"
+    return replace(metadata, preprocessing=read_processor(part, config.stem), preprocessing_from=origin)
 
 
 def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> ImagePreprocessing | TextPreprocessing:
@@ -49,38 +58,26 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
     if len(image.mean) != stem.channels:
         raise ConversionError(f"images of {len(image.mean)} channels were requested, the model reads {stem.channels}")
     if any(side % patch for side, patch in zip(image.size, stem.patch_size, strict=True)):
-        (height, width), (high, wide) = image.size, stem.patch_size
         raise ConversionError(
-            f"images of {height}x{width} were requested, but patches of {high}x{wide} do not fill them"
+            f"images of {image.size} were requested, but patches of {stem.patch_size} do not fill them"
         )
     return image
 
 
-def with_processor(metadata: Metadata, processor: Any, config: EnsembleConfig, model: Any) -> Metadata:
-    """Set preprocessing and its origin in the metadata of a model from a processor, if one was given."""
-    if processor is None:
-        return metadata
-    part = _part_for(config.stem, processor)
-    if hasattr(part, "backend_tokenizer") and config.stem.kind == "text":
-        _warn_of_another_tokenizer(part, config, getattr(model, "config", None))
-    origin = f"the {type(part).__name__} that was given"
-    return replace(metadata, preprocessing=read_processor(part, config.stem), preprocessing_from=origin)
+def is_for_images(processor: Any) -> bool | None:
+    """Whether a processor reads images; None for one of both kinds, False (as for a tokenizer) if unknown."""
+    if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
+        return None
+    theirs = any(hasattr(processor, name) for name in ("image_mean", "crop_size", "transforms"))
+    return theirs or isinstance(processor, ImagePreprocessing)
 
 
-def _warn_of_another_tokenizer(tokenizer: Any, config: EnsembleConfig, theirs: Any) -> None:
-    """Warn of a tokenizer whose words or special tokens are not the model's (CLIP's own configurations are wrong)."""
-    stem: Any = config.stem
-    words = max(tokenizer.get_vocab().values(), default=-1) + 1
-    signs = [f"it has {words} words, the model {stem.vocabulary}"] if stem.vocabulary - words > _SPARE_WORDS else []
-    for name in ("pad_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"):
-        ours, given = getattr(theirs, name, None), getattr(tokenizer, name, None)
-        if stem.norm and None not in (ours, given) and ours != given:
-            signs.append(f"its {name} is {given}, in the model's configuration {ours}")
-    first = tokenizer("a")["input_ids"][:1]
-    if config.readout.pool == "cls" and stem.norm and not set(first) <= set(tokenizer.all_special_ids):
-        signs.append("it begins a text with no special token, which is what the model classifies")
-    if signs:
-        warn(f"the tokenizer may be that of another model: {'; '.join(signs)}; give the one the model was trained with")
+def size_of_images(processor: Any, changes: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    """Return the image height and width given by the user or by a processor; None if neither does."""
+    if changes is not None and "image_size" in changes:
+        return _sides(changes["image_size"])
+    processor = processor.image_processor if is_for_images(processor) is None else processor
+    return _read_image_processor(processor).size if is_for_images(processor) else None
 
 
 def _part_for(stem: PatchStemConfig | TextStemConfig, processor: Any) -> Any:
@@ -89,6 +86,21 @@ def _part_for(stem: PatchStemConfig | TextStemConfig, processor: Any) -> Any:
         return processor
     return processor.tokenizer if isinstance(stem, TextStemConfig) else processor.image_processor
 
+
+def _unread(processor: Any, kind: str, problem: str = "is not read as preprocessing") -> ConversionError:
+    return ConversionError(f"a {qualified_name(processor)} {problem}; for {kind}s give {_ACCEPTED[kind]}")
+
+
+def _run(processor: Any, *inputs: Any, **settings: Any) -> Any:
+    """Run a user's processor, which may raise anything, on an example."""
+    try:
+        return processor(*inputs, **settings)
+    except Exception as error:
+        problem = f"cannot prepare a small example ({type(error).__name__}: {error})"
+        raise ConversionError(f"a {qualified_name(processor)} {problem}; repair it") from error
+
+
+# --- changes by the user -------------------------------------------------------------------------------------
 
 IMAGE_SETTINGS = {
     "image_size": "size",
@@ -105,19 +117,18 @@ def with_changes(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStem
 
     If no image preprocessing is known, the user must give every setting that the model does not determine.
     """
-    for_images = isinstance(stem, PatchStemConfig)
-    names = IMAGE_SETTINGS if for_images else TEXT_SETTINGS
+    names = IMAGE_SETTINGS if isinstance(stem, PatchStemConfig) else TEXT_SETTINGS
     for name in changes:
         if name not in names:
-            hint = f"a model for {'images' if for_images else 'text'} has {', '.join(names)}"
-            raise ConfigError(f"there is no preprocessing setting {name!r}{perhaps_meant(str(name), names)}; {hint}")
+            meant = perhaps_meant(str(name), names)
+            raise ConfigError(f"there is no preprocessing setting {name!r}{meant}; this model has {', '.join(names)}")
     settings = {names[name]: value for name, value in changes.items()}
     if isinstance(stem, PatchStemConfig):
         if "size" in settings:
             settings["size"] = _sides(settings["size"])
         for name in settings.keys() & {"mean", "std"}:
-            values = tuple(_numbers(name, settings[name], Real, "one number, or one for each channel"))
-            settings[name] = values[:1] * stem.channels if len(set(values)) == 1 else values
+            values = np.atleast_1d(settings[name]).astype(float).tolist()
+            settings[name] = tuple(values) * (stem.channels if len(values) == 1 else 1)
     if not settings:
         return metadata
     origin = metadata.preprocessing_from or "unknown"
@@ -143,76 +154,61 @@ def with_preprocessing(ensemble: Ensemble, changes: Mapping[str, Any]) -> Ensemb
 
 
 def _sides(size: Any) -> tuple[int, int]:
-    sides = _numbers("image_size", size, Integral, "one whole number, or height and width", most=2)
-    return int(sides[0]), int(sides[-1])
+    sides = np.atleast_1d(size).tolist()
+    if not 1 <= len(sides) <= 2 or not all(isinstance(side, int) for side in sides):
+        raise ConfigError(f"image_size must be one whole number, or height and width, got {size!r}")
+    return sides[0], sides[-1]
 
 
-def _numbers(name: str, value: Any, kind: type, accepted: str, most: int = 64) -> list[float]:
-    """Convert one number or several, possibly in an array or a tensor, to a list of floats; raise if not of `kind`."""
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    numbers = list(plain) if isinstance(plain, Iterable) else [plain]
-    if not 0 < len(numbers) <= most or not all(isinstance(n, kind) and not isinstance(n, bool) for n in numbers):
-        raise ConfigError(f"{name} must be {accepted}, got {value!r}")
-    return [float(n) for n in numbers]
+# --- tokenizers ----------------------------------------------------------------------------------------------
 
 
-def size_of_images(processor: Any, changes: Mapping[str, Any] | None) -> tuple[int, int] | None:
-    """Return the image height and width given by the user or by a processor; None if neither does."""
-    if changes is not None and "image_size" in changes:
-        return _sides(changes["image_size"])
-    processor = processor.image_processor if is_for_images(processor) is None else processor
-    return _read_image_processor(processor).size if is_for_images(processor) else None
-
-
-def is_for_images(processor: Any) -> bool | None:
-    """Whether a processor reads images; None for one of both kinds, False (as for a tokenizer) if unknown."""
-    if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
-        return None
-    theirs = any(hasattr(processor, name) for name in ("image_mean", "crop_size", "transforms"))
-    return theirs or isinstance(processor, ImagePreprocessing)
-
-
-def _unread(processor: Any, kind: str, problem: str = "is not read as preprocessing", of: str = "") -> ConversionError:
-    return ConversionError(f"{of}a {qualified_name(processor)} {problem}; for {kind}s give {_ACCEPTED[kind]}")
-
-
-def _run_processor(processor: Any, *inputs: Any, **settings: Any) -> dict[str, Tensor]:
-    """Run a processor on some inputs."""
-    try:
-        if hasattr(processor, "transforms"):  # of torchvision
-            return {"pixel_values": processor(*inputs)[None]}
-        prepared = processor(*inputs, **settings, return_tensors="pt")
-        return {name: torch.as_tensor(value) for name, value in prepared.items()}
-    except Exception as error:  # a user's processor may raise anything
-        problem = f"cannot prepare a small example ({type(error).__name__}: {error})"
-        raise ConversionError(f"a {qualified_name(processor)} {problem}; repair it") from error
-
-
-def _require_setting(name: str, value: object, supported: object) -> None:
-    if value != supported:
-        raise ConversionError(f"{name} is {value!r}; only {supported!r} is supported, change it first")
-
-
-# --- tokenizers of transformers --------------------------------------------------------------------------
+def _warn_of_another_tokenizer(tokenizer: Any, config: EnsembleConfig, theirs: Any) -> None:
+    """Warn of a tokenizer whose words or special tokens are not the model's (CLIP's own configurations are wrong)."""
+    stem: Any = config.stem
+    words = max(tokenizer.get_vocab().values(), default=-1) + 1
+    signs = [f"it has {words} words, the model {stem.vocabulary}"] if stem.vocabulary - words > _SPARE_WORDS else []
+    for name in ("pad_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"):
+        ours, given = getattr(theirs, name, None), getattr(tokenizer, name, None)
+        if stem.norm and None not in (ours, given) and ours != given:
+            signs.append(f"its {name} is {given}, in the model's configuration {ours}")
+    first = tokenizer("a")["input_ids"][:1]
+    if config.readout.pool == "cls" and stem.norm and not set(first) <= set(tokenizer.all_special_ids):
+        signs.append("it begins a text with no special token, which is what the model classifies")
+    if signs:
+        warn(f"the tokenizer may be that of another model: {'; '.join(signs)}; give the one the model was trained with")
 
 
 def _read_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
     if isinstance(processor, TextPreprocessing):
         return processor
-    if qualified_name(processor) == "open_clip.tokenizer.SimpleTokenizer":
+    name = qualified_name(processor)
+    if name == "open_clip.tokenizer.SimpleTokenizer":
         return read_open_clip_tokenizer(processor)
-    if qualified_name(processor) == "open_clip.tokenizer.HFTokenizer":
-        return _read_wrapped_tokenizer(processor, stem)
+    if name == "open_clip.tokenizer.HFTokenizer":  # cleans texts and pads all to one length
+        length, cleaning = int(processor.context_length), _cleaning(processor)
+        settings: Any = {"max_length": length, "pad_to_max": True, "attention_mask": False, "segments": False}
+        read = replace(_read_fast_tokenizer(processor.tokenizer, stem), cleaning=cleaning, **settings)
+        return _proven(processor, read, {"input_ids": _run(processor, _TEXTS)})
     if hasattr(processor, "backend_tokenizer"):
-        return _read_fast_tokenizer(processor, stem)
+        read = _read_fast_tokenizer(processor, stem)
+        settings = {"padding": True, "truncation": True, "max_length": read.max_length, "return_tensors": "pt"}
+        return _proven(processor, read, _run(processor, _TEXTS, **settings))
     raise _unread(processor, "text")
 
 
+def _proven(processor: Any, read: TextPreprocessing, theirs: Mapping[str, Any]) -> TextPreprocessing:
+    """Return the preprocessing if it makes the same tokens of examples as the processor it was read from."""
+    if any(name in theirs and theirs[name].tolist() != tensor.tolist() for name, tensor in read(_TEXTS).items()):
+        raise _unread(processor, "text", "produces different tokens than its tokenizer.json says, by rules of its own")
+    return read
+
+
 def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
-    _require_setting("tokenizer.padding_side", getattr(processor, "padding_side", "right"), "right")
-    _require_setting("tokenizer.split_special_tokens", getattr(processor, "split_special_tokens", False), False)
     if processor.pad_token is None:
         raise ConversionError("the tokenizer has no padding token; set tokenizer.pad_token first")
+    if getattr(processor, "padding_side", "right") != "right" or getattr(processor, "split_special_tokens", False):
+        raise ConversionError("the tokenizer must pad on the right and keep special tokens whole: set its padding_side")
     highest = max(processor.get_vocab().values(), default=0)
     if highest >= stem.vocabulary:
         problem = f"the tokenizer gives ids up to {highest}, the model has {stem.vocabulary} word embeddings"
@@ -223,7 +219,7 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
     most = min(int(processor.model_max_length), stem.max_tokens)
     if getattr(processor, "truncation_side", "right") == "left":
         copied.enable_truncation(most, direction="left")  # stored in the tokenizer file
-    read = TextPreprocessing(
+    return TextPreprocessing(
         max_length=most,
         pad_id=int(processor.pad_token_id),
         pad_token=str(processor.pad_token),
@@ -231,14 +227,7 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
         segments="token_type_ids" in processor.model_input_names and stem.segments > 0,  # DistilBERT reads none
         tokenizer=copied.to_str(),
     )
-    ours = read(_TEXTS)
-    theirs = _run_processor(processor, list(_TEXTS), padding=True, truncation=True, max_length=read.max_length)
-    if any(name in theirs and theirs[name].tolist() != tensor.tolist() for name, tensor in ours.items()):
-        raise _unread(processor, "text", "produces different tokens than its tokenizer.json says, by rules of its own")
-    return read
 
-
-# --- tokenizers of open_clip -----------------------------------------------------------------------------
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
@@ -251,20 +240,6 @@ def _cleaning(tokenizer: Any) -> TextCleaning:
     return name
 
 
-def _read_wrapped_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
-    """open_clip's `HFTokenizer`: a tokenizer of transformers that cleans texts and pads all to one length."""
-    for attribute, supported in (("strip_sep_token", False), ("tokenizer_mode", "")):
-        _require_setting(f"tokenizer.{attribute}", getattr(processor, attribute, supported), supported)
-    return replace(
-        _read_fast_tokenizer(processor.tokenizer, stem),
-        max_length=int(processor.context_length),
-        pad_to_max=True,
-        attention_mask=False,
-        segments=False,
-        cleaning=_cleaning(processor),
-    )
-
-
 def read_open_clip_tokenizer(tokenizer: Any) -> TextPreprocessing:
     """Read open_clip's `SimpleTokenizer`.
 
@@ -272,15 +247,14 @@ def read_open_clip_tokenizer(tokenizer: Any) -> TextPreprocessing:
     for users of the file without this library; `TextPreprocessing` cleans texts more thoroughly first, and lower-cases
     a Greek sigma at the end of a word as Python does.
     """
-    _require_setting("tokenizer.reduction_fn", tokenizer.reduction_fn, None)
+    if tokenizer.reduction_fn is not None:
+        raise ConversionError("this tokenizer shortens texts in a way of its own (reduction_fn); set it to None first")
     library = require("tokenizers", extra="text")
-    cleaning = _cleaning(tokenizer)
+    cleaning, length = _cleaning(tokenizer), int(tokenizer.context_length)
     vocabulary = dict(tokenizer.encoder)
-    length = int(tokenizer.context_length)
     names = {index: token for token, index in vocabulary.items()}
     start, end, *others = (names[index] for index in tokenizer.all_special_ids)
-    model = library.models.BPE(vocabulary, list(tokenizer.bpe_ranks), end_of_word_suffix="</w>")
-    built = library.Tokenizer(model)
+    built = library.Tokenizer(library.models.BPE(vocabulary, list(tokenizer.bpe_ranks), end_of_word_suffix="</w>"))
     norms, splits = library.normalizers, library.pre_tokenizers
     steps = [norms.NFC(), norms.Replace(library.Regex(r"\s+"), " "), norms.Strip()]
     built.normalizer = norms.Sequence(steps if cleaning == "whitespace" else [*steps, norms.Lowercase()])
@@ -295,40 +269,41 @@ def read_open_clip_tokenizer(tokenizer: Any) -> TextPreprocessing:
     built.add_special_tokens([library.AddedToken(token, normalized=True) for token in (start, end, *others)])
     built.enable_truncation(length)
     built.enable_padding(pad_id=0, pad_token=names[0], length=length)
-    return TextPreprocessing(
-        max_length=length,
-        pad_token=names[0],
-        pad_to_max=True,
-        attention_mask=False,
-        cleaning=cleaning,
-        tokenizer=built.to_str(),
-    )
+    settings: Any = {"pad_token": names[0], "pad_to_max": True, "attention_mask": False, "cleaning": cleaning}
+    return TextPreprocessing(max_length=length, tokenizer=built.to_str(), **settings)
 
 
-# --- images ----------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------
 
-
-# Supported steps of an image processor of transformers; `do_reduce_labels` does not affect classifiers.
-_IMAGE_STEPS = {"do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb", "do_reduce_labels"}
-# Steps of a `Compose` that convert to RGB or to a tensor, as our preprocessing always does.
+# Steps of a `Compose` besides resizing, cropping and normalising: they convert to RGB or to a tensor, as ours does.
 _CHANGING_NOTHING = {"ToTensor", "MaybeToTensor", "PILToTensor", "ToImage", "ConvertImageDtype", "ToDtype", "RGB"}
 _CHANGING_NOTHING |= {"MaybeConvertMode", "_convert_to_rgb"}
-_COMPOSED = {"Resize", "CenterCrop", "Normalize", *_CHANGING_NOTHING}
-# Settings of `Resize`, and of `ResizeKeepRatio` of timm and open_clip, that must be off.
-_UNREAD = ("max_size", "longest", "random_scale_prob", "random_aspect_prob")
 
 
 def _read_image_processor(processor: Any) -> ImagePreprocessing:
+    """Read an image processor, and compare the pixels that it and what was read make of two pictures."""
     if isinstance(processor, ImagePreprocessing):
         return processor
     if hasattr(processor, "image_mean") and hasattr(processor, "size"):
-        return _read_transformers_images(processor)
-    if all(hasattr(processor, name) for name in ("resize_size", "crop_size", "mean", "std", "interpolation")):
+        read = _read_transformers_images(processor)
+    elif hasattr(processor, "resize_size"):  # of torchvision's weights
         resized, crop = ((int(size[0]), int(size[-1])) for size in (processor.resize_size, processor.crop_size))
-        mean, std = _channels(processor.mean), _channels(processor.std)
         squash = len(processor.resize_size) == 2
-        return _image_preprocessing(resized, crop, squash, mean=mean, std=std, filter_=processor.interpolation)
-    return _read_composed(processor)
+        scale = {"mean": _channels(processor.mean), "std": _channels(processor.std)}
+        read = _image_preprocessing(resized, crop, squash, processor.interpolation, **scale)
+    else:
+        read = _read_composed(processor)
+    for size in ((2 * read.size[0] + 1, 3 * read.size[1]), (81, 53)):  # larger than what is read, and smaller
+        noise = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+        picture = require("PIL.Image", extra="data").fromarray(noise).convert("L" if len(read.mean) == 1 else "RGB")
+        if hasattr(processor, "image_mean"):
+            theirs = torch.as_tensor(_run(processor, picture, return_tensors="pt")["pixel_values"])
+        else:
+            theirs = torch.as_tensor(_run(processor, picture))[None]  # [1, C, H, W]
+        ours, levels = read(picture), 255 * torch.tensor(read.std).view(-1, 1, 1)
+        if ours.shape != theirs.shape or ((ours - theirs.to(ours)) * levels).abs().mean() > _LEVELS:
+            raise _unread(processor, "image", "produces different pixels than its settings say, by rules of its own")
+    return read
 
 
 def _read_composed(processor: Any) -> ImagePreprocessing:
@@ -336,84 +311,54 @@ def _read_composed(processor: Any) -> ImagePreprocessing:
     transforms = getattr(processor, "transforms", ())
     names = [getattr(step, "__name__", type(step).__name__).removesuffix("KeepRatio") for step in transforms]
     steps: dict[str, Any] = dict(zip(names, transforms, strict=True))
-    resize, crop, scale = (steps.get(name) for name in ("Resize", "CenterCrop", "Normalize"))
-    unread = [name for name in names if name not in _COMPOSED]
-    unread += [f"{name} (twice)" for name in names if names.count(name) > 1]
+    resize, crop, scale = (steps.pop(name, None) for name in ("Resize", "CenterCrop", "Normalize"))
     sides = np.atleast_1d(getattr(resize, "size", ())).tolist()
     squash = len(sides) == 2 and type(resize).__name__ == "Resize"
-    rounds = type(resize).__name__ == "ResizeKeepRatio" and len(set(sides)) == 1  # the long side; we cut it there
-    if rounds or any(getattr(resize, name, None) for name in _UNREAD) or getattr(resize, "antialias", None) is False:
-        unread.append(f"{resize}")
+    unread = [name for name in steps if name not in _CHANGING_NOTHING]
     if unread or resize is None or not (crop or squash):
-        raise _unread(processor, "image", of=f"the step {unread[0]} of " if unread else "")
+        raise _unread(processor, "image", f"with the steps {names} is not read as preprocessing")
     resized = (int(sides[0]), int(sides[-1]))
     cropped = resized if crop is None else (int(crop.size[0]), int(crop.size[-1]))
     mean, std = ((0.0,), (1.0,)) if scale is None else (_channels(scale.mean), _channels(scale.std))
-    read = _image_preprocessing(resized, cropped, squash, mean=mean, std=std, filter_=resize.interpolation)
-    _require_same_pixels(processor, read)
-    return read
+    return _image_preprocessing(resized, cropped, squash, resize.interpolation, mean=mean, std=std)
 
 
 def _read_transformers_images(processor: Any) -> ImagePreprocessing:
-    steps = {name for name in dir(processor) if name.startswith("do_")} - _IMAGE_STEPS
-    for attribute in sorted(steps):
-        _require_setting(f"processor.{attribute}", getattr(processor, attribute, None) or False, False)
-    _require_setting("processor.do_resize", processor.do_resize, True)
     size = _named_sides(processor.size)
     crop = _named_sides(processor.crop_size) if getattr(processor, "do_center_crop", False) else {}
     squash = size.keys() == {"height", "width"}
-    if not squash and size.keys() != {"shortest_edge"}:
-        raise ConversionError(f"processor.size is {size}; supported are height and width, or shortest_edge alone")
-    if crop.keys() != {"height", "width"} and (crop or not squash):
-        problem = f"processor.size is {size} and the centre crop {crop or 'off'}, so images come out in different sizes"
-        raise ConversionError(f"{problem}; set do_center_crop and a crop_size with height and width")
+    if not squash and (size.keys() != {"shortest_edge"} or not crop):
+        raise ConversionError(
+            f"processor.size is {size} and the centre crop {crop or 'off'}, so images come out in different sizes; "
+            "give height and width, or shortest_edge with do_center_crop and a crop_size"
+        )
     resized = (size["height"], size["width"]) if squash else pair(size["shortest_edge"])
     scale = 255.0 * float(processor.rescale_factor) if processor.do_rescale else 255.0  # relative to pixels in [0, 1]
     scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
-    read = _image_preprocessing(
+    return _image_preprocessing(
         resized,
         (crop["height"], crop["width"]) if crop else resized,
         squash,
+        processor.resample,
         mean=_channels(processor.image_mean if processor.do_normalize else 0.0, scale),
         std=_channels(processor.image_std if processor.do_normalize else 1.0, scale),
-        filter_=processor.resample,
         crop_corner="floor",
     )
-    _require_same_pixels(processor, read)
-    return read
-
-
-def _require_same_pixels(processor: Any, read: ImagePreprocessing) -> None:
-    """Raise if a processor gives other pixels for a test picture than the preprocessing read from it."""
-    picture = _picture("L" if len(read.mean) == 1 else "RGB")
-    ours, theirs = read(picture), _run_processor(processor, picture).get("pixel_values", torch.empty(0))  # [1, C, H, W]
-    levels = 255 * torch.tensor(read.std).view(-1, 1, 1)
-    if ours.shape != theirs.shape or ((ours - theirs.to(ours)) * levels).abs().mean() > _LEVELS:
-        raise _unread(processor, "image", "produces different pixels than its settings say, by rules of its own")
-
-
-def _picture(mode: str) -> Any:
-    """Return a smooth picture without repetition: the resize filter changes it little, the crop position much."""
-    rows, columns = np.mgrid[0:1:48j, 0:1:72j]
-    channels = (rows, columns, (rows + columns**2) / 2)
-    pixels = np.stack([255 * channel for channel in channels], axis=-1).astype(np.uint8)
-    return require("PIL.Image", extra="data").fromarray(pixels).convert(mode)
 
 
 def _image_preprocessing(
     resized: tuple[int, int], crop: tuple[int, int], squash: bool, filter_: Any, **settings: Any
 ) -> ImagePreprocessing:
-    """Resize to `resized` (its short side, unless `squash`), then crop the centre."""
+    """Resize to `resized` (its short side, unless `squash`) by a filter of PIL or torchvision, then crop the centre."""
+    value = getattr(filter_, "value", filter_)
+    name: Any = _RESAMPLING.get(value, value)
+    if name not in get_args(Interpolation):
+        raise ConversionError(f"the interpolation {filter_!r} is not supported; use one of {get_args(Interpolation)}")
     fraction = min(side / before for side, before in zip(crop, resized, strict=True))
     if fraction > 1 or any(int(side / fraction + 1e-6) != before for side, before in zip(crop, resized, strict=True)):
         raise ConversionError(f"images are resized to {resized}, cropped to {crop}; give a smaller crop of that shape")
-    return ImagePreprocessing(
-        size=crop,
-        crop_fraction=fraction,
-        resize_mode="squash" if squash else "shortest",
-        interpolation=_interpolation(filter_),
-        **settings,
-    )
+    mode: Any = "squash" if squash else "shortest"
+    return ImagePreprocessing(crop, crop_fraction=fraction, resize_mode=mode, interpolation=name, **settings)
 
 
 def _named_sides(size: Any) -> dict[str, int]:
@@ -426,12 +371,3 @@ def _channels(values: Any, scale: float = 1.0) -> tuple[float, ...]:
     """Return a mean or standard deviation per channel, for pixels in [0, 1]."""
     several = [values] * 3 if isinstance(values, int | float) else list(values)
     return tuple(float(value) / scale for value in several)
-
-
-def _interpolation(method: Any) -> Interpolation:
-    """Return the name of a resampling filter of PIL (a number) or torchvision (an enum with a name as value)."""
-    value = getattr(method, "value", method)
-    name: Any = _RESAMPLING.get(value, value)
-    if name not in get_args(Interpolation):
-        raise ConversionError(f"the interpolation {method!r} is not supported; use one of {get_args(Interpolation)}")
-    return name

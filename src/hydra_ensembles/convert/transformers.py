@@ -1,4 +1,4 @@
-"""transformers: ViT and its relatives (DeiT, MAE, MSN, I-JEPA, DINOv2) for images, BERT and its relatives for text."""
+"""transformers: what its tables share, and its image encoders: ViT, DeiT, MAE, MSN, I-JEPA, DINOv2, DINOv3."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,52 +10,22 @@ from torch import Tensor, nn
 
 from ..classes import why_not_exclusive
 from ..errors import ConversionError
-from ..model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    HiddenActivation,
-    PatchStemConfig,
-    Pool,
-    ReadoutConfig,
-    Resample,
-    TextStemConfig,
-)
+from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool, ReadoutConfig, Resample, RotaryConfig
 from ..model.metadata import Metadata
-from .core import (
-    Architecture,
-    NamedTensors,
-    Weights,
-    activation_of,
-    attention,
-    below,
-    concatenated,
-    either,
-    pair,
-    read_classifier,
-    refuse,
-    require_whole_patches,
-    run,
-)
+from . import core
+from .core import Architecture, NamedTensors, Weights, activation_of, attention, below, concatenated, either, pair, run
 
-# --- shared by all of them, and by CLIP's towers -------------------------------------------------------------
+# --- shared by all of them, and by texts and towers ------------------------------------------------------------
 
 
 def read_encoder(config: Any, **settings: Any) -> EncoderConfig:
-    """Read the blocks from a configuration; `settings` are those that a family reads in its own way.
-
-    Raises if the blocks are not exactly self-attention and an MLP.
-    """
-    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise refuse("the model is a decoder (is_decoder or add_cross_attention)")
+    """Read the blocks from a configuration; `settings` are those that a family reads in its own way."""
     width, heads = int(config.hidden_size), int(config.num_attention_heads)
-    head_dim = getattr(config, "head_dim", None)
-    if not head_dim and width % heads:
-        raise refuse(f"its width {width} is not a multiple of its {heads} heads")
     shared = {
         "width": width,
         "layers": int(config.num_hidden_layers),
         "heads": heads,
-        "head_dim": int(head_dim or width // heads),
+        "head_dim": int(getattr(config, "head_dim", None) or width // heads),
         "mlp_width": int(settings.get("mlp_width") or config.intermediate_size),
         "activation": settings.get("activation") or activation_of(config.hidden_act),
         "norm_eps": float(settings.get("norm_eps") or config.layer_norm_eps),
@@ -65,20 +35,17 @@ def read_encoder(config: Any, **settings: Any) -> EncoderConfig:
     return EncoderConfig(**{**shared, **settings})
 
 
-def patch_stem(config: Any, resample: Resample, any_size: bool = False, **settings: Any) -> PatchStemConfig:
-    """Read the patch stem from a configuration; `settings` are those that a family reads in its own way.
-
-    A family that takes images of `any_size` may have a configured size that is not a multiple of the patch size.
-    """
+def patch_stem(config: Any, resample: Resample, **settings: Any) -> PatchStemConfig:
+    """Read the patch stem from a configuration; `settings` are those that a family reads in its own way."""
     patch, image = pair(config.patch_size), pair(config.image_size)
-    require_whole_patches(image, patch, any_size)
+    core.warn_of_broken_patches(image, patch)
     grid = image[0] // patch[0], image[1] // patch[1]
     return PatchStemConfig(patch, grid, channels=int(config.num_channels), resample=resample, **settings)
 
 
 def read_classes(model: Any, classifier: Any, num_labels: int | None) -> tuple[int, bool]:
     """Return the number of classes and whether there is a bias; raise if classes are not mutually exclusive."""
-    classes, bias = read_classifier(classifier, num_labels)
+    classes, bias = core.read_classifier(classifier, num_labels)
     why = why_not_exclusive(model)
     if isinstance(classifier, nn.Linear) and why is not None:
         raise ConversionError(why)
@@ -96,7 +63,7 @@ def metadata_of_classifier(model: Any) -> Metadata:
     return Metadata(labels=tuple(map(str, names)))
 
 
-def _answer(model: Any, inputs: NamedTensors, fresh: bool, pool: Pool = "cls") -> Tensor:
+def answer(model: Any, inputs: NamedTensors, fresh: bool, pool: Pool = "cls") -> Tensor:
     """Return logits, or the features of a bare encoder; `pool` is the input of the family's classifiers."""
     output = run(model.base_model if fresh else model, **inputs)
     answers = () if fresh else (getattr(output, name, None) for name in ("logits", "pooler_output"))
@@ -127,7 +94,7 @@ def declare(
     classifiers: tuple[str, ...],
     ignored: tuple[str, ...] = (),
     module: str | None = None,
-    answer: Callable[[Any, NamedTensors, bool], Tensor] = _answer,
+    answer: Callable[[Any, NamedTensors, bool], Tensor] = answer,
     inside: str | None = None,
     readout: Weights = READOUT,
 ) -> tuple[Architecture, Architecture]:
@@ -173,8 +140,8 @@ _PATCHES: Weights = {
 }
 # Releases of transformers 5 differ in the names of attention parameters, and of the layers of ViT.
 _ATTENTION = attention("attention.o_proj", *(f"attention.{part}_proj.*" for part in "qkv"))
-_WORDS = ("query", "key", "value")
-_OLD_ATTENTION = attention("attention.output.dense", *(f"attention.attention.{part}.*" for part in _WORDS))
+WORDS = ("query", "key", "value")
+_OLD_ATTENTION = attention("attention.output.dense", *(f"attention.attention.{part}.*" for part in WORDS))
 _VIT_NORMS: Weights = {"encoder.layers.{i}.norm1": "layernorm_before", "encoder.layers.{i}.norm2": "layernorm_after"}
 _VIT_LAYER: Weights = {
     **_ATTENTION,
@@ -233,9 +200,7 @@ def _dinov2_config(model: Any, num_labels: int | None, resample: Resample = "bic
     config = model.config
     registers = int(getattr(config, "num_register_tokens", 0))
     dropout = float(config.hidden_dropout_prob)
-    stem = patch_stem(config, resample, any_size=True, position_prefix=1, registers=registers, dropout=dropout)
-    if stem.grid[0] != stem.grid[1]:
-        raise refuse(f"its image_size {config.image_size} is not square, but its positions are read as a square")
+    stem = patch_stem(config, resample, position_prefix=1, registers=registers, dropout=dropout)
     gated = bool(config.use_swiglu_ffn)
     hidden = int(config.hidden_size * config.mlp_ratio)
     encoder = read_encoder(
@@ -255,16 +220,11 @@ def _dinov2_config(model: Any, num_labels: int | None, resample: Resample = "bic
 
 def _image_readout(model: Any, num_labels: int | None, classifier: Any, pool: Pool) -> ReadoutConfig:
     classes, bias = read_classes(model, classifier, num_labels)
-    pooler = getattr(model, "pooler", None)
-    hidden: HiddenActivation | None = None
     if not classes and pool == "distilled":
-        raise refuse("it has two classifiers without classes; convert its encoder instead (model.deit)")
-    if not classes and pooler is not None:
-        hidden = cast(HiddenActivation, model.config.pooler_act)
-        if hidden not in ("tanh", "relu", "gelu") or pooler.dense.out_features != model.config.hidden_size:
-            raise refuse(f"its pooler has the activation {hidden!r} and the width {pooler.dense.out_features}")
-    norm_eps = float(model.config.layer_norm_eps)
-    return ReadoutConfig(pool=pool, num_classes=classes, norm_eps=norm_eps, hidden=hidden, bias=bias)
+        raise core.refuse("it has two classifiers without classes")
+    pooled = not classes and getattr(model, "pooler", None) is not None
+    hidden = model.config.pooler_act if pooled else None
+    return ReadoutConfig(pool, classes, norm_eps=float(model.config.layer_norm_eps), hidden=hidden, bias=bias)
 
 
 def _mae_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
@@ -281,132 +241,66 @@ def _mae_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     return tokens[:, 0]
 
 
-# --- text ----------------------------------------------------------------------------------------------------
-
-_EMBEDDINGS: Weights = {
-    "stem.words": "embeddings.word_embeddings.weight",
-    "stem.positions": "embeddings.position_embeddings.weight",
-    "stem.segments": "embeddings.token_type_embeddings.weight",
-    "stem.norm": "embeddings.LayerNorm",
-    "stem.project": "embeddings_project",
-}
-_BERT_LAYER: Weights = {
-    **attention("attention.output.dense", *(f"attention.self.{part}.*" for part in _WORDS)),
-    "encoder.layers.{i}.norm1": "attention.output.LayerNorm",
-    "encoder.layers.{i}.mlp.up": "intermediate.dense",
-    "encoder.layers.{i}.mlp.down": "output.dense",
-    "encoder.layers.{i}.norm2": "output.LayerNorm",
-}
-_BERT: Weights = {**_EMBEDDINGS, **below("encoder.layer.{i}.", _BERT_LAYER)}
-_DISTILBERT_LAYER: Weights = {
-    **attention("attention.out_lin", *(f"attention.{part}_lin.*" for part in "qkv")),
-    "encoder.layers.{i}.norm1": "sa_layer_norm",
-    "encoder.layers.{i}.mlp.up": "ffn.lin1",
-    "encoder.layers.{i}.mlp.down": "ffn.lin2",
-    "encoder.layers.{i}.norm2": "output_layer_norm",
-}
-_DISTILBERT: Weights = {**_EMBEDDINGS, **below("transformer.layer.{i}.", _DISTILBERT_LAYER)}
-_ALBERT_LAYER: Weights = {
-    **attention("attention.dense", *(f"attention.{part}.*" for part in _WORDS)),
-    "encoder.layers.{i}.norm1": "attention.LayerNorm",
-    "encoder.layers.{i}.mlp.up": "ffn",
-    "encoder.layers.{i}.mlp.down": "ffn_output",
-    "encoder.layers.{i}.norm2": "full_layer_layer_norm",
-}
-_ALBERT: Weights = {
-    **_EMBEDDINGS,
-    "stem.project": "encoder.embedding_hidden_mapping_in",
-    **below("encoder.albert_layer_groups.0.albert_layers.0.", _ALBERT_LAYER),  # one layer, shared by all
+_DINOV3_LAYER: Weights = {
+    **DINO_LAYER,
+    "encoder.layers.{i}.attention.qkv_bias": (
+        core.qkv_by_head(*(f"attention.{part}_proj.bias" for part in "qkv")),
+        core.qkv_by_head("attention.q_proj.bias", "attention.v_proj.bias"),
+    ),
+    **gated("mlp.up_proj"),
 }
 
 
-def _bert_config(
-    model: Any,
-    num_labels: int | None,
-    hidden: HiddenActivation = "tanh",
-    drops_first_token: bool = True,
-    counts_after_padding: bool = False,
-) -> EnsembleConfig:
-    """BERT, RoBERTa and ELECTRA, which differ in the readout and in how positions are counted."""
-    config, base = model.config, model.base_model
-    dropout = float(config.hidden_dropout_prob)
-    after = int(base.embeddings.padding_idx) if counts_after_padding else None
-    stem = _bert_stem(model, positions_after=after, project=hasattr(base, "embeddings_project"))
-    encoder = read_encoder(config, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
-    rate = dropout if config.classifier_dropout is None else float(config.classifier_dropout)
-    readout = text_readout(model, num_labels, hidden, rate, drops_first_token)
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
-
-
-def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    config, eps = model.config, 1e-12  # hard-coded in the library, not in its configuration
-    dropout = float(config.dropout)
-    tables = model.base_model.embeddings
-    stem = text_stem(tables.word_embeddings, tables.position_embeddings, norm_eps=eps, dropout=dropout)
+def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    config = model.config
+    registers = int(config.num_register_tokens)
+    stem = patch_stem(config, "bicubic", position_prefix=0, registers=registers, learned_positions=False)
+    biases = bool(config.query_bias), bool(config.key_bias), bool(config.value_bias)
     encoder = read_encoder(
         config,
-        norm_first=False,
-        mlp_width=int(config.hidden_dim),
-        norm_eps=eps,
-        activation=activation_of(config.activation),  # the name it uses: a stray `hidden_act` has no effect
+        gated=bool(config.use_gated_mlp),
+        qkv_bias=biases[0],
+        key_bias=biases != (True, False, True),
+        out_bias=bool(config.proj_bias),
+        mlp_bias=bool(config.mlp_bias),
+        layer_scale=True,
         attention_dropout=float(config.attention_dropout),
-        output_dropout=dropout,
+        drop_path=(float(config.drop_path_rate),) * int(config.num_hidden_layers),
+        rotary=RotaryConfig(
+            float(config.rope_theta),
+            centred=True,
+            shift=float(config.pos_embed_shift or 0.0),
+            jitter=float(config.pos_embed_jitter or 1.0),
+            rescale=float(config.pos_embed_rescale or 1.0),
+        ),
     )
-    readout = text_readout(model, num_labels, "relu", float(config.seq_classif_dropout), False)
+    classes, _ = read_classes(model, None, num_labels)
+    readout = ReadoutConfig(num_classes=classes, norm_eps=float(config.layer_norm_eps))
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _albert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    """ALBERT, whose layers share weights: the canonical encoder has a copy for each layer."""
-    config, stem = model.config, _bert_stem(model, project=True)
-    encoder = read_encoder(config, norm_first=False, projection_dropout=float(config.hidden_dropout_prob))
-    readout = text_readout(model, num_labels, "tanh", float(config.classifier_dropout_prob), False)
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
-
-
-def _bert_stem(model: Any, **settings: Any) -> TextStemConfig:
-    config, tables = model.config, model.base_model.embeddings
-    settings["segments"] = tables.token_type_embeddings.num_embeddings
-    settings |= {"norm_eps": float(config.layer_norm_eps), "dropout": float(config.hidden_dropout_prob)}
-    return text_stem(tables.word_embeddings, tables.position_embeddings, **settings)
-
-
-def text_stem(words: Any, positions: Any, **settings: Any) -> TextStemConfig:
-    """Build a text stem with the sizes of the word and position tables, which may have been resized after loading.
-
-    If positions are not learned, `positions` is their maximum number.
-    """
-    learned = not isinstance(positions, int)
-    most = positions.num_embeddings if learned else positions
-    return TextStemConfig(words.num_embeddings, most, words.embedding_dim, learned_positions=learned, **settings)
-
-
-def text_readout(
-    model: Any, num_labels: int | None, hidden: HiddenActivation, rate: float, drops_first_token: bool
-) -> ReadoutConfig:
-    """Read out the first token through a pooler or hidden layer; without classes, through a pooler if there is one."""
-    head = getattr(model, "classifier", None)
-    classes, bias = read_classes(model, getattr(head, "out_proj", head), num_labels)
-    if not classes:
-        pooled = getattr(model, "pooler", None) is not None
-        return ReadoutConfig(norm="none", hidden="tanh" if pooled else None)
-    return ReadoutConfig(
-        num_classes=classes,
-        norm="none",
-        hidden=hidden,
-        bias=bias,
-        dropout=rate if drops_first_token else 0.0,
-        hidden_dropout=rate,
-    )
+_DINOV3 = Architecture(
+    name="transformers DINOv3 encoder",
+    classes=("transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTModel",),
+    config=_dinov3_config,
+    weights={
+        "stem.patch": "embeddings.patch_embeddings.weight",
+        "stem.patch_bias": "embeddings.patch_embeddings.bias",
+        "stem.class_token": "embeddings.cls_token",
+        "stem.register_tokens": "embeddings.register_tokens",
+        **either(below("model.layer.{i}.", _DINOV3_LAYER), below("layer.{i}.", _DINOV3_LAYER)),  # releases differ
+        "readout.norm": "norm",
+    },
+    ignored=("embeddings.mask_token", "embeddings.register_tokens"),  # empty if there are no registers
+    answer=lambda model, inputs, fresh: run(model, **inputs).last_hidden_state[:, 0],
+)
 
 
 _IMAGES = ("ForImageClassification",)
-TEXTS = ("ForSequenceClassification",)
 # A mask token is used only in pre-training, a pooler only for the features of a bare encoder.
 _UNREAD = ("embeddings.mask_token", "pooler.")
-_MEAN = partial(_answer, pool="mean")
-_WITH_MEAN = partial(_answer, pool="cls_mean")
-_ROBERTA = partial(_bert_config, counts_after_padding=True)
+_MEAN = partial(answer, pool="mean")
+_WITH_MEAN = partial(answer, pool="cls_mean")
 _TEACHER = (*_IMAGES, "ForImageClassificationWithTeacher")
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -426,11 +320,5 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         module="dinov2_with_registers",
         answer=_WITH_MEAN,
     ),
-    *declare("BERT", "Bert", partial(_bert_config, drops_first_token=False), _BERT, TEXTS),
-    *declare("RoBERTa", "Roberta", _ROBERTA, _BERT, TEXTS),
-    *declare("XLM-RoBERTa", "XLMRoberta", _ROBERTA, _BERT, TEXTS, module="xlm_roberta", inside="roberta"),
-    *declare("CamemBERT", "Camembert", _ROBERTA, _BERT, TEXTS, inside="roberta"),
-    *declare("ALBERT", "Albert", _albert_config, _ALBERT, TEXTS),
-    *declare("DistilBERT", "DistilBert", _distilbert_config, _DISTILBERT, TEXTS),
-    *declare("ELECTRA", "Electra", partial(_bert_config, hidden="gelu"), _BERT, TEXTS),
+    _DINOV3,
 )

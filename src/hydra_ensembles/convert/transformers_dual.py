@@ -11,22 +11,10 @@ from torch import Tensor, nn
 
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, ReadoutConfig
-from .core import (
-    POOLING,
-    Architecture,
-    DualArchitecture,
-    NamedTensors,
-    Weights,
-    activation_of,
-    attention,
-    below,
-    either,
-    named_outputs,
-    number_of_classes,
-    refuse,
-    run,
-)
-from .transformers import metadata_of_classifier, patch_stem, read_classes, read_encoder, text_stem
+from . import core
+from .core import Architecture, DualArchitecture, NamedTensors, Weights, attention, below, either, run
+from .transformers import metadata_of_classifier, patch_stem, read_classes, read_encoder
+from .transformers_text import text_stem
 
 # --- CLIP and MetaCLIP 2 ---------------------------------------------------------------------------------------------
 
@@ -103,7 +91,7 @@ def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 
 def _clip_readout(projection: nn.Linear | None, config: Any, num_labels: int | None) -> ReadoutConfig:
     return ReadoutConfig(
-        num_classes=number_of_classes(0 if projection is None else projection.out_features, num_labels),
+        num_classes=core.number_of_classes(0 if projection is None else projection.out_features, num_labels),
         norm="pooled",
         norm_eps=float(config.layer_norm_eps),
         bias=projection is None or projection.bias is not None,
@@ -117,7 +105,7 @@ def _answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
 
 
 def _clip_dual_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
-    with named_outputs(model):
+    with core.named_outputs(model):
         output = model.get_image_features(**inputs) if "pixel_values" in inputs else model.get_text_features(**inputs)
     return output if isinstance(output, Tensor) else output.pooler_output  # releases of transformers 5 differ
 
@@ -169,7 +157,7 @@ _SIGLIP_IMAGE_TOWER: Weights = {
     **_CLIP_IMAGE_TOWER,
     "stem.patch_bias": "embeddings.patch_embedding.bias",
     "readout.map.query_token": "head.probe",
-    **attention("head.attention.out_proj", "head.attention.in_proj_*", place=POOLING),
+    **attention("head.attention.out_proj", "head.attention.in_proj_*", place=core.POOLING),
     "readout.map.norm": "head.layernorm",
     "readout.map.up": "head.mlp.fc1",
     "readout.map.down": "head.mlp.fc2",
@@ -179,21 +167,21 @@ _SIGLIP_TEXT_TOWER: Weights = {**_CLIP_TEXT_TOWER, "readout.classifier": "head"}
 
 def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = getattr(model.config, "vision_config", model.config)
-    stem = patch_stem(config, "bicubic", any_size=True, class_token=False, position_prefix=0)
+    stem = patch_stem(config, "bicubic", class_token=False, position_prefix=0)
     encoder = read_encoder(config, attention_dropout=float(config.attention_dropout))
     if hasattr(model, "classifier"):  # it reads the mean of the patches: attention pooling is not used
         classes, bias = read_classes(model, model.classifier, num_labels)
         mean = ReadoutConfig(pool="mean", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
         return EnsembleConfig(stem, encoder, mean, encoder.all_heads())
     if not getattr(config, "vision_use_head", True):
-        raise refuse("it has no attention pooling for images (vision_use_head), so it has no features")
+        raise core.refuse("it has no attention pooling for images (vision_use_head), so it has no features")
     readout = ReadoutConfig(
         pool="map",
-        num_classes=number_of_classes(0, num_labels),
+        num_classes=core.number_of_classes(0, num_labels),
         norm_eps=encoder.norm_eps,
         map_heads=encoder.heads,
         map_mlp_width=encoder.mlp_width,
-        map_activation=activation_of(config.hidden_act),
+        map_activation=core.activation_of(config.hidden_act),
     )
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
@@ -204,7 +192,7 @@ def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = model.config
     stem = text_stem(model.embeddings.token_embedding, model.embeddings.position_embedding, norm=False)
     encoder = read_encoder(config, attention_dropout=float(config.attention_dropout))
-    classes = number_of_classes(model.head.out_features, num_labels)
+    classes = core.number_of_classes(model.head.out_features, num_labels)
     bias = model.head.bias is not None
     readout = ReadoutConfig(pool="final", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())

@@ -159,8 +159,8 @@ NO_MASK = torch.zeros(CONTEXT, CONTEXT)
 ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm-vit", put("blocks.1.mlp.act", nn.ReLU()), "in blocks.1:"),
     ("timm-vit", adapted("blocks.1.attn.qkv"), "in blocks.1:"),
-    ("timm-vit", put("blocks.1.drop_path1", nn.Tanh()), "Tanh"),
-    ("timm-vit", put("fc_norm", nn.LayerNorm(32)), "LayerNorm after it"),
+    ("timm-vit", put("blocks.1.drop_path1", nn.Tanh()), "in blocks.1:"),
+    ("timm-vit", put("fc_norm", nn.LayerNorm(32)), "fc_norm.weight"),
     ("timm-vit", put("patch_embed.proj.stride", (4, 4)), "cannot answer"),
     ("timm-vit", added("forward"), "after blocks.1"),
     ("timm-vit", lambda model: model.register_forward_hook(lambda *given: given[2] * 2), "after blocks.1"),

@@ -1,6 +1,7 @@
-"""timm: `VisionTransformer` (ViT, AugReg, DeiT, DINOv2, CLIP, SigLIP) and `Eva` (EVA, EVA-02, DINOv3, PE)."""
+"""timm: `VisionTransformer` (ViT, DeiT, DINOv2, CLIP, SigLIP) and `Eva` (EVA-02, DINOv3, PE); torchvision's ViT."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, get_args
@@ -8,28 +9,10 @@ from typing import Any, get_args
 from ..model.config import EncoderConfig, EnsembleConfig, NormKind, PatchStemConfig, ReadoutConfig, RotaryConfig
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing, Interpolation
-from .core import (
-    POOLING,
-    Architecture,
-    Source,
-    Weights,
-    activation_of,
-    attention,
-    below,
-    concatenated,
-    dropout_rate,
-    first_of,
-    is_identity,
-    norm_eps,
-    pair,
-    qkv_by_head,
-    qualified_name,
-    read_classifier,
-    refuse,
-    require_no_patch_dropout,
-    require_usual_scale,
-    require_whole_patches,
-)
+from . import core
+from .core import Architecture, Source, Weights, activation_of, attention, below, dropout_rate, is_identity, pair
+
+# --- timm ----------------------------------------------------------------------------------------------------
 
 _LAYERS: Weights = below(
     "blocks.{i}.",
@@ -41,8 +24,11 @@ _LAYERS: Weights = below(
         "encoder.layers.{i}.attention.scale": ("ls1.gamma", "gamma_1"),
         "encoder.layers.{i}.norm2": "norm2",
         # timm's unpacked SwiGLU stores gate and value separately
-        "encoder.layers.{i}.mlp.up.weight": ("mlp.fc1.weight", concatenated("mlp.fc1_g.weight", "mlp.fc1_x.weight")),
-        "encoder.layers.{i}.mlp.up.bias": ("mlp.fc1.bias", concatenated("mlp.fc1_g.bias", "mlp.fc1_x.bias")),
+        "encoder.layers.{i}.mlp.up.weight": (
+            "mlp.fc1.weight",
+            core.concatenated("mlp.fc1_g.weight", "mlp.fc1_x.weight"),
+        ),
+        "encoder.layers.{i}.mlp.up.bias": ("mlp.fc1.bias", core.concatenated("mlp.fc1_g.bias", "mlp.fc1_x.bias")),
         "encoder.layers.{i}.mlp.norm": "mlp.norm",
         "encoder.layers.{i}.mlp.down": "mlp.fc2",
         "encoder.layers.{i}.mlp.scale": ("ls2.gamma", "gamma_2"),
@@ -58,7 +44,7 @@ _WEIGHTS: Weights = {
     **_LAYERS,
     "readout.norm": ("norm", "fc_norm"),
     "readout.map.query_token": "attn_pool.latent",
-    **attention("attn_pool.proj", "attn_pool.q.*", "attn_pool.kv.*", place=POOLING),
+    **attention("attn_pool.proj", "attn_pool.q.*", "attn_pool.kv.*", place=core.POOLING),
     "readout.map.norm": "attn_pool.norm",
     "readout.map.up": "attn_pool.mlp.fc1",
     "readout.map.down": "attn_pool.mlp.fc2",
@@ -70,22 +56,13 @@ def _config(model: Any, num_labels: int | None, distilled: bool = False) -> Ense
     encoder = _encoder(model)
     pools = {"token": "distilled"} if distilled else {"token": "cls", "avg": "mean", "map": "map"}
     if model.global_pool not in pools:
-        raise refuse(f"global_pool is {model.global_pool!r}")
+        raise core.refuse(f"global_pool is {model.global_pool!r}")
     takes_prefix = bool(getattr(model, "pool_include_prefix", model.attn_pool is not None))  # Eva has no such setting
-    classes, bias = read_classifier(model.head, num_labels)
-    if distilled:
-        read_classifier(model.head_dist, num_labels)  # raises if it is not linear
-        if not classes:
-            raise refuse("it has two classifiers without classes")
-    norms = [norm for norm in (model.norm, model.fc_norm) if not is_identity(norm)]
-    if len(norms) > 1:
-        raise refuse(f"it has a {qualified_name(norms[0])} before pooling and a {qualified_name(norms[1])} after it")
-    norm = norms[0] if norms else None
+    classes, bias = core.read_classifier(model.head, num_labels)
+    if distilled and not classes:
+        raise core.refuse("it has two classifiers without classes")
+    norm = next((norm for norm in (model.norm, model.fc_norm) if not is_identity(norm)), None)
     pool = model.attn_pool
-    if pool is not None and (norm is None or pool.norm.eps != norm.eps):
-        raise refuse("the norms of its attention pooling and before it differ in eps, or one is missing (final_norm)")
-    if pool is not None:
-        require_usual_scale(pool)
     readout = ReadoutConfig(
         pool=pools[model.global_pool],  # type: ignore[arg-type]
         num_classes=classes,
@@ -102,14 +79,8 @@ def _config(model: Any, num_labels: int | None, distilled: bool = False) -> Ense
 
 
 def _stem(model: Any, distilled: bool) -> PatchStemConfig:
-    patch = model.patch_embed
-    if type(patch).__name__ != "PatchEmbed" or not is_identity(patch.norm):
-        norm = type(getattr(patch, "norm", None)).__name__
-        raise refuse(f"patches are embedded by {type(patch).__name__}" + f" with {norm}" * (norm != "NoneType"))
-    require_no_patch_dropout(model.patch_drop)
-    if patch.strict_img_size or patch.dynamic_img_pad:  # else it takes only whole patches, as we do
-        require_whole_patches(pair(patch.img_size), pair(patch.patch_size), any_size=False)
-    normed = not is_identity(model.norm_pre)
+    patch, normed = model.patch_embed, not is_identity(model.norm_pre)
+    core.warn_of_broken_patches(pair(patch.img_size), pair(patch.patch_size))
     return PatchStemConfig(
         patch_size=pair(patch.patch_size),
         grid=pair(patch.grid_size),
@@ -129,31 +100,18 @@ def _stem(model: Any, distilled: bool) -> PatchStemConfig:
 
 
 def _encoder(model: Any) -> EncoderConfig:
-    blocks = list(model.blocks)  # checked to be alike, except for stochastic depth
-    first = first_of(blocks)
-    if type(first).__name__ not in ("Block", "EvaBlock"):
-        raise refuse(f"a block is a {type(first).__name__}")
+    first = model.blocks[0]
     attn, mlp = first.attn, first.mlp
-    kinds = ("EvaAttention", "AttentionRope") if type(model).__name__ == "Eva" else ("Attention",)
-    if type(attn).__name__ not in kinds:
-        raise refuse(f"the attention is a {type(attn).__name__}")
-    require_usual_scale(attn)
-    gated = type(mlp).__name__ in ("GluMlp", "SwiGLU")
-    if type(mlp).__name__ not in ("Mlp", "GluMlp", "SwiGLU") or getattr(mlp, "gate_last", False):
-        raise refuse(f"the MLP is a {type(mlp).__name__}")
-    for index, block in enumerate(blocks):
-        if dropout_rate(block.drop_path1) != dropout_rate(block.drop_path2):
-            raise refuse(f"attention and MLP of block {index} have different rates of stochastic depth")
     return EncoderConfig(
         width=int(model.embed_dim),
-        layers=len(blocks),
+        layers=len(model.blocks),
         heads=int(attn.num_heads),
         head_dim=int(attn.head_dim),
         mlp_width=int(mlp.fc2.in_features),
         activation=activation_of(mlp.act),
-        gated=gated,
+        gated=type(mlp).__name__ in ("GluMlp", "SwiGLU"),
         norm=_norm_kind(first.norm1),
-        norm_eps=norm_eps(first),
+        norm_eps=float(first.norm1.eps),
         qk_norm=not is_identity(attn.q_norm),
         qkv_bias=_biases(attn)[0],
         key_bias=_biases(attn) != (True, False),
@@ -166,7 +124,7 @@ def _encoder(model: Any) -> EncoderConfig:
         projection_dropout=dropout_rate(attn.proj_drop),
         activation_dropout=dropout_rate(mlp.drop1),
         output_dropout=dropout_rate(getattr(mlp, "drop2", mlp.drop1)),
-        drop_path=tuple(dropout_rate(block.drop_path1) for block in blocks),
+        drop_path=tuple(dropout_rate(block.drop_path1) for block in model.blocks),
     )
 
 
@@ -186,24 +144,17 @@ def _biases(attn: Any) -> tuple[bool, bool]:
 
 def _rotary(model: Any) -> RotaryConfig | None:
     rope = getattr(model, "rope", None)
+    kind = type(rope).__name__
     if rope is None:
         return None
-    kind = type(rope).__name__
-    base = float(getattr(rope, "temperature", 0.0))
-    if _halves(first_of(model.blocks).attn) != _halves(rope):
-        raise refuse("its rotary embedding and its attention pair the numbers of a head in different ways")
-    if kind == "RotaryEmbeddingCat" and not rope.in_pixels:
+    if kind == "RotaryEmbeddingCat":
         reference = None if rope.ref_feat_shape is None else pair(tuple(rope.ref_feat_shape))
-        return RotaryConfig(base, offset=float(rope.grid_offset), reference=reference)
-    if kind == "RotaryEmbeddingDinoV3" and (rope.normalize_coords, rope.grid_offset) == ("separate", 0.0):
+        return RotaryConfig(float(rope.temperature), offset=float(rope.grid_offset), reference=reference)
+    if kind == "RotaryEmbeddingDinoV3":
         shift, jitter, rescale = rope.shift_coords or 0.0, rope.jitter_coords or 1.0, rope.rescale_coords or 1.0
-        return RotaryConfig(base, centred=True, shift=float(shift), jitter=float(jitter), rescale=float(rescale))
-    raise refuse(f"its rotary embedding is a {kind} with settings of its own")
-
-
-def _halves(part: Any) -> bool:
-    """Whether pairs that rotate together are halves of a head; earlier releases have only neighbours."""
-    return bool(getattr(part, "rotate_half", False))
+        moves: Any = {"shift": float(shift), "jitter": float(jitter), "rescale": float(rescale)}
+        return RotaryConfig(float(rope.temperature), centred=True, **moves)
+    raise core.refuse(f"its rotary embedding is a {kind}")
 
 
 def _eva_attention(model: Any) -> Weights:
@@ -214,7 +165,7 @@ def _eva_attention(model: Any) -> Weights:
     def order(head_dim: int) -> list[int]:
         half = head_dim // 2
         pairs = [*range(half // 2, half), *range(half // 2)] if swapped else [*range(half)]
-        if _halves(rope):
+        if getattr(rope, "rotate_half", False):  # earlier releases have only neighbours
             return [*pairs, *(half + i for i in pairs)]
         return [*(2 * i for i in pairs), *(2 * i + 1 for i in pairs)]
 
@@ -225,7 +176,7 @@ def _eva_attention(model: Any) -> Weights:
     entries = {**attention("attn.proj", *weights, order=head_order)}
     if not _biases(model.blocks[0].attn)[1]:
         biases = ("attn.q_proj.bias", "attn.v_proj.bias") if split else ("attn.q_bias", "attn.v_bias")
-        entries[f"{prefix}qkv_bias"] = qkv_by_head(*biases, order=head_order)
+        entries[f"{prefix}qkv_bias"] = core.qkv_by_head(*biases, order=head_order)
     if rope is not None:
         for norm, leaf in product(("query_norm", "key_norm"), ("weight", "bias")):
             names = (f"attn.{norm[0]}_norm.{leaf}",)
@@ -248,14 +199,9 @@ def _metadata(model: Any) -> Metadata:
     size = pair(model.patch_embed.img_size)
     if crop == "center" and size[0] != size[1]:
         interpolation = "bilinear"  # in timm's own transforms, whatever the cfg says
-    preprocessing = ImagePreprocessing(
-        size=size,
-        mean=mean,
-        std=std,
-        interpolation=interpolation,
-        crop_fraction=float(cfg.get("crop_pct") or 1.0),
-        resize_mode="squash" if crop == "squash" else "shortest",
-    )
+    mode: Any = "squash" if crop == "squash" else "shortest"
+    fraction = float(cfg.get("crop_pct") or 1.0)
+    preprocessing = ImagePreprocessing(size, mean, std, interpolation, crop_fraction=fraction, resize_mode=mode)
     stated = cfg.get("mean") is not None and cfg.get("std") is not None
     name = ".".join(str(cfg[key]) for key in ("architecture", "tag") if cfg.get(key))
     origin = f"timm's pretrained_cfg of {name or 'the model'}" if stated else "assumed: timm says nothing of this model"
@@ -277,7 +223,7 @@ VISION_TRANSFORMER = Architecture(
     metadata=_metadata,
     models="ViT, AugReg, DeiT, DeiT-3, DINOv2 with and without registers, SwiGLU, CLIP and SigLIP image towers",
 )
-DISTILLED = Architecture(
+_DISTILLED = Architecture(
     name="timm VisionTransformerDistilled",
     classes=("timm.models.deit.VisionTransformerDistilled",),
     config=partial(_config, distilled=True),
@@ -294,4 +240,71 @@ EVA = Architecture(
     variant=_eva_attention,
     models="EVA, EVA-02, DINOv3, PE",
 )
-ARCHITECTURES: tuple[Architecture, ...] = (VISION_TRANSFORMER, DISTILLED, EVA)
+
+# --- torchvision, whose attention is an `nn.MultiheadAttention` ------------------------------------------------
+
+_LAYER = "encoder.layers.encoder_layer_{i}"
+
+
+def _torchvision_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    first = model.encoder.layers[0]
+    heads, mlp = first.self_attention, first.mlp
+    grid = int(model.image_size) // int(model.patch_size)
+    stem = PatchStemConfig(
+        patch_size=(int(model.patch_size),) * 2,
+        grid=(grid, grid),
+        resample="bicubic_align_corners",
+        dropout=dropout_rate(model.encoder.dropout),
+    )
+    encoder = EncoderConfig(
+        width=int(model.hidden_dim),
+        layers=len(model.encoder.layers),
+        heads=int(heads.num_heads),
+        head_dim=int(heads.head_dim),
+        mlp_width=int(mlp[0].out_features),
+        activation=activation_of(mlp[1]),
+        norm_eps=float(first.ln_1.eps),
+        qkv_bias=heads.in_proj_bias is not None,
+        out_bias=heads.out_proj.bias is not None,
+        attention_dropout=float(heads.dropout),
+        projection_dropout=dropout_rate(first.dropout),
+        activation_dropout=dropout_rate(mlp[2]),
+        output_dropout=dropout_rate(mlp[4]),
+    )
+    classes, bias = core.read_classifier(getattr(model.heads, "head", None), num_labels)
+    readout = ReadoutConfig(num_classes=classes, norm_eps=float(model.encoder.ln.eps), bias=bias)
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+
+
+def _torchvision_metadata(model: Any) -> Metadata:
+    """Preprocessing of torchvision's own weights for this shape; a model does not record which weights it has."""
+    side, width, patch = int(model.image_size), int(model.hidden_dim), int(model.patch_size)
+    preprocessing = ImagePreprocessing((side, side), interpolation="bilinear", crop_fraction=0.875)
+    if (width, side, patch) == (1024, 224, 16):
+        preprocessing = replace(preprocessing, crop_fraction=224 / 242)
+    elif side in (384, 512, 518) or width == 1280:  # only the SWAG weights
+        preprocessing = replace(preprocessing, interpolation="bicubic", crop_fraction=1.0)
+    origin = "assumed: as with torchvision's own weights for this shape; processor=weights.transforms() is exact"
+    return Metadata(preprocessing=preprocessing, preprocessing_from=origin)
+
+
+_TORCHVISION = Architecture(
+    name="torchvision VisionTransformer",
+    classes=("torchvision.models.vision_transformer.VisionTransformer",),
+    config=_torchvision_config,
+    weights={
+        "stem.patch": "conv_proj.weight",
+        "stem.patch_bias": "conv_proj.bias",
+        "stem.class_token": "class_token",
+        "stem.position": "encoder.pos_embedding",
+        "encoder.layers.{i}.norm1": f"{_LAYER}.ln_1",
+        **attention(f"{_LAYER}.self_attention.out_proj", f"{_LAYER}.self_attention.in_proj_*"),
+        "encoder.layers.{i}.norm2": f"{_LAYER}.ln_2",
+        "encoder.layers.{i}.mlp.up": f"{_LAYER}.mlp.0",
+        "encoder.layers.{i}.mlp.down": f"{_LAYER}.mlp.3",
+        "readout.norm": "encoder.ln",
+        "readout.classifier": "heads.head",
+    },
+    metadata=_torchvision_metadata,
+)
+ARCHITECTURES: tuple[Architecture, ...] = (VISION_TRANSFORMER, _DISTILLED, EVA, _TORCHVISION)

@@ -1,0 +1,366 @@
+"""transformers for text: BERT and its relatives, with rotary positions too; and sentence-transformers around them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import ConversionError
+from ..model.config import EnsembleConfig, HiddenActivation, NormKind, Pool, ReadoutConfig, RotaryConfig, TextStemConfig
+from ..model.metadata import Metadata
+from . import core
+from .core import Architecture, NamedTensors, Weights, activation_of, attention, below
+from .processors import read_processor
+from .transformers import READOUT, WORDS, declare, gated, read_classes, read_encoder
+
+# --- BERT and its relatives ------------------------------------------------------------------------------------
+
+_EMBEDDINGS: Weights = {
+    "stem.words": "embeddings.word_embeddings.weight",
+    "stem.positions": "embeddings.position_embeddings.weight",
+    "stem.segments": "embeddings.token_type_embeddings.weight",
+    "stem.norm": "embeddings.LayerNorm",
+    "stem.project": "embeddings_project",
+}
+_BERT_LAYER: Weights = {
+    **attention("attention.output.dense", *(f"attention.self.{part}.*" for part in WORDS)),
+    "encoder.layers.{i}.norm1": "attention.output.LayerNorm",
+    "encoder.layers.{i}.mlp.up": "intermediate.dense",
+    "encoder.layers.{i}.mlp.down": "output.dense",
+    "encoder.layers.{i}.norm2": "output.LayerNorm",
+}
+_BERT: Weights = {**_EMBEDDINGS, **below("encoder.layer.{i}.", _BERT_LAYER)}
+_DISTILBERT_LAYER: Weights = {
+    **attention("attention.out_lin", *(f"attention.{part}_lin.*" for part in "qkv")),
+    "encoder.layers.{i}.norm1": "sa_layer_norm",
+    "encoder.layers.{i}.mlp.up": "ffn.lin1",
+    "encoder.layers.{i}.mlp.down": "ffn.lin2",
+    "encoder.layers.{i}.norm2": "output_layer_norm",
+}
+_DISTILBERT: Weights = {**_EMBEDDINGS, **below("transformer.layer.{i}.", _DISTILBERT_LAYER)}
+_ALBERT_LAYER: Weights = {
+    **attention("attention.dense", *(f"attention.{part}.*" for part in WORDS)),
+    "encoder.layers.{i}.norm1": "attention.LayerNorm",
+    "encoder.layers.{i}.mlp.up": "ffn",
+    "encoder.layers.{i}.mlp.down": "ffn_output",
+    "encoder.layers.{i}.norm2": "full_layer_layer_norm",
+}
+_ALBERT: Weights = {
+    **_EMBEDDINGS,
+    "stem.project": "encoder.embedding_hidden_mapping_in",
+    **below("encoder.albert_layer_groups.0.albert_layers.0.", _ALBERT_LAYER),  # one layer, shared by all
+}
+
+
+def _bert_config(
+    model: Any,
+    num_labels: int | None,
+    hidden: HiddenActivation = "tanh",
+    drops_first_token: bool = True,
+    counts_after_padding: bool = False,
+) -> EnsembleConfig:
+    """BERT, RoBERTa and ELECTRA, which differ in the readout and in how positions are counted."""
+    config, base = model.config, model.base_model
+    dropout = float(config.hidden_dropout_prob)
+    after = int(base.embeddings.padding_idx) if counts_after_padding else None
+    stem = _bert_stem(model, positions_after=after, project=hasattr(base, "embeddings_project"))
+    encoder = read_encoder(config, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
+    rate = dropout if config.classifier_dropout is None else float(config.classifier_dropout)
+    readout = text_readout(model, num_labels, hidden, rate, drops_first_token)
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+
+
+def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    config, eps = model.config, 1e-12  # hard-coded in the library, not in its configuration
+    dropout = float(config.dropout)
+    tables = model.base_model.embeddings
+    stem = text_stem(tables.word_embeddings, tables.position_embeddings, norm_eps=eps, dropout=dropout)
+    encoder = read_encoder(
+        config,
+        norm_first=False,
+        mlp_width=int(config.hidden_dim),
+        norm_eps=eps,
+        activation=activation_of(config.activation),  # the name it uses: a stray `hidden_act` has no effect
+        attention_dropout=float(config.attention_dropout),
+        output_dropout=dropout,
+    )
+    readout = text_readout(model, num_labels, "relu", float(config.seq_classif_dropout), False)
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+
+
+def _albert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    """ALBERT, whose layers share weights: the canonical encoder has a copy for each layer."""
+    config, stem = model.config, _bert_stem(model, project=True)
+    encoder = read_encoder(config, norm_first=False, projection_dropout=float(config.hidden_dropout_prob))
+    readout = text_readout(model, num_labels, "tanh", float(config.classifier_dropout_prob), False)
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+
+
+def _bert_stem(model: Any, **settings: Any) -> TextStemConfig:
+    config, tables = model.config, model.base_model.embeddings
+    settings["segments"] = tables.token_type_embeddings.num_embeddings
+    settings |= {"norm_eps": float(config.layer_norm_eps), "dropout": float(config.hidden_dropout_prob)}
+    return text_stem(tables.word_embeddings, tables.position_embeddings, **settings)
+
+
+def text_stem(words: Any, positions: Any, **settings: Any) -> TextStemConfig:
+    """Build a text stem with the sizes of the word and position tables, which may have been resized after loading.
+
+    If positions are not learned, `positions` is their maximum number.
+    """
+    learned = not isinstance(positions, int)
+    most = positions.num_embeddings if learned else positions
+    return TextStemConfig(words.num_embeddings, most, words.embedding_dim, learned_positions=learned, **settings)
+
+
+def text_readout(
+    model: Any, num_labels: int | None, hidden: HiddenActivation, rate: float, drops_first_token: bool
+) -> ReadoutConfig:
+    """Read out the first token through a pooler or hidden layer; without classes, through a pooler if there is one."""
+    head = getattr(model, "classifier", None)
+    classes, bias = read_classes(model, getattr(head, "out_proj", head), num_labels)
+    if not classes:
+        pooled = getattr(model, "pooler", None) is not None
+        return ReadoutConfig(norm="none", hidden="tanh" if pooled else None)
+    return ReadoutConfig(
+        num_classes=classes,
+        norm="none",
+        hidden=hidden,
+        bias=bias,
+        dropout=rate if drops_first_token else 0.0,
+        hidden_dropout=rate,
+    )
+
+
+# --- text: blocks as in BERT ----------------------------------------------------------------------------------
+
+_ROTARY_BERT: Weights = {
+    "stem.words": "embeddings.word_embeddings.weight",
+    "stem.segments": "embeddings.token_type_embeddings.weight",
+    "stem.norm": "embeddings.LayerNorm",
+    **below(
+        "layers.{i}.",
+        {
+            **attention("self_attn.o_proj", *(f"self_attn.{part}_proj.*" for part in "qkv")),
+            "encoder.layers.{i}.norm1": "post_attention_layernorm",
+            **gated("mlp.fc1"),
+            "encoder.layers.{i}.mlp.down": ("mlp.down_proj", "mlp.fc2"),
+            "encoder.layers.{i}.norm2": "post_mlp_layernorm",
+        },
+    ),
+}
+
+
+def _base(parameters: Any) -> float:
+    """Return the base of rotary positions; other forms may differ only in texts longer than those compared."""
+    if parameters.get("rope_type", "default") != "default":
+        raise core.refuse(f"its rotary positions are of the type {parameters['rope_type']!r}")
+    return float(parameters["rope_theta"])
+
+
+def _rotary_bert_config(model: Any, num_labels: int | None, drops_first_token: bool = False) -> EnsembleConfig:
+    """Nomic BERT, GTE and Jina embeddings, which differ in gates, biases and the readout."""
+    config = model.config
+    embeddings = model.base_model.embeddings
+    layer = model.base_model.layers[0]
+    segments = embeddings.token_type_embeddings
+    dropout = float(config.hidden_dropout_prob)
+    mlp, gated = layer.mlp, hasattr(layer.mlp, "gate_proj")
+    stem = text_stem(
+        embeddings.word_embeddings,
+        int(config.max_position_embeddings),
+        segments=0 if segments is None else segments.num_embeddings,
+        norm_eps=float(config.layer_norm_eps),
+        dropout=dropout,
+    )
+    encoder = read_encoder(
+        config,
+        norm_first=False,
+        gated=gated,
+        qkv_bias=layer.self_attn.q_proj.bias is not None,
+        out_bias=layer.self_attn.o_proj.bias is not None,
+        mlp_bias=(mlp.down_proj if gated else mlp.fc2).bias is not None,
+        up_bias=(mlp.up_proj if gated else mlp.fc1).bias is not None,
+        projection_dropout=dropout,
+        activation_dropout=dropout if hasattr(mlp, "dropout") else 0.0,
+        output_dropout=dropout,
+        rotary=RotaryConfig(_base(config.rope_parameters)),
+    )
+    rate = dropout if config.classifier_dropout is None else float(config.classifier_dropout)
+    readout = text_readout(model, num_labels, "tanh", rate, drops_first_token)
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+
+
+# --- text: ModernBERT ----------------------------------------------------------------------------------------
+
+_MODERNBERT: Weights = {
+    "stem.words": "embeddings.tok_embeddings.weight",
+    "stem.norm": "embeddings.norm",
+    **below(
+        "layers.{i}.",
+        {
+            **attention("attn.Wo", "attn.Wqkv.*"),
+            "encoder.layers.{i}.norm1": "attn_norm",
+            "encoder.layers.{i}.mlp.up": "mlp.Wi",
+            "encoder.layers.{i}.mlp.down": "mlp.Wo",
+            "encoder.layers.{i}.norm2": "mlp_norm",
+        },
+    ),
+    "readout.norm": "final_norm",
+}
+
+
+def _modernbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+    config = model.config
+    eps = float(model.config.norm_eps)
+    kind: NormKind = "layer" if config.norm_bias else "layer_no_bias"
+    local = tuple(layer_type == "sliding_attention" for layer_type in config.layer_types)
+    base, local_base = (_base(config.rope_parameters[f"{reach}_attention"]) for reach in ("full", "sliding"))
+    tables = model.base_model.embeddings.tok_embeddings, int(config.max_position_embeddings)
+    stem = text_stem(*tables, norm_eps=eps, norm_kind=kind, dropout=float(config.embedding_dropout))
+    encoder = read_encoder(
+        config,
+        activation=activation_of(config.hidden_activation),
+        gated=True,
+        norm=kind,
+        norm_eps=eps,
+        first_norm=False,
+        qkv_bias=bool(config.attention_bias),
+        out_bias=bool(config.attention_bias),
+        mlp_bias=bool(config.mlp_bias),
+        attention_dropout=float(config.attention_dropout),
+        projection_dropout=float(config.attention_dropout),
+        activation_dropout=float(config.mlp_dropout),
+        rotary=RotaryConfig(base, local_base=local_base),
+        local=local,
+        window=int(config.local_attention) // 2 if any(local) else None,
+    )
+    classes, bias = read_classes(model, getattr(model, "classifier", None), num_labels)
+    readout = ReadoutConfig(num_classes=classes, norm_eps=eps, bias=bias)
+    if getattr(model, "head", None) is not None:
+        readout = replace(
+            readout,
+            pool=config.classifier_pooling,
+            hidden=config.classifier_activation,
+            hidden_bias=bool(config.classifier_bias),
+            hidden_norm=True,
+            hidden_dropout=float(config.classifier_dropout),
+        )
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+
+
+_MODERNBERT_HEAD: Weights = {**READOUT, "readout.hidden": "head.dense", "readout.hidden_norm": "head.norm"}
+_ROBERTA_HEAD = partial(_rotary_bert_config, drops_first_token=True)
+_NOMIC, _GTE = ({**READOUT, "readout.hidden": (f"{key}.pooler.dense", "pooler.dense")} for key in ("nomic_bert", "gte"))
+
+TEXTS = ("ForSequenceClassification",)
+_ROBERTA = partial(_bert_config, counts_after_padding=True)
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    *declare("BERT", "Bert", partial(_bert_config, drops_first_token=False), _BERT, TEXTS),
+    *declare("RoBERTa", "Roberta", _ROBERTA, _BERT, TEXTS),
+    *declare("XLM-RoBERTa", "XLMRoberta", _ROBERTA, _BERT, TEXTS, module="xlm_roberta", inside="roberta"),
+    *declare("CamemBERT", "Camembert", _ROBERTA, _BERT, TEXTS, inside="roberta"),
+    *declare("ALBERT", "Albert", _albert_config, _ALBERT, TEXTS),
+    *declare("DistilBERT", "DistilBert", _distilbert_config, _DISTILBERT, TEXTS),
+    *declare("ELECTRA", "Electra", partial(_bert_config, hidden="gelu"), _BERT, TEXTS),
+    *declare(
+        "ModernBERT", "ModernBert", _modernbert_config, _MODERNBERT, TEXTS, inside="model", readout=_MODERNBERT_HEAD
+    ),
+    *declare("Nomic BERT", "NomicBert", _rotary_bert_config, _ROTARY_BERT, TEXTS, module="nomic_bert", readout=_NOMIC),
+    *declare("GTE", "Gte", _rotary_bert_config, _ROTARY_BERT, TEXTS, readout=_GTE),
+    *declare(
+        "Jina embeddings",
+        "JinaEmbeddingsV3",
+        _ROBERTA_HEAD,
+        _ROTARY_BERT,
+        TEXTS,
+        module="jina_embeddings_v3",
+        inside="roberta",
+    ),
+)
+
+# --- sentence-transformers -----------------------------------------------------------------------------------
+
+_POOLS: dict[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+
+
+def is_sentence_model(model: object) -> bool:
+    """Whether a model is of sentence-transformers: a whole one, or the module that contains its encoder."""
+    return type(model).__module__.startswith("sentence_transformers.") and isinstance(model, nn.Module)
+
+
+def opened(model: Any, table_of: Callable[[type], Any]) -> tuple[Architecture, nn.Module]:
+    """Return the declaration of the encoder inside, with the pooling of the model, and the encoder.
+
+    A new classifier reads the pooled features before the model normalises or truncates them.
+    """
+    first, *behind = model.children() if isinstance(model, nn.Sequential) else (model,)
+    inner: Any = getattr(first, "auto_model", None) or getattr(first, "model", None)
+    if not isinstance(inner, nn.Module):
+        problem = f"a {type(first).__name__} holds no transformers encoder"
+        raise ConversionError(f"sentence-transformers: {problem}; give a SentenceTransformer that begins with one")
+    architecture: Architecture = table_of(type(inner))
+    name = f"sentence-transformers, {architecture.name}"
+    with core.prefix_errors(name):
+        _require_plain(model, first, behind)
+
+    def metadata(encoder: nn.Module) -> Metadata:
+        tokenizer = read_processor(first.tokenizer, architecture.config(encoder, None).stem)
+        base = Metadata() if behind else architecture.metadata(encoder)  # has the class names
+        return replace(base, preprocessing=tokenizer, preprocessing_from="the tokenizer of the model")
+
+    if not behind:
+        return replace(architecture, name=name, metadata=metadata), inner
+    pooling: Any = behind[0]
+    pool = _POOLS[_mode(pooling)]
+
+    def config(encoder: nn.Module, num_labels: int | None) -> EnsembleConfig:
+        cut = getattr(model, "truncate_dim", None)
+        if num_labels is None and (len(behind) > 1 or cut is not None):
+            change = "scaled to length one" if cut is None else f"cut to {cut} numbers (truncate_dim)"
+            raise core.refuse(
+                f"its embeddings are {change}", "A classifier can read the whole embedding: give num_labels="
+            )
+        bare = architecture.config(encoder, None)
+        classes = core.number_of_classes(0, num_labels)
+        last = bare.readout  # has the norm after the last block
+        return replace(bare, readout=ReadoutConfig(pool, classes, norm=last.norm, norm_eps=last.norm_eps))
+
+    def answer(encoder: nn.Module, inputs: NamedTensors, fresh: bool) -> Tensor:
+        tokens = core.run(encoder, **inputs).last_hidden_state  # [B, T, d]
+        features = {"token_embeddings": tokens, "attention_mask": inputs["attention_mask"]}
+        pooled: Tensor = pooling(features)["sentence_embedding"]
+        return pooled
+
+    unread = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
+    weights = {part: entry for part, entry in architecture.weights.items() if not part.startswith(unread)}
+    ignored = (*architecture.ignored, "pooler.")
+    declared = replace(architecture, name=name, config=config, weights=weights, ignored=ignored)
+    return replace(declared, answer=answer, metadata=metadata), inner
+
+
+def _require_plain(model: Any, first: Any, behind: Sequence[Any]) -> None:
+    """Raise if a model processes texts before its encoder, or tokens after it, in a way that is not converted."""
+    prompt = (getattr(model, "prompts", None) or {}).get(getattr(model, "default_prompt_name", None))
+    if prompt:
+        way = "set model.default_prompt_name = None, and add it to your texts yourself"
+        raise ConversionError(f"it puts the prompt {prompt!r} before every text, which is not converted; {way}")
+    if getattr(first, "do_lower_case", False):
+        raise core.refuse("it lower-cases texts before its tokenizer does anything (do_lower_case)")
+    activation = getattr(model, "activation_fn", None)  # of a CrossEncoder
+    if not isinstance(activation, nn.Identity | nn.Softmax | None):
+        problem = f"it answers with the {type(activation).__name__} of each class, not with a softmax"
+        way = "if exactly one class is right, set model.activation_fn = torch.nn.Identity()"
+        raise ConversionError(f"{problem}, as probabilities here are; {way}")
+    kinds = [type(part).__name__ for part in behind]
+    if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
+        raise core.refuse(f"after the encoder there are {kinds}")
+    if behind and _mode(behind[0]) not in _POOLS:
+        raise core.refuse(f"its pooling is {_mode(behind[0])!r}, not one of {list(_POOLS)}")
+
+
+def _mode(pooling: Any) -> str:
+    return str(getattr(pooling, "pooling_mode", None) or pooling.get_pooling_mode_str())
