@@ -2,13 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
 from operator import length_hint
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, sa
 
 from ._utils import warn
 from .errors import ConfigError, DataError, HydraError
-from .files import locked
 
 T = TypeVar("T")
 # these draw a new order in every epoch
@@ -97,15 +95,6 @@ class Ranks:
             problem = error
         self.gather(None, problem)
         return results[0]
-
-    @contextmanager
-    def locked(self, folder: Path, what: str, file: str | None = None) -> Iterator[None]:
-        """Lock `folder`, or a `file` in it, for this run: rank 0 holds the lock for all, see `files.locked`."""
-        with ExitStack() as stack:
-            self.all_or_none(
-                lambda: stack.enter_context(locked(folder, what, file=file) if self.rank == 0 else nullcontext())
-            )
-            yield
 
     def common(self, read: Callable[[], T], batches: Any) -> T:
         """What `read` returns; rank 0's result if ranks may differ: a sharded loader, or other batches each time."""

@@ -1,6 +1,5 @@
 """Batch formats, and the order in which batches are read."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -13,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from ._distributed import check_unsharded
 from ._utils import all_seeded, derive_seed, warn
-from .errors import ConfigError, DataError
-from .schema import short
+from .errors import DataError
+from .settings import short
 
 Inputs = Tensor | dict[str, Tensor]
 Batches = Iterable[Any]
@@ -26,7 +25,6 @@ READ: dict[Literal["image", "text"], tuple[str, ...]] = {
 }
 """Names of model inputs, as processors and tokenizers call them; the main input first."""
 
-_INPUT = re.compile("masks?$|_ids$|embeds?$|pos$|^(inputs?|pixels?|attention|token_types?|positions?|segments?)(_|$)")
 _ALL_READ = tuple(chain.from_iterable(READ.values()))
 _INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
 _KEPT = ("epoch", "stream", "generator")
@@ -34,12 +32,15 @@ _FORMS = "(inputs, labels), (inputs,), a mapping with 'labels', or a tensor"
 _RAW = "preprocess texts and images first: data.batches(data, model.metadata.preprocessing), or in collate_fn"
 
 
+# --- one batch -----------------------------------------------------------------------------------------------
+
+
 def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = True) -> tuple[Inputs, Tensor | None]:
     """Split one batch into inputs and labels (None if there are none); raise a `DataError` for any other format.
 
     Accepted are `(inputs, labels)`, `(inputs,)`, a mapping with or without `labels`, and a bare tensor of inputs. Other
-    entries of a mapping (file names, texts) are dropped, see `tensors_of`. `name` and `index` are for messages. With
-    `labelled=False` whatever is in the place of the labels (file names, masks) is ignored.
+    entries of a mapping (file names, texts) are dropped. `name` and `index` are for messages. With `labelled=False`
+    whatever is in the place of the labels (file names, masks) is ignored.
     """
     where = f"batch {index} of {name}"
     labels: Any = None
@@ -54,17 +55,30 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
         got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
         raise DataError(f"{where} is a {got}; expected {_FORMS}")
     if isinstance(inputs, Mapping):
-        tensors = tensors_of(inputs, where)
-        if not tensors:
-            raise DataError(f"{where} is a mapping without tensors, with the keys {sorted(inputs)}; {_RAW}")
-        inputs = tensors
+        inputs = _tensors_of(inputs, where)
     elif not isinstance(inputs, Tensor):
         raise DataError(f"the inputs in {where} are a {type(inputs).__name__}; expected tensors, in {_FORMS} ({_RAW})")
-    if any(not tensor.dim() for tensor in (inputs.values() if isinstance(inputs, dict) else (inputs,))):
-        raise DataError(f"the inputs in {where} have no axis of samples; expected tensors [B, ...], in {_FORMS}")
+    if not inputs if isinstance(inputs, dict) else not inputs.dim():
+        raise DataError(f"the inputs in {where} have no tensor with an axis of samples; {_RAW}")
     if labels is None or not labelled:
         return inputs, None
     return inputs, read_labels(labels, size_of(inputs), where)
+
+
+def _tensors_of(mapping: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+    """The tensors of a mapping, and arrays and lists under the names of model inputs."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in mapping.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif value is not None and name in _ALL_READ:
+            try:
+                rows = [np.asarray(row) for row in value]
+                tensors[name] = torch.from_numpy(np.stack(rows))
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                problem = f"{name} of {where} is a {type(value).__name__} that cannot be made a tensor ({error})"
+                raise DataError(f"{problem}; give one tensor (tokenizers: padding=True), or leave it out") from error
+    return tensors
 
 
 def read_labels(labels: Any, samples: int, where: str) -> Tensor:
@@ -74,51 +88,54 @@ def read_labels(labels: Any, samples: int, where: str) -> Tensor:
         tensor = plain if isinstance(plain, Tensor) else torch.as_tensor(plain, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"labels in {where} must be whole numbers [B] from 0, got {short(labels)} ({error})") from error
-    not_whole = tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or tensor.dtype == torch.bool
+    not_whole = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
     if tensor.dim() != 1 or not_whole or len(tensor) != samples:
-        way = "class numbers [B]: .long() for floats, .squeeze(1) for [B, 1], .argmax(1) for one-hot rows"
-        advice = way if tensor.dim() else "a DataLoader of the data set"
-        got = f"got {tensor.dtype} {list(tensor.shape)} on {tensor.device}; give {advice}"
-        raise DataError(f"labels in {where} must be whole numbers, one for each of its {samples} inputs; {got}")
+        advice = "give class numbers [B]: .long() for floats, .squeeze(1) for [B, 1], .argmax(1) for one-hot rows"
+        got = f"got {tensor.dtype} {list(tensor.shape)}"
+        raise DataError(
+            f"labels in {where} must be whole numbers, one for each of its {samples} inputs; {got}; {advice}"
+        )
     return tensor
 
 
-def looks_like_input(name: str) -> bool:
-    """Whether a name suggests a model input: `attention_masks`, `position_ids`, `pixel_value`."""
-    return _INPUT.search(name) is not None
+def require_labels(labels: Tensor | None, classes: int, name: str = "data", index: int = 0) -> Tensor:
+    """Require labels that fit the number of classes; the error names the batch."""
+    if labels is None:
+        raise DataError(f"batch {index} of {name} has no labels; this call needs a list of (inputs, labels)")
+    return within_classes(labels, classes, f"batch {index} of {name}")
 
 
-def tensors_of(mapping: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """The tensors of a mapping, also of arrays and lists named like an input; others, such as texts, are dropped."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in mapping.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        elif value is not None and (name in _ALL_READ or (looks_like_input(name) and not _is_text(value))):
-            try:
-                tensors[name] = _read_numbers(value)
-            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-                problem = f"{name} of {where} is a {type(value).__name__} that cannot be made a tensor ({error})"
-                raise DataError(f"{problem}; give one tensor (tokenizers: padding=True), or leave it out") from error
-    return tensors
+def within_classes(labels: Tensor, classes: int, where: str) -> Tensor:
+    """Labels as int64, checked against the number of classes; `where` is for messages."""
+    labels = labels.long()  # before comparing: not every integer type supports it
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        found = f"{where} has labels from {int(labels.min())} to {int(labels.max())}"
+        raise DataError(f"{found}, valid are 0 to {classes - 1}; check that model and data have the same classes")
+    return labels
 
 
-def _read_numbers(value: Any) -> Tensor:
-    """Convert an array, nested lists, or a list of arrays or tensors to one tensor."""
-    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor | np.ndarray):
-        return torch.stack([item if isinstance(item, Tensor) else torch.from_numpy(np.array(item)) for item in value])
-    return torch.from_numpy(np.array(value))
+def move(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
+    """Move inputs to a device, and floating-point ones also to `dtype`."""
+    # Non-blocking only towards the GPU: in the other direction the host could read the copy before it has arrived.
+    without_waiting = device.type == "cuda"
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=without_waiting)
+
+    return changed(inputs, moved)
 
 
-def _is_text(value: Any) -> bool:
-    first = value[0] if isinstance(value, list | tuple) and value else value
-    return isinstance(first, str | bytes) or (isinstance(value, np.ndarray) and value.dtype.kind in "US")
+def changed(inputs: Tensor | Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Apply a function to every tensor of the inputs."""
+    return change(inputs) if isinstance(inputs, Tensor) else {name: change(tensor) for name, tensor in inputs.items()}
 
 
-def require_usual_device(name: str) -> None:
-    """Raise if torch's default device is not the CPU."""
-    if (default := torch.get_default_device()).type != "cpu":
-        raise ConfigError(f"torch's default device is {default}; for {name} call torch.set_default_device('cpu') first")
+def size_of(inputs: Inputs) -> int:
+    """Number of samples in the inputs of one batch, whose tensors all have a batch axis."""
+    return len(inputs if isinstance(inputs, Tensor) else next(iter(inputs.values())))
+
+
+# --- a source of batches -------------------------------------------------------------------------------------
 
 
 def iterate(
@@ -126,12 +143,8 @@ def iterate(
 ) -> Iterator[tuple[int, Inputs, Tensor | None]]:
     """Read all batches with `read_batch`, each with its number in the source; raise an error that names an empty one.
 
-    Batches without samples are skipped.
-
-    Also raises if torch's default device is not the CPU, where results of all batches are collected, and, with `whole`,
-    if each process has only its own part of the source.
+    Batches without samples are skipped. With `whole`, a source of which each process has only a part is refused.
     """
-    require_usual_device(name)
     if whole:
         check_unsharded(batches, name)
     require_batches(batches, name)
@@ -165,43 +178,6 @@ def named_sources(sources: Sources, name: str) -> dict[str, Batches]:
     return {f"{name}[{key!r}]": batches for key, batches in sources.items()}
 
 
-def move(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
-    """Move inputs to a device, and floating-point ones also to `dtype`."""
-    # Non-blocking only towards the GPU: in the other direction the host could read the copy before it has arrived.
-    without_waiting = device.type == "cuda"
-
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=without_waiting)
-
-    return changed(inputs, moved)
-
-
-def changed(inputs: Tensor | Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Apply a function to every tensor of the inputs."""
-    return change(inputs) if isinstance(inputs, Tensor) else {name: change(tensor) for name, tensor in inputs.items()}
-
-
-def size_of(inputs: Inputs) -> int:
-    """Number of samples in the inputs of one batch, whose tensors all have a batch axis."""
-    return len(inputs if isinstance(inputs, Tensor) else next(iter(inputs.values())))
-
-
-def require_labels(labels: Tensor | None, classes: int, name: str = "data", index: int = 0) -> Tensor:
-    """Require labels that fit the number of classes; the error names the batch."""
-    if labels is None:
-        raise DataError(f"batch {index} of {name} has no labels; this call needs a list of (inputs, labels)")
-    return within_classes(labels, classes, f"batch {index} of {name}")
-
-
-def within_classes(labels: Tensor, classes: int, where: str) -> Tensor:
-    """Labels as int64, checked against the number of classes; `where` is for messages."""
-    labels = labels.long()  # before comparing: not every integer type supports it
-    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        found = f"{where} has labels from {int(labels.min())} to {int(labels.max())}"
-        raise DataError(f"{found}, valid are 0 to {classes - 1}; check that model and data have the same classes")
-    return labels
-
-
 def require_batches(batches: Any, name: str) -> None:
     """Refuse a single batch, such as a tensor or `(inputs, labels)`, and what cannot be iterated."""
     pair = isinstance(batches, list | tuple) and len(batches) == 2 and getattr(batches[1], "ndim", 0) == 1  # labels
@@ -214,7 +190,6 @@ def require_batches(batches: Any, name: str) -> None:
 
 def require_rereadable(batches: Batches, name: str) -> None:
     """Refuse a one-shot iterator: training reads its data once per epoch, and again when it resumes."""
-    require_usual_device(name)
     require_batches(batches, name)
     if isinstance(batches, Iterator):
         raise DataError(f"{name} is an iterator, which can be read only once; give a DataLoader or a list of batches")
@@ -288,22 +263,23 @@ def begin_epoch(batches: Batches, epoch: int, seed: int) -> None:
 
 def parts_of(batches: Batches | None) -> list[Any]:
     """A source and all sources, samplers and data sets nested in it, each once."""
-    parts: list[Any] = []
-    waiting: list[Any] = [batches]
-    while waiting:
-        part = waiting.pop(0)
-        if part is None or any(part is other for other in parts):
-            continue
-        parts.append(part)
-        waiting += [getattr(part, name, None) for name in _INNER]
-    return parts
+    return list(_parts(batches, joined=False))
 
 
 def all_parts(batches: Batches | None) -> list[Any]:
-    """`parts_of` a source, including those of the data sets inside a `ConcatDataset`."""
-    parts: list[Any] = []
-    for part in parts_of(batches):
-        joined = getattr(part, "datasets", None)
-        inner = map(all_parts, joined) if isinstance(joined, list | tuple) else ()
-        parts += [part, *chain.from_iterable(inner)]
-    return parts
+    """`parts_of` a source, including the data sets inside a `ConcatDataset`."""
+    return list(_parts(batches, joined=True))
+
+
+def _parts(batches: Batches | None, joined: bool) -> Iterator[Any]:
+    seen: list[Any] = []
+    waiting: list[Any] = [batches]
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or any(part is other for other in seen):
+            continue
+        seen.append(part)
+        yield part
+        waiting += [getattr(part, name, None) for name in _INNER]
+        inner = getattr(part, "datasets", None)
+        waiting += inner if joined and isinstance(inner, list | tuple) else []

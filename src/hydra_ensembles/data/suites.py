@@ -9,7 +9,7 @@ import numpy as np
 from .._utils import require
 from ..errors import DataError
 from ..files import expanded
-from ..schema import from_plain
+from ..settings import from_plain
 from .dataset import AnyDataset, SomeDataset, cut_position, keyed_order, without_classes
 from .loading import HUB, Columns, LabelPolicy, load
 

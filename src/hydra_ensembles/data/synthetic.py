@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from ..arguments import Seed, checked
 from ..batches import Batches, Inputs, first_epoch, iterate
 from ..errors import DataError
 from ..model.config import TextStemConfig
@@ -29,8 +28,7 @@ Distortion = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # image [C, H,
 Draws = Iterator[tuple[int, torch.Generator]]  # for each sample its index and its own generator
 
 
-@checked
-def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None = None) -> list[tuple[Inputs]]:
+def synthetic_ood(id_batches: Batches, *, seed: int = 0, model: Ensemble | None = None) -> list[tuple[Inputs]]:
     """Make OOD batches from ID batches: as many samples, with the same shapes and dtypes.
 
     Images `[B, C, H, W]`, in turn: patches shuffled, phases scrambled (the spectrum is kept), a strong blur, strong
@@ -51,13 +49,6 @@ def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None
 
     Raises:
         DataError: The batches are neither images nor token ids.
-
-    Examples:
-        >>> import torch
-        >>> from hydra_ensembles import data
-        >>> familiar = [(torch.randn(4, 3, 64, 64), torch.arange(4))]
-        >>> [list(images.shape) for (images,) in data.synthetic_ood(familiar)]
-        [[4, 3, 64, 64]]
     """
     with first_epoch(id_batches, derive_seed(seed, "synthetic")):
         numbered = [(index, inputs) for index, inputs, _ in iterate(id_batches, "id_batches", labelled=False)]
