@@ -189,12 +189,17 @@ class OptimizedEnsemble:
         if len(self._modules) == 1:
             plan = next(iter(self._modules))
         elif len(self.choices) < self._shapes:
-            seconds = seconds_of({plan: self._fresh_run(plan) for plan in self._modules}, arguments, self.device)
+            seconds = seconds_of({plan: self._run(plan, False) for plan in self._modules}, arguments, self.device)
             plan = min(seconds, key=lambda plan: seconds[plan])
         else:
             nearest = min(self.choices, key=lambda other: abs(other[0][0][0] - key[0][0][0]))  # by batch size
             plan = self.choices[nearest].plan
         compiled = self._compile and sum(other.compiled for other in self.choices.values()) < self._shapes
+        if compiled:
+            self._run(plan, True)(*arguments)
+        for (other, is_compiled), run in self._runs.items():
+            if isinstance(run, GraphCache) and (other, is_compiled) != (plan, compiled):
+                run.forget(key)  # of plans that are slower; the pool keeps a graph, as it must
         self.choices[key] = Choice(plan, seconds, compiled)
         return self.choices[key]
 
@@ -207,12 +212,9 @@ class OptimizedEnsemble:
             self._stream = stream
 
     def _run(self, plan: Plan, compiled: bool) -> Run:
-        if (plan, compiled) not in self._runs:
-            self._runs[plan, compiled] = self._fresh_run(plan, compiled)
-        return self._runs[plan, compiled]
-
-    def _fresh_run(self, plan: Plan, compiled: bool = False) -> Run:
-        """A function that runs a plan; feature scores are not compiled, but recorded with the rest."""
+        """The function that runs a plan; feature scores are not compiled, but recorded with the rest."""
+        if (plan, compiled) in self._runs:
+            return self._runs[plan, compiled]
         familiarity, module = self.metadata.familiarity, self._modules[plan]
         code: Any = module if familiarity is None else module.features_and_logits
         if compiled:
@@ -223,7 +225,8 @@ class OptimizedEnsemble:
                 outputs = code(*arguments)
             return (outputs,) if familiarity is None else (outputs[1], familiarity.scores(*outputs))
 
-        return GraphCache(run, self.device, self._pool, self._shapes) if self._graphed else run
+        made: Run = GraphCache(run, self.device, self._pool, self._shapes) if self._graphed else run
+        return self._runs.setdefault((plan, compiled), made)
 
 
 def seconds_of(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.device) -> dict[Plan, float]:
@@ -277,6 +280,10 @@ class GraphCache:
                     buffer.copy_(argument)
             graph.replay()
             return tuple(tensor.clone() for tensor in result)
+
+    def forget(self, key: Key) -> None:
+        """Drop the graph of a shape, if there is one, and free its memory."""
+        self._graphs.pop(key, None)
 
     def _record(self, arguments: RunArguments) -> Recording:
         buffers = tuple(None if tensor is None else tensor.clone() for tensor in arguments)
