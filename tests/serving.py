@@ -15,13 +15,11 @@ import numpy as np
 from PIL import Image
 
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.connection import bounded_connection
-from hydra_ensembles.serve.service import ServeSettings
+from hydra_ensembles.serve.app import ServeSettings, make_app
 from pictures import encoded
 
 LIMIT = 120  # seconds, a safety net
-QUICK: dict[str, Any] = {"max_wait": 0.0, "max_batch": 4, "max_queue": 64, "warm_up": False, "timeout": float(LIMIT)}
+QUICK: dict[str, Any] = {"max_wait": 0.0, "max_batch": 4, "max_queue": 64, "timeout": float(LIMIT)}
 
 
 def settings(**changes: Any) -> ServeSettings:
@@ -87,7 +85,7 @@ def listening(app: Any) -> Iterator[int]:
             await super().startup(sockets)
             started.set()
 
-    server = Server(uvicorn.Config(app, http=bounded_connection(), log_config=None, access_log=False))
+    server = Server(uvicorn.Config(app, log_config=None, access_log=False))
     thread = threading.Thread(target=server.run, args=([place],))
     thread.start()
     try:

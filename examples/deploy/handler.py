@@ -12,7 +12,8 @@ from typing import Any
 import hydra_ensembles as he
 from hydra_ensembles.preprocessing import to_rgb
 from hydra_ensembles.serve import ServeSettings
-from hydra_ensembles.serve.service import Service, image_of, text_of
+from hydra_ensembles.serve.app import warm_runner
+from hydra_ensembles.serve.protocol import Served, image_of, text_of
 
 
 class EndpointHandler:
@@ -20,17 +21,20 @@ class EndpointHandler:
 
     def __init__(self, path: str = "") -> None:
         """Load the ensemble and warm its plans."""
-        self.service = Service(he.Ensemble.from_pretrained(path or "."), ServeSettings(max_batch=8))
-        (self.run,) = self.service.workers()
+        model = he.Ensemble.from_pretrained(path or ".")
+        self.served, self.runner = Served(model, "model"), warm_runner(model, ServeSettings(max_batch=8))
 
     def __call__(self, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """One answer for each input."""
+        """One answer for each input; the first that cannot be read is an error."""
         given = data["inputs"] if isinstance(data["inputs"], list) else [data["inputs"]]
-        if self.service.kind == "text":
-            rows = self.service.texts([text_of(one) for one in given])
-        else:
-            rows = self.service.images([encoded(one) for one in given])
-        return [self.service.plain(answer, row.notes) for row, answer in zip(rows, self.run(rows), strict=True)]
+        read = text_of if self.served.ensemble.kind == "text" else encoded
+        rows = [self.served.reader.read(read(one)) for one in given]
+        plain = []
+        for row, answer in zip(rows, self.runner.answers(rows), strict=True):
+            if isinstance(answer, Exception):
+                raise answer
+            plain.append(self.served.plain(answer, row.notes))
+        return plain
 
 
 def encoded(image: Any) -> bytes:

@@ -66,8 +66,9 @@ class Contents:
 def placed(
     tensors: Mapping[str, Tensor], device: str | torch.device | None, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Copies of tensors on a device and of a dtype; None is the CPU, or the stored dtype."""
-    target = torch.device("cpu") if device is None else require_device(device)
+    """Copies of tensors on a device and of a dtype; None is the CPU, or the stored dtype; "meta" takes only shapes."""
+    target = torch.device("meta" if str(device) == "meta" else "cpu")
+    target = target if device is None or target.type == "meta" else require_device(device)
     return {name: tensor.to(target, dtype, copy=True) for name, tensor in tensors.items()}
 
 

@@ -1,6 +1,7 @@
 """`hydra-ensembles serve` as a process: it prints its address, and after a signal answers all requests and exits."""
 
 import base64
+import socket
 import stat
 import subprocess
 import sys
@@ -12,28 +13,29 @@ import httpx
 import pytest
 
 from cli_cases import fail
-from hydra_ensembles.cli.serving import listen
+from hydra_ensembles.serve.app import listening
 from processes import environment
 from served_models import served
 from serving import LIMIT, opened, picture, settings
 
 ENDED_INSIDE = """
-import os, signal, sys
-from hydra_ensembles_cli import main
-from hydra_ensembles.serve.service import Service
+import os, runpy, signal, sys
+from hydra_ensembles.serve.batcher import Runner
 
-original, number = Service.workers, getattr(signal, sys.argv.pop(1))
+original, warm_up, warm = Runner.answers, Runner.warm_up, []
+number = getattr(signal, sys.argv.pop(1))
 
-def workers(service):
-    def ending(run):
-        def inside(rows):
-            os.kill(os.getpid(), number)  # the process is told to end while the model computes
-            return run(rows)
-        return inside
-    return [ending(run) for run in original(service)]
+def answers(runner, rows):
+    if warm:
+        os.kill(os.getpid(), number)  # the process is told to end while the model computes
+    return original(runner, rows)
 
-Service.workers = workers
-main()
+def warmed(runner, examples):
+    warm_up(runner, examples)
+    warm.append(True)
+
+Runner.answers, Runner.warm_up = answers, warmed
+runpy.run_module("hydra_ensembles", run_name="__main__")
 """
 
 COMMON = ("--max-batch", 1, "--name", "one", "--timeout", LIMIT)
@@ -90,20 +92,22 @@ def test_a_socket_is_for_one_user_and_goes_with_the_server_when_all_is_answered(
 def test_a_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = Path("left.sock")
-    listen(settings(uds=str(path))).close()  # as left by a kill
+    socket.create_server(str(path), family=socket.AF_UNIX).close()  # as left by a kill
     assert path.is_socket()
-    listen(settings(uds=str(path))).close()
+    with listening(settings(uds=str(path))):
+        assert path.is_socket()
+    assert not path.exists()
 
 
 def test_a_signal_while_the_model_is_warmed_ends_at_once(folder: Path) -> None:
-    waits = "from threading import Event; Service.workers = lambda _: (os.kill(os.getpid(), number), Event().wait())"
-    program = ENDED_INSIDE.replace("Service.workers = workers", waits)
+    waits = "from threading import Event\nRunner.warm_up = lambda *_: (os.kill(os.getpid(), number), Event().wait())"
+    program = ENDED_INSIDE.replace("Runner.answers, Runner.warm_up = answers, warmed", waits)
     command = [sys.executable, "-c", program, "SIGINT", "serve", str(folder), "--port", "0"]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT)
-    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (130, "interrupted")
+    assert (ended.returncode, "Traceback" in ended.stderr) == (130, False), ended.stderr
 
 
-def test_a_port_that_is_taken_is_said_before_anything_is_loaded() -> None:
-    with listen(settings(port=0)) as taken:
+def test_a_port_that_is_taken_is_said(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert str(port) in fail("serve", "no-such-folder", "--port", port)
+        assert str(port) in fail("serve", folder, "--port", port)

@@ -16,10 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from hydra_ensembles.errors import RequestError
+from hydra_ensembles.serve.app import API_KEY
 from hydra_ensembles.serve.outputs import columns
 from hydra_ensembles.serve.ray_app import ATTEMPTS, _Replicas, ray_app
+from hydra_ensembles.serve.rows import Row
 from hydra_ensembles.serve.scoring import Scorer
-from hydra_ensembles.serve.service import API_KEY, Sample
 from processes import environment
 from served_models import served
 from serving import LIMIT, opened, picture, settings
@@ -162,7 +163,7 @@ def test_the_key_is_that_of_the_process_that_deploys(tmp_path: Path, monkeypatch
     monkeypatch.setenv(API_KEY, "correct horse")
     application = ray_app(tmp_path)
     monkeypatch.delenv(API_KEY)
-    assert application._bound_deployment.init_args[2].key == "correct horse"
+    assert application._bound_deployment.init_args[3] == "correct horse"
 
 
 class Handle:
@@ -181,7 +182,7 @@ class Handle:
 
 def test_what_a_dead_replica_took_along_is_asked_again() -> None:
     died, full = ray.exceptions.ActorDiedError(), serve.exceptions.BackPressureError(1, 1)
-    row = Sample({})
+    row = Row()
     assert asyncio.run(_Replicas(Handle(died, died, {"label": 1})).answer([row])) == [{"label": 1}]
     for handle in (Handle(*[died] * ATTEMPTS), Handle(full)):
         with pytest.raises(RequestError) as refused:

@@ -33,7 +33,7 @@ from ..report.compare import FORMAT as COSTS
 from ..report.compare import save_costs
 from ..report.table import csv_text
 from ..schema import from_plain, to_plain
-from ..serve.archives import LINES
+from ..serve.rows import LINES
 from .command import Json, NamedColumns, assign, command, did_you_mean, emit, emit_json, require_replaceable
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model, require_preprocessing
 

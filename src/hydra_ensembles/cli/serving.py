@@ -1,32 +1,20 @@
 """`hydra-ensembles serve`, `score` and `export`: a model behind HTTP, on an archive, or as a file."""
 
-import os
-import signal
-import socket
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 
-from .._utils import require
-from ..errors import DataError, StorageError
-from ..files import expanded
-from ..schema import to_plain
-from ..serve.app import make_app
-from ..serve.connection import KEEP_ALIVE, bounded_connection
+from ..errors import DataError
+from ..serve import ServeSettings
+from ..serve import score as score_archive
+from ..serve import serve as run_server
 from ..serve.export import ABOUT, TOKENIZER, Format
 from ..serve.export import export as write_export
-from ..serve.scoring import SHARD, UNREADABLE, Scorer, score_archive
-from ..serve.service import API_KEY, ServeSettings
-from ..serve.telemetry import log_to_stdout
+from ..settings import to_plain
 from .command import Json, NamedColumns, command, emit_json
 from .predict_info import find_inputs, named_columns
 from .sources import USUAL_BATCH, ModelSettings, load_classifier
-
-BACKLOG = 2048  # connections that the system queues while the server is busy
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @command
@@ -43,93 +31,7 @@ def serve(model: ModelSettings, settings: ServeSettings) -> None:
       hydra-ensembles serve hub:me/my-hydra --uds hydra.sock
       curl -F file=@photo.jpg http://127.0.0.1:8000/v1/predict
     """
-    for name in ("fastapi", "httptools", "prometheus_client", "python_multipart"):  # fail before the model is loaded
-        require(name, extra="serve")
-    uvicorn = require("uvicorn", extra="serve")
-    listener = listen(settings)
-    try:
-        app = make_app(load_classifier(model), settings)
-        run_server(uvicorn, app, listener, settings)
-    finally:
-        listener.close()
-        if settings.uds is not None:
-            expanded(settings.uds).unlink(missing_ok=True)
-
-
-def listen(settings: ServeSettings) -> socket.socket:
-    """Bind the server's socket before the model is loaded; only this user can open a Unix socket."""
-    try:
-        if settings.uds is None:
-            family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-            return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
-        path = expanded(settings.uds)
-        if path.is_socket() and not _answers(path):
-            path.unlink()  # left by a killed server
-        umask = os.umask(0o177)
-        try:
-            return socket.create_server(str(path), family=socket.AF_UNIX, backlog=BACKLOG)
-        finally:
-            os.umask(umask)
-    except OSError as error:
-        where = settings.uds or f"{settings.host}:{settings.port}"
-        raise StorageError(f"cannot listen on {where}: {error}; give another address, or stop what uses it") from error
-
-
-def _answers(path: Path) -> bool:
-    """Whether a process listens on a Unix socket."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(str(path)) == 0
-
-
-def run_server(uvicorn: Any, app: Any, listener: socket.socket, settings: ServeSettings) -> None:
-    """Serve until a signal arrives, then finish all accepted requests, which the timeout limits."""
-    log_to_stdout()
-    config = uvicorn.Config(
-        app,
-        http=bounded_connection(),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(settings.timeout) + 5,
-        timeout_keep_alive=KEEP_ALIVE,
-        backlog=BACKLOG,
-    )
-
-    class Announcing(uvicorn.Server):  # type: ignore[misc]
-        """A server that reports when it accepts requests."""
-
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                _announce(listener, settings)
-
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            if not self.started:  # no request to finish, and a graceful exit would wait for the warm-up
-                print("interrupted", file=sys.stderr, flush=True)
-                os._exit(128 + sig)
-            super().handle_exit(sig, frame)
-
-    former = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn re-raises the signal when done; exit with 0
-    try:
-        Announcing(config).run([listener])
-    except KeyboardInterrupt:  # re-raised in the same way
-        pass
-    except SystemExit as end:  # startup failed
-        raise getattr(app.state, "failure", end) from None
-    finally:
-        signal.signal(signal.SIGTERM, former)
-
-
-def _announce(listener: socket.socket, settings: ServeSettings) -> None:
-    if settings.uds is not None:
-        where = f"unix:{settings.uds}"
-    else:
-        host, port = listener.getsockname()[:2]
-        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        if settings.key is None and settings.host not in LOOPBACK:
-            print(f"warning: anyone who reaches {where} gets answers; set {API_KEY} to require a key", file=sys.stderr)
-    threads = f"threads: {torch.get_num_threads()}"
-    print(f"serving {settings.name} at {where} ({threads}); Ctrl-C ends it", file=sys.stderr, flush=True)
+    run_server(load_classifier(model), settings)
 
 
 @command
@@ -151,7 +53,6 @@ def export(
     Examples:
       hydra-ensembles export run model.onnx --example photos/
       hydra-ensembles export run model.pt2
-      hydra-ensembles export run compiled.pt2 --format aoti
     """
     ensemble = load_classifier(model)
     inputs = find_inputs(ensemble.kind, example, (), named_columns(column)) if example else []
@@ -187,19 +88,15 @@ def score(
       hydra-ensembles score run shards/ --output scores --keep id --batch-size 256
       hydra-ensembles score my-hydra-bert reviews.parquet --output scores --column text=review --wide
     """
-    columns = named_columns(column)
-    scorer = Scorer(load_classifier(model), columns=columns, keep=keep or (), wide=wide, workers=workers)
-    summary = score_archive(scorer, source, output, batch_size=batch_size, shard_rows=shard_rows, progress=progress)
-    unreadable = (output / UNREADABLE.format(0)).parent
+    names = {role: name for role, name in to_plain(named_columns(column)).items() if role != "label"}
+    summary = score_archive(
+        load_classifier(model), source, output, columns=names, keep=keep or (), wide=wide, batch_size=batch_size,
+        shard_rows=shard_rows, workers=workers, progress=progress)  # fmt: skip
     if as_json:
         emit_json(to_plain(summary))
     else:
-        print(f"{summary.rows} rows in {summary.shards} shards: {output / SHARD.format(0)} …")
+        print(f"{summary.rows} rows in {summary.shards} shards below {output}")
         if summary.unreadable:
-            print(f"{summary.unreadable} items or whole files could not be read: {unreadable} says why")
-        if summary.noted:
-            print(f"{summary.noted} rows have a `note`, which says how the input was altered, probably unintentionally")
-        if summary.ignored:
-            print(f"{summary.ignored} files of other kinds were skipped")
-    if summary.unreadable and not summary.rows:
-        raise DataError(f"nothing in {source} could be read; fix what {unreadable} lists, and give a new --output")
+            print(f"{summary.unreadable} of them have no answer: their column `error` says why")
+    if summary.unreadable == summary.rows:
+        raise DataError(f"nothing in {source} could be read; see the column `error` in {output}")

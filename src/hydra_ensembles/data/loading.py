@@ -380,34 +380,3 @@ def _torchvision_image(data: Any, row: int) -> Picture:
     image, _ = data[row]
     image.load()  # some data sets return a lazily opened file
     return to_rgb(image)
-
-
-# --- to be removed with `serve/archives.py`, their last caller ---------------------------------------------
-
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
-JSON_LINES = (".jsonl", ".ndjson")
-
-
-def path_of(column: str, names: Collection[str]) -> list[str]:
-    """The path of keys that a column name means: itself if it is one of the `names`, else its parts between dots."""
-    return [column] if column in names else column.split(".")
-
-
-def nested(value: Any, path: Sequence[str]) -> Any:
-    """Look up a path of keys in nested dicts; None if it does not exist."""
-    for part in path:
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
-def stored_image(cell: Any, folder: Path) -> bytes | Path | None:
-    """Bytes or file of an image cell: bytes, a path relative to `folder`, or `{bytes, path}`; else None."""
-    content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, cell)
-    return content if isinstance(content, bytes) else folder / path if path and isinstance(path, str) else None
-
-
-def files_below(folder: Path, without: Path | None = None) -> list[Path]:
-    """List the regular files below a folder, at any depth, sorted by path; skips litter."""
-    found = (file for file in folder.rglob("*") if file.is_file() and (without is None or without not in file.parents))
-    shown = [file for file in found if not any(map(is_litter, file.relative_to(folder).parts))]
-    return sorted(shown, key=lambda file: file.relative_to(folder).parts)

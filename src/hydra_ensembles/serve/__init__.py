@@ -1,8 +1,7 @@
 """Use of a saved ensemble: named outputs, export to other runtimes, an HTTP server, scoring of archives."""
 
-from .app import make_app
+from .app import ServeSettings, make_app, serve
 from .ray_app import ray_app
-from .scoring import Scorer, score_archive
-from .service import ServeSettings
+from .scoring import Scored, Scorer, score
 
-__all__ = ["Scorer", "ServeSettings", "make_app", "ray_app", "score_archive"]
+__all__ = ["Scored", "Scorer", "ServeSettings", "make_app", "ray_app", "score", "serve"]

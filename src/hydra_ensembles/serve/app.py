@@ -1,7 +1,8 @@
 """The HTTP server: routes for people, programs and Open Inference Protocol clients, around one engine.
 
 An abstention is a normal response: status 200, `accept: false`, and the reason. Errors are `{"error": …}` with a
-4xx or 5xx status; they contain no path and no stack trace.
+4xx or 5xx status; they contain no path and no stack trace. One process serves one model; put a proxy in front of it
+where clients are not trusted.
 """
 
 import asyncio
@@ -12,26 +13,34 @@ import json
 import math
 import os
 import re
+import signal
+import socket
+import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
+from urllib.parse import parse_qsl
 
 import torch
 
 from .._utils import __version__, require
-from ..errors import DataError, RequestError
+from ..errors import ConfigError, DataError, RequestError, StorageError
+from ..files import expanded
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_ensemble
 from ..model.metadata import Calibration
-from ..schema import short
+from ..optimize.runner import USUAL_SHAPES
+from ..settings import Checked, Range, short
 from . import protocol
-from .batcher import Batcher
-from .service import Answer, Sample, ServeSettings, Service, finite, form_parts, read_form, read_named, text_of
-from .telemetry import Telemetry, log, log_failure
+from .batcher import Answer, Batcher, Runner
+from .protocol import Served, Text, finite
+from .rows import Row, cores, doubling
+from .telemetry import Telemetry, log, log_failure, log_to_stdout
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -53,12 +62,80 @@ BODIES = {  # request bodies for /openapi.json: this module parses them, not Fas
     "infer": {"application/json": _TENSORS},
 }
 CLOSED_BY_CLIENT = 499  # no client receives it; it appears in the log
+KEEP_ALIVE = 75  # seconds an idle connection stays open; longer than in proxies, which would lose requests otherwise
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+API_KEY = "HYDRA_API_KEY"
+"""Environment variable with the key that clients must send; a command line would be visible to all local users."""
+
+
+@dataclass(frozen=True)
+class ServeSettings(Checked):
+    """How a model is served. A key that clients must send is read from `HYDRA_API_KEY` in the environment.
+
+    Attributes:
+        host: Address to listen on; 0.0.0.0 for every interface.
+        port: Port to listen on, 0 for any free one.
+        uds: Unix socket to listen on instead, which only this user can open.
+        name: What clients call the model.
+        max_batch: Maximum number of samples that the model sees at once.
+        max_wait: Milliseconds that a sample waits for others to fill a batch.
+        max_queue: Maximum number of samples, and of requests, accepted at once; further ones are told to retry (503).
+        timeout: Seconds after which a request fails (504).
+        precision: Floating type to compute in; that of the model if not given.
+        compile: Compile the model for the batch sizes it will see.
+        max_body: Maximum size of a request, in megabytes.
+        max_pixels: Maximum size of the images of a request, in megapixels.
+        max_characters: Maximum length of a text, in characters.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Range(0, 65_535)] = 8000
+    uds: str | None = None
+    name: str = "model"
+    max_batch: Annotated[int, Range(1, 4096)] = 16
+    max_wait: Annotated[float, Range(0, below=60_001)] = 5.0
+    max_queue: Annotated[int, Range(1, 1_000_000)] = 256
+    timeout: Annotated[float, Range(0.001, below=86_401)] = 30.0
+    precision: Literal["float32", "bfloat16", "float16"] | None = None
+    compile: bool = False
+    max_body: Annotated[float, Range(0.001, below=4097)] = 16.0
+    max_pixels: Annotated[float, Range(0.001, below=1001)] = 50.0
+    max_characters: Annotated[int, Range(1, 100_000_000)] = 100_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_queue < self.max_batch:
+            raise ConfigError(f"max_queue is {self.max_queue}, less than max_batch, {self.max_batch}; raise it")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.name):
+            raise ConfigError(f"name is {self.name!r}; it is part of URLs: use only letters, digits, _ . and -")
+
+
+def key_from_environment() -> str | None:
+    """The key that clients must send; None if none is required."""
+    key = os.environ.get(API_KEY)
+    if key is not None and (len(key) < 8 or not key.isascii() or not key.isprintable() or key != key.strip()):
+        raise ConfigError(f"{API_KEY} has fewer than 8 characters, or some that HTTP headers cannot hold")
+    return key
+
+
+def warm_runner(ensemble: Ensemble, settings: ServeSettings) -> Runner:
+    """The model with its plans, which have run once for every shape that is known in advance."""
+    dtype: torch.dtype | None = None if settings.precision is None else getattr(torch, settings.precision)
+    examples = Served(ensemble, settings.name).reader.examples()
+    shapes = max(len(examples) * settings.max_batch.bit_length() + len(examples), USUAL_SHAPES)
+    plans = ensemble.optimize(dtype=dtype, compile=settings.compile, shapes=shapes)
+    runner = Runner(plans, settings.max_batch)
+    runner.warm_up(examples)
+    return runner
 
 
 class Engine(Protocol):
-    """Runs the model on rows: threads of this process, or replicas managed by another framework."""
+    """Runs the model on rows: a thread of this process, or replicas managed by another framework."""
 
-    ready: bool
+    @property
+    def ready(self) -> bool:
+        """Whether the model answers."""
 
     @property
     def waiting(self) -> int:
@@ -67,7 +144,7 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Load and warm up; return once the engine is ready."""
 
-    async def answer(self, rows: Sequence[Sample]) -> Sequence[Answer]:
+    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
         """One answer per row; cancelled when no client waits for them any more."""
 
     async def close(self) -> None:
@@ -75,37 +152,46 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """Model threads of this process, fed from one queue."""
+    """A model thread of this process, fed from one queue."""
 
-    ready = False
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, ensemble: Ensemble, settings: ServeSettings) -> None:
+        self._ensemble, self._settings = ensemble, settings
         self.observe: Callable[[int, float], None] = lambda rows, seconds: None
-        self._batcher: Batcher[Sample, Answer] | None = None
+        self._runner: Runner | None = None
+        self._batcher: Batcher[Row, Answer] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the model is warm, and its device has not failed for good."""
+        return self._batcher is not None and self._batcher.failure is None
 
     @property
     def waiting(self) -> int:
         """Rows in the queue."""
         return 0 if self._batcher is None else self._batcher.waiting
 
+    def load(self) -> None:
+        """Build and warm up the plans, unless that is done."""
+        if self._runner is None:
+            began = time.monotonic()
+            self._runner = warm_runner(self._ensemble, self._settings)
+            log("ready", model=self._settings.name, seconds=round(time.monotonic() - began, 2))
+
     async def start(self) -> None:
-        """Build and warm up the plans, then start the threads."""
-        settings = self.service.settings
-        began = time.monotonic()
-        runs = await asyncio.to_thread(self.service.workers)
+        """Load, then start the thread."""
+        await asyncio.to_thread(self.load)
+        assert self._runner is not None
+        settings = self._settings
         self._batcher = Batcher(
-            runs,
+            self._runner.answers,
             lambda row: row.shape,
             max_batch=settings.max_batch,
             max_wait=settings.max_wait / 1e3,
             max_queue=settings.max_queue,
             observe=self.observe,
         )
-        self.ready = True
-        log("ready", model=settings.name, workers=len(runs), seconds=round(time.monotonic() - began, 2))
 
-    async def answer(self, rows: Sequence[Sample]) -> Sequence[Answer]:
+    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
         """Queue the rows and wait for their answers."""
         assert self._batcher is not None
         futures = self._batcher.submit(rows)
@@ -116,21 +202,26 @@ class LocalEngine:
                 future.cancel()
 
     async def close(self) -> None:
-        """Finish all queued rows, then stop the threads."""
-        self.ready = False
-        if self._batcher is not None:
-            await asyncio.to_thread(self._batcher.close)
+        """Finish all queued rows, then stop the thread."""
+        batcher, self._batcher = self._batcher, None
+        if batcher is not None:
+            await asyncio.to_thread(batcher.close)
 
 
 def make_app(
-    model: Ensemble | Service, settings: ServeSettings | None = None, engine: Engine | None = None
+    model: Ensemble,
+    settings: ServeSettings | None = None,
+    *,
+    engine: Engine | None = None,
+    key: str | None = None,
 ) -> "FastAPI":
     """The server of a model, as an ASGI application: run it with `hydra-ensembles serve`, or your own server.
 
     Args:
         model: A classifier.
-        settings: Batches and limits; the address and the socket are for `hydra-ensembles serve`.
-        engine: Runs the model; None uses threads of this process.
+        settings: Batches and limits; the address and the socket are for `serve`.
+        engine: Runs the model; None uses a thread of this process.
+        key: What clients must send; None takes it from `HYDRA_API_KEY`.
 
     Examples:
         >>> from hydra_ensembles.demo import load_backbone
@@ -140,19 +231,13 @@ def make_app(
         True
     """
     fastapi = require("fastapi", extra="serve")
-    service = model
-    if not isinstance(service, Service):
-        service = Service(require_ensemble(model, "make_app"), settings or ServeSettings())
-    backend: Engine = LocalEngine(service) if engine is None else engine
-    server, name = _Server(service, backend), service.settings.name
+    settings = settings or ServeSettings()
+    backend: Engine = LocalEngine(require_ensemble(model, "make_app"), settings) if engine is None else engine
+    server, name = _Server(model, settings, backend, key or key_from_environment()), settings.name
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        try:
-            await backend.start()
-        except Exception as error:
-            app.state.failure = error  # for the caller: uvicorn reports only that startup failed
-            raise
+        await backend.start()
         try:
             yield
         finally:
@@ -209,14 +294,14 @@ def make_app(
 class _Server:
     """The route handlers and the code they share."""
 
-    def __init__(self, service: Service, engine: Engine) -> None:
-        self.service, self.settings, self.engine = service, service.settings, engine
-        self.telemetry = Telemetry(service, lambda: engine.waiting)
+    def __init__(self, model: Ensemble, settings: ServeSettings, engine: Engine, key: str | None) -> None:
+        self.served, self.settings, self.engine = Served(model, settings.name), settings, engine
+        self.telemetry = Telemetry(self.served, doubling(1, settings.max_batch), lambda: engine.waiting)
         if isinstance(engine, LocalEngine):
             engine.observe = self.telemetry.batch
-        self.decoders = ThreadPoolExecutor(os.cpu_count() or 1, "decode")
+        self.decoders = ThreadPoolExecutor(cores(), "decode")
         self.open = 0  # requests that are being read, decoded or answered
-        self._key = self.settings.key
+        self._key = key
         self._page = PAGE.read_bytes()
         text = self._page.decode()
         script, style = (re.findall(f"<{kind}>(.*?)</{kind}>", text, re.DOTALL) for kind in ("script", "style"))
@@ -232,7 +317,6 @@ class _Server:
     ) -> "Callable[[Request], Awaitable[Response]]":
         """Wrap a handler: check the key, enforce limits and the deadline, and turn exceptions into responses."""
         from fastapi import Request, Response
-        from python_multipart.exceptions import FormParserError
         from starlette.formparsers import MultiPartException
         from starlette.requests import ClientDisconnect
 
@@ -254,7 +338,7 @@ class _Server:
                 arrived = getattr(request.state, "arrived", False)
                 what, status = ("no answer", 504) if arrived else ("the body did not arrive", 408)
                 response = self.refusal(RequestError(f"{what} within {self.settings.timeout:g} seconds", status))
-            except (MultiPartException, FormParserError) as error:  # FormParserError: from older Starlette
+            except MultiPartException as error:
                 response = self.refusal(RequestError(f"the form cannot be read: {error}", 400))
             except ClientDisconnect:
                 response = _response(b"", CLOSED_BY_CLIENT)
@@ -318,8 +402,8 @@ class _Server:
             turns.clear()
 
     async def _answers(
-        self, request: "Request", rows: Callable[[], list[Sample]], timeout: float = math.inf
-    ) -> tuple[list[Sample], Sequence[Answer]]:
+        self, request: "Request", rows: Callable[[], list[Row]], timeout: float = math.inf
+    ) -> tuple[list[Row], Sequence[Answer]]:
         """Decode (`rows`, in the pool), queue, wait and count; a client that disconnects ends this like a deadline."""
         from starlette.requests import ClientDisconnect
 
@@ -369,16 +453,16 @@ class _Server:
 
     async def model(self, request: "Request") -> "Response":
         """What is served: kind, classes, members, thresholds."""
-        ensemble = self.service.ensemble
+        ensemble = self.served.ensemble
         calibration = ensemble.metadata.calibration or Calibration()
         fitted = None if ensemble.metadata.familiarity is None else ensemble.metadata.familiarity.settings
         facts = {
             "name": self.settings.name,
-            "kind": self.service.kind,
-            "raw": self.service.preprocessing is not None,
-            "labels": list(self.service.labels),
+            "kind": ensemble.kind,
+            "raw": self.served.reader.preprocessing is not None,
+            "labels": list(self.served.labels),
             "members": ensemble.num_members,
-            "outputs": {output.name: output.meaning for output in self.service.outputs},
+            "outputs": {output.name: output.meaning for output in self.served.outputs},
         }
         for name, rule in (("unsure", calibration), ("unfamiliar", fitted)):
             limit = None if rule is None else rule.threshold
@@ -389,40 +473,58 @@ class _Server:
     async def predict(self, request: "Request") -> "Response":
         """Labels of images or texts, each with its uncertainty and a verdict."""
         async with self._admitted():
-            nearest = request.query_params.get("nearest", "").lower() in ("1", "true")
-            rows = await self._raw_rows(request, nearest)
+            rows = await self._raw_rows(request)
             samples, answers = await self._answers(request, rows)
-        predictions = [self.service.plain(answer, row.notes) for row, answer in zip(samples, answers, strict=True)]
+        predictions = [self.served.plain(answer, row.notes) for row, answer in zip(samples, answers, strict=True)]
         return _json({"model": self.settings.name, "predictions": predictions})
 
-    async def _raw_rows(self, request: "Request", nearest: bool) -> Callable[[], list[Sample]]:
+    async def _raw_rows(self, request: "Request") -> Callable[[], list[Row]]:
         """A function that parses the body into rows: a form, JSON, an image or a text."""
         header = request.headers.get("content-type", "")
-        kind, most = header.partition(";")[0].strip().lower(), self.settings.max_queue
+        kind = header.partition(";")[0].strip().lower()
+        if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+            fields = await _form(request, self.settings.max_queue)
+            return lambda: self._rows(*protocol.read_named(fields))
+        body = await request.body()
         if kind.startswith("image/") or kind == "application/octet-stream":
-            image = await request.body()
-            return lambda: self._samples([image], [], nearest)
+            return lambda: self._rows([body], [])
         charset = CHARSET.search(header)
         if charset is not None and charset[1].lower() not in UTF_8:
             raise RequestError(f"the charset {charset[1][:100]!r} is not accepted; send UTF-8", 415)
-        if kind == "multipart/form-data":
-            pairs = await form_parts(request, most)
-            return lambda: self._samples(*read_form(pairs, most), nearest)
-        body = await request.body()
-        if kind == "application/x-www-form-urlencoded":
-            return lambda: self._samples(*read_form(body, most), nearest)
         if kind == "application/json":
-            return lambda: self._samples(*read_named(protocol.request_of(body)), nearest)
+            return lambda: self._rows(*protocol.read_named(protocol.request_of(body)))
         if kind == "text/plain":
-            return lambda: self._samples([], [text_of(body.strip())], nearest)  # files end with a newline
+            return lambda: self._rows([], [protocol.text_of(body.strip())])  # files end with a newline
         raise RequestError(f"content of the type {kind[:100]!r} is not accepted; send {CONTENT}", 415)
 
-    def _samples(self, images: Sequence[bytes], texts: Sequence[str | tuple[str, str]], nearest: bool) -> list[Sample]:
+    def _rows(self, images: Sequence[bytes], texts: Sequence[Text]) -> list[Row]:
+        """Rows of images or texts, within the limits of a request."""
+        kind = "image" if images else "text"
+        raw: Sequence[bytes | Text] = images or texts
         if images and texts:
             raise RequestError("got images and texts in one request; this model reads one kind")
-        if not images and not texts:
+        if not raw:
             raise RequestError("the request holds no sample; give at least one")
-        return self.service.images(images, nearest) if images else self.service.texts(texts, nearest)
+        reader, longest = self.served.reader, self.settings.max_characters
+        if kind != self.served.ensemble.kind:
+            raise RequestError(f"got {kind}s, but this model reads {self.served.ensemble.kind}s")
+        self._require_few(len(raw))
+        rows, pixels = list[Row](), self.settings.max_pixels * 1e6
+        for index, one in enumerate(raw):
+            count = 0 if isinstance(one, bytes) else len(one) if isinstance(one, str) else len(one[0]) + len(one[1])
+            if count > longest:
+                raise RequestError(f"text {index} has {count} characters; at most {longest} are accepted", 413)
+            row = reader.read(one, pixels)
+            if row.error is not None:
+                raise RequestError(f"{kind} {index}: {row.error}", getattr(row.error, "status", 400)) from row.error
+            pixels -= row.pixels
+            rows.append(row)
+        return rows
+
+    def _require_few(self, count: int) -> None:
+        most = self.settings.max_queue
+        if count > most:
+            raise RequestError(f"got {count} samples in one request; at most {most} are accepted", 413)
 
     async def metrics(self, request: "Request") -> "Response":
         """Counters and histograms, as Prometheus reads them."""
@@ -445,32 +547,58 @@ class _Server:
 
     async def metadata(self, request: "Request") -> "Response":
         """Inputs and outputs of the model, its classes and reasons."""
-        return _json(protocol.model_metadata(self.service))
+        return _json(protocol.model_metadata(self.served))
 
     async def infer(self, request: "Request") -> "Response":
         """Answers as named tensors."""
         async with self._admitted():
             parts = await request.body(), request.headers.get(protocol.HEADER)
             message, inputs = await self._decoded(lambda: protocol.read_request(*parts))
-            outputs, deadline = protocol.asked_outputs(message, self.service), protocol.deadline_of(message)
+            outputs, deadline = protocol.asked_outputs(message, self.served), protocol.deadline_of(message)
             rows, answers = await self._answers(request, lambda: self._tensor_rows(inputs), deadline)
         notes = [row.notes for row in rows]
-        content, headers = protocol.write_answer(message, self.service, outputs, answers, notes)
+        content, headers = protocol.write_answer(message, self.served, outputs, answers, notes)
         return _response(content, headers=headers)
 
-    def _tensor_rows(self, inputs: dict[str, Any]) -> list[Sample]:
+    def _tensor_rows(self, inputs: dict[str, Any]) -> list[Row]:
         """Rows from named tensors: encoded images, texts, or preprocessed inputs."""
-        raw, _ = protocol.RAW[self.service.kind]
-        names = [field.name for field in self.service.inputs]
+        reader = self.served.reader
+        raw, _ = protocol.RAW[reader.kind]
+        names = [field.name for field in reader.inputs]
         strange = next((name for name in inputs if name not in (raw, *names)), None)
         if strange is not None or (raw in inputs and len(inputs) > 1):
             raise RequestError(f"got the inputs {short(sorted(inputs))}; give {raw}, or {', '.join(names)}")
         for name, value in inputs.items():
             if isinstance(value, list) != (name == raw):
                 raise RequestError(f"input {short(name)} must {'be of the type' if name == raw else 'not be'} BYTES")
-        if raw not in inputs:
-            return self.service.tensors({name: torch.tensor(array) for name, array in inputs.items()})
-        return self._samples(*read_named({f"{raw}s": inputs[raw]}), nearest=False)
+        if raw in inputs:
+            return self._rows(*protocol.read_named({f"{raw}s": inputs[raw]}))
+        self._require_few(max(len(array) for array in inputs.values()))
+        return reader.tensors({name: torch.tensor(array) for name, array in inputs.items()})
+
+
+async def _form(request: "Request", most: int) -> dict[str, Any]:
+    """The images and texts of a form by their plural names; files are images, whatever their field is called."""
+    from starlette.datastructures import UploadFile
+    from starlette.formparsers import MultiPartParser
+
+    class InMemory(MultiPartParser):
+        spool_max_size = 0  # never on a disk
+
+    pairs: list[tuple[str, Any]]
+    if request.headers["content-type"].lower().startswith("multipart/"):
+        form = await InMemory(request.headers, request.stream(), max_files=most, max_fields=most).parse()
+        pairs = form.multi_items()
+    else:  # browsers escape what is not ASCII, and others send it in UTF-8, which Starlette would take for Latin-1
+        pairs = parse_qsl(protocol.as_text(await request.body()), keep_blank_values=True)
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if isinstance(value, UploadFile):
+            fields.setdefault("images", []).append(await value.read())
+            await value.close()
+        else:
+            fields.setdefault(f"{name.removesuffix('s')}s", []).append(value)
+    return fields
 
 
 def _digests(parts: Sequence[str]) -> str:
@@ -490,3 +618,87 @@ def _response(
     from fastapi import Response
 
     return Response(body, status, headers, media_type)
+
+
+# --- running it ------------------------------------------------------------------------------------------------------
+
+
+def serve(model: Ensemble | str | Path, settings: ServeSettings | None = None) -> None:
+    """Serve a classifier, or a folder or hub id of one, until a signal arrives; then finish all accepted requests.
+
+    The model is loaded and warm before the server listens. Its address is printed to standard error, and the log to
+    standard output, as lines of JSON.
+    """
+    settings = settings or ServeSettings()
+    for name in ("fastapi", "prometheus_client", "python_multipart"):  # fail before the model is loaded
+        require(name, extra="serve")
+    uvicorn = require("uvicorn", extra="serve")
+    torch.set_num_threads(min(torch.get_num_threads(), cores()))
+    log_to_stdout()
+    loaded = model if isinstance(model, Ensemble) else Ensemble.from_pretrained(model)
+    engine = LocalEngine(require_ensemble(loaded, "serve"), settings)
+    app = make_app(loaded, settings, engine=engine)
+    engine.load()
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=int(settings.timeout) + 5,
+        limit_concurrency=4 * settings.max_queue + 64,
+    )
+    former = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises the signal again when done; exit with 0
+    try:
+        with listening(settings) as listener:
+            _announce(listener, settings)
+            uvicorn.Server(config).run(sockets=[listener])
+    except KeyboardInterrupt:  # raised again in the same way
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+@contextmanager
+def listening(settings: ServeSettings) -> Iterator[socket.socket]:
+    """The socket of the server; only this user can open a Unix socket, and it goes with the server."""
+    path = None if settings.uds is None else expanded(settings.uds)
+    try:
+        if path is None:
+            family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+            listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        else:
+            if path.is_socket() and not _answers(path):
+                path.unlink()  # left by a killed server
+            umask = os.umask(0o177)
+            try:
+                listener = socket.create_server(str(path), family=socket.AF_UNIX, backlog=2048)
+            finally:
+                os.umask(umask)
+    except OSError as error:
+        where = settings.uds or f"{settings.host}:{settings.port}"
+        raise StorageError(f"cannot listen on {where}: {error}; give another address, or stop what uses it") from error
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def _answers(path: Path) -> bool:
+    """Whether a process listens on a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def _announce(listener: socket.socket, settings: ServeSettings) -> None:
+    if settings.uds is not None:
+        where = f"unix:{settings.uds}"
+    else:
+        host, port = listener.getsockname()[:2]
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        if key_from_environment() is None and settings.host not in LOOPBACK:
+            print(f"warning: anyone who reaches {where} gets answers; set {API_KEY} to require a key", file=sys.stderr)
+    threads = f"threads: {torch.get_num_threads()}"
+    print(f"serving {settings.name} at {where} ({threads}); Ctrl-C ends it", file=sys.stderr, flush=True)

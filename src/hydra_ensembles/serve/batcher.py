@@ -1,44 +1,122 @@
-"""Dynamic batching of rows from many requests: by size, waiting time and shape, from a bounded queue.
+"""Rows in batches: `Runner` answers rows of any shapes; `Batcher` gathers those of many requests for it.
 
-Each worker has one thread, which runs the group that has waited longest. Cancelled rows (the deadline has passed, or
-the client has disconnected) are not run. If the model fails on one row, the other rows of its batch still get answers.
+The batcher's thread runs the group of equal shapes that is full or has waited longest. Cancelled rows (the deadline has
+passed, or the client has disconnected) are not run. If the model fails on one row, the other rows of its batch still
+get answers; if its device fails, nothing is tried again: only a new process can use it.
 """
 
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from ..errors import RequestError
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._utils import collect_warnings
+from ..errors import DataError, HydraError, RequestError
+from ..model.ensemble import Ensemble
+from ..optimize.runner import OptimizedEnsemble
+from .outputs import columns
+from .rows import Row as ReadRow
+from .rows import doubling
 
 Row = TypeVar("Row")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+Answer = dict[str, Any]
+"""Every output of `output_fields` for one sample, as a NumPy array or scalar."""
 
+MAX_PIXEL = 1e4  # larger than any preprocessed pixel
 SMOOTHING = 0.1  # weight of the last batch in the moving average of seconds per row
-LONGEST_RETRY = 60  # seconds
+LONGEST = 60  # seconds after which a client is told to come back
+
+
+class Runner:
+    """A model as a function from rows to answers, in batches of a few sizes, for which plans are measured.
+
+    On a GPU a batch is filled up to the next size, which takes no longer than a smaller one; on a CPU it is split.
+    """
+
+    def __init__(self, model: Ensemble | OptimizedEnsemble, most: int) -> None:
+        """Run `model` on at most so many rows at once."""
+        self.model, self.sizes = model, doubling(1, most)
+        self._fills = model.device.type != "cpu"
+
+    def warm_up(self, examples: Sequence[ReadRow]) -> None:
+        """Run every size of every shape once."""
+        for row in examples:
+            for size in self.sizes:
+                self.answers([row] * size)
+
+    def answers(self, rows: Sequence[ReadRow]) -> list[Answer | HydraError]:
+        """For each row its answer, or why it has none."""
+        found: list[Answer | HydraError | None] = [row.error for row in rows]
+        groups: dict[Hashable, list[int]] = {}
+        for index, row in enumerate(rows):
+            if row.error is None:
+                groups.setdefault(row.shape, []).append(index)
+        for piece in (piece for indices in groups.values() for piece in self._pieces(indices)):
+            for index, answer in zip(piece, self._run([rows[index] for index in piece]), strict=True):
+                found[index] = answer
+        return [one for one in found if one is not None]
+
+    def _pieces(self, indices: list[int]) -> Iterator[list[int]]:
+        while indices:
+            size = max(size for size in self.sizes if size <= len(indices))
+            if self._fills and len(indices) < self.sizes[-1]:
+                size = len(indices)
+            yield indices[:size]
+            indices = indices[size:]
+
+    def _run(self, rows: list[ReadRow]) -> list[Answer | HydraError]:
+        size = next(size for size in self.sizes if size >= len(rows))
+        filled = [*rows, *rows[-1:] * (size - len(rows))]  # on a CPU there is nothing to fill
+        with collect_warnings():  # what there is to say was noted when the rows were read
+            arrays = columns(self.model.predict(stacked(filled), check_finite=False))
+        finite: Any = np.isfinite(arrays["member_logits"]).all(axis=(1, 2))  # [B]
+        return [
+            {name: column[index] for name, column in arrays.items()} if finite[index] else self._no_number(row)
+            for index, row in enumerate(rows)
+        ]
+
+    def _no_number(self, row: ReadRow) -> HydraError:
+        """The error for logits that are not finite: the client's if pixels are absurdly large, else the server's."""
+        main = next(iter(row.inputs.values()))  # pixels or tokens
+        if main.is_floating_point() and float(main.abs().max()) > MAX_PIXEL:
+            return DataError("its answer is NaN or infinite: its values are too large for an image")
+        kind = str(self.model.dtype).removeprefix("torch.")
+        return RequestError(f"its answer is NaN or infinite: the model runs in {kind}, where it may overflow", 500)
+
+
+def stacked(rows: Sequence[ReadRow]) -> Tensor | dict[str, Tensor]:
+    """Rows of one shape as a batch, `[B, …]`."""
+    batch = {name: torch.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}
+    return next(iter(batch.values())) if len(batch) == 1 else batch
 
 
 @dataclass(frozen=True)
-class _Waiting(Generic[Row, Answer]):
+class _Waiting(Generic[Row, Result]):
     row: Row
-    future: Future[Answer]
+    future: Future[Result]
     since: float
 
 
-class Batcher(Generic[Row, Answer]):
-    """Runs rows in batches on one thread for each of `runs`.
+class Batcher(Generic[Row, Result]):
+    """Runs rows of many callers in batches, on one thread.
 
     Attributes:
         waiting: Rows in the queue.
+        failure: The error of a device that no further call can use; None while all is well.
     """
 
     def __init__(
         self,
-        runs: Sequence[Callable[[list[Row]], Sequence[Answer]]],
+        run: Callable[[list[Row]], Sequence[Result | Exception]],
         group: Callable[[Row], Hashable],
         *,
         max_batch: int,
@@ -46,34 +124,34 @@ class Batcher(Generic[Row, Answer]):
         max_queue: int,
         observe: Callable[[int, float], None] = lambda rows, seconds: None,
     ) -> None:
-        """Start the threads; each calls one of `runs` with a batch, which returns one answer per row.
+        """Start the thread; it calls `run` with a batch, which returns an answer or an error for each row.
 
-        `group` returns what the rows of a batch must share: their shape. While a thread is idle, a row waits up to
+        `group` returns what the rows of a batch must share: their shape. While the thread is idle, a row waits up to
         `max_wait` seconds for others. `observe` is called with the number of rows and the seconds of every batch.
         """
         self.waiting = 0
-        self._group, self._observe = group, observe
+        self.failure: Exception | None = None
+        self._run, self._group, self._observe = run, group, observe
         self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
-        self._groups: dict[Hashable, deque[_Waiting[Row, Answer]]] = {}
+        self._groups: dict[Hashable, deque[_Waiting[Row, Result]]] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._seconds_per_row = 0.0
-        self._threads = [
-            threading.Thread(target=self._work, args=(run,), name=f"model-{index}", daemon=True)
-            for index, run in enumerate(runs)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._work, name="model", daemon=True)
+        self._thread.start()
 
-    def submit(self, rows: Sequence[Row]) -> list[Future[Answer]]:
+    def submit(self, rows: Sequence[Row]) -> list[Future[Result]]:
         """Queue all of these rows, or none: `RequestError` (503) if there is no room for them, and after `close`."""
         with self._changed:
+            if self.failure is not None:
+                raise RequestError("the device of the model has failed, and this server must be restarted", 503)
             if self._closing:
                 raise RequestError("this server is shutting down; try another, or try later", 503, retry_after=1)
             if self.waiting + len(rows) > self._max_queue:
-                raise RequestError("too many samples are waiting; try again later", 503, self._retry_after())
+                seconds = math.ceil(self.waiting * self._seconds_per_row)
+                raise RequestError("too many samples are waiting; try again later", 503, min(max(seconds, 1), LONGEST))
             now = time.monotonic()
-            futures = [Future[Answer]() for _ in rows]
+            futures = [Future[Result]() for _ in rows]
             for row, future in zip(rows, futures, strict=True):
                 self._groups.setdefault(self._group(row), deque()).append(_Waiting(row, future, now))
             self.waiting += len(rows)
@@ -81,23 +159,17 @@ class Batcher(Generic[Row, Answer]):
         return futures
 
     def close(self) -> None:
-        """Accept no more rows, answer the queued ones, and stop the threads."""
+        """Accept no more rows, answer the queued ones, and stop the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
 
-    def _retry_after(self) -> int:
-        """Estimated whole seconds until the queue is empty."""
-        seconds = self.waiting * self._seconds_per_row / len(self._threads)
-        return min(max(math.ceil(seconds), 1), LONGEST_RETRY)
-
-    def _work(self, run: Callable[[list[Row]], Sequence[Answer]]) -> None:
+    def _work(self) -> None:
         while batch := self._next():
-            self._answer(run, batch)
+            self._answer(batch)
 
-    def _next(self) -> list[_Waiting[Row, Answer]]:
+    def _next(self) -> list[_Waiting[Row, Result]]:
         """Wait for the next batch; empty when the batcher is closing and the queue is empty."""
         with self._changed:
             while True:
@@ -122,10 +194,10 @@ class Batcher(Generic[Row, Answer]):
         }
         return min(oldest, key=lambda key: oldest[key]) if oldest else None
 
-    def _take(self, key: Hashable) -> list[_Waiting[Row, Answer]]:
+    def _take(self, key: Hashable) -> list[_Waiting[Row, Result]]:
         """Remove up to `max_batch` rows of a group from the queue, skipping cancelled ones."""
         rows = self._groups[key]
-        batch = list[_Waiting[Row, Answer]]()
+        batch = list[_Waiting[Row, Result]]()
         while rows and len(batch) < self._max_batch:
             waiting = rows.popleft()
             self.waiting -= 1
@@ -133,24 +205,35 @@ class Batcher(Generic[Row, Answer]):
                 batch.append(waiting)
         if not rows:
             del self._groups[key]
-        if self._groups and len(self._threads) > 1:
-            self._changed.notify()  # wake an idle thread for the remaining rows, of any shape
         return batch
 
-    def _answer(self, run: Callable[[list[Row]], Sequence[Answer]], batch: list[_Waiting[Row, Answer]]) -> None:
+    def _answer(self, batch: list[_Waiting[Row, Result]]) -> None:
         started = time.monotonic()
         try:
-            answers = list(zip(batch, run([waiting.row for waiting in batch]), strict=True))
+            if self.failure is not None:
+                raise self.failure
+            answers = list(zip(batch, self._run([waiting.row for waiting in batch]), strict=True))
         except Exception as error:
-            if len(batch) == 1:
-                batch[0].future.set_exception(error)
+            if device_failed(error):
+                self.failure = error
+            if len(batch) == 1 or self.failure is not None:
+                for waiting in batch:
+                    waiting.future.set_exception(error)
                 return
             for waiting in batch:  # run one by one to find the failing row
-                self._answer(run, [waiting])
+                self._answer([waiting])
             return
         seconds = time.monotonic() - started
         before = self._seconds_per_row or seconds / len(batch)
         self._seconds_per_row = (1 - SMOOTHING) * before + SMOOTHING * seconds / len(batch)
         self._observe(len(batch), seconds)
         for waiting, answer in answers:
-            waiting.future.set_result(answer)
+            if isinstance(answer, Exception):
+                waiting.future.set_exception(answer)
+            else:
+                waiting.future.set_result(answer)
+
+
+def device_failed(error: Exception) -> bool:
+    """Whether a device has failed in a way that stays: every later call of this process would fail, too."""
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)  # of memory it says "CUDA out of"

@@ -2,6 +2,7 @@
 
 import copy
 import glob
+import hashlib
 import io
 import json
 import logging
@@ -12,40 +13,35 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .._utils import __version__, require, without_autocast
-from ..arguments import Rate, checked
 from ..errors import ConfigError, ConversionError, DataError
-from ..files import checksum, expanded, flush, json_bytes, locked, remove, writing
+from ..files import expanded, write_json, writing
 from ..model.config import PatchStemConfig
 from ..model.dropout import dropping
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_ensemble
 from ..preprocessing import TextPreprocessing
-from ..schema import to_plain
+from ..settings import to_plain
 from .outputs import REASON_WORDS, Answering, Arrays, Field, held_out, input_fields, output_fields
 
-Format = Literal["onnx", "pt2", "aoti"]
+Format = Literal["onnx", "pt2"]
 Named = Mapping[str, Tensor]
 RunFile = Callable[[Named], Arrays]
 
-SUFFIXES: Mapping[Format, str] = {"onnx": ".onnx", "pt2": ".pt2", "aoti": ".pt2"}
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 DISTANCES = 100  # factor on the tolerance for feature distances: squares, expanded into larger terms that cancel
-# samples and, for texts, tokens of the traced batch; the number of members is added to both, because AOTInductor of
-# torch 2.15 would treat equal sizes as one symbol and fix it
-TRACED = (5, 7)
+TRACED = (5, 7)  # samples and, for texts, tokens of the traced batch
 COMPARED = ((1, 9), (7, 33), (32, 64))
 DATA, TOKENIZER, ABOUT = ".data", ".tokenizer.json", ".json"  # suffixes of files next to it; DATA: weights above 2 GB
 _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")  # loggers that report every step
 
 
-@checked
 @without_autocast()
 def export(
     ensemble: Ensemble,
@@ -53,7 +49,7 @@ def export(
     format: Format | None = None,
     *,
     examples: Any = None,
-    tolerance: Rate | None = None,
+    tolerance: float | None = None,
 ) -> Path:
     """Write an ensemble, with calibration, familiarity and verdict, as a file that runs without this library.
 
@@ -68,8 +64,8 @@ def export(
     Args:
         ensemble: A classifier; a zero-shot one, too.
         path: The file; an earlier one is replaced.
-        format: `"onnx"` (ONNX Runtime, CPU), `"pt2"` (`torch.export.load`) or `"aoti"` (compiled for the device of the
-            ensemble by AOTInductor, which takes about a minute). None takes it from the suffix: `.onnx` or `.pt2`.
+        format: `"onnx"` (ONNX Runtime, CPU) or `"pt2"` (`torch.export.load`), which is also the suffix of the file, and
+            is taken from there if it is not given.
         examples: Your own inputs, as for `predict`, to compare on as well.
         tolerance: How much answers may differ, as a part of 1 + the largest number of a row; 5e-5 for float32.
             Feature distances may differ 100 times as much.
@@ -106,8 +102,7 @@ def export(
         with _staged(path) as file:
             about = _about(model, format, inputs, outputs)
             with _quiet(format):
-                samples, tokens = (count + model.num_members for count in TRACED)
-                program = _traced(answering, _random(model, inputs, samples, tokens), inputs, model)
+                program = _traced(answering, _random(model, inputs, *TRACED), inputs, model)
                 _WRITERS[format](program, file, inputs, outputs, about)
                 run = _RUNNERS[format](file)
                 pairs = zip(batches, expected, strict=True)
@@ -118,39 +113,33 @@ def export(
     return path
 
 
+def _format(path: Path, format: Format | None) -> Format:
+    suffix = path.suffix.lower().removeprefix(".")
+    if suffix not in get_args(Format) or format not in (None, suffix):
+        raise ConfigError(f"{path} has the suffix {path.suffix!r}; use .onnx for onnx, .pt2 for pt2")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file")
+    return "onnx" if suffix == "onnx" else "pt2"
+
+
 @contextmanager
 def _staged(path: Path) -> Iterator[Path]:
     """A temporary place for a file and its companions; if the block succeeds, all are moved to their final place."""
-    with locked(path.parent, "export", file=path.name), writing(path):
-        for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-            remove(leftover)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
         staging.mkdir()
         try:
             yield staging / path.name
             written = sorted(staging.iterdir(), key=lambda file: file.name == path.name)  # the model file last
             for file in written:
-                flush(file)
-            for file in written:
                 os.replace(file, path.parent / file.name)
-            flush(path.parent)
             names = {file.name for file in written}  # companions of the previous model go once unreferenced
             for stale in (path.with_name(f"{path.name}{TOKENIZER}"), *_data_of(path)):
                 if stale.name not in names:
                     stale.unlink(missing_ok=True)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-
-
-def _format(path: Path, format: Format | None) -> Format:
-    if format is None:
-        format = next((name for name, suffix in SUFFIXES.items() if suffix == path.suffix.lower()), None)
-    if format is None or path.suffix.lower() != SUFFIXES[format]:
-        endings = ", ".join(f"{suffix} for {name}" for name, suffix in SUFFIXES.items())
-        raise ConfigError(f"{path} has the suffix {path.suffix!r}; use {endings}")
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name a file")
-    return format
 
 
 @contextmanager
@@ -169,7 +158,7 @@ def _quiet(format: Format) -> Iterator[None]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConversionError(
             f"torch {torch.__version__} cannot export this ensemble as {format}: {reason}; nothing was written. Try "
-            f"another format of {', '.join(SUFFIXES)}"
+            f"another format of {', '.join(get_args(Format))}"
         ) from error
     finally:
         for name, level in levels.items():
@@ -199,12 +188,13 @@ def _random(ensemble: Ensemble, inputs: Sequence[Field], samples: int, tokens: i
 def _from_examples(ensemble: Ensemble, inputs: Sequence[Field], examples: Any) -> dict[str, Tensor]:
     """The user's examples by name, as inputs of the exported file."""
     prepared = ensemble.prepare(examples)
-    if isinstance(prepared, Tensor):
+    main = prepared[inputs[0].name]
+    if ensemble.kind == "image":
         shape = inputs[0].shape
-        if prepared.shape[1:] != shape:
-            raise DataError(f"the examples are {list(prepared.shape[1:])}, but the file takes images {list(shape)}")
-        return {inputs[0].name: prepared}
-    zeros = torch.zeros_like(prepared["input_ids"])
+        if main.shape[1:] != shape:
+            raise DataError(f"the examples are {list(main.shape[1:])}, but the file takes images {list(shape)}")
+        return {inputs[0].name: main}
+    zeros = torch.zeros_like(main)
     left_out = {"attention_mask": zeros + 1, "token_type_ids": zeros}  # defaults: no padding, one segment
     return {field.name: {**left_out, **prepared}[field.name].long() for field in inputs}
 
@@ -289,15 +279,12 @@ def _write_onnx(
     _name_data(file)
 
 
-def _through_memory(write: Callable[[Any, io.BytesIO], object]) -> Callable[..., None]:
-    """Wrap a torch writer: write to memory, then to the file; torch aborts the process if its own write fails."""
-
-    def written(program: Any, file: Path, *_: object) -> None:
-        content = io.BytesIO()
-        write(program, content)
-        file.write_bytes(content.getbuffer())
-
-    return written
+def _write_pt2(
+    program: Any, file: Path, inputs: Sequence[Field], outputs: Sequence[Field], about: Mapping[str, Any]
+) -> None:
+    content = io.BytesIO()  # torch aborts the process if it cannot write to a disk
+    torch.export.save(program, content)
+    file.write_bytes(content.getbuffer())
 
 
 def _name_data(file: Path) -> None:
@@ -316,9 +303,14 @@ def _name_data(file: Path) -> None:
 
 
 def _data_of(file: Path) -> list[Path]:
-    """External weights of a file or of its predecessors of the same name; up to version 0.1 without a digest."""
-    name = glob.escape(file.name)
-    return sorted((*file.parent.glob(f"{name}{DATA}"), *file.parent.glob(f"{name}.{'[0-9a-f]' * 16}{DATA}")))
+    """External weights of a file, or of earlier ones of the same name."""
+    return sorted(file.parent.glob(f"{glob.escape(file.name)}.{'[0-9a-f]' * 16}{DATA}"))
+
+
+def checksum(file: Path) -> str:
+    """SHA-256 of a file."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _translations() -> dict[Any, Any]:
@@ -347,22 +339,13 @@ def _run_onnx(file: Path) -> RunFile:
     return lambda inputs: dict(zip(names, session.run(None, _arrays(inputs)), strict=True))
 
 
-def _run_torch(model: Callable[..., Named]) -> RunFile:
+def _run_pt2(file: Path) -> RunFile:
+    model = torch.export.load(file).module()
     return lambda inputs: _arrays(model(**inputs))
 
 
-_WRITERS: Mapping[Format, Callable[..., object]] = {
-    "onnx": _write_onnx,
-    "pt2": _through_memory(lambda program, content: torch.export.save(program, content)),
-    "aoti": _through_memory(
-        lambda program, content: torch._inductor.aoti_compile_and_package(program, package_path=content)
-    ),
-}
-_RUNNERS: Mapping[Format, Callable[[Path], RunFile]] = {
-    "onnx": _run_onnx,
-    "pt2": lambda file: _run_torch(torch.export.load(file).module()),
-    "aoti": lambda file: _run_torch(torch._inductor.aoti_load_package(str(file))),
-}
+_WRITERS: Mapping[Format, Callable[..., None]] = {"onnx": _write_onnx, "pt2": _write_pt2}
+_RUNNERS: Mapping[Format, Callable[[Path], RunFile]] = {"onnx": _run_onnx, "pt2": _run_pt2}
 
 
 # --- files next to the model ----------------------------------------------------------------------------------------
@@ -394,5 +377,4 @@ def _write_companions(file: Path, ensemble: Ensemble, about: Mapping[str, Any]) 
     preprocessing = ensemble.metadata.preprocessing
     if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
         file.with_name(f"{file.name}{TOKENIZER}").write_text(preprocessing.tokenizer, encoding="utf-8")
-    about_file = file.with_name(f"{file.name}{ABOUT}")
-    about_file.write_bytes(json_bytes(about, about_file.name))
+    write_json(file.with_name(f"{file.name}{ABOUT}"), about)

@@ -6,8 +6,6 @@ The sample is the first axis of every input and output, also of member logits (`
 a table, and batches that a server can split and join.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..batches import READ
-from ..errors import DataError
 from ..metrics.conformal import Reference
 from ..model.config import PatchStemConfig
 from ..model.ensemble import Ensemble
@@ -118,32 +115,3 @@ class Answering(nn.Module):
         logits, unfamiliarity = self.ensemble.answers(main, attention_mask, token_type_ids)
         outputs = named_tensors(self.ensemble.prediction(logits, unfamiliarity, check_finite=False))
         return outputs | {"score": outputs["score"].clone()}  # exported outputs must not share a tensor
-
-
-# --- columns of a batch ----------------------------------------------------------------------------------------------
-
-
-def count_rows(name: str, column: Any) -> int:
-    """The number of rows in a column; raise if it is a single value, such as a string, or a generator."""
-    single = isinstance(column, str | bytes | Mapping) or not hasattr(type(column), "__len__")
-    if single or getattr(column, "ndim", 1) == 0:
-        kind = type(column).__name__
-        raise DataError(f"column {name!r} of the batch must be a list, with a value for each row; got one {kind}")
-    return len(column)
-
-
-def as_tensor(name: str, column: Any) -> Tensor:
-    """A column of equally shaped rows as one tensor, however the engine stores it."""
-    rows = list(column) if isinstance(column, np.ndarray) and column.dtype == object else column
-    try:
-        return rows if isinstance(rows, Tensor) else torch.from_numpy(np.ascontiguousarray(rows))
-    except (ValueError, TypeError) as error:
-        raise DataError(f"column {name!r} needs numbers, as many in each row (pad texts): {error}") from error
-
-
-def as_array(column: Any) -> np.ndarray[Any, Any]:
-    """A column as an array; objects if not numbers: NumPy strips trailing zeros of bytes and rejects ragged lists."""
-    with suppress(ValueError):
-        if isinstance(column, np.ndarray) or np.asarray(column).dtype.kind in "biuf":
-            return np.asarray(column)
-    return np.fromiter(column, dtype=object, count=len(column))

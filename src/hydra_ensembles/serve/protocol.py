@@ -1,21 +1,26 @@
-"""The Open Inference Protocol, version 2: tensors as JSON, or as binary data after it, as Triton clients send them.
+"""What travels over HTTP: the Open Inference Protocol, version 2, and the plain JSON and forms of `/v1/predict`.
 
-A request is JSON. If the header `Inference-Header-Content-Length` gives its length, the tensors with a
+A request of the protocol is JSON. If the header `Inference-Header-Content-Length` gives its length, the tensors with a
 `binary_data_size` follow it in order, little-endian. The request also selects the format of each output.
 """
 
+import base64
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..errors import RequestError
-from ..files import unique
-from ..schema import short
-from .outputs import REASON_WORDS, Field
-from .service import Answer, Service, finite
+from ..model.ensemble import Ensemble
+from ..model.metadata import Calibration
+from ..settings import short
+from .batcher import Answer
+from .outputs import REASON_WORDS, Field, output_fields
+from .rows import Reader
 
 HEADER = "Inference-Header-Content-Length"
 DATATYPES = {
@@ -33,20 +38,125 @@ NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 RAW = {"image": ("image", "Encoded images, bytes of PNG or JPEG files; in JSON base64."), "text": ("text", "Texts.")}
 
 LONGEST_NUMBER = 18  # digits: every such number fits in 64 bits
+SHOWN = 5  # number of most probable classes in a JSON answer
 
 Array = np.ndarray[Any, Any]
 AskedField = tuple[Field, bool]  # an output, and whether to send it as binary
+Text = str | tuple[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Served:
+    """What clients see of a model: its name, what it reads, what it answers. Its weights are not read."""
+
+    ensemble: Ensemble
+    name: str
+
+    @cached_property
+    def reader(self) -> Reader:
+        """Turns raw rows into inputs."""
+        return Reader(self.ensemble)
+
+    @cached_property
+    def outputs(self) -> tuple[Field, ...]:
+        """What an answer holds."""
+        return output_fields(self.ensemble)
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """Class names, or class indices if it has none."""
+        return self.ensemble.metadata.labels or tuple(map(str, range(self.ensemble.num_classes)))
+
+    def plain(self, answer: Answer, notes: Sequence[str] = ()) -> dict[str, Any]:
+        """An answer and any notes as JSON data, with class names for indices; members have the temperature, too."""
+        labels, probs = self.labels, answer["probs"]
+        calibration = self.ensemble.metadata.calibration or Calibration()
+        logits = answer["member_logits"].astype(np.float64) / np.array(calibration.temperature)[:, None]  # [M, C]
+        members = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        members /= members.sum(axis=-1, keepdims=True)
+        numbers = {
+            field.name: finite(answer[field.name])
+            for field in self.outputs
+            if not field.shape and field.name not in ("label", "accept", "reason")
+        }
+        content = {
+            "label": labels[int(answer["label"])],
+            "index": int(answer["label"]),
+            "accept": bool(answer["accept"]) if "accept" in answer else None,
+            "reason": (REASON_WORDS[int(answer["reason"])] or None) if "reason" in answer else None,
+            **numbers,
+            "top": [
+                {"label": labels[index], "probability": finite(probs[index])}
+                for index in np.argsort(-probs, kind="stable")[:SHOWN].tolist()
+            ],
+            "members": [{"label": labels[int(p.argmax())], "probability": finite(p.max())} for p in members],
+        }
+        return {**content, "notes": list(notes)} if notes else content
+
+
+def finite(value: Any) -> float | None:
+    """A float for JSON; None for NaN and infinity, which JSON lacks."""
+    return float(value) if math.isfinite(value) else None
+
+
+# --- plain requests --------------------------------------------------------------------------------------------------
 
 
 def request_of(body: bytes) -> dict[str, Any]:
     """Parse a JSON object, or raise `RequestError`."""
     try:
-        content = json.loads(body, object_pairs_hook=unique)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RequestError("the body is not valid JSON, or has a field twice") from error
+        raise RequestError("the body is not valid JSON") from error
     if not isinstance(content, dict):
         raise RequestError(f"the body is JSON of the type {type(content).__name__}; give an object with named fields")
     return content
+
+
+def read_named(body: Mapping[str, Any]) -> tuple[list[bytes], list[Text]]:
+    """The images and texts of a JSON object or a form: one under `image` or `text`, several under the plural."""
+    unknown = body.keys() - {"image", "images", "text", "texts"}
+    if unknown:
+        raise RequestError(f"there is no field {short(sorted(unknown)[0])}; there are image, images, text and texts")
+    if isinstance(body.get("text"), list):  # one pair, or several texts?
+        raise RequestError('text is a list; write texts: ["one", "two"], for a pair [["first", "second"]]')
+    values: dict[str, list[Any]] = {}
+    for name in ("image", "text"):
+        several = body.get(f"{name}s", [])
+        if not isinstance(several, list):
+            raise RequestError(f"{name}s must be a list")
+        values[name] = [*([body[name]] if name in body else []), *several]
+    return [image_of(value) for value in values["image"]], [text_of(value) for value in values["text"]]
+
+
+def image_of(value: Any) -> bytes:
+    """The bytes of an image file; decoded if it is base64, as in JSON, which no image file is by itself."""
+    try:
+        text = value.decode("ascii") if isinstance(value, bytes) else value
+        return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+    except (AttributeError, ValueError) as error:  # not a string, or not base64
+        if isinstance(value, bytes):
+            return value
+        raise RequestError("an image that is not bytes must be a base64 string on one line") from error
+
+
+def text_of(value: Any) -> Text:
+    """A text or a pair of texts from JSON, or a text from its bytes."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return as_text(value)
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value):
+        return value[0], value[1]
+    raise RequestError("a text in JSON must be a string, or a list of two")
+
+
+def as_text(content: bytes) -> str:
+    """A text from its bytes."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:  # a guessed encoding would change the text
+        raise RequestError("a text is not in UTF-8") from error
 
 
 def byte_count(header: str) -> int | None:
@@ -54,7 +164,7 @@ def byte_count(header: str) -> int | None:
     return int(header) if header.isdecimal() and len(header) <= LONGEST_NUMBER else None
 
 
-# --- requests --------------------------------------------------------------------------------------------------------
+# --- requests of the protocol ----------------------------------------------------------------------------------------
 
 
 def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[str, Array | list[bytes]]]:
@@ -156,7 +266,7 @@ def _from_binary(called: str, datatype: str, shape: tuple[int, ...], content: by
 
 def write_answer(
     request: Mapping[str, Any],
-    service: Service,
+    served: Served,
     outputs: Iterable[AskedField],
     answers: Sequence[Answer],
     notes: Sequence[Sequence[str]] = (),
@@ -174,7 +284,7 @@ def write_answer(
             all_finite = array.dtype.kind != "f" or np.isfinite(array).all()
             tensor["data"] = array.reshape(-1).tolist() if all_finite else [finite(value) for value in array.flat]
         tensors.append(tensor)
-    body: dict[str, Any] = {"model_name": service.settings.name, "model_version": "1", "outputs": tensors}
+    body: dict[str, Any] = {"model_name": served.name, "model_version": "1", "outputs": tensors}
     remarks = [f"sample {index}: {note}" for index, sample_notes in enumerate(notes) for note in sample_notes]
     if remarks:
         body["parameters"] = {"notes": "; ".join(remarks)}
@@ -186,9 +296,9 @@ def write_answer(
     return head + b"".join(buffers), {"Content-Type": "application/octet-stream", HEADER: str(len(head))}
 
 
-def asked_outputs(request: Mapping[str, Any], service: Service) -> list[AskedField]:
+def asked_outputs(request: Mapping[str, Any], served: Served) -> list[AskedField]:
     """The outputs that a request names, or all if it names none; unknown names raise `RequestError`."""
-    fields = {field.name: field for field in service.outputs}
+    fields = {field.name: field for field in served.outputs}
     names = tuple(fields)  # a tuple, as the requested name may be unhashable
     usual = bool(_parameters(request).get("binary_data_output"))
     asked = request.get("outputs") or [{"name": name} for name in names]
@@ -205,28 +315,29 @@ def deadline_of(request: Mapping[str, Any]) -> float:
     return microseconds / 1e6
 
 
-def model_metadata(service: Service) -> dict[str, Any]:
+def model_metadata(served: Served) -> dict[str, Any]:
     """Model metadata: inputs (raw or as tensors; either is enough), outputs, classes and reasons."""
-    name, meaning = RAW[service.kind]
-    raw = [] if service.preprocessing is None else [{"name": name, "datatype": "BYTES", "shape": [-1]}]
+    reader = served.reader
+    name, meaning = RAW[reader.kind]
+    raw = [] if reader.preprocessing is None else [{"name": name, "datatype": "BYTES", "shape": [-1]}]
 
     def described(field: Field) -> dict[str, Any]:
         datatype = NAMES.get(field.dtype, "FP32")
         return {"name": field.name, "datatype": datatype, "shape": [-1, *field.shape]}
 
-    inputs = [described(field) for field in service.inputs]
-    if service.image_size is not None:
-        inputs[0] |= {"datatype": "FP32", "shape": [-1, service.inputs[0].shape[0], *service.image_size]}
+    inputs = [described(field) for field in reader.inputs]
+    if reader.image_size is not None:
+        inputs[0] |= {"datatype": "FP32", "shape": [-1, reader.inputs[0].shape[0], *reader.image_size]}
     return {
-        "name": service.settings.name,
+        "name": served.name,
         "versions": ["1"],
         "platform": "hydra_ensembles",
         "inputs": [*raw, *inputs],
-        "outputs": [described(field) for field in service.outputs],
+        "outputs": [described(field) for field in served.outputs],
         "parameters": {
-            "give_one_of": [*([name] for _ in raw), [field.name for field in service.inputs]],
-            "labels": list(service.labels),
+            "give_one_of": [*([name] for _ in raw), [field.name for field in reader.inputs]],
+            "labels": list(served.labels),
             "reasons": list(REASON_WORDS),
-            "meaning": {name: meaning} | {field.name: field.meaning for field in (*service.inputs, *service.outputs)},
+            "meaning": {name: meaning} | {field.name: field.meaning for field in (*reader.inputs, *served.outputs)},
         },
     }

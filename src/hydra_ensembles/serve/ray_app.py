@@ -6,36 +6,34 @@ replica that dies are sent to another one.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .._utils import require
-from ..arguments import Whole, checked
 from ..errors import ConfigError, RequestError
 from ..files import expanded
 from ..model.ensemble import Ensemble
-from .app import make_app
-from .service import Answer, Sample, ServeSettings, Service
+from .app import ServeSettings, key_from_environment, make_app, warm_runner
+from .batcher import Answer, device_failed
+from .rows import Row
 
 ATTEMPTS = 5  # replicas tried in turn if each one dies
 PAUSE = 0.1  # seconds before the second attempt; doubled before each further one
 
 
-@checked
 def ray_app(
-    model: str | Path | Ensemble,
+    model: str | Path,
     settings: ServeSettings | None = None,
     *,
-    min_replicas: Whole = 1,
-    max_replicas: Whole = 4,
+    min_replicas: int = 1,
+    max_replicas: int = 4,
     cpus: float = 1.0,
     gpus: float = 0.0,
 ) -> Any:
     """An application of Ray Serve: `ray.serve.run(ray_app("my-hydra"))`, with the routes of `hydra-ensembles serve`.
 
     Args:
-        model: A saved classifier, by a folder or hub id that every machine can read; or the ensemble itself.
+        model: A saved classifier, by a folder or hub id that every machine can read.
         settings: Batches and limits. Tell Ray where to listen: `serve.start(http_options=...)`.
             A key in HYDRA_API_KEY is read in the process that calls this.
         min_replicas: Minimum number of replicas of the model.
@@ -47,8 +45,7 @@ def ray_app(
     used = settings or ServeSettings()
     if max_replicas < min_replicas:
         raise ConfigError(f"max_replicas is {max_replicas}, less than min_replicas, {min_replicas}; raise it")
-    used = replace(used, api_key=used.key)  # read in this process: a running cluster has its own environment
-    if isinstance(model, str | Path) and expanded(model).is_dir():
+    if expanded(model).is_dir():
         model = expanded(model).resolve()  # replicas have another working directory
 
     class Replica(_Replica):
@@ -66,38 +63,46 @@ def ray_app(
     front = serve.deployment(
         name="Front", max_ongoing_requests=2 * used.max_queue, ray_actor_options={"num_cpus": 0}
     )(serve.ingress()(_Front))  # fmt: skip
-    device = "cuda" if gpus else None
-    return front.bind(replicas.bind(model, used, device), model, used)
+    key = key_from_environment()  # a running cluster has its own environment
+    return front.bind(replicas.bind(model, used, "cuda" if gpus else None), model, used, key)
 
 
 class _Replica:
     """One copy of the model."""
 
-    def __init__(self, model: str | Path | Ensemble, settings: ServeSettings, device: str | None) -> None:
-        ensemble = _loaded(model)
-        single = replace(settings, workers=1)  # Ray does the scaling
-        (self._run,) = Service(ensemble if device is None else ensemble.to(device), single).workers()
+    def __init__(self, model: str | Path, settings: ServeSettings, device: str | None) -> None:
+        self._runner = warm_runner(Ensemble.from_pretrained(model, device=device), settings)
+        self._failure: Exception | None = None
 
     async def ready(self) -> None:
         """Return at once, which shows that the model is loaded and warm."""
 
-    async def answer(self, rows: list[Sample]) -> list[Answer | Exception]:
+    def check_health(self) -> None:
+        """Raise if the device has failed for good: Ray then starts another replica."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def answer(self, rows: list[Row]) -> list[Answer | Exception]:
         """One answer per row, or its exception: a bad row does not affect the others."""
         return await asyncio.to_thread(self._answered, rows)
 
-    def _answered(self, rows: list[Sample]) -> list[Answer | Exception]:
+    def _answered(self, rows: list[Row]) -> list[Answer | Exception]:
         try:
-            return list(self._run(rows))
+            return list(self._runner.answers(rows))
         except Exception as error:
-            return [error] if len(rows) == 1 else [answer for row in rows for answer in self._answered([row])]
+            if device_failed(error):
+                self._failure = error
+            if len(rows) == 1 or self._failure is not None:
+                return [error] * len(rows)
+            return [answer for row in rows for answer in self._answered([row])]
 
 
 class _Front:
-    """Accepts, decodes and checks requests. It keeps no weights."""
+    """Accepts, decodes and checks requests; of the model it loads only what stands in its config."""
 
-    def __init__(self, replicas: Any, model: str | Path | Ensemble, settings: ServeSettings) -> None:
-        service = Service(_loaded(model).to("meta"), settings)
-        self._app = make_app(service, engine=_Replicas(replicas))
+    def __init__(self, replicas: Any, model: str | Path, settings: ServeSettings, key: str | None) -> None:
+        outline = Ensemble.from_pretrained(model, device="meta")
+        self._app = make_app(outline, settings, engine=_Replicas(replicas), key=key)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
@@ -117,14 +122,14 @@ class _Replicas:
     async def close(self) -> None:
         self.ready = False
 
-    async def answer(self, rows: Sequence[Sample]) -> Sequence[Answer]:
+    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
         self.waiting += len(rows)
         try:
             return await asyncio.gather(*map(self._answer_to, rows))
         finally:
             self.waiting -= len(rows)
 
-    async def _answer_to(self, row: Sample) -> Answer:
+    async def _answer_to(self, row: Row) -> Answer:
         answer: Answer | Exception = await self._call(self._handle.answer.remote, row)
         if isinstance(answer, Exception):
             raise answer
@@ -142,7 +147,3 @@ class _Replicas:
             except (died.RayActorError, serving.DeploymentUnavailableError, serving.ReplicaUnavailableError):
                 continue
         raise RequestError("no replica of the model stays alive; try again later", 503, retry_after=1)
-
-
-def _loaded(model: str | Path | Ensemble) -> Ensemble:
-    return model if isinstance(model, Ensemble) else Ensemble.from_pretrained(model)

@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any
 
 from .._utils import __version__, require
+from .batcher import Answer
 from .outputs import REASON_WORDS, held_out
-from .service import Answer, Service
+from .protocol import Served
 
 LOGGER = logging.getLogger(__name__)
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -32,8 +33,8 @@ OUTCOMES = tuple(word or "accepted" for word in REASON_WORDS)
 class Telemetry:
     """The metrics of one server."""
 
-    def __init__(self, service: Service, waiting: Callable[[], int]) -> None:
-        """Start at zero; `waiting` returns the number of queued samples."""
+    def __init__(self, served: Served, sizes: Sequence[int], waiting: Callable[[], int]) -> None:
+        """Start at zero; `sizes` are those of batches, and `waiting` returns the number of queued samples."""
         self._client = require("prometheus_client", extra="serve")
         self._registry = self._client.CollectorRegistry()
         kinds = self._client.Counter, self._client.Histogram, self._client.Gauge
@@ -41,22 +42,22 @@ class Telemetry:
         self._requests = counter("hydra_requests", "Requests by route and status.", ["route", "status"])
         self._seconds = histogram("hydra_request_seconds", "Time from first to last byte.", ["route"], buckets=SECONDS)
         self._outcomes = counter("hydra_answers", "Answers by outcome.", ["outcome"])
-        self._batches = histogram("hydra_batch_rows", "Samples in a batch.", buckets=[*service.sizes(), math.inf])
+        self._batches = histogram("hydra_batch_rows", "Samples in a batch.", buckets=[*sizes, math.inf])
         self._batch_seconds = histogram("hydra_batch_seconds", "Time the model takes for a batch.", buckets=SECONDS)
         gauge("hydra_queue_rows", "Samples waiting for a batch.").set_function(waiting)
-        model = service.ensemble
-        facts = {"name": service.settings.name, "version": __version__, "kind": service.kind}
+        model = served.ensemble
+        facts = {"name": served.name, "version": __version__, "kind": model.kind}
         facts |= {"members": str(model.num_members), "classes": str(model.num_classes), "device": str(model.device)}
         gauge("hydra_model", "The model that is served.", list(facts)).labels(**facts).set(1)
         self._scores = {
             name: histogram(f"hydra_score_{name.replace('++', '_pp')}", meaning, buckets=bins)
-            for name, meaning, bins in _score_bins(service)
+            for name, meaning, bins in _score_bins(served)
         }
         meaning = "Answers by the class that was predicted, accepted or not."
-        few = len(service.labels) <= MOST_LABELS
+        few = len(served.labels) <= MOST_LABELS
         self._labels = counter("hydra_labels", meaning, ["label"]) if few else None
-        self._names = service.labels
-        calibrated = any(field.name == "accept" for field in service.outputs)
+        self._names = served.labels
+        calibrated = any(field.name == "accept" for field in served.outputs)
         for word in OUTCOMES if calibrated else (UNCALIBRATED,):
             self._outcomes.labels(word)  # export zero before the first answer
 
@@ -90,12 +91,12 @@ class Telemetry:
         return content, str(self._client.CONTENT_TYPE_LATEST)
 
 
-def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:
+def _score_bins(served: Served) -> list[tuple[str, str, Sequence[float]]]:
     """Every output that is one number per sample, with its meaning and bin edges."""
-    references = held_out(service.ensemble)
-    most = math.log(len(service.labels))
+    references = held_out(served.ensemble)
+    most = math.log(len(served.labels))
     bins: list[tuple[str, str, Sequence[float]]] = []
-    for field in service.outputs:
+    for field in served.outputs:
         if field.shape or not field.dtype.startswith("float"):
             continue
         reference, threshold = references.get(field.name, (None, None))

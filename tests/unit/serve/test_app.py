@@ -12,12 +12,13 @@ import httpx
 import pytest
 import torch
 
+import hydra_ensembles.serve.app as app_module
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.service import API_KEY, ServeSettings, Service
+from hydra_ensembles.serve.app import API_KEY, ServeSettings, make_app
+from hydra_ensembles.serve.batcher import Runner
+from hydra_ensembles.serve.rows import Reader
 from served_models import SCORES, served
 from serving import JSON, MODEL, ask, opened, picture, pixels, settings, talk, turned, typed
-from serving import encoded as encode
 
 FORM = typed("application/x-www-form-urlencoded")
 
@@ -60,7 +61,6 @@ def test_images_in_every_way(options: dict[str, Any]) -> None:
         assert [member["probability"] for member in found["members"]] == pytest.approx(
             alone.softmax(dim=-1).amax(dim=-1)[:, 0].tolist(), abs=2e-4
         )
-        assert "nearest" not in found
 
 
 def test_whoever_sent_an_input_is_told_what_was_done_with_it() -> None:
@@ -69,14 +69,9 @@ def test_whoever_sent_an_input_is_told_what_was_done_with_it() -> None:
     short, cut = answer.json()["predictions"]
     assert "notes" not in short
     assert "tokens" in cut["notes"][0]
-    pages = encode(opened(picture(0)), "TIFF", save_all=True, append_images=[opened(picture(1))])
-    answer = post("image", files=[("file", one) for one in (picture(0), turned(), pages)])
-    upright, on_its_side, several = answer.json()["predictions"]
+    upright, on_its_side = post("image", files=[("file", one) for one in (picture(0), turned())]).json()["predictions"]
     assert "notes" not in upright
     assert "EXIF" in on_its_side["notes"][0]
-    assert "first" in several["notes"][0]
-    answer = post("image", f"{MODEL}/infer", json=pixels([0.0, 255.0] * 192))
-    assert "sample 1: images have values from 0 to 255" in answer.json()["parameters"]["notes"]
 
 
 def test_an_upload_is_not_written_to_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,12 +79,9 @@ def test_an_upload_is_not_written_to_a_disk(monkeypatch: pytest.MonkeyPatch) -> 
     assert post("image", files={"file": picture(0, (1000, 700), "BMP")}).status_code == 200
 
 
-def test_an_image_as_it_is_and_its_nearest_class() -> None:
-    asked: dict[str, Any] = {"content": picture(), "headers": typed("image/png; charset=binary")}
-    (found,) = post("image", "/v1/predict?nearest=True", **asked).json()["predictions"]
-    assert found["nearest"] in served("image").metadata.labels
-    (plain,) = post("image, bare", "/v1/predict?nearest=1", **asked).json()["predictions"]
-    assert (plain["nearest"], plain["accept"], plain["reason"]) == (None, None, None)
+def test_an_image_as_it_is_and_a_model_without_a_verdict() -> None:
+    (plain,) = post("image, bare", content=picture(), headers=typed("image/png; charset=binary")).json()["predictions"]
+    assert (plain["accept"], plain["reason"]) == (None, None)
     assert "familiarity" not in plain
 
 
@@ -111,7 +103,6 @@ def test_texts_in_every_way(options: dict[str, Any], texts: list[Any]) -> None:
     assert found == pytest.approx(expected.confidence.tolist(), abs=2e-4)
 
 
-FIELD = b'--q\r\nContent-Disposition: form-data; name="text"\r\n\r\na\r\n'
 BROKEN = {
     "not JSON": ({"content": b"{", "headers": JSON}, 400, "JSON"),
     "deep JSON": ({"content": b"[" * 100_000, "headers": JSON}, 400, "JSON"),
@@ -124,13 +115,10 @@ BROKEN = {
     "a pair or two texts": ({"json": {"text": ["hello", "wörld"]}}, 400, "write texts"),
     "both": ({"json": {"text": "hello", "image": encoded(picture())}}, 400, "one kind"),
     "another type": ({"content": b"x", "headers": typed("application/x-pickle")}, 415, "application/json"),
-    "a form cut off": ({"content": FIELD * 2, "headers": typed("multipart/form-data; boundary=q")}, 400, "cut off"),
     "compressed": ({"content": b"x", "headers": {"Content-Encoding": "gzip", **JSON}}, 415, "compressed"),
     "a length of 5000 digits": ({"content": b"x", "headers": {"Content-Length": "9" * 5000, **JSON}}, 413, "200000"),
-    "a form that escapes Latin-1": ({"content": b"text=w%F6rld", "headers": FORM}, 400, "UTF-8"),
     "a text in Latin-1": ({"content": b"w\xf6rld", "headers": typed("text/plain")}, 400, "UTF-8"),
     "another charset": ({"content": b"h\0i\0", "headers": typed("text/plain; charset=UTF-16LE")}, 415, "UTF-16LE"),
-    "a form of many fields": ({"content": b"&text=x" * 65, "headers": FORM}, 413, "64 fields"),
     "too large": ({"content": bytes(200_001), "headers": JSON}, 413, "200000"),
     "too many": ({"json": {"images": [""] * 65}}, 413, "65 samples"),
 }
@@ -192,7 +180,7 @@ def test_a_mistake_of_ours_tells_nothing_but_a_number(monkeypatch: pytest.Monkey
     def broken(self: Any, *_: Any) -> None:
         raise RuntimeError("secret input /home/me")
 
-    monkeypatch.setattr(Service, "images", broken)
+    monkeypatch.setattr(Reader, "read", broken)
     answer = post("image", files={"file": picture()}, headers={"X-Request-Id": "number-7"})
     assert (answer.status_code, answer.headers["X-Request-Id"]) == (500, "number-7")
     assert "number-7" in answer.json()["error"]
@@ -221,11 +209,47 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(monkeypatch: pytest.Monke
     talk(make_app(served("image"), settings()), conversation)
 
 
-def test_settings_are_checked_and_the_key_is_not_shown() -> None:
-    for change in ({"api_key": "short"}, {"api_key": "line\nbreak"}, {"max_queue": 3, "max_batch": 4}, {"name": "a/b"}):
-        with pytest.raises(ConfigError, match=r"key|max_queue|name is"):
+def test_settings_and_the_key_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in ({"max_queue": 3, "max_batch": 4}, {"name": "a/b"}, {"port": -1}):
+        with pytest.raises(ConfigError, match=r"max_queue|name|port"):
             ServeSettings(**change)  # type: ignore[arg-type]
-    assert "correct horse" not in repr(ServeSettings(api_key="correct horse"))
+    for key in ("short", "line\nbreak"):
+        monkeypatch.setenv(API_KEY, key)
+        with pytest.raises(ConfigError, match=API_KEY):
+            make_app(served("image"))
+
+
+def test_a_device_that_failed_is_not_asked_again_and_the_server_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, broken, original = list[int](), list[bool](), Runner.answers
+
+    def failing(runner: Runner, rows: Any) -> Any:
+        if not broken:
+            return original(runner, rows)
+        calls.append(len(rows))
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        assert (await client.get("/v2/health/ready")).status_code == 200
+        broken.append(True)
+        several = {"images": [encoded(picture(seed)) for seed in range(4)]}
+        assert (await client.post("/v1/predict", json=several)).status_code == 500
+        assert (await client.get("/v2/health/ready")).status_code == 503
+        assert (await client.post("/v1/predict", json=several)).status_code == 503
+
+    monkeypatch.setattr(Runner, "answers", failing)
+    talk(make_app(served("image"), settings(max_wait=1000)), conversation)
+    assert calls == [4]
+
+
+def test_the_model_is_warm_before_the_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = list[str]()
+    monkeypatch.setattr(app_module, "log_to_stdout", lambda: None)
+    monkeypatch.setattr(app_module.LocalEngine, "load", lambda self: done.append("load"))
+    create = app_module.socket.create_server
+    monkeypatch.setattr(app_module.socket, "create_server", lambda *a, **k: done.append("listen") or create(*a, **k))
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: done.append("run"))
+    app_module.serve(served("image"), settings(port=0))
+    assert done == ["load", "listen", "run"]
 
 
 def test_metrics_count_outcomes_scores_batches_and_refusals() -> None:

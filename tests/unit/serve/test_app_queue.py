@@ -10,19 +10,18 @@ import httpx
 import pytest
 
 from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.batcher import Batcher
-from hydra_ensembles.serve.service import Service
+from hydra_ensembles.serve.batcher import Batcher, Runner
 from served_models import served
 from serving import JSON, LIMIT, MODEL, opened, picture, pixels, settings, talk
 
 
 class Held:
-    """Model threads that block inside their first batch until `gate` is set."""
+    """A model thread that blocks inside its first batch until `gate` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.gate, self.batches = threading.Event(), threading.Event(), []
         self._submitted, self._changed = 0, threading.Condition()
-        original, submit = Service.workers, Batcher.submit
+        original, submit = Runner.answers, Batcher.submit
 
         def submitted(batcher: Any, rows: Any) -> Any:
             futures = submit(batcher, rows)
@@ -31,19 +30,20 @@ class Held:
                 self._changed.notify_all()
             return futures
 
-        def workers(service: Service) -> list[Any]:
-            def held(run: Any) -> Any:
-                def inside(rows: list[Any]) -> Any:
-                    self.batches.append(len(rows))
-                    self.entered.set()
-                    assert self.gate.wait(LIMIT)
-                    return run(rows)
+        def held(runner: Runner, rows: Any) -> Any:
+            if warm:
+                self.batches.append(len(rows))
+                self.entered.set()
+                assert self.gate.wait(LIMIT)
+            return original(runner, rows)
 
-                return inside
+        def warmed(runner: Runner, examples: Any) -> None:
+            warm_up(runner, examples)
+            warm.append(True)
 
-            return [held(run) for run in original(service)]
-
-        monkeypatch.setattr(Service, "workers", workers)
+        warm, warm_up = list[bool](), Runner.warm_up
+        monkeypatch.setattr(Runner, "warm_up", warmed)
+        monkeypatch.setattr(Runner, "answers", held)
         monkeypatch.setattr(Batcher, "submit", submitted)
 
     def _wait_for(self, rows: int) -> None:

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import torch
 
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.batcher import Batcher
@@ -35,9 +36,9 @@ class Model:
         return [(row, len(rows)) for row in rows]
 
 
-def batcher(model: Callable[..., Any], workers: int = 1, **changes: Any) -> Batcher[Any, Any]:
+def batcher(model: Callable[..., Any], **changes: Any) -> Batcher[Any, Any]:
     settings = {"max_batch": 4, "max_wait": 0.0, "max_queue": 8} | changes
-    return Batcher([model] * workers, lambda row: type(row), **settings)
+    return Batcher(model, lambda row: type(row), **settings)
 
 
 def held(**changes: Any) -> tuple[Model, Batcher[Any, Any], Future[Any]]:
@@ -102,17 +103,29 @@ def test_one_bad_row_costs_no_other_its_answer() -> None:
     made.close()
 
 
-def test_workers_run_at_the_same_time() -> None:
-    both = threading.Barrier(2, timeout=LIMIT)
+def test_an_error_in_place_of_an_answer_is_the_rows() -> None:
+    made = batcher(lambda rows: [ValueError("bad") if row == "bad" else row for row in rows])
+    good, bad = made.submit(["good", "bad"])
+    assert good.result(LIMIT) == "good"
+    with pytest.raises(ValueError, match="bad"):
+        bad.result(LIMIT)
+    made.close()
+
+
+def test_after_the_failure_of_a_device_nothing_is_tried_again() -> None:
+    calls: list[int] = []
 
     def run(rows: list[Any]) -> list[Any]:
-        both.wait()  # passes only once two threads are here
-        return rows
+        calls.append(len(rows))
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    made = batcher(run, workers=2, max_batch=1)
-    assert results(made.submit([1, 2])) == [1, 2]
+    made = batcher(run, max_wait=FOREVER)
+    for future in made.submit([1, 2, 3, 4]):
+        with pytest.raises(torch.AcceleratorError):
+            future.result(LIMIT)
+    assert calls == [4]
+    assert made.failure is not None
+    with pytest.raises(RequestError) as refused:
+        made.submit([5])
+    assert refused.value.status == 503
     made.close()
-    for max_wait in (0.0, 0.001):
-        shapes = batcher(run, workers=2, max_wait=max_wait)
-        assert results(shapes.submit([1, "a"])) == [1, "a"]  # one request, two groups
-        shapes.close()

@@ -4,7 +4,6 @@ import base64
 import json
 import re
 import runpy
-import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ import httpx
 import pytest
 import yaml
 
-import hydra_ensembles as he
 from hydra_ensembles.errors import RequestError
-from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.service import API_KEY, ServeSettings
-from served_models import _labelled, inputs_for, served
+from hydra_ensembles.serve.app import API_KEY, ServeSettings, make_app
+from served_models import served
 from serving import opened, picture, settings, talk, turned
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,16 +66,13 @@ def test_containers_start_the_server_read_only_where_probes_and_users_find_it(ex
     assert compose["hydra"]["read_only"] is container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-def test_alerts_and_the_page_name_metrics_that_there_are(exposed: tuple[str, set[str]]) -> None:
+def test_alerts_name_metrics_that_there_are(exposed: tuple[str, set[str]]) -> None:
     text, _ = exposed
     known = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line and line[0] != "#"}
     told = " ".join(rule["expr"] for group in document("alerts.yaml")["groups"] for rule in group["rules"])
     assert set(re.findall(r"hydra_\w+", told)) <= known
     assert all(f'le="{edge}"' in text for edge in re.findall(r'le="([\d.]+)"', told))
     assert all(f'{name}="{value}"' in text for name, value in re.findall(r'(outcome|route)="([^"]+)"', told))
-    page = (ROOT / "docs" / "production.md").read_text()
-    families = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in known} | known
-    assert set(re.findall(r"hydra_\w+", page)) - {"hydra_ensembles"} <= families
 
 
 def test_the_handler_answers_as_predict_does(tmp_path: Path) -> None:
@@ -98,30 +92,3 @@ def test_the_handler_answers_as_predict_does(tmp_path: Path) -> None:
     for one, strange in ((read, ["hello", None]), (handler, ["no base64"])):
         with pytest.raises(RequestError, match="string"):
             one({"inputs": strange})
-
-
-def test_thresholds_are_chosen_anew_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "production.md").read_text(), re.DOTALL)
-    (block,) = (one for one in blocks if "calibrate" in one)
-    monkeypatch.chdir(tmp_path)
-    served("image").save_pretrained("my-hydra")
-    data = {
-        "familiar_batches": _labelled(served("image"), 120, 5),
-        "held_out_batches": _labelled(served("image"), 80, 6),
-    }
-    exec(block, data)
-    new = he.load("my-hydra-2")
-    assert new.metadata.calibration.accepted_share == 0.95
-    assert new.predict(inputs_for(new, 2)).accept is not None
-
-
-def test_the_commands_of_the_page_and_of_the_makefile_exist() -> None:
-    page = (ROOT / "docs" / "production.md").read_text()
-    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    for line in (shlex.split(line) for line in block.splitlines() if line.startswith("hydra-ensembles serve")):
-        check_command([*line])
-    options = set(re.findall(r"`(--[\w-]+)", page.split("## Sizing")[1].split("## More")[0]))
-    assert options <= OPTIONS.keys()
-
-    rule = re.search(r"^serve-demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
-    check_command(shlex.split(rule.strip().splitlines()[-1].strip().removeprefix("$(BIN)/")))

@@ -11,9 +11,9 @@ import pytest
 
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.app import make_app
+from hydra_ensembles.serve.batcher import Runner
 from hydra_ensembles.serve.outputs import columns, output_fields
-from hydra_ensembles.serve.protocol import HEADER, NAMES, asked_outputs, deadline_of, read_request, write_answer
-from hydra_ensembles.serve.service import Service
+from hydra_ensembles.serve.protocol import HEADER, NAMES, Served, asked_outputs, deadline_of, read_request, write_answer
 from served_models import inputs_for, served
 from serving import listening, opened, picture, settings
 
@@ -35,7 +35,7 @@ def texts() -> Iterator[Any]:
 
 
 def connected(kind: str) -> Iterator[Any]:
-    with listening(make_app(served(kind), settings(name=f"my-{kind}", api_key=KEY))) as port:
+    with listening(make_app(served(kind), settings(name=f"my-{kind}"), key=KEY)) as port:
         client = triton.InferenceServerClient(f"127.0.0.1:{port}")
         yield client
         client.close()
@@ -142,7 +142,6 @@ def binary(content: bytes, **changes: Any) -> tuple[bytes, str]:
     ("content", "header", "token"),
     [
         (b"{}", None, "inputs"),
-        (b'{"inputs": [], "inputs": []}', None, "twice"),
         (json.dumps({"inputs": [ONE, ONE]}).encode(), None, "name"),
         (body(datatype="FP8"), None, "datatype"),
         (body(shape=[-1]), None, "shape"),
@@ -180,16 +179,15 @@ def test_numbers_one_after_another_or_in_rows_flags_and_several_tensors_in_json_
 def test_the_time_that_a_client_gives_and_the_outputs_it_asks_for() -> None:
     seconds = {2_000_000: 2.0, 0: math.inf, "soon": math.inf, 10**400: math.inf, True: math.inf}
     assert {given: deadline_of({"parameters": {"timeout": given}}) for given in seconds} == seconds
-    service = Service(served("image"), settings())
+    service = Served(served("image"), "model")
     for asked in ([{"name": []}], "probs"):
         with pytest.raises(RequestError, match="member_logits"):
             asked_outputs({"outputs": asked}, service)
 
 
 def test_numbers_that_json_has_not_are_null() -> None:
-    service = Service(served("image"), settings())
-    rows = service.tensors(inputs_for(served("image"), 2))
-    answers = service.workers()[0](rows)
+    service = Served(served("image"), "model")
+    answers: Any = Runner(served("image"), 2).answers(service.reader.tensors(inputs_for(served("image"), 2)))
     (field, _), *_ = asked = asked_outputs({"outputs": [{"name": "vim"}]}, service)
     answers[1][field.name] = np.float32(np.inf)
     content, _ = write_answer({}, service, asked, answers)

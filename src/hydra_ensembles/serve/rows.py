@@ -1,0 +1,459 @@
+"""The one path from a raw row to a model's input, or to the reason why it has none: for `predict`, `score` and servers.
+
+`sources` lists what a file or a folder holds, `Reader` turns a path, an image, a text or a table's cells into a `Row`.
+A row that cannot be read does not end the work: it carries its error, and the others get answers.
+"""
+
+import codecs
+import csv
+import errno
+import io
+import json
+import os
+import re
+import tarfile
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import groupby
+from lzma import LZMAError
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._utils import collect_warnings, require
+from ..batches import READ
+from ..data.dataset import IMAGE_SUFFIXES, is_litter
+from ..errors import DataError, HydraError, RequestError, StorageError
+from ..files import expanded
+from ..model.ensemble import Ensemble
+from ..model.inputs import read_inputs
+from ..preprocessing import ImagePreprocessing, TextPreprocessing
+from .outputs import input_fields
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # not EPS and its like: decoding them starts programs
+MAX_SCANS = 100  # in a progressive JPEG: each costs few bytes but a full pass; about ten is normal
+SCAN_MARKER = b"\xff\xda\0"  # start of a scan, rare in other data
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # quota and period of the control group
+SHORTEST = 16  # minimum number of tokens that texts are padded to
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+JSON_LINES = (".jsonl", ".ndjson")
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+LINES = ".txt"  # one text per line; in a tar file, one text per file
+COLUMNS = {"image": "image", "text": "text", "text_pair": "text_pair"}  # usual names of columns; a pair may be missing
+_BROKEN = (OSError, EOFError, ValueError, OverflowError, csv.Error, tarfile.TarError, zlib.error, LZMAError)
+_DISK = (errno.EIO, errno.ESTALE, errno.ENODEV)  # the disk failed: a rerun may be able to read the file
+_NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # what `surrogateescape` makes of other bytes
+
+
+def cores() -> int:
+    """Cores this process may use: fewer than the machine has in a container, or under an affinity."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = CPU_MAX.read_text().split()
+        return min(usable, max(1, -(-int(quota) // int(period))))
+    except (OSError, ValueError):  # no control group, or "max": no limit
+        return usable
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One sample for the model, or why there is none.
+
+    Attributes:
+        inputs: Preprocessed inputs by name, without the batch axis, on the CPU.
+        error: Why it cannot be read; None if it can.
+        notes: Why it is probably not what was meant: a text that was cut, a photograph stored sideways.
+        pixels: Of the image as stored.
+    """
+
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    error: HydraError | None = None
+    notes: Sequence[str] = ()
+    pixels: int = 0
+
+    @cached_property
+    def shape(self) -> Hashable:
+        """Rows of equal shape may share a batch."""
+        return tuple((name, tuple(tensor.shape)) for name, tensor in self.inputs.items())
+
+
+class Reader:
+    """Raw rows as inputs of one model, whose weights are not read.
+
+    Texts are padded to a few lengths, so that plans are measured and compiled for few shapes; those of a model without
+    a padding mask are not padded.
+    """
+
+    def __init__(self, ensemble: Ensemble) -> None:
+        self.kind, self.dtype, self.preprocessing = ensemble.kind, ensemble.dtype, ensemble.metadata.preprocessing
+        self.inputs = input_fields(ensemble)
+        self._main = READ[self.kind][0]
+        self._masked = any(field.name == "attention_mask" for field in self.inputs)
+        self._ensemble = ensemble
+        size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
+        self.image_size = tuple(map(int, size)) if self.kind == "image" else None
+
+    def read(self, raw: Any, pixels: float = float("inf")) -> Row:
+        """The row of an image (path, content of a file, `{bytes, path}`, PIL, `uint8` array) or of a text or a pair.
+
+        An image of more than `pixels` pixels is not decoded. Raises only if this model reads no such rows, or a disk
+        fails.
+        """
+        self.require_preprocessing()
+        with collect_warnings() as notes:
+            try:
+                inputs, size = self._image(raw, pixels) if self.kind == "image" else (self._text(raw), 0)
+            except StorageError:
+                raise
+            except RequestError as error:
+                return Row(error=error)
+            except HydraError as error:
+                return Row(error=DataError(re.sub("^(image 0|the text)", "it", str(error))))
+            except Exception as error:  # broken data can raise anything in a decoder
+                cause = " ".join(str(error).split()) or type(error).__name__
+                return Row(error=DataError(f"it cannot be read: {cause}"))
+        return Row(inputs, None, tuple(notes), size)
+
+    def tensors(self, inputs: Mapping[str, Tensor]) -> list[Row]:
+        """Rows of preprocessed inputs, `[B, …]` each; raises if they do not fit the model."""
+        with collect_warnings() as notes:
+            main, mask, segments = read_inputs(self._ensemble.config, inputs, {})
+        size = self.image_size
+        if size is not None and tuple(main.shape[2:]) != size:
+            raise DataError(f"images are {list(main.shape[2:])}; {list(size)}, height and width, are accepted here")
+        if main.is_floating_point() and not bool(main.isfinite().all()):
+            raise DataError(f"{self._main} has values that are NaN or infinite")
+        if self.kind == "image":
+            return [Row({self._main: image}, notes=notes) for image in main.to(self.dtype)]
+        if self._masked:
+            mask = torch.ones_like(main) if mask is None else mask
+            segments = torch.zeros_like(main) if segments is None and len(self.inputs) > 2 else segments
+        given = {name: x for name, x in zip(READ["text"], (main, mask, segments), strict=True) if x is not None}
+        return [Row(self._padded({name: x[row] for name, x in given.items()}), notes=notes) for row in range(len(main))]
+
+    def examples(self) -> list[Row]:
+        """A blank row of every shape that is known in advance."""
+        if self.image_size is not None:
+            return [Row({self._main: torch.zeros(self.inputs[0].shape[0], *self.image_size, dtype=self.dtype)})]
+        return [self.tensors({self._main: torch.zeros(1, length, dtype=torch.long)})[0] for length in self.lengths()]
+
+    def lengths(self) -> list[int]:
+        """Lengths that texts are padded to; none for models without a padding mask."""
+        most: int = self._ensemble.config.stem.max_tokens
+        most = min(most, getattr(self.preprocessing, "max_length", most))
+        if getattr(self.preprocessing, "pad_to_max", False):
+            return [most]
+        return doubling(SHORTEST, most) if self._masked else []
+
+    def require_preprocessing(self) -> None:
+        """Refuse raw rows for a model that was saved without its preprocessing."""
+        if self.preprocessing is None:
+            missing = "image processor" if self.kind == "image" else "tokenizer"
+            raise DataError(f"this model was saved without its {missing}: give {self._main}, or convert it with one")
+
+    def _image(self, raw: Any, most: float) -> tuple[dict[str, Tensor], int]:
+        assert isinstance(self.preprocessing, ImagePreprocessing)
+        if isinstance(raw, Mapping):
+            raw = raw.get("path") if raw.get("bytes") is None else raw["bytes"]
+        if isinstance(raw, str | Path):
+            raw = _content(Path(raw))
+        if isinstance(raw, bytes):
+            raw = opened(raw, most)
+        elif isinstance(raw, np.ndarray):
+            raw = require("PIL.Image", extra="data").fromarray(raw)
+        return {self._main: self.preprocessing([raw])[0].to(self.dtype)}, raw.width * raw.height
+
+    def _text(self, raw: Any) -> dict[str, Tensor]:
+        assert isinstance(self.preprocessing, TextPreprocessing)
+        pair = isinstance(raw, list | tuple) and len(raw) == 2
+        encoded = self.preprocessing([tuple(raw) if pair else raw])
+        return self._padded({name: ids[0] for name, ids in encoded.items()})
+
+    def _padded(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs of one text, `[T]` each, padded to one of `lengths`."""
+        tokens = len(inputs[self._main])
+        length = next((length for length in self.lengths() if length >= tokens), tokens)
+        fill = {self._main: getattr(self.preprocessing, "pad_id", 0)}
+        return {name: F.pad(x.long(), (0, length - tokens), value=fill.get(name, 0)) for name, x in inputs.items()}
+
+
+def opened(content: bytes, most: float) -> Any:
+    """An image file, judged by its header before it is decoded: a few bytes may decode to gigabytes of pixels."""
+    pillow = require("PIL.Image", extra="data")
+    try:
+        image = pillow.open(io.BytesIO(content), formats=FORMATS)
+    except pillow.DecompressionBombError as error:
+        raise RequestError(f"it is too large: {error}", 413) from error
+    except Exception as error:  # a broken header can raise anything in Pillow
+        raise RequestError(f"it ({len(content)} bytes) is none of {', '.join(FORMATS)}, or is broken", 415) from error
+    if image.width * image.height > most:
+        raise RequestError(f"it has {image.width} x {image.height} pixels; at most {int(most)} are accepted", 413)
+    if image.format in ("JPEG", "MPO") and content.count(SCAN_MARKER) > MAX_SCANS:
+        raise RequestError(f"it is a JPEG of over {MAX_SCANS} passes; store it in fewer", 413)
+    return image
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        _raise_if_disk(error, path)
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _raise_if_disk(error: Exception, path: Path) -> None:
+    if isinstance(error, OSError) and error.errno in _DISK:
+        raise StorageError(f"{path} cannot be read ({error.strerror}); check the disk, and run this again") from error
+
+
+def doubling(first: int, last: int) -> list[int]:
+    """Numbers that double, up to and with the last."""
+    numbers = [first << power for power in range(last.bit_length())]
+    return [*(number for number in numbers if number < last), last]
+
+
+# --- files and folders of rows ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Item:
+    """One raw row: its place, such as `reviews.csv:3`, what `Reader.read` takes, kept columns, or why it is broken."""
+
+    name: str
+    content: Any = None
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A table, a tar file, lines of text, or some images of one folder: its items are always in the same order.
+
+    Attributes:
+        name: Path of the file or of the folder, relative to what was given.
+        part: Number of this part of a folder's images; 0 for a file.
+        files: What it reads.
+    """
+
+    name: str
+    part: int
+    files: Sequence[Path]
+    _read: Callable[[], Iterator[Item]] = field(repr=False)
+
+    def __iter__(self) -> Iterator[Item]:
+        """The items, the current one in memory; broken content is an item with its error."""
+        try:
+            yield from map(_as_utf_8, self._read())
+        except Exception as error:
+            _raise_if_disk(error, self.files[0])
+            if not isinstance(error, _BROKEN) and type(error).__module__.partition(".")[0] != "pyarrow":
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            yield Item(self.name, error=f"the file, or the rest of it, cannot be read: {reason}")
+
+    def facts(self) -> list[list[Any]]:
+        """What changes if its files do: names, sizes and times."""
+        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
+
+
+def sources(
+    path: str | Path,
+    kind: str,
+    columns: Mapping[str, str] | None = None,
+    keep: Sequence[str] = (),
+    *,
+    images: int = 4096,
+    without: Path | None = None,
+) -> list[Source]:
+    """What a file or a folder holds for a model of this kind, in the order of the paths.
+
+    Args:
+        path: A file, or a folder that is searched to any depth; hidden files and other kinds are skipped.
+        kind: `"image"` or `"text"`.
+        columns: Names of the columns `image`, `text` and `text_pair` of tables, if they are others; a dot reaches into
+            a nested column. A pair with another name must exist.
+        keep: Columns of tables to keep.
+        images: Maximum number of images of one folder that form a source.
+        without: A folder inside it to skip.
+    """
+    path = expanded(path)
+    if not path.exists():
+        raise DataError(f"{path} does not exist; check the path")
+    root = path if path.is_dir() else path.parent
+    files = _files_below(path, without) if path.is_dir() else [path]
+    names = {**COLUMNS, **(columns or {})}
+    readers: dict[str, Callable[[Path, str, Cells], Iterator[Item]]] = {
+        ".parquet": _parquet,
+        **dict.fromkeys(DELIMITERS, _delimited),
+        **dict.fromkeys(JSON_LINES, _json_lines),
+        **dict.fromkeys(TAR_SUFFIXES, _tar),
+        **({LINES: _lines} if kind == "text" else {}),
+    }
+    found = list[Source]()
+    suffixes = IMAGE_SUFFIXES if kind == "image" else ()
+    for folder, beside in groupby(files, key=lambda file: file.parent):
+        group = list(beside)
+        pictures = [file for file in group if file.suffix.lower() in suffixes]
+        where = folder.relative_to(root).as_posix()
+        for start in range(0, len(pictures), images):
+            part = pictures[start : start + images]
+            items = [Item(file.relative_to(root).as_posix(), file) for file in part]
+            found.append(Source(where, start // images, part, items.__iter__))
+        for file in group:
+            if read := readers.get(_suffix(file)):
+                name = file.relative_to(root).as_posix().encode("utf-8", "replace").decode()
+                found.append(
+                    Source(name, 0, [file], partial(read, file, name, Cells(kind, names, tuple(keep), folder)))
+                )
+    if not found:
+        kinds = ", ".join((*suffixes, *readers))
+        raise DataError(f"{path} has no {kind}s, but {len(files)} other files; accepted are {kinds}")
+    return found
+
+
+def _files_below(folder: Path, without: Path | None) -> list[Path]:
+    """The files below a folder, sorted by path; hidden ones, and those below `without`, are left out."""
+    found = (file for file in folder.rglob("*") if file.is_file() and without not in file.parents)
+    shown = (file for file in found if not any(map(is_litter, file.relative_to(folder).parts)))
+    return sorted(shown, key=lambda file: (file.parent, file.name))
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Items of the rows of tables, by the names of their columns."""
+
+    kind: str
+    columns: Mapping[str, str]
+    keep: tuple[str, ...]
+    folder: Path  # of the table: images given by a path are relative to it
+
+    @property
+    def needed(self) -> list[str]:
+        """Columns that a table must have; a pair of texts only if its column was renamed."""
+        pair = self.kind == "text" and self.columns["text_pair"] != COLUMNS["text_pair"]
+        return [self.columns[self.kind], *([self.columns["text_pair"]] if pair else []), *self.keep]
+
+    def require(self, known: Sequence[str], needed: Sequence[str] | None = None) -> None:
+        """Refuse a table without a column, and one that has it twice."""
+        for column in self.needed if needed is None else needed:
+            if known.count(column) + known.count(column.partition(".")[0]) == 0:
+                raise DataError(f"there is no column {column!r}, but {sorted(known)}; name the right one")
+            if known.count(column) > 1:
+                raise DataError(f"there are several columns {column!r}; rename all but one")
+
+    def item(self, name: str, row: Mapping[str, Any]) -> Item:
+        """The item of one row."""
+        kept = {column: cell(row, column) for column in self.keep}
+        main, pair = (cell(row, self.columns[role]) for role in (self.kind, "text_pair"))
+        if self.kind == "image":
+            if isinstance(main, Mapping):
+                main = main.get("path") if main.get("bytes") is None else main["bytes"]
+            if main is None or (isinstance(main, str) and not main):
+                return Item(name, None, kept, f"there is no image in column {self.columns['image']!r}")
+            return Item(name, self.folder / main if isinstance(main, str) else main, kept)
+        paired = self.columns["text_pair"] in row or len(self.needed) > 1 + len(self.keep)
+        for role, text in (("text", main), *([("text_pair", pair)] if paired else [])):
+            if not isinstance(text, str):
+                return Item(name, None, kept, f"there is no text in column {self.columns[role]!r}")
+        return Item(name, (main, pair) if paired else main, kept)
+
+
+def cell(row: Mapping[str, Any], column: str) -> Any:
+    """The value of a column; a dot reaches into a nested one if no column has the whole name."""
+    value: Any = row
+    for part in [column] if column in row else column.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _as_utf_8(item: Item) -> Item:
+    text = item.content if isinstance(item.content, str | tuple) else ""
+    if _NOT_UTF_8.search("".join(text)):
+        return Item(item.name, None, item.kept, "its text is not valid UTF-8; repair it, or save the file as UTF-8")
+    return item
+
+
+def _suffix(file: Path) -> str:
+    return next((suffix for suffix in TAR_SUFFIXES if file.name.lower().endswith(suffix)), file.suffix.lower())
+
+
+def _opened(file: Path) -> Any:
+    """Open a text file; bytes that are not UTF-8 become lone surrogates, which `_as_utf_8` finds."""
+    with file.open("rb") as content:
+        if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # its lines may happen to decode as UTF-8
+            raise DataError("it is in UTF-16; save it as UTF-8")
+    return file.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _lines(file: Path, name: str, cells: Cells) -> Iterator[Item]:
+    with _opened(file) as lines:
+        for number, line in enumerate(lines):
+            if line.strip():
+                yield Item(f"{name}:{number}", line.strip())
+
+
+def _parquet(file: Path, name: str, cells: Cells) -> Iterator[Item]:
+    with require("pyarrow.parquet", extra="data").ParquetFile(file) as table:
+        known = list(table.schema_arrow.names)
+        cells.require(known)
+        wanted = {*cells.needed, *cells.columns.values()}
+        names = [one for one in known if one in wanted or one in {column.partition(".")[0] for column in wanted}]
+        rows = (row for batch in table.iter_batches(256, columns=names) for row in batch.to_pylist())
+        for number, row in enumerate(rows):
+            yield cells.item(f"{name}:{number}", row)
+
+
+def _delimited(file: Path, name: str, cells: Cells) -> Iterator[Item]:
+    """CSV with a header line, without empty lines. Fields of TSV are never quoted: a lone quotation mark is text."""
+    csv.field_size_limit(1 << 27)  # characters; the usual limit is shorter than some texts
+    delimiter = DELIMITERS[_suffix(file)]
+    quoting: Any = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+    with _opened(file) as lines:
+        rows = filter(None, csv.reader(lines, delimiter=delimiter, quoting=quoting))
+        header = next(rows, [])
+        cells.require(header)
+        for number, row in enumerate(rows):
+            if len(row) == len(header):
+                yield cells.item(f"{name}:{number}", dict(zip(header, row, strict=True)))
+            else:
+                yield Item(f"{name}:{number}", error=f"it has {len(row)} fields, but the header has {len(header)}")
+
+
+def _json_lines(file: Path, name: str, cells: Cells) -> Iterator[Item]:
+    with _opened(file) as lines:
+        for number, line in enumerate(filter(str.strip, lines)):
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"it is a {type(row).__name__}, not an object")
+            except (ValueError, RecursionError) as error:
+                yield Item(f"{name}:{number}", error=f"it cannot be read: {error}")
+            else:
+                yield cells.item(f"{name}:{number}", row)
+
+
+def _tar(file: Path, name: str, cells: Cells) -> Iterator[Item]:
+    suffixes = IMAGE_SUFFIXES if cells.kind == "image" else (LINES,)
+    with tarfile.open(file) as members:
+        for member in members:
+            path = PurePosixPath(member.name)
+            if not member.isfile() or path.name.startswith(".") or path.suffix.lower() not in suffixes:
+                continue
+            opened = members.extractfile(member)
+            content: Any = b"" if opened is None else opened.read()
+            if cells.kind == "text":
+                content = content.decode("utf-8-sig", "surrogateescape").strip()
+            yield Item(f"{name}/{path}".encode("utf-8", "replace").decode(), content)
+        ended: Any = members.fileobj  # `tarfile` takes a damaged or missing header for the end
+        ended.seek(members.offset)
+        if ended.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError("its next header is damaged, or it was cut off; what follows is not read")
