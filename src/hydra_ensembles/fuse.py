@@ -3,15 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
-from ._utils import warn
+from ._utils import warn, with_float64
 from .convert.convert import convert_if_needed
 from .errors import ConfigError
-from .heads.masking import Model
 from .model.config import KeptHeads, Sharing
 from .model.dual_encoder import DualEncoder
 from .model.ensemble import Ensemble, singles
@@ -40,26 +39,6 @@ FusionByGroup = Mapping[str, StemFusion]  # by parameter group
 MIN_COSINE = 0.5
 
 
-@overload
-def fuse(
-    members: Iterable[Model],
-    stem: StemFusion = ...,
-    mlp: Fusion = ...,
-    norms: Fusion = ...,
-    readout: Fusion = ...,
-    trunk: int | None = ...,
-    average: float = ...,
-) -> Model: ...
-@overload
-def fuse(
-    members: Iterable[nn.Module],
-    stem: StemFusion = ...,
-    mlp: Fusion = ...,
-    norms: Fusion = ...,
-    readout: Fusion = ...,
-    trunk: int | None = ...,
-    average: float = ...,
-) -> Ensemble | Any: ...
 def fuse(
     members: Iterable[Ensemble | DualEncoder | nn.Module],
     stem: StemFusion = "shared",
@@ -68,7 +47,7 @@ def fuse(
     readout: Fusion = "separate",
     trunk: int | None = None,
     average: float = 0,
-) -> Ensemble | DualEncoder:
+) -> Any:
     """Fuse fine-tunings, or differently pruned copies, of one model into one ensemble that runs in one forward pass.
 
     Attention stays per member, with each member's own heads. First layers in which all members are equal (the *trunk*)
@@ -99,16 +78,12 @@ def fuse(
         ConversionError: A model of another library that cannot be converted.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> hydra = he.fuse([he.prune(base, [(5, head)]) for head in range(3)])
         >>> hydra.num_members, hydra.config.trunk  # five layers are the same in all members and run once
         (3, 5)
 
         Fine-tunings differ in every layer. Average the first ones:
 
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
         >>> tuned = [he.finetune(base, batches, recipe, index=index, progress=False) for index in range(2)]
         >>> he.fuse(tuned, mlp="separate", average=0.8).config.trunk  # a share: 4.8 of 6 layers, rounded
@@ -156,10 +131,10 @@ def _single_members(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[obje
     """Configuration and state of every member of these models."""
     pairs: list[tuple[object, Mapping[str, Tensor]]] = []
     for model in models:
-        state = model.whole_state() if isinstance(model, Ensemble) else {}
         for index in range(model.num_members):
             if isinstance(model, Ensemble):
-                pairs.append((member_config(model.config, index).undropped, member_state(model.config, state, index)))
+                state = member_state(model.config, model.state_dict(), index)
+                pairs.append((member_config(model.config, index).undropped, state))
             else:
                 single = model if model.num_members == 1 else model.member(index)
                 pairs.append((single.config, single.state_dict()))
@@ -191,10 +166,6 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
         ConfigError: Models of different architectures, heads, dtypes, devices or class names.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
         >>> tuned = [he.finetune(base, batches, recipe, index=index, progress=False) for index in range(2)]
         >>> he.soup(tuned).num_members
@@ -330,10 +301,13 @@ def _cosine(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     for tensor, other in pairs:
         if not torch.equal(tensor, other):
             first, second = tensor.float().flatten(), other.float().flatten()
-            products += torch.stack([first @ second, first @ first, second @ second]).double().cpu()
+            products += torch.stack([first @ second, first @ first, second @ second]).cpu().double()
     inner, *squares = products.tolist()
     return inner / math.sqrt(squares[0] * squares[1]) if all(squares) else 1.0
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(tensors)).double().mean(0).to(tensors[0].dtype)
+    """The mean in float64, on the CPU where the device has none."""
+    stacked = torch.stack(list(tensors))
+    wide = stacked.to(with_float64(stacked.device)).double().mean(0)
+    return wide.to(stacked.dtype).to(stacked.device)

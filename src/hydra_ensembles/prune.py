@@ -31,9 +31,6 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
         HeadError: A head does not exist, was pruned before, is listed twice, or is the last that pools the tokens.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> member = he.prune(base, [(4, 0), (5, 1), (5, 2)])
         >>> member.heads[0][5], base.heads[0][5]
         ((0, 3, 4, 5), (0, 1, 2, 3, 4, 5))

@@ -45,9 +45,6 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
         HeadError: A head does not exist, or was pruned.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> images = torch.randn(2, 3, 64, 64)
         >>> with he.masked(base, [(5, 0), (5, 1)]):
         ...     without = base(images)

@@ -10,7 +10,6 @@ from typing import Literal
 
 import numpy as np
 
-from ..arguments import Seed, Whole, checked
 from ..errors import ConfigError, HeadError, SameMembersError
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
@@ -24,9 +23,8 @@ CIRCUIT_ORDER: tuple[Score, ...] = ("avg", "acc", "ood")  # order in which circu
 TAYLOR_DRAWS = 4  # rankings computed per member before giving up on finding distinct members
 
 
-@checked
 def circuit_members(
-    rankings: Mapping[str, HeadRanking], prune: Whole, members: Whole, pool: int | None = None, seed: Seed = 0
+    rankings: Mapping[str, HeadRanking], prune: int, members: int, pool: int | None = None, seed: int = 0
 ) -> Members:
     """Members from the circuits for `"avg"`, `"acc"` and `"ood"`, in this order, then draws from the `"avg"` ranking.
 
@@ -45,9 +43,8 @@ def circuit_members(
             raise HeadError(f"{members} circuit members need rankings for {list(needed)}, got {sorted(rankings)}")
         if rankings[score].score != score:
             raise HeadError(f"rankings[{score!r}] is a ranking for {rankings[score].score!r}; swap them")
-    models = {str(rankings[score].provenance.get("model"))[:12] for score in needed} - {"None"}
-    if len(models) > 1:
-        raise HeadError(f"members of one ensemble need rankings of one model, these are of {sorted(models)}")
+    if len({rankings[score].provenance.get("model") for score in needed} - {None}) > 1:
+        raise HeadError("members of one ensemble need rankings of one model; these are of several")
     chosen: list[tuple[Head, ...]] = []
     for score in needed:
         heads = rankings[score].heads
@@ -65,8 +62,7 @@ def circuit_members(
     return tuple(chosen)
 
 
-@checked
-def distinct_taylor(rank: Callable[[int], HeadRanking], prune: Whole, members: Whole) -> list[tuple[int, HeadRanking]]:
+def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int) -> list[tuple[int, HeadRanking]]:
     """Return one (draw, Taylor ranking) pair per member; no two rankings remove the same `prune` heads.
 
     `rank` computes the ranking of draw 0, 1, 2, …, each with its own seed. A draw that repeats an earlier member is
@@ -83,8 +79,7 @@ def distinct_taylor(rank: Callable[[int], HeadRanking], prune: Whole, members: W
     raise SameMembersError(f"{problem} for {members} members; {advice}")
 
 
-@checked
-def sampled_members(ranking: HeadRanking, prune: Whole, pool: int, members: Whole, seed: Seed = 0) -> Members:
+def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, seed: int = 0) -> Members:
     """Members that each lose `prune` heads drawn at random from the first `pool` of one ranking.
 
     Args:
@@ -97,9 +92,8 @@ def sampled_members(ranking: HeadRanking, prune: Whole, pool: int, members: Whol
     return tuple(_draw_distinct(ranking.first(pool), prune, members, seed, "pool"))
 
 
-@checked
 def random_members(
-    model: Ensemble | DualEncoder, prune: Whole, members: Whole, seed: Seed = 0, layers: Iterable[int] | None = None
+    model: Ensemble | DualEncoder, prune: int, members: int, seed: int = 0, layers: Iterable[int] | None = None
 ) -> Members:
     """Members that lose `prune` heads drawn from all heads: the control every ranking has to beat.
 

@@ -9,10 +9,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..arguments import Count, Whole, checked
+from ..digest import digest
 from ..errors import HeadError
-from ..files import expanded, read_sealed, write_sealed
-from ..schema import from_plain, short, to_plain
+from ..files import expanded, read_object, write_json
+from ..settings import Count, from_plain, require, short, to_plain
 from ..store import Form
 
 
@@ -20,7 +20,6 @@ class Head(NamedTuple):
     """One attention head: layer and original index, counted from 0, and the tower it belongs to.
 
     Examples:
-        >>> import hydra_ensembles as he
         >>> he.Head(layer=11, head=3)
         Head(layer=11, head=3, tower='main')
         >>> he.Head(11, 3) == (11, 3, "main")
@@ -78,10 +77,6 @@ class HeadRanking:
         only: If set, `first` accepts only this number (per-layer Taylor: fewer would not prune the layers evenly).
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> ranking = he.taylor(base, batches, budget=6, scope="global")
         >>> ranking.method, len(ranking.first(6))
         ('taylor/global', 6)
@@ -100,31 +95,21 @@ class HeadRanking:
     def __post_init__(self) -> None:
         """Check that heads are distinct and each has a finite score; convert the provenance to plain JSON values."""
         object.__setattr__(self, "heads", as_heads(self.heads))
-        try:
-            object.__setattr__(self, "scores", tuple(float(score) for score in self.scores))
-        except (TypeError, ValueError) as error:
-            raise HeadError(f"scores must be numbers, one per head, got {short(self.scores)} ({error})") from error
+        object.__setattr__(self, "scores", tuple(float(score) for score in self.scores))
         object.__setattr__(self, "provenance", to_plain(self.provenance))
         if len(self.scores) != len(self.heads):
             raise HeadError(f"a ranking needs one score per head, got {len(self.scores)} for {len(self.heads)}")
         for head, score in zip(self.heads, self.scores, strict=True):
-            if head.layer < 0 or head.head < 0 or not math.isfinite(score):
-                raise HeadError(f"head {head} has the score {score}; heads count from 0, and scores are finite")
-        if self.only is not None and (not isinstance(self.only, int) or self.only != len(self)):
-            raise HeadError(f"`only` is {self.only}, but the ranking has {len(self)} heads; they must be equal")
+            if not math.isfinite(score):
+                raise HeadError(f"head {head} has the score {score}; scores are finite")
 
     def __len__(self) -> int:
         """Number of ranked heads."""
         return len(self.heads)
 
-    @property
-    def ties(self) -> str | None:
-        """How a circuit broke ties: `"likelihood"`, or `"order"` as in older circuits; None for other rankings."""
-        return self.provenance.get("ties", "order") if self.method.startswith("circuit/") else None
-
-    @checked
-    def first(self, count: Count) -> tuple[Head, ...]:
+    def first(self, count: int) -> tuple[Head, ...]:
         """The `count` heads to prune, in removal order."""
+        count = require("count", count, Count)
         if self.only is not None and count != self.only:
             raise HeadError(f"this {self.method} ranking is for exactly {self.only} heads; rank with budget={count}")
         if count > len(self):
@@ -134,26 +119,24 @@ class HeadRanking:
             raise HeadError(f"{count} heads were requested, but the ranking has {len(self)}; {remedy}")
         return self.heads[:count]
 
-    @checked
     def save(self, path: str | Path) -> None:
-        """Write the ranking as JSON, with its digest."""
-        write_sealed(expanded(path), to_plain(self))
+        """Write the ranking as JSON, with the digest of its content."""
+        plain = to_plain(self)
+        write_json(expanded(path), {**plain, "digest": digest(plain)})
 
     @classmethod
-    @checked
     def load(cls, path: str | Path) -> "HeadRanking":
-        """Read a ranking that `save` wrote; older ones, without a digest, are accepted too."""
-        try:
-            return from_plain(cls, read_sealed(expanded(path)), "ranking", complete=True)
-        except ValueError as error:
-            raise HeadError(f"{path} is not a saved head ranking: {error}") from error
+        """Read a ranking that `save` wrote."""
+        plain = read_object(expanded(path))
+        if plain.pop("digest", None) != digest(plain):
+            raise HeadError(f"{path} is not a head ranking as it was saved; make it again")
+        return from_plain(cls, plain, "ranking", complete=True)
 
 
 RANKING: Form[HeadRanking] = Form(".json", HeadRanking.load, lambda path, ranking: ranking.save(path))
 
 
-@checked
-def overlap(first: HeadRanking, second: HeadRanking, count: Whole) -> float:
+def overlap(first: HeadRanking, second: HeadRanking, count: int) -> float:
     """Share of heads that two rankings have in common among the first `count` (at least one) of each."""
     heads, other_heads = (set(ranking.first(count)) for ranking in (first, second))
     return len(heads & other_heads) / count
@@ -167,8 +150,7 @@ def stability(rankings: Sequence[HeadRanking], count: int) -> float:
     return sum(overlap(first, second, count) for first, second in pairs) / len(pairs)
 
 
-@checked
-def jensen_shannon(first: HeadRanking, second: HeadRanking, count: Whole) -> float:
+def jensen_shannon(first: HeadRanking, second: HeadRanking, count: int) -> float:
     """Jensen–Shannon divergence (natural logarithm) between two choices of `count` heads over the layers.
 
     Each choice is a distribution over (tower, layer): the share of its heads that lie there. The divergence is 0 if

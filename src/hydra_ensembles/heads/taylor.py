@@ -15,13 +15,13 @@ from tqdm import tqdm
 
 from .._distributed import check_unsharded, with_batches
 from .._utils import require_device, torch_seeded, without_autocast
-from ..arguments import Seed, Whole, checked
 from ..batches import Batches, Inputs, begin_epoch, length_of, read_batch, require_labels, restored
 from ..classes import in_model_order
+from ..digest import digest
 from ..errors import DataError, HeadError
-from ..fingerprints import DataFingerprint, model_fingerprint
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
+from ..settings import Seed, Whole, require
 from .masking import (
     ONE_TOWER,
     attention_of,
@@ -40,7 +40,6 @@ LabelledBatches = Iterable[tuple[int, Inputs, Tensor]]  # position in the source
 NAME = "the calibration data"
 
 
-@checked
 @without_autocast()
 def taylor(
     ensemble: Ensemble,
@@ -50,8 +49,8 @@ def taylor(
     scope: Scope = "layer",
     layers: Iterable[int] | None = None,
     removed: Iterable[HeadLike] = (),
-    seed: Seed = 0,
-    calibration_batches: Whole | None = None,
+    seed: int = 0,
+    calibration_batches: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
@@ -87,15 +86,13 @@ def taylor(
             evenly, layers or heads that do not exist, no data, wrong labels, a loss that is not finite.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> ranking = he.taylor(base, batches, budget=12, scope="global")
         >>> he.prune(base, ranking.first(12)).describe().parameters < base.describe().parameters
         True
     """
     require_single(ensemble, "taylor")
+    scope, seed = require("scope", scope, Scope), require("seed", seed, Seed)
+    calibration_batches = require("calibration_batches", calibration_batches, Whole | None)
     blocks = range(ensemble.num_layers) if scope == "layer" else None  # "layer" leaves attention pooling out
     chosen_layers = checked_layers(ensemble.config, blocks if layers is None else layers)
     off, candidates = split_heads(ensemble, [ONE_TOWER], chosen_layers, removed)
@@ -124,9 +121,9 @@ def taylor(
         method=f"taylor/{scope}",
         score="taylor",
         provenance={
-            "model": model_fingerprint(ensemble),
-            "data": data.fingerprint.hexdigest(),
-            "samples": data.fingerprint.samples,
+            "model": digest([ensemble.config, ensemble]),
+            "data": digest(data.digests),
+            "samples": data.samples,
             "batches": data.indices,
             "calibration_batches": calibration_batches,
             "seed": seed,
@@ -170,7 +167,7 @@ def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: S
     samples = 0
     for index, inputs, labels in batches:
         with torch.enable_grad():
-            logits = model(model.prepare(inputs))[0]  # [1, B, C] -> [B, C]
+            logits = model(inputs)[0]  # [1, B, C] -> [B, C]
             loss = F.cross_entropy(logits.to(precise), labels.to(model.device), reduction="sum")
             if not loss.isfinite():
                 raise DataError(f"batch {index} of {NAME} gives no finite loss in {model.dtype}; check its inputs")
@@ -212,7 +209,7 @@ def _steps(
 
 
 class CalibrationBatches:
-    """Labelled batches of a source, checked and fingerprinted while they are read. Iterate only once.
+    """Labelled batches of a source, checked and counted while they are read. Iterate only once.
 
     `count` batches are drawn with the seed; None takes all. A source with its own generator is seeded too; seeding
     PyTorch's global generator is up to the caller.
@@ -222,7 +219,8 @@ class CalibrationBatches:
         check_unsharded(source, NAME)
         self._source, self._count, self._seed, self._classes = source, count, seed, classes
         self.indices: list[int] = []  # positions in the source of the batches read
-        self.fingerprint = DataFingerprint()
+        self.digests: list[str] = []  # of these batches
+        self.samples = 0
 
     def __iter__(self) -> Iterator[tuple[int, Inputs, Tensor]]:
         """Yield the position in the source, the inputs and the labels of each batch."""
@@ -231,9 +229,10 @@ class CalibrationBatches:
             inputs, labels = read_batch(batch, NAME, index)
             labels = require_labels(labels, self._classes, NAME, index)
             self.indices.append(index)
-            self.fingerprint.update(inputs, labels)
+            self.digests.append(digest([inputs, labels]))
+            self.samples += len(labels)
             yield index, inputs, labels
-        if not self.fingerprint.samples:
+        if not self.samples:
             raise DataError(f"{NAME} has no samples; check the loader, or that it was not consumed before")
 
 

@@ -37,7 +37,6 @@ class RotaryConfig(Checked):
         rescale: In training, both are stretched or shrunk by up to this factor.
 
     Examples:
-        >>> import hydra_ensembles as he
         >>> he.RotaryConfig(base=10_000.0).local_base is None  # for `Declaration(rotary=...)` of an image model
         True
     """

@@ -154,10 +154,6 @@ def measure_costs(
         raise ConfigError("got no models to measure; give {name: model}")
     example = tensors[0]
     modules = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
-    for name, module in modules.items():
-        device = next(module.parameters(), example).device
-        if device != example.device:
-            raise DataError(f"model {name!r} is on {device} and the inputs are on {example.device}; move one of them")
     runs = {name: model_call(model, inputs) for name, model in models.items()}
     with evaluating(*modules.values()), torch.no_grad():
         interleaved_times(runs, warmup, example.device)
@@ -201,6 +197,8 @@ def interleaved_times(
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def _peak_memory(model: Any, inputs: Any, device: torch.device) -> int | None:

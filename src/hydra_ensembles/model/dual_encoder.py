@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from ..batches import READ
 from ..checkpoint import Contents, Saved, placed
-from ..errors import ConfigError, DataError
 from ..model_card import dual_model_card
 from ..settings import from_plain, to_plain
 from .config import DualEncoderConfig, output_width
@@ -39,9 +38,6 @@ class DualEncoder(OurModel, Saved):
         embedding_width: Width of the common embedding, e.
 
     Examples:
-        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
-
-        >>> import torch
         >>> images, texts = torch.randn(2, 3, 32, 32), ["a photo of a cat", "a photo of a dog", "a red bus"]
         >>> dual(images, texts).shape  # a logit for each image and text, of every member
         torch.Size([1, 2, 3])
@@ -69,21 +65,10 @@ class DualEncoder(OurModel, Saved):
             logit_bias: Added to the scaled cosines, as many numbers as `logit_scale`; None for no bias.
         """
         super().__init__()
-        for tower in (image, text):
-            if not isinstance(tower, Ensemble):
-                raise ConfigError(f"a tower is an Ensemble, as he.convert(model) returns; got a {type(tower).__name__}")
         self.image, self.text = image, text
         self.projections = Projections() if projections is None else projections
         self.logit_scale = _numbers(logit_scale, image)  # [1] or [M]
         self.logit_bias = None if logit_bias is None else _numbers(logit_bias, image)
-        if self.logit_bias is not None and self.logit_bias.shape != self.logit_scale.shape:
-            counts = f"logit_scale has {self.logit_scale.numel()} numbers and logit_bias {self.logit_bias.numel()}"
-            raise ConfigError(f"{counts}; give both the same number")
-        for tower, projection in ((image, self.projections.image), (text, self.projections.text)):
-            takes = None if projection is None else projection.weight.shape[2]
-            gives = output_width(tower.config)
-            if takes not in (None, gives):
-                raise ConfigError(f"a projection takes features of width {takes}, the {tower.kind} tower gives {gives}")
         maps = projection_config(self.projections.image), projection_config(self.projections.text)
         scales = self.logit_scale.numel(), self.logit_bias is not None
         self.config = DualEncoderConfig(image.config, text.config, *maps, *scales)
@@ -120,18 +105,9 @@ class DualEncoder(OurModel, Saved):
 
     def logits(self, image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:
         """Scaled similarities `[M, B_image, B_text]` of normalised embeddings `[M or 1, B, e]`."""
-        for name, given in (("image", image_embeddings), ("text", text_embeddings)):
-            if not isinstance(given, Tensor) or given.ndim != 3 or given.shape[2] != self.embedding_width:
-                got = list(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
-                takes = f"logits takes {name} embeddings [members or 1, B, {self.embedding_width}], got {got}"
-                raise DataError(f"{takes}; for images and texts call the model itself: dual(images, texts)")
         similarity = image_embeddings @ text_embeddings.transpose(1, 2)
         logits = similarity * self.logit_scale.exp()[:, None, None]
         return logits if self.logit_bias is None else logits + self.logit_bias[:, None, None]
-
-    def predict(self, *inputs: Any, **named: Any) -> NoReturn:
-        """Refused: there are no classes; make a classifier by `he.zero_shot(dual, class_names)`."""
-        raise ConfigError("a dual encoder has no classes; make a classifier: he.zero_shot(dual, class_names)")
 
     def member(self, index: int) -> "DualEncoder":
         """A copy of one member as a separate dual encoder."""
@@ -170,16 +146,6 @@ class DualEncoder(OurModel, Saved):
         )
         state = placed(contents.tensors, device, dtype)
         return build_with_state(lambda: cls._empty(config, image, text), state)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.image.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
-        return self.image.dtype
 
     def describe_towers(self) -> dict[Tower, Description]:
         """Parameters, multiply-adds and heads kept of each tower; print them."""

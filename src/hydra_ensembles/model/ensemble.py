@@ -121,9 +121,6 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
             last layer, those of an attention that pools the tokens; for pruning that is layer `num_layers`.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> hydra = he.fuse([he.prune(base, [(5, 0)]), he.prune(base, [(5, 1)])])
         >>> hydra(torch.randn(4, 3, 64, 64)).shape  # member logits
         torch.Size([2, 4, 7])

@@ -38,9 +38,6 @@ def load(
         CheckpointError: There is no such model, or its files are damaged or do not fit together.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> base.save_pretrained("my-model")
         >>> again = he.load("my-model")  # a folder, or "hub:owner/name"
         >>> images = torch.randn(2, 3, 64, 64)
@@ -60,18 +57,14 @@ def require_model(model: object, caller: str, *kinds: type) -> Any:
     advice = "give what he.convert(model) returns" if Ensemble in kinds else "convert a CLIP model"
     if isinstance(model, DualEncoder):
         advice = "make a classifier of it first: he.zero_shot(model, class_names)"
-    elif isinstance(model, str | Path):
-        advice = f"load it first: he.load({str(model)!r})"
     elif isinstance(model, nn.Module) and isinstance(unwrapped(model), kinds):
         advice = "give the model inside it (model.module, or model._orig_mod)"
-    elif type(model).__module__.startswith(__name__.partition(".")[0]) and Ensemble in kinds:  # a view, or optimized
-        advice = "it only answers; give the ensemble that it was made from"
     takes = " or ".join(kind.__name__ for kind in kinds)
     raise ConfigError(f"{caller} takes {takes}, got {type(model).__name__}; {advice}")
 
 
 def require_ensemble(model: object, caller: str, classifies: bool = False) -> Ensemble:
-    """Return the model, or raise if it is not an `Ensemble` with weights or, with `classifies`, has no classes."""
+    """Return the model, or raise if it is not an `Ensemble` or, with `classifies`, has no classes."""
     ensemble: Ensemble = require_model(model, caller, Ensemble)
     if classifies and not ensemble.num_classes:
         raise ConfigError(f"{caller} takes a classifier, this ensemble has none; convert the model with num_labels=")

@@ -250,9 +250,6 @@ class Projections(nn.Module):
     """One linear map per tower; None if a tower's features already are the embedding.
 
     Examples:
-        A `dual` encoder, taken apart and put together again:
-
-        >>> import hydra_ensembles as he
         >>> both = he.Projections(dual.projections.image, dual.projections.text)
         >>> he.DualEncoder(dual.image, dual.text, both).embedding_width == dual.embedding_width
         True

@@ -120,9 +120,6 @@ def zero_shot(
             dual encoder without tokenizer, or an image tower that has no single feature vector.
 
     Examples:
-        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
-
-        >>> import torch, hydra_ensembles as he
         >>> classifier = he.zero_shot(dual, ["cat", "dog", "red bus"], "a photo of the {label}")
         >>> classifier.predict(torch.randn(2, 3, 32, 32)).class_names
         ('cat', 'dog', 'red bus')
@@ -164,9 +161,6 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
         templates: The new templates; None for the same as before.
 
     Examples:
-        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
-
-        >>> import hydra_ensembles as he
         >>> classifier = he.zero_shot(dual, ["cat", "dog"])
         >>> he.retarget(classifier, ["house", "boat", "green tree"]).num_classes
         3

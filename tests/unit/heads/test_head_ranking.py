@@ -68,9 +68,3 @@ def test_divergence() -> None:
     assert jensen_shannon(low, high, 2) == math.log(2)
     assert jensen_shannon(low, ranking((0, 3), (0, 4), (0, 5)), 3) == 0.0  # same layers, different heads
     assert jensen_shannon(low, ranking((0, 0, "text")), 1) == math.log(2)
-
-
-def test_a_circuit_of_before_decided_ties_by_order() -> None:
-    assert ranking((0, 1)).ties == "order"
-    assert ranking((0, 1), provenance={"ties": "likelihood"}).ties == "likelihood"
-    assert ranking((0, 1), method="taylor/layer").ties is None
