@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +37,8 @@ TORCHVISION, HUB = "torchvision:", "hub:"
 # How `datasets` reads each kind of table: CSV fields may be quoted, TSV fields never, and no word means "missing".
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
-    ".csv": ("csv", {"keep_default_na": False}),
-    ".tsv": ("csv", {"keep_default_na": False, "sep": "\t", "quoting": 3}),
+    ".csv": ("csv", {"keep_default_na": False, "index_col": False}),
+    ".tsv": ("csv", {"keep_default_na": False, "index_col": False, "sep": "\t", "quoting": 3}),
     ".jsonl": ("json", {}),
     ".ndjson": ("json", {}),
 }
@@ -173,7 +174,9 @@ def _loaded(path: str, problem: str, **options: Any) -> Any:
     showed = not library.are_progress_bars_disabled()
     library.disable_progress_bars()
     try:
-        return library.load_dataset(path, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Length of header")  # pandas would drop a field of every row
+            return library.load_dataset(path, **options)
     except (ValueError, OSError, RuntimeError, library.exceptions.DatasetsError) as error:
         raise DataError(f"{problem}: {error.__cause__ or error}") from error
     finally:

@@ -59,6 +59,7 @@ def test_shards_are_read_in_order_and_one_that_is_missing_is_noticed(
         ("a.csv", "text,label\n", "no data"),
         ("a.csv", "picture,label\nx,0\n", "picture"),
         ("a.csv", "text,class\nx,0\n", "class"),
+        ("a.csv", "text,label\nnot bad, really,1\n", "header"),  # a comma that is not quoted
         ("a.csv", "text,label\nhello,1000000000000\nbye,0\n", "1000000000000"),
         ("a.jsonl", '{"text": "a", "label": 0}\n\n{"text": \n', r"a\.jsonl"),
         ("a.jsonl", '{"text": "a", "label": 0.5}\n', "0.5"),
@@ -77,6 +78,8 @@ def test_csv_tsv_and_json_lines(tmp_path: Path) -> None:
     data = load(tmp_path / "a.csv")
     assert isinstance(data, TextDataset)
     assert (list(data), data.class_names) == ([("good, or so", 1), ("NA", 0)], ("no", "yes"))
+    (tmp_path / "b.csv").write_bytes("\ufefftext,label\r\na,1\r\n\r\nb,0\r\n".encode())
+    assert list(load(tmp_path / "b.csv")) == [("a", 1), ("b", 0)]
     (tmp_path / "a.tsv").write_text('sentence\tlabel\n"so it goes\t1\nfine\t0\n')
     assert list(load(tmp_path / "a.tsv", columns=Columns(text="sentence"))) == [('"so it goes', 1), ("fine", 0)]
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 0, "more": 2}\n')
