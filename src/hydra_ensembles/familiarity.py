@@ -35,7 +35,7 @@ KEPT_ROWS = 64  # samples by whose digests the data of a fit are recognised
 _SETTINGS = {  # of single scores
     "knn": ("stored", "neighbours"),
     "vim": ("principal",),
-    "vilu": ("hidden", "projected", "embedding"),
+    "vilu": ("hidden", "embedding"),
     "neglabel": ("words", "embedding"),
 }
 _NULL = 1e-10  # eigenvalues below this share of the largest are directions without variance

@@ -1,4 +1,9 @@
-"""The methods that Hydra Ensembles are compared with, one file per method."""
+"""The methods that Hydra Ensembles are compared with, one file per method.
+
+All that train are called alike: `method(model, train, recipe, settings, validation, **run)`. `model` is a classifier
+with one member, which is not changed; `train` and `validation` are labelled batches that can be read repeatedly, as
+for `finetune`; `run` are `output`, `progress`, `device` and `checkpoint_every`, also as for `finetune`.
+"""
 
 from .batch_ensemble import BatchEnsemble, batch_ensemble
 from .bayes_vlm import BayesVLM, bayes_vlm, published_bayes_vlm

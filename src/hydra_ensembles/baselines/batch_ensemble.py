@@ -70,21 +70,11 @@ def batch_ensemble(
     The loss is the sum over members, as for `finetune`; published code uses their mean, so with SGD its learning rates
     are M times too high here.
 
-    Args:
-        model: A classifier with one member; it is not changed.
-        train: Batches with labels that can be read repeatedly.
-        recipe: How to train; its groups say which weights and biases are trained, scales always are.
-        settings: Which scales are trained, and how they are initialised.
-        validation: Held-out batches with labels, as for `finetune`.
-        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+    The groups of the recipe say which weights and biases are trained; scales always are.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> batches = [(torch.randn(2, 3, 64, 64), torch.arange(2))]  # or a DataLoader
-        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
-        >>> settings = he.baselines.BatchEnsemble(members=2, last_layers=2)
-        >>> he.baselines.batch_ensemble(load_backbone(), batches, recipe, settings, progress=False).num_members
+        >>> recipe, settings = he.Recipe(learning_rate=1e-4, steps=1), he.baselines.BatchEnsemble(members=2)
+        >>> he.baselines.batch_ensemble(base, batches, recipe, settings, progress=False).num_members
         2
     """
     require_single(model, "batch_ensemble")

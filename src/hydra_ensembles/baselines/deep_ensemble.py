@@ -40,13 +40,8 @@ def deep_ensemble(
         run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles import baselines
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7))]  # or a DataLoader
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
-        >>> deep = baselines.deep_ensemble(load_backbone(), batches, recipe, members=2, progress=False)
-        >>> deep.num_members
+        >>> he.baselines.deep_ensemble(base, batches, recipe, members=2, progress=False).num_members
         2
     """
     require_single(model, "deep_ensemble")

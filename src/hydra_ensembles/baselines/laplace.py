@@ -55,16 +55,8 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
             as `samples`: with fewer samples the posterior is wider.
         settings: Structure, prior, and number of members.
 
-    Raises:
-        ConfigError: Several members, class embeddings in place of a classifier, or a full covariance that is too large.
-
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles import baselines
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7))]  # or a DataLoader
-        >>> drawn = baselines.laplace(load_backbone(), batches, baselines.Laplace(members=5, samples=7))
-        >>> drawn.num_members
+        >>> he.baselines.laplace(base, batches, he.baselines.Laplace(members=5)).num_members
         5
     """
     require_single(model, "laplace")

@@ -78,24 +78,11 @@ def lora_ensemble(
     ordinary forward pass. Of the recipe's `train_groups`, attention trains only its updates, and the readout only its
     classifiers; the rest is frozen. With `last_blocks`, earlier blocks run once for all members.
 
-    Args:
-        model: A classifier with one member; it is not changed.
-        train: Batches with labels that can be read repeatedly.
-        recipe: How to train; `reinit_classifier="random"` gives every member its own classifier to start from.
-        settings: Ranks, scales, and whether members train together.
-        validation: Held-out batches with labels, as for `finetune`.
-        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
-
-    Raises:
-        ConfigError: A rank that is not below the width, several members, or a recipe that does not fit.
+    `reinit_classifier="random"` gives every member its own classifier to start from.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> batches = [(torch.randn(2, 3, 64, 64), torch.arange(2))]  # or a DataLoader
-        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
-        >>> settings = he.baselines.LoRA(members=2, rank=2)
-        >>> he.baselines.lora_ensemble(load_backbone(), batches, recipe, settings, progress=False).num_members
+        >>> recipe, settings = he.Recipe(learning_rate=1e-4, steps=1), he.baselines.LoRA(members=2, rank=2)
+        >>> he.baselines.lora_ensemble(base, batches, recipe, settings, progress=False).num_members
         2
     """
     require_single(model, "lora_ensemble")

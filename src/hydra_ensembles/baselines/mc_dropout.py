@@ -26,9 +26,6 @@ def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCD
         seed: Seed of the dropout masks: the same inputs always get the same answer.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> he.mc_dropout(base, p=0.1, passes=5)(torch.randn(2, 3, 64, 64)).shape
         torch.Size([5, 2, 7])
     """

@@ -55,22 +55,12 @@ def mimo(
     At inference all members see the same image, so the kernels are summed: the result shares everything but the
     classifiers. It needs spare width, and longer training than other methods.
 
-    Args:
-        model: An image classifier with one member; it is not changed.
-        train: Batches with labels that can be read repeatedly; each has at least as many images as members.
-        recipe: How to train; groups as for `finetune`. They must include the stem, where members learn to tell their
-            images apart; from scratch all groups.
-        settings: How images are combined.
-        validation: Held-out batches with labels, as for `finetune`.
-        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+    Each batch must have at least as many images as there are members. The groups of the recipe must include the stem,
+    where members learn to tell their images apart; from scratch all.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7))]  # or a DataLoader
-        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1, train_groups=("stem", "readout"))
-        >>> settings = he.baselines.MIMO(members=2)
-        >>> he.baselines.mimo(load_backbone(), batches, recipe, settings, progress=False).num_members
+        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
+        >>> he.baselines.mimo(base, batches, recipe, he.baselines.MIMO(members=2), progress=False).num_members
         2
     """
     require_single(model, "mimo")

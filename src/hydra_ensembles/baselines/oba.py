@@ -68,21 +68,11 @@ def oba(
     remaining weights: zeros stay zeros (a `finetune` afterwards would change them). The result takes as much time and
     memory as the whole model.
 
-    Args:
-        model: A classifier with one member; it is not changed.
-        train: Batches with labels that can be read repeatedly. In several processes all prune the same weights:
-            by the batches of the first, or by those of all if the loader is split between them.
-        recipe: How to train the remaining weights; None does not train them.
-        settings: How much is removed, and in how many steps.
-        validation: Held-out batches with labels, as for `finetune`.
-        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`; a resumed run prunes again.
+    Without a recipe the remaining weights are not trained. In several processes all prune the same weights: by the
+    batches of the first, or by those of all if the loader is split between them. A resumed run prunes again.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> batches = [(torch.randn(2, 3, 64, 64), torch.arange(2))]  # or a DataLoader
-        >>> found = he.baselines.oba(load_backbone(), batches, settings=he.baselines.OBA(keep=0.9, steps=1))
-        >>> found.metadata.history[-1]
+        >>> he.baselines.oba(base, batches, settings=he.baselines.OBA(keep=0.9, steps=1)).metadata.history[-1]
         'OBA: 90.0% of the parameters left after 1 steps'
     """
     require_single(model, "oba")

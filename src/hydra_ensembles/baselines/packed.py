@@ -72,22 +72,11 @@ def packed_ensemble(
     One group inside a member (gamma 1): members are independent, so this is a Deep Ensemble of narrow models with one
     loss, run in one pass. They differ in their initial weights, which are drawn with the recipe's seed.
 
-    Args:
-        model: A classifier with one member, for sizes, classes and preprocessing.
-        train: Batches with labels that can be read repeatedly.
-        recipe: How to train, with all groups, as for the model from scratch.
-        settings: How many members, and how wide.
-        validation: Held-out batches with labels, as for `finetune`.
-        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+    The model gives sizes, classes and preprocessing; the recipe must train all groups, as from scratch.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> batches = [(torch.randn(2, 3, 64, 64), torch.arange(2))]  # or a DataLoader
-        >>> groups = ("stem", "attention", "mlp", "norms", "readout")
-        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1, train_groups=groups)
-        >>> found = he.baselines.packed_ensemble(load_backbone(), batches, recipe, progress=False)
-        >>> found.num_members, found.config.encoder.width
+        >>> packed = he.baselines.packed_ensemble(base, batches, he.Recipe(learning_rate=1e-4, steps=1), progress=False)
+        >>> packed.num_members, packed.config.encoder.width
         (3, 96)
     """
     require_single(model, "packed_ensemble")

@@ -55,20 +55,12 @@ def swag(
     The training between two points is a separate fine-tuning with a new optimizer. Parts that the recipe does not
     train are the same in all members and stored once, as in `deep_ensemble`.
 
-    Args:
-        model: A classifier with one member, trained; it is not changed.
-        train: Batches with labels that can be read repeatedly.
-        recipe: How to train from one point to the next; `schedule="constant"`, tens of steps or a part of an epoch.
-        settings: How many points and members.
-        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+    The recipe trains from one point to the next: `schedule="constant"`, tens of steps or a part of an epoch.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> batches = [(torch.randn(2, 3, 64, 64), torch.arange(2))]  # or a DataLoader
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=1, schedule="constant", last_blocks=1)
         >>> settings = he.baselines.SWAG(members=2, points=2, rank=2)
-        >>> he.baselines.swag(load_backbone(), batches, recipe, settings, progress=False).num_members
+        >>> he.baselines.swag(base, batches, recipe, settings, progress=False).num_members
         2
     """
     require_single(model, "swag")

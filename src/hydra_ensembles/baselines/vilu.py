@@ -20,7 +20,7 @@ from ..model.ensemble import Ensemble
 from ..settings import Checked, Whole
 from ..training.loop import Learner, Runtime, TrainOptions, train_best, trains
 from ..training.recipe import Recipe
-from .building_blocks import embedding_statistics, job_of, scale_of, scored
+from .building_blocks import embedding_statistics, job_of, scored
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,10 @@ class ViLU(Checked):
     Attributes:
         hidden: Widths of all its layers except the last.
         batch_size: Samples in a batch of cached embeddings.
-        projections: Whether to also train the maps of image and classes inside the attention over classes, starting
-            from the identity. The public code can do so after some updates; its ImageNet script does not.
     """
 
     hidden: tuple[Whole, ...] = (512, 256, 128)
     batch_size: Whole = 128
-    projections: bool = False
 
     @staticmethod
     def recipe(epochs: int = 300, learning_rate: float | None = 0.01, **changes: Any) -> Recipe:
@@ -72,20 +69,12 @@ def vilu(
         settings: Size of the network, and of batches.
         validation: Held-out labelled batches; the best network, of all epochs and rates, is the one whose
             confidence has the lowest NLL. It may be no better than a constant: look at `p.score("vilu")`.
-        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
-
-    Raises:
-        ConfigError: A model without class embeddings, or several processes: one is enough.
 
     Examples:
-        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
-
-        >>> import torch, hydra_ensembles as he
-        >>> classifier = he.zero_shot(dual, ["cat", "dog"])
-        >>> batches = [(torch.randn(8, 3, 32, 32), torch.tensor([0, 1] * 4))]
-        >>> recipe = he.baselines.ViLU.recipe(epochs=1)
-        >>> scored = he.baselines.vilu(classifier, batches, recipe, he.baselines.ViLU(hidden=(8,)), progress=False)
-        >>> scored.predict(batches[0][0]).score("vilu").shape
+        >>> recipe, settings = he.baselines.ViLU.recipe(epochs=1), he.baselines.ViLU(hidden=(8,))
+        >>> labelled = [(torch.randn(8, 3, 32, 32), torch.tensor([0, 1] * 4))]
+        >>> scored = he.baselines.vilu(he.zero_shot(dual, ["cat", "dog"]), labelled, recipe, settings, progress=False)
+        >>> scored.predict(labelled[0][0]).score("vilu").shape
         torch.Size([8])
     """
     statistics = embedding_statistics(ensemble, "vilu")
@@ -98,12 +87,9 @@ def vilu(
     job = job_of(settings, recipe, cached, held, **run)
     recipe.check(ensemble, cached, held)
     result = train_best(partial(ViLULearner, rows, settings, recipe), ensemble, job)
-    if settings.projections:
-        statistics["scale"] = scale_of(rows)
-    fitted: dict[str, Any] = {"hidden": settings.hidden, "projected": settings.projections}
     line, samples = f"ViLU: {result.described(recipe, 'a network')}", len(cached.dataset)  # type: ignore[arg-type]
     state = statistics | result.weights
-    return scored(ensemble, "vilu", state, samples, line, **fitted)
+    return scored(ensemble, "vilu", state, samples, line, hidden=settings.hidden)
 
 
 def cache(
@@ -133,7 +119,7 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
         if runtime.ranks.size > 1:
             raise ConfigError(f"vilu trains a small network; start it in one process instead of {runtime.ranks.size}")
         self.rows = rows.to(runtime.device)  # [M, C, e]
-        self.fixed = {"texts": F.normalize(self.rows, dim=-1), "scale": scale_of(self.rows)}
+        self.texts = F.normalize(self.rows, dim=-1)
         members, _, width = rows.shape
         self.model = nn.ParameterDict()
         generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "vilu"))
@@ -141,8 +127,6 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
             for name, shape in ((f"weight{layer}", (outputs, inputs)), (f"bias{layer}", (outputs,))):
                 values = (2 * torch.rand(members, *shape, generator=generator) - 1) * inputs**-0.5  # as of nn.Linear
                 self.model[name] = nn.Parameter(values.to(runtime.device))
-        for name in ("image_map", "text_map") if settings.projections else ():
-            self.model[name] = nn.Parameter(torch.eye(width, device=runtime.device).repeat(members, 1, 1))
         super().__init__(self.model, recipe, runtime, {})
 
     def read(self, raw: Any, index: int) -> tuple[Tensor, ...]:
@@ -154,7 +138,7 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
         embedded, right = (part.to(self.runtime.device).transpose(0, 1) for part in batch)
         probs = (embedded @ self.rows.mT).softmax(dim=-1)  # [M, B, C]; unaffected by a bias common to all logits
         with self.autocast():
-            odds = log_odds({**self.fixed, **self.model}, embedded, probs)
+            odds = log_odds({"texts": self.texts, **self.model}, embedded, probs)
         return odds.float(), right
 
     def backward(self, group: list[tuple[Tensor, ...]], seed: int) -> Tensor:

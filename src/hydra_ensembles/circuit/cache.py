@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from .._utils import free_memory
 from ..heads.masking import working_copy
 from ..heads.ranking import Head
-from ..model.config import PatchStemConfig
-from ..model.cost import attention_cost, mlp_cost
 from ..model.ensemble import Ensemble
-from ..model.layers import Attention, Block, Context, Read, read_tokens, select_queries
+from ..model.layers import Attention, Block, Context, Read, select_queries
 from ..model.stem_readout import MapPool, Readout
 from .scores import CircuitData, Distance, IntArray, SampleAnswers, SampleGroup, parts, to_device
 
@@ -31,9 +29,9 @@ _ROWS = 1 << 14  # samples whose logits are in memory at once
 
 @dataclass
 class Work:
-    """What a search has computed so far: multiply-adds of the products that were actually needed."""
+    """What a search has computed so far."""
 
-    multiply_adds: int = 0
+    blocks: int = 0  # runs of a block on one sample
 
 
 # --- the model ---------------------------------------------------------------------------------------------
@@ -44,15 +42,13 @@ class WorkingModel:
 
     def __init__(self, model: Ensemble, off: Sequence[Head], work: Work, distance: Distance | None = None) -> None:
         self.ensemble = working_copy(model, None, None)
-        self.work = work  # updated for every block that is run
+        self.work = work
         self.distance = distance
         self.kept = [list(layer) for layer in model.config.heads[0]]  # original indices of remaining heads, by layer
-        encoder, readout = model.config.encoder, self.ensemble.readout
+        readout = self.ensemble.readout
         self.blocks: list[Block | PoolingBlock] = [cast(Block, block) for block in self.ensemble.encoder.layers]
-        self.sizes = [encoder] * len(self.blocks)
-        if readout.map is not None and (sizes := model.config.pooling) is not None:
+        if readout.map is not None:
             self.blocks.append(PoolingBlock(readout, readout.map))
-            self.sizes.append(sizes)
         self.layers = len(self.blocks)
         self._last_read = readout.tokens_read()
         for head in off:
@@ -60,7 +56,7 @@ class WorkingModel:
 
     def block(self, layer: int, x: Tensor, context: Context) -> Tensor:
         """Run one block on `[1, B, T, d]`; the last block returns only the tokens that the readout reads."""
-        self._count(layer, x, outputs=x.shape[1])
+        self.work.blocks += x.shape[1]
         z = self._mix(layer, x, context)  # [B, T', H, d_k]
         asking = select_queries(x, self._read(layer, x))
         return self._finish(layer, asking, self.blocks[layer].attention.project(z, 1))
@@ -73,7 +69,7 @@ class WorkingModel:
         The attention is computed once per input; each run subtracts the contribution of its head. `rows` `[P]` is the
         input of each run. `heads` pairs original head indices with the runs that omit them, and covers all P runs.
         """
-        self._count(layer, x, outputs=len(rows), heads_off=len(rows))
+        self.work.blocks += len(rows)
         attention = self.blocks[layer].attention
         z = self._mix(layer, x, context)  # [S, T', H, d_k]
         attended = attention.project(z, 1)[0].index_select(0, rows)  # [S, T', d] -> [P, T', d]
@@ -131,18 +127,6 @@ class WorkingModel:
         linear = attention.key_norm is None and attention.turn is None and bool(self.kept[layer])
         return read is not None and linear and not attention.causal and attention.window is None
 
-    def _count(self, layer: int, x: Tensor, outputs: int, heads_off: int = 0) -> None:
-        """Count the work of a block: attention for the samples of `[1, B, T, d]`, and an MLP for `outputs` samples."""
-        encoder, read, heads = self.sizes[layer], self._read(layer, x), len(self.kept[layer])
-        _, inputs, tokens, _ = x.shape
-        queries = select_queries(x, read).shape[2]
-        attention = attention_cost(encoder, heads, tokens, queries)
-        if self._has_few_queries(layer, read):
-            attention = heads * queries * encoder.width * (4 * encoder.head_dim + 2 * tokens)
-        products = inputs * attention + outputs * mlp_cost(encoder, queries)
-        products += heads_off * queries * encoder.head_dim * encoder.width  # one head's output projection per run
-        self.work.multiply_adds += products
-
 
 class PoolingBlock:
     """Attention pooling, with the layers before and after it, as one more block at the end; its output is one token."""
@@ -180,28 +164,6 @@ def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking
     mixed = (scores.softmax(-1) @ x).unflatten(1, (-1, heads))  # [B, T', H, d]
     z = torch.einsum("bqhd,hkd->bqhk", mixed, to_value)
     return z if biases is None else z + biases[:, 2]
-
-
-def forward_cost(model: Ensemble, samples: CircuitData) -> int:
-    """Multiply-adds of all blocks for all samples; in the last block only for the tokens that are read."""
-    config, total = model.config, 0
-    for group in samples.groups:
-        tokens = tokens_of(model, group)
-        layers = [(config.encoder, tokens)] * (model.num_layers - 1)  # sizes, and the number of query tokens
-        layers.append((config.encoder, read_tokens(tokens, model.readout.tokens_read())))
-        layers += [] if config.pooling is None else [(config.pooling, 1)]
-        for kept, (sizes, asks) in zip(config.heads[0], layers, strict=True):
-            total += len(group) * (attention_cost(sizes, len(kept), tokens, asks) + mlp_cost(sizes, asks))
-    return total
-
-
-def tokens_of(model: Ensemble, group: SampleGroup) -> int:
-    """Number of tokens per sample of a group, including prefix tokens."""
-    stem = model.config.stem
-    shape = group.inputs[0].shape
-    if not isinstance(stem, PatchStemConfig):
-        return shape[1]
-    return stem.prefix_tokens + (shape[2] // stem.patch_size[0]) * (shape[3] // stem.patch_size[1])
 
 
 # --- activations of the model and of candidates ------------------------------------------------------------
@@ -460,9 +422,7 @@ def default_max_memory(device: torch.device) -> int:
     """Half of the free GPU memory; on the CPU a quarter of the free host memory, divided among the local ranks."""
     if device.type == "cuda":
         return _free_on_gpu(device) // 2
-    free = free_memory()
-    free = 4 << 30 if free is None else free  # if the system does not report it
-    return free // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return (free_memory() or 4 << 30) // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def fitting_batch_size(model: Ensemble, samples: CircuitData) -> int:
@@ -470,7 +430,8 @@ def fitting_batch_size(model: Ensemble, samples: CircuitData) -> int:
     if model.device.type != "cuda":
         return 64
     hidden = model.config.encoder.mlp_width * (2 if model.config.encoder.gated else 1)
-    tokens = max(tokens_of(model, group) for group in samples.groups)
+    tokens = max(group.inputs[0].shape[1] for group in samples.groups)
+    tokens = tokens if model.kind == "text" else model.config.stem.max_tokens
     sample = tokens * 32 * hidden * model.dtype.itemsize  # a generous upper bound
     return max(1, min(2048, _free_on_gpu(model.device) // sample))
 

@@ -11,7 +11,7 @@ from .._distributed import Ranks
 from ..heads.masking import masked
 from ..heads.ranking import Head
 from ..model.ensemble import Ensemble
-from .cache import CachedTower, Work, forward_cost
+from .cache import CachedTower, Work
 from .scores import NO_HEAD, CircuitData, Distance, IntArray, Objective, Result, SampleAnswers, Tally, parts
 
 OnProgress = Callable[[int], None]  # receives the number of this rank's candidates decided so far in a step
@@ -91,7 +91,7 @@ def run_without(
             for rows in parts(len(group), batch_size):
                 features, logits = (one[0] for one in model.features_and_logits(*group.take(rows)))  # [1, B, …]
                 yield group.numbers[rows], SampleAnswers.of(features, logits, distance)
-    work.multiply_adds += forward_cost(model, samples)
+    work.blocks += len(samples.labels) * len(model.config.head_counts)
 
 
 _CHUNKS = 16  # into which the samples of a candidate are divided

@@ -29,10 +29,10 @@ from ..model.kinds import require_model
 from ..model.zero_shot import DEFAULT_TEMPLATES, Templates, checked_names, checked_templates, zero_shot
 from ..settings import Share, from_plain, require, to_plain
 from ..store import Store
-from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size, forward_cost
+from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size
 from .exact import Exact, Naive, Search
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
-from .scores import CircuitData, Distance, Method, Objective, OODScore, Result, Ties, read_samples
+from .scores import CircuitData, Distance, Method, Objective, OODScore, Ties, read_samples
 
 
 @without_autocast()
@@ -60,10 +60,9 @@ def extract_circuit(
     templates: Templates = DEFAULT_TEMPLATES,
     towers: Sequence[Tower] = ("image", "text"),
 ) -> HeadRanking:
-    """Rank heads by switching them off one after another, each time the one whose removal hurts least.
+    """Rank heads by Algorithm 1 of the paper: every step switches off the head without which the score S is highest.
 
-    This is Algorithm 1 of the paper: every step permanently switches off the head without which the score S is
-    highest. S is the accuracy on ID data (`"acc"`), the AUROC of the maximum softmax probability between ID and OOD
+    S is the accuracy on ID data (`"acc"`), the AUROC of the maximum softmax probability between ID and OOD
     data (`"ood"`, ties count half; with several OOD sources the mean of their AUROCs), or the mean of both (`"avg"`).
 
     `method="naive"` runs the whole model for every head: the reference. `"exact"` makes the same choices with a small
@@ -99,8 +98,7 @@ def extract_circuit(
         max_memory: Bytes of activations to keep in addition to the embedded samples; None for half of the free memory
             of a GPU, or a quarter of the free memory of the host or container.
         batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
-        output: A folder that records every removed head; a run that was stopped continues after the last of them,
-            also with a larger budget.
+        output: A folder that records every removed head; a run that was stopped, or has a larger budget, goes on.
         progress: Show a progress bar, and print an estimate of the whole time after the first removed head.
         seed: Seed of PyTorch's random numbers while the batches are read, for loaders that shuffle.
         class_names: For a dual encoder: the names of the classes, in the order of the labels.
@@ -109,19 +107,11 @@ def extract_circuit(
 
     Returns:
         The heads in removal order; `scores` are S after each removal. `provenance` holds the integers behind S, the
-        digests of model and data, and the work done (`model_forwards`: the multiply-adds in units of one pass of the
-        whole model over all samples).
-
-    Raises:
-        HydraError: A model, setting, layer or head that does not fit, data that cannot be used, or an `output` of
-            another run.
+        digests of model and data, and the work done (`model_forwards`: blocks run, in units of one pass of the whole
+        model over all samples).
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
-        >>> ood = [(torch.randn(7, 3, 64, 64),)]
+        >>> ood = [torch.rand(7, 3, 64, 64)]
         >>> ranking = he.extract_circuit(base, batches, ood, score="avg", budget=2, layers=[5], progress=False)
         >>> [head.layer for head in ranking.first(2)], ranking.score
         ([5, 5], 'avg')
@@ -131,9 +121,12 @@ def extract_circuit(
         require(name, value, accepted)
     loss = require("max_accuracy_loss", max_accuracy_loss, Share | None)
     scope = _checked_scope(ensemble, class_names, templates, towers, layers)
+    familiarity = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
+    fitted = ["msp", *([] if familiarity is None else familiarity.settings.scores)]
+    if ood_score not in fitted:
+        raise ConfigError(f"ood_score must be one of {fitted}, got {ood_score!r}; fit_familiarity(...) fits others")
     off, candidates = split_heads(ensemble, scope.towers, scope.layers, removed)
     require_budget(budget, max_removable(ensemble, candidates))
-    _require_fitted(ensemble, ood_score)
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" needs OOD samples; give ood_batches, or "synthetic", or use score="acc"')
 
@@ -222,14 +215,6 @@ def _checked_scope(
     return CircuitScope(chosen, None, *prompts)
 
 
-def _require_fitted(ensemble: Ensemble | DualEncoder, ood_score: OODScore) -> None:
-    """Raise if a feature score was not fitted to the ensemble."""
-    familiarity = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
-    accepted = ["msp", *([] if familiarity is None else familiarity.settings.scores)]
-    if ood_score not in accepted:
-        raise ConfigError(f"ood_score must be one of {accepted}, got {ood_score!r}; fit_familiarity(...) fits others")
-
-
 @dataclass(frozen=True)
 class Step:
     """A removed head, the integers of the model without it, and the work of all ranks; the first step removes none."""
@@ -237,12 +222,7 @@ class Step:
     head: Head | None
     errors: int
     discordance: int
-    multiply_adds: int = 0
-
-    @classmethod
-    def of(cls, result: Result, head: Head | None, multiply_adds: int = 0) -> "Step":
-        """The step that led to a result."""
-        return cls(head, result.errors, result.discordance, multiply_adds)
+    blocks: int = 0
 
 
 @dataclass(eq=False)
@@ -278,7 +258,8 @@ class Extraction:
             store.append("heads", to_plain(step))
 
         if not steps:
-            take(Step.of(search.result, None))
+            start = search.result
+            take(Step(None, start.errors, start.discordance))
         if self.max_accuracy_loss is not None:  # as an exact decimal: 0.29 of 100 right answers is 29
             right = self.objective.id_count - steps[0].errors
             self.objective.most_errors = steps[0].errors + int(Fraction(str(self.max_accuracy_loss)) * right)
@@ -297,8 +278,8 @@ class Extraction:
                 search.remove(choice.head)
                 search.on_progress(count)
                 left.remove(choice.head)
-                total = sum(self.ranks.gather(self.work.multiply_adds))
-                take(Step.of(choice, choice.head, total - spent))
+                total = sum(self.ranks.gather(self.work.blocks))
+                take(Step(choice.head, choice.errors, choice.discordance, total - spent))
                 spent = total
                 reached = self.objective.achieved(choice.errors, choice.discordance)
                 bar.set_postfix(removed=f"{len(steps) - 1}/{budget}", score=f"{reached:.4f}", refresh=False)
@@ -322,31 +303,28 @@ class Extraction:
 
     def _search(self, left: Sequence[Head], off: Sequence[Head]) -> Search:
         """Start the search with these candidates, after the heads in `off` were removed."""
+        model, samples, texts = self.model, self.samples, self.texts
         if self.method == "naive":
-            common = self.model, self.samples, self.objective, self.ranks, self.work, self.batch_size, off
-            return Naive(*common, distance=self.distance) if self.texts is None else JointNaive(*common, self.texts)
-        if self.texts is None:
-            return Exact(self._cached(self.model, self.samples, left, off, 1.0), self.objective, self.ranks)
-        tower, prompts = self.texts.tower, self.texts.prompts  # a quarter of the memory is for the text tower
-        text_tower = self._cached(tower, prompts, of_tower(left, text=True), of_tower(off, text=True), 0.25)
-        left, off = of_tower(left, text=False), of_tower(off, text=False)
-        image_tower = self._cached(self.model, self.samples, left, off, 0.75)
-        return JointExact(Exact(image_tower, self.objective, self.ranks), self.texts, text_tower)
+            common = model, samples, self.objective, self.ranks, self.work, self.batch_size, off
+            return Naive(*common, distance=self.distance) if texts is None else JointNaive(*common, texts)
 
-    def _cached(
-        self, model: Ensemble, samples: CircuitData, left: Sequence[Head], off: Sequence[Head], share: float
-    ) -> CachedTower:
-        """Wrap a copy of the model without the heads in `off`, with a share of the memory for cached activations."""
-        working = WorkingModel(model, off, self.work, self.distance)
-        room = int(share * self.max_memory)
-        return CachedTower(working, samples, left, self.ranks.share(left), self.batch_size, room)
+        def tower(model: Ensemble, samples: CircuitData, of_text: bool, share: float) -> CachedTower:
+            """A copy of a tower without the heads in `off`, with a share of the memory for cached activations."""
+            working = WorkingModel(model, of_tower(off, of_text), self.work, self.distance)
+            own = of_tower(left, of_text)
+            return CachedTower(
+                working, samples, own, self.ranks.share(own), self.batch_size, int(share * self.max_memory)
+            )
+
+        images = Exact(tower(model, samples, False, 1.0 if texts is None else 0.75), self.objective, self.ranks)
+        return images if texts is None else JointExact(images, texts, tower(texts.tower, texts.prompts, True, 0.25))
 
     def ranking(self, steps: Sequence[Step], scope: CircuitScope, origin: dict[str, Any], budget: int) -> HeadRanking:
         """Build the ranking from the steps, with its provenance."""
         objective, (start, *removals) = self.objective, steps
-        whole_pass = forward_cost(self.model, self.samples)
+        whole_pass = len(self.samples.labels) * len(self.model.config.head_counts)  # in blocks
         if self.texts is not None:
-            whole_pass += forward_cost(self.texts.tower, self.texts.prompts)
+            whole_pass += len(self.texts.prompts.labels) * len(self.texts.tower.config.head_counts)
         settings: dict[str, Any] = {} if self.distance is None else {"ood_score": self.distance.name}
         if scope.names:
             settings |= {"towers": scope.towers, "classes": len(scope.names), "templates": scope.templates}
@@ -372,7 +350,7 @@ class Extraction:
                 "start": objective.achieved(start.errors, start.discordance),
                 "errors": [step.errors for step in removals],
                 "discordance": [step.discordance for step in removals],
-                "model_forwards": sum(step.multiply_adds for step in steps) / whole_pass,
+                "model_forwards": sum(step.blocks for step in steps) / whole_pass,
             },
         )
 

@@ -109,15 +109,10 @@ def log_odds(statistics: Statistics, embedded: Tensor, probs: Tensor) -> Tensor:
     """Output of the `vilu` network, `[M, B]`, for image embeddings `[M, B, e]` and probabilities `[M, B, C]`.
 
     Its inputs: the image, the mean of class embeddings `[M, C, e]` weighted by probability, and that of the predicted
-    class. With trained maps `[M, e, e]`, the mean and the softmax that weights it use mapped embeddings.
+    class.
     """
-    texts = mapped = statistics["texts"]
-    shares = probs
-    if "text_map" in statistics:
-        mapped = texts @ statistics["text_map"].mT
-        alike = embedded @ statistics["image_map"].mT @ mapped.mT  # [M, B, C]
-        shares = (statistics["scale"][:, None, None] * alike).softmax(dim=-1)
-    x = torch.cat([embedded, shares @ mapped, _picked(texts, probs.argmax(dim=-1))], dim=-1)  # [M, B, 3e]
+    texts = statistics["texts"]
+    x = torch.cat([embedded, probs @ texts, _picked(texts, probs.argmax(dim=-1))], dim=-1)  # [M, B, 3e]
     last = sum(name.startswith("weight") for name in statistics) - 1
     for layer in range(last + 1):
         x = torch.baddbmm(statistics[f"bias{layer}"][:, None], x, statistics[f"weight{layer}"].mT)

@@ -86,7 +86,6 @@ class FamiliaritySettings(Checked):
         embedding: For `vilu` and `neglabel`: width of the common embedding of images and texts.
         hidden: For `vilu`: widths of all layers of its network except the last.
         words: For `neglabel`: groups of words, and words in a group.
-        projected: For `vilu`: whether its attention over classes has its own projections.
         halved: Whether one half of the data of `calibrate` fitted them: given the same data again, it fits them again.
     """
 
@@ -103,7 +102,6 @@ class FamiliaritySettings(Checked):
     embedding: Count = 0
     hidden: tuple[Count, ...] = ()
     words: tuple[Count, Count] = (0, 0)
-    projected: bool = False
     halved: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -131,8 +129,6 @@ class FamiliaritySettings(Checked):
             if score == "neglabel":
                 return shapes | {"words": (*self.words, embedding), "offset": ()}
             shapes["texts"] = (classes, embedding)
-            if self.projected:
-                shapes |= {"image_map": (embedding, embedding), "text_map": (embedding, embedding), "scale": ()}
             for layer, (inputs, outputs) in enumerate(pairwise((3 * embedding, *self.hidden, 1))):
                 shapes |= {f"weight{layer}": (outputs, inputs), f"bias{layer}": (outputs,)}
             return shapes

@@ -183,20 +183,18 @@ def finetune(
 
     Its members train together, on the sum of their mean losses, and all of them train what they share. To train
     separate ensembles as members, train them one by one, each with its `index`: random numbers are derived from the
-    recipe's seed and the index, so the order of the calls does not matter. One process trains one model at a time:
-    trainings in several threads share torch's generator, so their results are not repeatable.
+    recipe's seed and the index, so the order of the calls does not matter.
 
     With `validation`, the weights with the best validation accuracy are kept (if equal: lower NLL, then earlier);
     without, the last ones. A grid of learning rates needs it, and the rate is chosen in the same way (if equal: the
     smaller rate).
 
-    With `output`, a killed run resumes when called again with the same arguments, and (on a CPU) gives a bit-identical
-    result; a finished one is read back. Data are recognised by their length and first batch; after other changes of the
-    data, give another `output`.
+    With `output`, a killed run resumes when called again with the same arguments, and (on a CPU) gives the same bits; a
+    finished one is read back. Data are recognised by their length and first batch.
 
     Several processes (accelerate launch, torchrun) share the batches and average gradients. If `train` is split by a
-    `DistributedSampler`, it is used as it is; such a `validation` is refused. Of any other `train` each process
-    gets equally many batches; what is left over at the end of an epoch is not used.
+    `DistributedSampler`, it is used as it is. Of any other `train` each process gets equally many batches; what is left
+    over at the end of an epoch is not used.
 
     Args:
         member: An ensemble with a classifier.
@@ -214,17 +212,12 @@ def finetune(
         A new ensemble in evaluation mode, without the calibration of the old one.
 
     Raises:
-        ConfigError: A recipe that does not fit the model or the data.
-        DataError: Batches that cannot be used, or a loss that is not finite, at all rates of a grid.
-        CheckpointError: A state in `output` that belongs to another recipe, model or data.
+        HydraError: A recipe that does not fit, batches that cannot be used, a loss that is not finite, or an `output`
+            of another run.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=2)
-        >>> tuned = he.finetune(he.prune(base, [(5, 0)]), batches, recipe, output="tuning", progress=False)
+        >>> tuned = he.finetune(he.prune(base, [(5, 0)]), batches, recipe, progress=False)
         >>> tuned.metadata.history[-1].startswith("fine-tuned")
         True
     """

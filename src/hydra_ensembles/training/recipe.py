@@ -64,7 +64,6 @@ class Recipe(Checked):
             while `seed` is used for dropout; None uses `seed` for both.
 
     Examples:
-        >>> import hydra_ensembles as he
         >>> recipe = he.Recipe(learning_rate=1e-4, epochs=3, warmup=0.1, train_groups=("attention", "readout"))
         >>> recipe.plan(batches=100)  # updates in all, and of the warm-up
         (300, 30)

@@ -253,7 +253,7 @@ def tune_text(
 
     `Recipe.train_groups` and `last_blocks` refer to the text tower; the text projection belongs to the group
     `readout`. With `validation`, the weights are kept with which the text nearest to an image is most often of its
-    class; a grid of learning rates is decided in the same way. With `output`, a run resumes as in `finetune`.
+    class; a grid of learning rates is decided in the same way.
 
     Args:
         dual: One member, perhaps pruned in either tower. Train members one by one and fuse them afterwards.
@@ -266,15 +266,7 @@ def tune_text(
         projection_rate: Learning rate of image projection and logit scale, as a multiple of the recipe's.
         run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
-    Raises:
-        ConfigError: More than one member, or a recipe that does not fit.
-        DataError: Batches that cannot be used, or a loss that is not finite.
-        CheckpointError: A state in `output` that belongs to another recipe, model or data.
-
     Examples:
-        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
-
-        >>> import torch, hydra_ensembles as he
         >>> pairs = [(torch.randn(4, 3, 32, 32), ["a cat", "a dog", "a red bus", "a tree"], torch.arange(4))]
         >>> tuned = he.tune_text(dual, pairs, he.Recipe(learning_rate=1e-3, steps=2), progress=False)
         >>> images = torch.randn(2, 3, 32, 32)
