@@ -111,8 +111,8 @@ def extract_circuit(
         model over all samples).
 
     Examples:
-        >>> ood = [torch.rand(7, 3, 64, 64)]
-        >>> ranking = he.extract_circuit(base, batches, ood, score="avg", budget=2, layers=[5], progress=False)
+        >>> known, odd = [(torch.rand(7, 3, 64, 64), torch.arange(7))], [torch.rand(7, 3, 64, 64)]
+        >>> ranking = he.extract_circuit(base, known, odd, score="avg", budget=2, layers=[5], progress=False)
         >>> [head.layer for head in ranking.first(2)], ranking.score
         ([5, 5], 'avg')
     """

@@ -45,7 +45,7 @@ def read_texts(
     tower = dual.text
     if tower.config.readout.cosine is not None:
         raise ConfigError("the text tower classifies by class embeddings; use the text tower as it was converted")
-    ids, *extra = tower.unpack(tower.prepare(prompts_of(names, templates)))
+    ids, *extra = tower.unpack(prompts_of(names, templates))
     mask, segments = (None if tensor is None else tensor.to(device) for tensor in extra)
     group = SampleGroup(np.arange(len(ids)), (ids.to(device), mask, segments))
     labels = torch.full((len(group),), -1, device=device)

@@ -106,7 +106,7 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
             begin_epoch(batches, 0, seed)
             labelled, rows[name] = name == "id_batches", []
             for index, batch, targets in iterate(batches, name, labelled):
-                inputs = model.unpack(model.prepare(batch))
+                inputs = model.unpack(batch)
                 numbers = np.arange(len(inputs[0])) + sum(map(len, labels))
                 shape = tuple(None if tensor is None else (tensor.dtype, *tensor.shape[1:]) for tensor in inputs)
                 groups.setdefault(shape, []).append(SampleGroup(numbers, inputs))
