@@ -15,7 +15,7 @@ from ..errors import ConfigError, ConversionError
 from ..model.config import Activation, EnsembleConfig
 from ..model.ensemble import shapes_of
 from ..model.metadata import Metadata
-from ..schema import nearest
+from ..settings import nearest
 
 # What someone can do whose model cannot be converted.
 WAYS = (

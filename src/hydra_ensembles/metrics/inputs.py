@@ -42,10 +42,6 @@ def check_finite(values: Tensor, quantity: str, name: str | None = None) -> None
         )
 
 
-def warn_of_probabilities(logits: Tensor, name: str | None = None) -> None:
-    """Does nothing: values are not guessed at. To be removed with its last caller."""
-
-
 def check_same_length(lengths: dict[str, int], name: str | None = None) -> int:
     """Raise for arrays of different lengths and for empty ones; returns the common length."""
     length, *others = lengths.values()
