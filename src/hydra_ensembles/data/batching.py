@@ -32,25 +32,19 @@ Preprocess = Callable[[list[Any]], Tensor | Mapping[str, Tensor]]
 class BatchLoader:
     """Batches of a data set: an iterable with a length that yields `(inputs, labels)`, labels `[B]` integers.
 
-    If `preprocess` returns a mapping, that mapping is yielded with `labels` added. The loader can be iterated any
-    number of times. Every pass over the same epoch is identical, in order and in the random augmentations of
-    `preprocess` (if they draw from torch's CPU generator), for any number of workers; `set_epoch` sets the epoch. The
-    state of torch's generators is not changed. Each member that is ranked or trained on the loader has its own order
-    and augmentations (`set_stream`).
+    If `preprocess` returns a mapping, that mapping is yielded with `labels` added. Every pass over the same epoch
+    (`set_epoch`) is identical, in order and in the random augmentations of `preprocess` (if they draw from torch's CPU
+    generator), for any number of workers; the state of torch's generators is not changed. Each member that is ranked or
+    trained on the loader has its own order and augmentations (`set_stream`).
 
     Attributes:
         dataset: Returns `(item, label)` by position.
         preprocess: Turns a list of items into a tensor `[B, ...]` or a mapping of such tensors: a model's
             preprocessing, a `TrainTransform`, or any function.
-        batch_size: Samples per batch; the last one may have fewer.
+        batch_size: Samples per batch; the last one may have fewer, or is left out with `drop_last`.
         shuffle: Whether each epoch has its own order.
         seed: Seed for order and augmentations.
         num_workers: Worker processes that read and preprocess; with 0 the main process does both.
-        drop_last: Leave out a last batch that is not full.
-
-    Raises:
-        ConfigError: A setting is out of range.
-        DataError: While iterating, the output of `preprocess` has the wrong length.
     """
 
     dataset: Items[tuple[Any, Any]]
@@ -146,9 +140,8 @@ def _pair(row: Any) -> tuple[Any, int]:
         number = int(label.item() if hasattr(label, "item") else label)  # also of an array [1], as MedMNIST has it
         if number != label and not isinstance(label, str):
             raise ValueError(f"the label is {short(label)}")
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        advice = "data.ImageDataset(images, numbers, class_names) and data.TextDataset make such pairs"
-        raise DataError(f"the data set gives {short(row)}, no (item, class number); {advice} ({error})") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"the data set gives {short(row)}, no (item, class number): {error}") from error
     return item, number
 
 

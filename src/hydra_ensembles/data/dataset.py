@@ -79,11 +79,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         name: str = "data",
         rows: npt.ArrayLike | None = None,
     ) -> None:
-        """Wrap a source with a label for each of its rows, restricted to `rows` in the order given (default: all).
-
-        Raises:
-            DataError: The labels do not fit the source or the class names.
-        """
+        """Wrap a source with a label for each of its rows, restricted to `rows` in the order given (default: all)."""
         self.name = name
         self.class_names = tuple(map(str, class_names))
         self._source = source.to_numpy() if hasattr(source, "iloc") else source  # type: ignore[attr-defined] # pandas
@@ -136,11 +132,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return type(self)(self._source, labels, class_names, self.name, self.rows)
 
     def with_classes(self, class_names: Sequence[str]) -> Self:
-        """Return the same items with classes numbered in the order of these names, such as a model's `metadata.labels`.
-
-        Raises:
-            DataError: A class that occurs is not among these names.
-        """
+        """The same items with classes numbered in the order of these names, such as a model's `metadata.labels`."""
         numbers = {UNLABELLED: UNLABELLED, **same_names(self.class_names, class_names)}
         unknown = [label for label in np.unique(self.labels).tolist() if label not in numbers]
         if unknown:
@@ -221,11 +213,7 @@ def is_litter(name: str) -> bool:
 def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) -> SomeDataset:
     """Draw `n` items without replacement; they keep their order, and the same seed draws the same items.
 
-    Args:
-        dataset: What to draw from.
-        n: Number of items; a `DataError` if there are fewer.
-        seed: Seed of the draw.
-        stratified: Whether to keep the proportions of the classes.
+    With `stratified`, the proportions of the classes are kept. A `DataError` if there are fewer than `n` items.
     """
     if not 0 <= n <= len(dataset):
         raise DataError(f"cannot draw {n} items from {dataset.name}, which has {len(dataset)}; lower n")
@@ -244,13 +232,7 @@ def split(
     """Split into disjoint parts; the items of each keep their order, and the same seed gives the same parts.
 
     One fraction gives two parts, that one and the rest; several give a part each, and must not add up to more than one
-    (a `DataError`).
-
-    Args:
-        dataset: What to split.
-        fractions: One fraction, or one for each part.
-        seed: Seed of the split.
-        stratified: Whether every class is split in these proportions.
+    (a `DataError`). With `stratified`, every class is split in these proportions.
     """
     shares = [fractions, 1.0 - fractions] if isinstance(fractions, int | float) else list(fractions)
     if not shares or min(shares) < 0 or math.fsum(shares) > 1.0 + 1e-9:
@@ -269,29 +251,17 @@ def cut_position(fraction: float, count: int) -> int:
 
 
 def without_classes(dataset: SomeDataset, classes: Collection[Any], relabel: bool = False) -> SomeDataset:
-    """Leave out the items of some classes, given by name or number.
-
-    Args:
-        dataset: What to choose from.
-        classes: Names or numbers.
-        relabel: Whether to number the remaining classes from zero; else labels and class names stay as they are.
-    """
+    """Leave out the items of some classes, given by name or number; with `relabel`, number the others from zero."""
     left_out = _class_numbers(dataset, classes)
-    chosen = dataset.select(np.flatnonzero(~np.isin(dataset.labels, left_out)))
+    chosen = dataset.select(~np.isin(dataset.labels, left_out))
     kept = [number for number in _all_classes(dataset) if number not in left_out]
     return _renumbered(chosen, kept) if relabel else chosen
 
 
 def only_classes(dataset: SomeDataset, classes: Sequence[Any], relabel: bool = False) -> SomeDataset:
-    """Keep the items of some classes, given by name or number.
-
-    Args:
-        dataset: What to choose from.
-        classes: Names or numbers.
-        relabel: Whether to number them in the order given; else labels and class names stay as they are.
-    """
+    """Keep the items of some classes, given by name or number; with `relabel`, number them in the order given."""
     kept = _class_numbers(dataset, classes)
-    chosen = dataset.select(np.flatnonzero(np.isin(dataset.labels, kept)))
+    chosen = dataset.select(np.isin(dataset.labels, kept))
     return _renumbered(chosen, kept) if relabel else chosen
 
 

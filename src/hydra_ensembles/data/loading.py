@@ -88,8 +88,7 @@ def load(
         split: Which part, such as `"test"`. May be left out if there is only one.
         root: Folder that relative paths start from; for torchvision, the folder of its data.
         columns: Names of the columns of a table, if they differ from `image`, `text`, `text_pair`, `label`.
-        labels: `"required"`, or `"optional"` for OOD data, whose labels are not used; images outside of class
-            folders are then loaded as well.
+        labels: `"optional"` for OOD data, whose labels are not used; loose images of a folder are then loaded as well.
         class_names: Names in label order, if the data do not contain them.
         config: Configuration of a hub data set (`"sst2"` of `"glue"`).
         images: For an image list, the folder its paths are relative to (the list's own, if not given).
@@ -340,23 +339,20 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
     factory = getattr(library, name, None)
     if not inspect.isclass(factory) or name.startswith("_"):
         raise DataError(f"torchvision has no data set {name!r}; known: {', '.join(sorted(library.__all__))}")
-    accepted = _accepted(factory)
-    settings = {key: value for key, value in {"root": root, "download": download}.items() if key in accepted}
+    accepted = {key for base in inspect.getmro(factory)[:-1] for key in inspect.signature(base).parameters}
+    settings: dict[str, Any] = {"root": root, "download": download}
+    part = split
     if {"split", "train"} <= accepted:
         settings["split"], _, part = (split or "").rpartition("-")
-        if part not in ("test", "train"):
-            way = "write split='NAME-train' or 'NAME-test', such as 'letters-test' of EMNIST"
-            raise DataError(f"torchvision:{name} has no split {split!r}; {way}")
-        settings["train"] = part == "train"
     elif "split" in accepted and split is not None:
         settings["split"] = split
-    elif "train" in accepted:
-        settings["train"] = _choose(split, ("test", "train"), f"torchvision:{name}") == "train"
-    elif split is not None:
+    if "train" in accepted:
+        settings["train"] = _choose(part, ("test", "train"), f"torchvision:{name}") == "train"
+    elif split is not None and "split" not in accepted:
         raise DataError(f"torchvision:{name} has no splits, got split={split!r}; leave it out")
     try:
-        data: Any = factory(**settings)
-    except (RuntimeError, ValueError, FileNotFoundError) as error:
+        data: Any = factory(**{key: value for key, value in settings.items() if key in accepted})
+    except (RuntimeError, ValueError, FileNotFoundError, TypeError) as error:
         where = f"torchvision:{name} (split {split!r})"
         raise DataError(f"{where} cannot be loaded from {root}: {error}. Check root=, or pass download=True") from error
     attributes = ("targets", "labels", "_labels", "y")  # torchvision's various names for the labels
@@ -366,17 +362,6 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
     class_names = [", ".join(entry) if isinstance(entry, tuple) else str(entry) for entry in names]
     images = Rows(len(data), partial(_torchvision_image, data))
     return ImageDataset(images, [int(label) for label in labels], class_names, f"torchvision:{name}")
-
-
-def _accepted(factory: type) -> set[str]:
-    """Argument names that a class accepts, including those it passes on to its base classes."""
-    accepted = set[str]()
-    for base in inspect.getmro(factory)[:-1]:
-        parameters = inspect.signature(base).parameters
-        accepted |= set(parameters)
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    return accepted
 
 
 def _torchvision_image(data: Any, row: int) -> Picture:

@@ -52,11 +52,7 @@ class SetRef:
             raise DataError(f"{self.name}: share must be 0 <= start < end <= 1, got {self.share}")
 
     def load(self, root: str | Path | None = None) -> AnyDataset:
-        """Load the data set from a root folder; a `DataError` if it is missing or not as described.
-
-        A hub data set is read from the folder of its name below the root if that exists: a local copy with the
-        same columns.
-        """
+        """Load the data set from a root folder; a hub data set from a copy in the folder of its name, if any."""
         is_list = self.source.endswith(".txt")
         base = expanded(root or "")
         copied = root is not None and self.source.startswith(HUB) and (base / self.name).is_dir()
@@ -145,16 +141,7 @@ class Suite:
 
 
 def suite(name: str) -> Suite:
-    """Return a suite by name; the `DataError` for an unknown one lists all of them.
-
-    Args:
-        name: One of the names in `all_suites`.
-
-    Examples:
-        >>> from hydra_ensembles import data
-        >>> data.suite("paper-cifar100").id.name
-        'cifar100'
-    """
+    """Return a suite by name; the `DataError` for an unknown one lists all of them."""
     suites = all_suites()
     if name not in suites:
         raise DataError(f"no suite {name!r}; choose one of {', '.join(suites)}")
