@@ -39,12 +39,6 @@ class ModelPair:
     fresh: bool = False  # whether the classifier is new: then features are compared
     projection: GroupedLinear | None = None  # of a dual encoder's tower, applied to its features
 
-    def in_float32(self) -> "ModelPair":
-        """Return copies of both in float32."""
-        parts = {"model": self.model, "ensemble": self.ensemble, "projection": self.projection}
-        copies: dict[str, Any] = {name: deepcopy(part).float() for name, part in parts.items() if part is not None}
-        return replace(self, **copies)
-
     def original(self, inputs: NamedTensors) -> Tensor:
         """Call the original: logits `[B, C]`, or features `[B, d]` if the classifier is new."""
         told = f"for a random batch {_shapes(inputs)} the model itself"
@@ -77,7 +71,9 @@ def require_same_answers(pair: ModelPair) -> None:
     """
     if pair.ensemble.dtype in _HALF:
         with suppress(Exception):  # a user's model may not be copied, or not into this memory
-            pair = pair.in_float32()
+            parts = {"model": pair.model, "ensemble": pair.ensemble, "projection": pair.projection}
+            copies: dict[str, Any] = {name: deepcopy(part).float() for name, part in parts.items() if part is not None}
+            pair = replace(pair, **copies)
     allowed = _allowed(pair.ensemble)
     classifier = pair.ensemble.readout.classifier
     by_tokens = classifier is not None and not classifier.weight.any()  # then logits prove nothing

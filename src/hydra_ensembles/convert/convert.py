@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, Protocol, overload
+from typing import Any
 
 from torch import nn
 
@@ -66,31 +66,8 @@ _REASONS = {
 }
 
 
-class TwoTowers(Protocol):
-    """A dual encoder of transformers, for type checkers: it has image features and text features."""
-
-    def get_image_features(self, *args: Any, **kwargs: Any) -> Any:
-        """Features of images."""
-
-    def get_text_features(self, *args: Any, **kwargs: Any) -> Any:
-        """Features of texts."""
-
-
-@overload
-def convert(model: TwoTowers, *, processor: Any = ..., probe: bool = ...) -> DualEncoder: ...
-@overload
 def convert(
     model: nn.Module,
-    *,
-    num_labels: int | None = ...,
-    labels: Sequence[str] | None = ...,
-    processor: Any = ...,
-    declaration: Declaration | None = ...,
-    preprocessing: Mapping[str, Any] | None = ...,
-    probe: bool = ...,
-) -> Ensemble | Any: ...  # Any: some dual encoders do not match `TwoTowers`; use `isinstance`
-def convert(
-    model: nn.Module | TwoTowers,
     *,
     num_labels: int | None = None,
     labels: Sequence[str] | None = None,
@@ -98,7 +75,7 @@ def convert(
     declaration: Declaration | None = None,
     preprocessing: Any = None,
     probe: bool = True,
-) -> Ensemble | DualEncoder:
+) -> Ensemble | Any:  # Any: a dual encoder, by its class; use `isinstance`
     """Convert a model of timm, torchvision, transformers or open_clip, or your own, to an `Ensemble` with one member.
 
     A table for the class of the model says where each canonical parameter is; every tensor must be used, and at the end

@@ -343,14 +343,14 @@ def refuse(variant: str, way: str = WAYS) -> ConversionError:
 def prefix_errors(name: str) -> Iterator[None]:
     """Prefix errors raised inside with the name of the architecture, so that callees need not know it.
 
-    A part that is missing is one too: the model was changed, or this release of its library builds it differently.
+    A part or setting that the table does not know is one too: the model was changed, or is of another release.
     """
     try:
         yield
     except (ConversionError, ConfigError) as error:
         raise ConversionError(f"{name}: {error}") from error.__cause__
     except (AttributeError, LookupError) as error:
-        raise ConversionError(f"{name}: a part that its table reads is missing ({error}). {WAYS}") from error
+        raise ConversionError(f"{name}: its table does not fit: {error!r}. {WAYS}") from error
 
 
 def activation_of(module: Any) -> Activation:

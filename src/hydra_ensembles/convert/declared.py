@@ -30,11 +30,9 @@ from ..model.config import (
 )
 from .core import (
     Architecture,
-    Entry,
     NamedTensors,
     Source,
     activation_of,
-    as_stored,
     concatenated,
     dropout_rate,
     number_of_classes,
@@ -218,26 +216,29 @@ def _called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) ->
 # --- from a declaration to a table ---------------------------------------------------------------------------
 
 _BLOCK = "encoder.layers.{i}"
-_WITH_BIAS: dict[Part, str] = {  # linear layers and norms
-    "embedding_projection": "stem.project",
-    "up": f"{_BLOCK}.mlp.up",
-    "down": f"{_BLOCK}.mlp.down",
-    "pooler": "readout.hidden",
-    "classifier": "readout.classifier",
-    "embedding_norm": "stem.norm",
-    "norm1": f"{_BLOCK}.norm1",
-    "query_norm": f"{_BLOCK}.attention.query_norm",
-    "key_norm": f"{_BLOCK}.attention.key_norm",
-    "norm2": f"{_BLOCK}.norm2",
-    "norm": "readout.norm",
-}
-_TENSORS: dict[Part, str] = {
+_CANONICAL: dict[str, str] = {  # part → canonical parameter; * for "weight" and "bias", else "_bias" is appended
+    "patch": "stem.patch",
     "class_token": "stem.class_token",
     "registers": "stem.register_tokens",
+    "words": "stem.words",
     "segments": "stem.segments",
+    "embedding_norm": "stem.norm.*",
+    "embedding_projection": "stem.project.*",
+    "norm1": f"{_BLOCK}.norm1.*",
+    "qkv": f"{_BLOCK}.attention.qkv",
+    "query_norm": f"{_BLOCK}.attention.query_norm.*",
+    "key_norm": f"{_BLOCK}.attention.key_norm.*",
+    "out": f"{_BLOCK}.attention.out",
     "scale1": f"{_BLOCK}.attention.scale",
+    "norm2": f"{_BLOCK}.norm2.*",
+    "up": f"{_BLOCK}.mlp.up.*",
+    "down": f"{_BLOCK}.mlp.down.*",
     "scale2": f"{_BLOCK}.mlp.scale",
+    "norm": "readout.norm.*",
+    "pooler": "readout.hidden.*",
+    "classifier": "readout.classifier.*",
 }
+_MATRICES = ("patch", "words", "out", "up", "down", "classifier")
 
 
 def read_declaration(declaration: Declaration, model: nn.Module, size: tuple[int, int] | None) -> Architecture:
@@ -251,13 +252,12 @@ def read_declaration(declaration: Declaration, model: nn.Module, size: tuple[int
             warn("the shape of its images is not known, so a square is assumed; give image_size= in the declaration")
         declaration = replace(declaration, image_size=size)
     reader = _Reader(declaration, model)
-    ignored = (*declaration.ignored, *(name for name, x in reader.tensors.items() if not x.is_floating_point()))
     return Architecture(
         name=type(model).__name__,
         classes=(),
         config=reader.config,
-        weights=dict(reader.weights()),
-        ignored=ignored,
+        weights=dict(reader.table()),
+        ignored=(*declaration.ignored, *(name for name, x in reader.tensors.items() if not x.is_floating_point())),
         answer=lambda model, inputs, fresh: _called(declaration, model, inputs),
         masks=_is_masked(declaration, model),
     )
@@ -276,14 +276,14 @@ class _Reader:
         for part in ("norm1", "qkv", "out", "norm2", "up", "down"):
             if part not in self.names:
                 raise ConversionError(f"names does not say where {part} is")
-        self.layers = 0
-        while self._weight(str(self.names["norm1"]), self.layers) is not None:
-            self.layers += 1
         for part, place in self.names.items():
             for path in paths(place):
-                if self._weight(path) is None:
+                if self._weight(path).replace("{i}", "0") not in self.tensors:
                     near = perhaps_meant(path.replace("{i}", "0"), [*self.tensors, *self.modules])
                     raise ConversionError(f"{part} is said to be {path}, which the model does not have{near}")
+        self.layers, norm1 = 0, self._weight(str(self.names["norm1"]))
+        while norm1.replace("{i}", str(self.layers)) in self.tensors:
+            self.layers += 1
 
     def _spelled_out(self, declaration: Declaration) -> Declaration:
         """Replace `encoder`, `block` and `attention` by the names of their parts, and read settings from them."""
@@ -319,80 +319,68 @@ class _Reader:
             raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but is {found}")
         return self.modules[path]
 
-    def _weight(self, path: str, layer: int = 0) -> str | None:
+    def _weight(self, path: str) -> str:
         """Return the name of the tensor that a path denotes: a tensor itself, or the weight of a module."""
-        name = path.replace("{i}", str(layer))
-        return next((f"{path}{end}" for end in ("", ".weight") if f"{name}{end}" in self.tensors), None)
+        return path if path.replace("{i}", "0") in self.tensors else f"{path}.weight"
 
     def _bias(self, path: str) -> str | None:
         """Return the name of the bias next to the weight of a path; None if there is none."""
-        weight = self._weight(path) or ""
-        bias = f"{weight.removesuffix('weight')}bias" if weight.endswith("weight") else ""
-        return bias if bias.replace("{i}", "0") in self.tensors else None
+        head, weight, _ = self._weight(path).rpartition("weight")
+        return f"{head}bias" if weight and f"{head}bias".replace("{i}", "0") in self.tensors else None
 
-    def _tensor(self, part: Part) -> Tensor | None:
-        """Return the weights of a part in the first block; None if the declaration has no such part."""
-        place = self.names.get(part)
-        if place is None or isinstance(place, Tensor):
+    def _has_bias(self, *parts: Part) -> bool:
+        return any(self._bias(path) is not None for part in parts for path in paths(self.names.get(part, ())))
+
+    def _tensor(self, part: Part) -> Tensor:
+        """Return the weights of a part in the first block; an empty matrix if the declaration has no such part."""
+        place = self.names.get(part, ())
+        if isinstance(place, Tensor):
             return place
-        names = [str(self._weight(path)).replace("{i}", "0") for path in paths(place)]
-        tensor = torch.cat([self.tensors[name] for name in names])
-        if part in ("patch", "words", "out", "up", "down", "classifier") and tensor.dim() < 2:
+        tensors = [self.tensors[self._weight(path).replace("{i}", "0")] for path in paths(place)]
+        tensor = torch.cat(tensors) if tensors else torch.empty(0, 1)
+        if part in _MATRICES and tensor.dim() < 2:
             raise ConversionError(f"{part} is a tensor {list(tensor.shape)}, but a matrix is expected")
         return tensor
 
-    def _needed(self, part: Part) -> Tensor:
+    def _rows(self, part: Part) -> int:
+        """Return the number of rows in a table of embeddings; 0 if there is none."""
         tensor = self._tensor(part)
-        assert tensor is not None, part
-        return tensor
+        return tensor.numel() // tensor.shape[-1]
 
     # --- where the canonical parameters come from ------------------------------------------------------------
 
-    def weights(self) -> Iterator[tuple[str, Entry | tuple[Entry, ...]]]:
-        """Yield the entries of the table."""
+    def table(self) -> Iterator[tuple[str, Source]]:
+        """Yield canonical names and their sources; a bias that the model does not have is zero."""
         positions = "stem.positions" if "words" in self.names else "stem.position"
-        scale = self.declared.embedding_scale
+        readers = {
+            "patch": self._patches,
+            "out": out_by_head("").read,
+            "position": _first_rows,
+            "words": lambda tensors, shape: (tensors[0] * self.declared.embedding_scale).reshape(shape),
+            **dict.fromkeys(("query_norm", "key_norm"), self._rotated),
+        }
         for part, place in self.names.items():
+            name = _CANONICAL.get(part, positions)
+            weight, bias = name.replace("*", "weight"), name.replace("*", "bias") if "*" in name else f"{name}_bias"
             if isinstance(place, Tensor):  # computed by the model, which does not store it
-                given = place.to(self._needed("norm1"))
-                yield _TENSORS.get(part, positions), Source((), partial(_rows_of, given))
-                continue
-            path, bias = str(place), None if part == "qkv" else self._bias(str(place))
-            name = str(self._weight(path))
-            if part in _WITH_BIAS:
-                yield from self._with_bias(part, name, bias)
-            elif part in _TENSORS:
-                yield _TENSORS[part], name
-            elif part == "words":
-                yield "stem.words", Source((name,), lambda tensors, shape: (tensors[0] * scale).reshape(shape))
-            elif part == "position":
-                yield positions, Source((name,), _first_rows)
-            elif part == "patch":
-                yield "stem.patch", Source((name,), self._patches)
-                yield "stem.patch_bias", bias or ()
-            elif part == "out":
-                yield f"{_BLOCK}.attention.out", out_by_head(name)
-                yield f"{_BLOCK}.attention.out_bias", bias or ()
+                yield weight, Source((), partial(_rows_of, place.to(self._tensor("norm1"))))
             elif part == "qkv":
-                names = [str(self._weight(one)) for one in paths(place)]
-                biases = [self._bias(one) for one in paths(place)]
-                yield f"{_BLOCK}.attention.qkv", Source(tuple(names), self._heads)
-                found = tuple(bias or weight for bias, weight in zip(biases, names, strict=True))  # or zeros like it
-                yield f"{_BLOCK}.attention.qkv_bias", Source(found, self._heads_of_vectors)
+                yield weight, Source(tuple(self._weight(path) for path in paths(place)), self._heads)
+                found = tuple(self._bias(path) or self._weight(path) for path in paths(place))
+                yield bias, Source(found, self._heads_of_vectors)
+            elif part != "gate":
+                parts: tuple[Part, ...] = ("gate", "up") if part == "up" and "gate" in self.names else (part,)
+                places = [str(self.names[one]) for one in parts]
+                weights, biases = tuple(map(self._weight, places)), [self._bias(path) for path in places]
+                yield weight, Source(weights, readers.get(part, concatenated().read))
+                if None in biases:
+                    yield bias, Source(weights, lambda tensors, shape: tensors[0].new_zeros(shape))
+                else:
+                    vector = self._rotated if part in ("query_norm", "key_norm") else concatenated().read
+                    yield bias, Source(tuple(map(str, biases)), vector)
 
-    def _with_bias(self, part: Part, weight: str, bias: str | None) -> Iterator[tuple[str, Entry]]:
-        """Yield weight and bias of a linear layer or a norm; a bias that the model does not have is zero."""
-        gate = str(self.names["gate"]) if part == "up" and "gate" in self.names else None
-        gates = None if gate is None else (self._weight(gate), self._bias(gate))
-
-        def stored(name: str, of_gate: str | None) -> Entry:
-            if part in ("query_norm", "key_norm"):
-                return Source((name,), lambda tensors, shape: tensors[0][..., self._order(shape[-1])].reshape(shape))
-            return as_stored(name) if of_gate is None else concatenated(of_gate, name)
-
-        yield f"{_WITH_BIAS[part]}.weight", stored(weight, gates and gates[0])
-        zeros = Source((weight,), lambda tensors, shape: tensors[0].new_zeros(shape))
-        yield f"{_WITH_BIAS[part]}.bias", zeros if bias is None else stored(bias, gates and gates[1])
+    def _rotated(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        return tensors[0][..., self._order(shape[-1])].reshape(shape)
 
     def _patches(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         _, width, channels, height, wide = shape
@@ -421,28 +409,28 @@ class _Reader:
 
     def config(self, model: nn.Module, num_labels: int | None) -> EnsembleConfig:
         """Build the canonical configuration from the declaration and the shapes of the tensors."""
-        heads, down, up, out = self.declared.heads, *(self._needed(part) for part in ("down", "up", "out"))
+        declared, (down, up, out) = self.declared, (self._tensor(part) for part in ("down", "up", "out"))
+        heads, rotary = declared.heads, declared.rotary
         if heads is None or heads < 1 or out.shape[-1] % heads:
             raise ConversionError(f"heads is {heads}; give the number that divides the {out.shape[-1]} columns of out")
-        if self.declared.attention_scale is not None and "query_norm" in self.names:
+        if declared.attention_scale is not None and "query_norm" in self.names:
             raise ConversionError("attention_scale is given, but a norm of queries would undo it")
-        rotary, mlp_parts = self.declared.rotary, (str(self.names["up"]), str(self.names["down"]))
         kind, eps = self._norm("norm1", "norm2", "query_norm", "key_norm")
         encoder = EncoderConfig(
-            width=self._needed("norm1").numel(),
+            width=self._tensor("norm1").numel(),
             layers=self.layers,
             heads=heads,
             head_dim=out.shape[1] // heads,
             mlp_width=down.shape[1],
-            activation=self.declared.activation or "gelu",
+            activation=declared.activation or "gelu",
             gated=up.shape[0] * (2 if "gate" in self.names else 1) == 2 * down.shape[1],
             norm=kind,
             norm_eps=eps,
-            norm_first=self.declared.norm_first is not False,
+            norm_first=declared.norm_first is not False,
             qk_norm="query_norm" in self.names,
-            qkv_bias=any(self._bias(path) is not None for path in paths(self.names["qkv"])),
-            out_bias=self._bias(str(self.names["out"])) is not None,
-            mlp_bias=any(self._bias(path) is not None for path in mlp_parts),
+            qkv_bias=self._has_bias("qkv"),
+            out_bias=self._has_bias("out"),
+            mlp_bias=self._has_bias("up", "down"),
             layer_scale="scale1" in self.names,
             rotary=RotaryConfig(rotary) if isinstance(rotary, int | float) else rotary,
             **self.rates,  # type: ignore[arg-type]
@@ -452,19 +440,20 @@ class _Reader:
 
     def _norm(self, *parts: Part) -> tuple[NormKind, float]:
         """Return the kind and epsilon that the norms of these parts share; raise if they differ."""
-        kinds, epsilons = set[NormKind](), set[float]()
+        found = set[tuple[NormKind, float | None]]()
         for part in (name for name in parts if name in self.names):
             for layer in range(self.layers):
                 module = self.modules.get(str(self.names[part]).replace("{i}", str(layer)))
                 rms = isinstance(module, nn.RMSNorm)
-                kinds.add("rms" if rms else self.declared.norm_kind)
                 eps = getattr(module, "eps", self.declared.norm_eps)
-                eps = torch.finfo(self._needed(part).dtype).eps if rms and eps is None else eps
-                epsilons |= set() if eps is None else {float(eps)}
-        if len(epsilons) != 1 or len(kinds) != 1:
-            problem = f"are of the kinds {sorted(kinds)}, with eps {sorted(epsilons)}; give norm_eps= if there is none"
-            raise ConversionError(f"the norms {', '.join(parts)} must agree, but {problem}")
-        return kinds.pop(), epsilons.pop()
+                eps = torch.finfo(self._tensor(part).dtype).eps if rms and eps is None else eps
+                found.add(("rms" if rms else self.declared.norm_kind, eps))
+        (kind, eps), *others = found
+        if others or eps is None:
+            raise ConversionError(
+                f"the norms {', '.join(parts)} must agree in kind and eps, got {found}; give norm_eps="
+            )
+        return kind, float(eps)
 
     def _embedded(self) -> dict[str, Any]:
         """Return the settings that image and text stems share."""
@@ -474,28 +463,17 @@ class _Reader:
         kind, eps = self._norm("embedding_norm")
         return {**common, "norm": True, "norm_kind": kind, "norm_eps": eps}
 
-    def _positions(self) -> int:
-        """Return the number of positions; 0 if none are stored."""
-        position = self._tensor("position")
-        return 0 if position is None else position.numel() // position.shape[-1]
-
     def _text_stem(self) -> TextStemConfig:
-        words, segments, rows = self._needed("words"), self._tensor("segments"), self._positions()
+        words, rows = self._tensor("words"), self._rows("position")
         most = self.declared.max_tokens or rows
         if not most or (rows and most > rows):
             raise ConversionError(f"max_tokens is {most}, with {rows} positions; give max_tokens=, at most as many")
-        return TextStemConfig(
-            vocabulary=words.shape[0],
-            positions=most,
-            embedding_width=words.shape[1],
-            segments=0 if segments is None else segments.shape[0],
-            project="embedding_projection" in self.names,
-            **self._embedded(),
-        )
+        projects, segments = "embedding_projection" in self.names, self._rows("segments")
+        return TextStemConfig(*(words.shape[0], most, words.shape[1], segments), project=projects, **self._embedded())
 
     def _patch_stem(self) -> PatchStemConfig:
-        patch, registers, rows = self._needed("patch"), self._tensor("registers"), self._positions()
-        prefix = ("class_token" in self.names) + (0 if registers is None else registers.numel() // registers.shape[-1])
+        patch, registers, rows = self._tensor("patch"), self._rows("registers"), self._rows("position")
+        prefix = registers + ("class_token" in self.names)
         size = (int(patch.shape[2]), int(patch.shape[3])) if patch.dim() == 4 else self._square_patch(patch.shape[1])
         if self.declared.image_size is not None:
             height, width = pair(self.declared.image_size)
@@ -510,9 +488,9 @@ class _Reader:
             patch_size=size,
             grid=grid,
             channels=patch[0].numel() // (size[0] * size[1]),
-            patch_bias=self._bias(str(self.names["patch"])) is not None,
+            patch_bias=self._has_bias("patch"),
             class_token="class_token" in self.names,
-            registers=prefix - ("class_token" in self.names),
+            registers=registers,
             position_prefix=max(0, min(spare, prefix)),
             resample=self.declared.resample,
             **self._embedded(),
@@ -527,20 +505,17 @@ class _Reader:
         raise refuse(f"a patch of {numbers} numbers is not a square with 1 or 3 channels")
 
     def _readout(self, num_labels: int | None) -> ReadoutConfig:
-        classifier = self._tensor("classifier")
-        classes = number_of_classes(0 if classifier is None else len(classifier), num_labels)
         kind, eps = self._norm("norm") if "norm" in self.names else (None, 1e-6)
-        blocks = self._norm("norm1")[0]
-        if kind not in (None, blocks):
-            raise refuse(f"norm is of the kind {kind!r}, but those of the blocks are of {blocks!r}")
+        if kind not in (None, self._norm("norm1")[0]):
+            raise refuse(f"norm is of the kind {kind!r}, unlike those of the blocks")
         return ReadoutConfig(
             pool=self.declared.pool,
             pool_prefix=self.declared.pool_prefix,
-            num_classes=classes,
+            num_classes=number_of_classes(len(self._tensor("classifier")), num_labels),
             norm="none" if "norm" not in self.names else "pooled" if self.declared.norm_after_pool else "tokens",
             norm_eps=eps,
             hidden=self.declared.pooler_activation if "pooler" in self.names else None,
-            bias=classifier is None or self._bias(str(self.names["classifier"])) is not None,
+            bias="classifier" not in self.names or self._has_bias("classifier"),
         )
 
 

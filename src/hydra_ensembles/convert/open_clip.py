@@ -56,8 +56,6 @@ _TEXT_WEIGHTS: Weights = {
 
 def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     pools: dict[str, Pool] = {"tok": "cls", "avg": "mean"}
-    if model.pool_type not in pools:
-        raise core.refuse(f"pool_type is {model.pool_type!r}")
     normed = not is_identity(model.ln_pre)
     stem = PatchStemConfig(
         patch_size=pair(model.patch_size),
@@ -79,35 +77,24 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-_TRUNKS = (timm_torchvision.VISION_TRANSFORMER, timm_torchvision.EVA)
-
-
 def _trunk(model: Any) -> Architecture:
-    """Return the declaration of the timm model inside."""
-    architecture = next((entry for entry in _TRUNKS if core.qualified_name(model.trunk) in entry.classes), None)
-    if architecture is None:
-        raise core.refuse(f"its trunk is a {core.qualified_name(model.trunk)}")
-    return architecture
+    """Return the table of the timm model inside."""
+    tables = {name: table for table in timm_torchvision.ARCHITECTURES for name in table.classes}
+    return tables[core.qualified_name(model.trunk)]
 
 
 def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """A tower of open_clip's timm adapter: a timm model and possibly a linear projection, the adapter's or timm's."""
     config = _trunk(model).config(model.trunk, None)
     head = dict(model.head.named_children())
-    if head.keys() - {"drop", "proj"} or not isinstance(model.head, nn.Sequential | nn.Identity):
-        made = sorted(head) or type(model.head).__name__
-        raise core.refuse(f"its head is made of {made}; only linear projections, or none, are supported")
     if "proj" not in head:
         classes = core.number_of_classes(config.readout.num_classes, num_labels)
         return replace(config, readout=replace(config.readout, num_classes=classes))
-    dropout = dropout_rate(head.get("drop"))
-    if config.readout.num_classes or (dropout and config.readout.dropout):
-        raise core.refuse("both its trunk and its head project, or have dropout")
     readout = replace(
         config.readout,
         num_classes=core.number_of_classes(int(head["proj"].out_features), num_labels),
         bias=head["proj"].bias is not None,
-        dropout=dropout or config.readout.dropout,
+        dropout=dropout_rate(head.get("drop")) or config.readout.dropout,
     )
     return replace(config, readout=readout)
 
@@ -117,8 +104,6 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     positions, width = model.positional_embedding.shape
     pool = getattr(model, "text_pool_type", None) or model.pool_type
     pools: dict[str, Pool] = {"first": "cls", "last": "last", "argmax": "eot", "eos": "eot"}
-    if pool not in pools:
-        raise core.refuse(f"pool_type is {pool!r}")
     end = model.text_eos_id if hasattr(model, "text_eos_id") else model.eos_id
     vocabulary = int(model.token_embedding.num_embeddings)
     stem = TextStemConfig(vocabulary, positions=int(positions), embedding_width=int(width), norm=False)

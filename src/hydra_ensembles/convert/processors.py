@@ -92,9 +92,10 @@ def _unread(processor: Any, kind: str, problem: str = "is not read as preprocess
 
 
 def _run(processor: Any, *inputs: Any, **settings: Any) -> Any:
-    """Run a user's processor, which may raise anything, on an example."""
+    """Run a user's processor, which may raise anything, on an example: a tensor, or several by name."""
     try:
-        return processor(*inputs, **settings)
+        output = processor(*inputs, **settings)
+        return output if isinstance(output, Mapping) else torch.as_tensor(output)
     except Exception as error:
         problem = f"cannot prepare a small example ({type(error).__name__}: {error})"
         raise ConversionError(f"a {qualified_name(processor)} {problem}; repair it") from error
@@ -299,7 +300,7 @@ def _read_image_processor(processor: Any) -> ImagePreprocessing:
         if hasattr(processor, "image_mean"):
             theirs = torch.as_tensor(_run(processor, picture, return_tensors="pt")["pixel_values"])
         else:
-            theirs = torch.as_tensor(_run(processor, picture))[None]  # [1, C, H, W]
+            theirs = _run(processor, picture)[None]  # [1, C, H, W]
         ours, levels = read(picture), 255 * torch.tensor(read.std).view(-1, 1, 1)
         if ours.shape != theirs.shape or ((ours - theirs.to(ours)) * levels).abs().mean() > _LEVELS:
             raise _unread(processor, "image", "produces different pixels than its settings say, by rules of its own")

@@ -55,8 +55,6 @@ _WEIGHTS: Weights = {
 def _config(model: Any, num_labels: int | None, distilled: bool = False) -> EnsembleConfig:
     encoder = _encoder(model)
     pools = {"token": "distilled"} if distilled else {"token": "cls", "avg": "mean", "map": "map"}
-    if model.global_pool not in pools:
-        raise core.refuse(f"global_pool is {model.global_pool!r}")
     takes_prefix = bool(getattr(model, "pool_include_prefix", model.attn_pool is not None))  # Eva has no such setting
     classes, bias = core.read_classifier(model.head, num_labels)
     if distilled and not classes:
