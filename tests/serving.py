@@ -15,7 +15,8 @@ import numpy as np
 from PIL import Image
 
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.serve.app import ServeSettings, make_app
+from hydra_ensembles.serve.app import make_app
+from hydra_ensembles.serve.engine import ServeSettings
 from pictures import encoded
 
 LIMIT = 120  # seconds, a safety net

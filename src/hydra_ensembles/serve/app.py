@@ -6,11 +6,8 @@ where clients are not trusted.
 """
 
 import asyncio
-import base64
-import hashlib
 import hmac
 import json
-import math
 import os
 import re
 import signal
@@ -21,26 +18,25 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qsl
 
 import torch
 
 from .._utils import __version__, require
-from ..errors import ConfigError, DataError, RequestError, StorageError
+from ..errors import DataError, RequestError, StorageError
 from ..files import expanded
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_ensemble
 from ..model.metadata import Calibration
-from ..optimize.runner import USUAL_SHAPES
-from ..settings import Checked, Range, short
+from ..settings import short
 from . import protocol
-from .batcher import Answer, Batcher, Runner
+from .batcher import Answer
+from .engine import API_KEY, Engine, LocalEngine, ServeSettings, key_from_environment
 from .protocol import Served, Text, finite
 from .rows import Row, cores, doubling
-from .telemetry import Telemetry, log, log_failure, log_to_stdout
+from .telemetry import Telemetry, log_failure, log_to_stdout
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -48,164 +44,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PAGE = Path(__file__).with_name("page.html")
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)  # nothing from elsewhere
 CHARSET = re.compile(r";\s*charset\s*=\s*[\"']?([^\s;\"']*)", re.IGNORECASE)
 UTF_8 = ("utf-8", "utf8", "us-ascii", "ascii")
 CONTENT = "multipart/form-data, application/json, image/* or text/plain"
-_FILE = {"schema": {"type": "string", "format": "binary"}}
-_STRINGS = {"type": "array", "items": {"type": "string"}}
-_PAIR = _STRINGS | {"minItems": 2, "maxItems": 2}
-_TEXTS = {"type": "array", "items": {"anyOf": [{"type": "string"}, _PAIR]}}
-_NAMED = {"schema": {"type": "object", "properties": {"images": _STRINGS, "texts": _TEXTS}}}
-_TENSORS = {"schema": {"type": "object", "required": ["inputs"]}}
-BODIES = {  # request bodies for /openapi.json: this module parses them, not FastAPI
-    "predict": {"multipart/form-data": _FILE, "application/json": _NAMED, "image/*": _FILE, "text/plain": _FILE},
-    "infer": {"application/json": _TENSORS},
-}
 CLOSED_BY_CLIENT = 499  # no client receives it; it appears in the log
 KEEP_ALIVE = 75  # seconds an idle connection stays open; longer than in proxies, which would lose requests otherwise
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-API_KEY = "HYDRA_API_KEY"
-"""Environment variable with the key that clients must send; a command line would be visible to all local users."""
-
-
-@dataclass(frozen=True)
-class ServeSettings(Checked):
-    """How a model is served. A key that clients must send is read from `HYDRA_API_KEY` in the environment.
-
-    Attributes:
-        host: Address to listen on; 0.0.0.0 for every interface.
-        port: Port to listen on, 0 for any free one.
-        uds: Unix socket to listen on instead, which only this user can open.
-        name: What clients call the model.
-        max_batch: Maximum number of samples that the model sees at once.
-        max_wait: Milliseconds that a sample waits for others to fill a batch.
-        max_queue: Maximum number of samples, and of requests, accepted at once; further ones are told to retry (503).
-        timeout: Seconds after which a request fails (504).
-        precision: Floating type to compute in; that of the model if not given.
-        compile: Compile the model for the batch sizes it will see.
-        max_body: Maximum size of a request, in megabytes.
-        max_pixels: Maximum size of the images of a request, in megapixels.
-        max_characters: Maximum length of a text, in characters.
-    """
-
-    host: str = "127.0.0.1"
-    port: Annotated[int, Range(0, 65_535)] = 8000
-    uds: str | None = None
-    name: str = "model"
-    max_batch: Annotated[int, Range(1, 4096)] = 16
-    max_wait: Annotated[float, Range(0, below=60_001)] = 5.0
-    max_queue: Annotated[int, Range(1, 1_000_000)] = 256
-    timeout: Annotated[float, Range(0.001, below=86_401)] = 30.0
-    precision: Literal["float32", "bfloat16", "float16"] | None = None
-    compile: bool = False
-    max_body: Annotated[float, Range(0.001, below=4097)] = 16.0
-    max_pixels: Annotated[float, Range(0.001, below=1001)] = 50.0
-    max_characters: Annotated[int, Range(1, 100_000_000)] = 100_000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_queue < self.max_batch:
-            raise ConfigError(f"max_queue is {self.max_queue}, less than max_batch, {self.max_batch}; raise it")
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.name):
-            raise ConfigError(f"name is {self.name!r}; it is part of URLs: use only letters, digits, _ . and -")
-
-
-def key_from_environment() -> str | None:
-    """The key that clients must send; None if none is required."""
-    key = os.environ.get(API_KEY)
-    if key is not None and (len(key) < 8 or not key.isascii() or not key.isprintable() or key != key.strip()):
-        raise ConfigError(f"{API_KEY} has fewer than 8 characters, or some that HTTP headers cannot hold")
-    return key
-
-
-def warm_runner(ensemble: Ensemble, settings: ServeSettings) -> Runner:
-    """The model with its plans, which have run once for every shape that is known in advance."""
-    dtype: torch.dtype | None = None if settings.precision is None else getattr(torch, settings.precision)
-    examples = Served(ensemble, settings.name).reader.examples()
-    shapes = max(len(examples) * settings.max_batch.bit_length() + len(examples), USUAL_SHAPES)
-    plans = ensemble.optimize(dtype=dtype, compile=settings.compile, shapes=shapes)
-    runner = Runner(plans, settings.max_batch)
-    runner.warm_up(examples)
-    return runner
-
-
-class Engine(Protocol):
-    """Runs the model on rows: a thread of this process, or replicas managed by another framework."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the model answers."""
-
-    @property
-    def waiting(self) -> int:
-        """Rows in the queue."""
-
-    async def start(self) -> None:
-        """Load and warm up; return once the engine is ready."""
-
-    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
-        """One answer per row; cancelled when no client waits for them any more."""
-
-    async def close(self) -> None:
-        """Finish all queued rows, then stop."""
-
-
-class LocalEngine:
-    """A model thread of this process, fed from one queue."""
-
-    def __init__(self, ensemble: Ensemble, settings: ServeSettings) -> None:
-        self._ensemble, self._settings = ensemble, settings
-        self.observe: Callable[[int, float], None] = lambda rows, seconds: None
-        self._runner: Runner | None = None
-        self._batcher: Batcher[Row, Answer] | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether the model is warm, and its device has not failed for good."""
-        return self._batcher is not None and self._batcher.failure is None
-
-    @property
-    def waiting(self) -> int:
-        """Rows in the queue."""
-        return 0 if self._batcher is None else self._batcher.waiting
-
-    def load(self) -> None:
-        """Build and warm up the plans, unless that is done."""
-        if self._runner is None:
-            began = time.monotonic()
-            self._runner = warm_runner(self._ensemble, self._settings)
-            log("ready", model=self._settings.name, seconds=round(time.monotonic() - began, 2))
-
-    async def start(self) -> None:
-        """Load, then start the thread."""
-        await asyncio.to_thread(self.load)
-        assert self._runner is not None
-        settings = self._settings
-        self._batcher = Batcher(
-            self._runner.answers,
-            lambda row: row.shape,
-            max_batch=settings.max_batch,
-            max_wait=settings.max_wait / 1e3,
-            max_queue=settings.max_queue,
-            observe=self.observe,
-        )
-
-    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
-        """Queue the rows and wait for their answers."""
-        assert self._batcher is not None
-        futures = self._batcher.submit(rows)
-        try:
-            return await asyncio.gather(*map(asyncio.wrap_future, futures))
-        finally:
-            for future in futures:
-                future.cancel()
-
-    async def close(self) -> None:
-        """Finish all queued rows, then stop the thread."""
-        batcher, self._batcher = self._batcher, None
-        if batcher is not None:
-            await asyncio.to_thread(batcher.close)
 
 
 def make_app(
@@ -265,7 +113,7 @@ def make_app(
         routes += [("GET", prefix, server.metadata, True), ("GET", f"{prefix}/ready", server.is_ready, False)]
         routes += [("POST", f"{prefix}/infer", server.infer, True)]
     for method, path, handler, locked in routes:
-        handler_name, answered = handler.__name__, server.guarded(path, handler, locked)
+        answered = server.guarded(path, handler, locked)
         if method == "GET":  # load balancers send HEAD; FastAPI does not add it to GET routes
             app.router.add_route(path, answered, methods=["HEAD"], include_in_schema=False)
         app.add_api_route(
@@ -273,18 +121,14 @@ def make_app(
             answered,
             methods=[method],
             summary=(handler.__doc__ or "").partition("\n")[0],
-            openapi_extra={"requestBody": {"content": BODIES[handler_name]}} if handler_name in BODIES else None,
             response_class=fastapi.Response,
             response_model=None,
         )
 
     async def elsewhere(request: "Request", error: Any) -> "Response":
-        async def refuse(_: "Request") -> "Response":
-            text = f"there is no {request.method} here; see /openapi.json"
-            named = f"; the model is called {name}" if request.url.path.startswith("/v2/models/") else ""
-            raise RequestError(text + named, error.status_code)
-
-        return await server.guarded("elsewhere", refuse, locked=False)(request)
+        return server.refusal(
+            RequestError(f"there is no {request.method} {request.url.path[:100]}; see /openapi.json", error.status_code)
+        )
 
     app.add_exception_handler(404, elsewhere)
     app.add_exception_handler(405, elsewhere)
@@ -302,13 +146,6 @@ class _Server:
         self.decoders = ThreadPoolExecutor(cores(), "decode")
         self.open = 0  # requests that are being read, decoded or answered
         self._key = key
-        self._page = PAGE.read_bytes()
-        text = self._page.decode()
-        script, style = (re.findall(f"<{kind}>(.*?)</{kind}>", text, re.DOTALL) for kind in ("script", "style"))
-        self._policy = (
-            f"default-src 'none'; script-src {_digests(script)}; style-src {_digests(style)}; connect-src 'self'; "
-            "img-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        )
 
     # --- shared by all routes ----------------------------------------------------------------------------------------
 
@@ -394,41 +231,29 @@ class _Server:
         return limited
 
     async def _decoded(self, work: Callable[[], T]) -> T:
-        """Run `work` in the thread pool; if cancelled before it starts, drop it and the body it holds at once."""
-        turns = [work]
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self.decoders, lambda: turns.pop()())
-        finally:
-            turns.clear()
+        return await asyncio.get_running_loop().run_in_executor(self.decoders, work)
 
-    async def _answers(
-        self, request: "Request", rows: Callable[[], list[Row]], timeout: float = math.inf
-    ) -> tuple[list[Row], Sequence[Answer]]:
-        """Decode (`rows`, in the pool), queue, wait and count; a client that disconnects ends this like a deadline."""
+    async def _answers(self, request: "Request", rows: Callable[[], list[Row]]) -> tuple[list[Row], Sequence[Answer]]:
+        """Decode (`rows`, in the pool), queue, wait and count; nothing is run for a client that disconnects."""
         from starlette.requests import ClientDisconnect
 
-        loop = asyncio.get_running_loop()
-        gone = False
+        async def work() -> tuple[list[Row], Sequence[Answer]]:
+            samples = await self._decoded(rows)
+            return samples, await self.engine.answer(samples)
 
-        async def watch(wait: asyncio.Timeout) -> None:
-            nonlocal gone
+        async def disconnected() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
-            gone = True
-            wait.reschedule(loop.time())
 
+        working, watching = asyncio.ensure_future(work()), asyncio.ensure_future(disconnected())
         try:
-            async with asyncio.timeout(None if math.isinf(timeout) else timeout) as wait:
-                watching = asyncio.create_task(watch(wait))
-                try:
-                    samples = await self._decoded(rows)
-                    answers = await self.engine.answer(samples)
-                finally:
-                    watching.cancel()
-        except TimeoutError as error:
-            if gone:
-                raise ClientDisconnect from error
-            raise RequestError("no answer within the time that was given", 504) from error
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ClientDisconnect
+            samples, answers = working.result()
+        finally:
+            working.cancel()
+            watching.cancel()
         request.state.fields |= {"rows": len(samples), "outcomes": self.telemetry.answers(answers)}
         return samples, answers
 
@@ -447,9 +272,8 @@ class _Server:
 
     async def page(self, request: "Request") -> "Response":
         """The page to try the model on."""
-        headers = {"Content-Security-Policy": self._policy, "Referrer-Policy": "no-referrer"}
-        headers |= {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
-        return _response(self._page, headers=headers, media_type="text/html")
+        headers = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+        return _response(PAGE.read_bytes(), headers=headers, media_type="text/html")
 
     async def model(self, request: "Request") -> "Response":
         """What is served: kind, classes, members, thresholds."""
@@ -554,8 +378,8 @@ class _Server:
         async with self._admitted():
             parts = await request.body(), request.headers.get(protocol.HEADER)
             message, inputs = await self._decoded(lambda: protocol.read_request(*parts))
-            outputs, deadline = protocol.asked_outputs(message, self.served), protocol.deadline_of(message)
-            rows, answers = await self._answers(request, lambda: self._tensor_rows(inputs), deadline)
+            outputs = protocol.asked_outputs(message, self.served)
+            rows, answers = await self._answers(request, lambda: self._tensor_rows(inputs))
         notes = [row.notes for row in rows]
         content, headers = protocol.write_answer(message, self.served, outputs, answers, notes)
         return _response(content, headers=headers)
@@ -599,12 +423,6 @@ async def _form(request: "Request", most: int) -> dict[str, Any]:
         else:
             fields.setdefault(f"{name.removesuffix('s')}s", []).append(value)
     return fields
-
-
-def _digests(parts: Sequence[str]) -> str:
-    """Content-Security-Policy hashes of the page's scripts or styles; the browser runs no others."""
-    digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
-    return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 def _json(content: Any, status: int = 200) -> "Response":

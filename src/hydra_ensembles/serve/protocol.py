@@ -307,14 +307,6 @@ def asked_outputs(request: Mapping[str, Any], served: Served) -> list[AskedField
     return [(fields[item["name"]], bool(_parameters(item).get("binary_data", usual))) for item in asked]
 
 
-def deadline_of(request: Mapping[str, Any]) -> float:
-    """The timeout of a request in seconds (Triton clients send microseconds); infinite without a valid one."""
-    microseconds = _parameters(request).get("timeout")
-    if type(microseconds) is not int or not 0 < microseconds < 10**LONGEST_NUMBER:
-        return math.inf
-    return microseconds / 1e6
-
-
 def model_metadata(served: Served) -> dict[str, Any]:
     """Model metadata: inputs (raw or as tensors; either is enough), outputs, classes and reasons."""
     reader = served.reader

@@ -13,8 +13,9 @@ from .._utils import require
 from ..errors import ConfigError, RequestError
 from ..files import expanded
 from ..model.ensemble import Ensemble
-from .app import ServeSettings, key_from_environment, make_app, warm_runner
+from .app import make_app
 from .batcher import Answer, device_failed
+from .engine import ServeSettings, key_from_environment, warm_runner
 from .rows import Row
 
 ATTEMPTS = 5  # replicas tried in turn if each one dies

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from hydra_ensembles.errors import RequestError
-from hydra_ensembles.serve.app import API_KEY, ServeSettings, make_app
+from hydra_ensembles.serve.app import make_app
+from hydra_ensembles.serve.engine import API_KEY, ServeSettings
 from served_models import served
 from serving import opened, picture, settings, talk, turned
 

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.batcher import Runner
 from hydra_ensembles.serve.outputs import columns, output_fields
-from hydra_ensembles.serve.protocol import HEADER, NAMES, Served, asked_outputs, deadline_of, read_request, write_answer
+from hydra_ensembles.serve.protocol import HEADER, NAMES, Served, asked_outputs, read_request, write_answer
 from served_models import inputs_for, served
 from serving import listening, opened, picture, settings
 
@@ -176,9 +175,7 @@ def test_numbers_one_after_another_or_in_rows_flags_and_several_tensors_in_json_
     assert (found["b"].tolist(), found["a"].tolist()) == ([[5, -6]], [1.0, 2.5])
 
 
-def test_the_time_that_a_client_gives_and_the_outputs_it_asks_for() -> None:
-    seconds = {2_000_000: 2.0, 0: math.inf, "soon": math.inf, 10**400: math.inf, True: math.inf}
-    assert {given: deadline_of({"parameters": {"timeout": given}}) for given in seconds} == seconds
+def test_outputs_are_asked_for_by_name() -> None:
     service = Served(served("image"), "model")
     for asked in ([{"name": []}], "probs"):
         with pytest.raises(RequestError, match="member_logits"):
