@@ -146,20 +146,17 @@ def _staged(path: Path) -> Iterator[Path]:
 def _quiet(format: Format) -> Iterator[None]:
     """Silence exporters' warnings and logs, which concern their own code; report a failure in one line."""
     levels = {name: logging.getLogger(name).level for name in _NOISY}
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        for name in _NOISY:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     except (ConversionError, OSError):
         raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConversionError(
-            f"torch {torch.__version__} cannot export this ensemble as {format}: {reason}; nothing was written. Try "
-            f"another format of {', '.join(get_args(Format))}"
-        ) from error
+        problem = f"torch {torch.__version__} cannot export this ensemble as {format}: {reason}"
+        raise ConversionError(f"{problem}; nothing was written. The other format may do") from error
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)

@@ -159,11 +159,6 @@ def as_text(content: bytes) -> str:
         raise RequestError("a text is not in UTF-8") from error
 
 
-def byte_count(header: str) -> int | None:
-    """The number of bytes in a header; None if it is not a number or is absurdly long."""
-    return int(header) if header.isdecimal() and len(header) <= LONGEST_NUMBER else None
-
-
 # --- requests of the protocol ----------------------------------------------------------------------------------------
 
 
@@ -171,10 +166,9 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
     """The JSON of a request and its inputs by name; BYTES inputs are lists."""
     length = len(body)
     if header is not None:
-        json_length = byte_count(header)
-        if not json_length or json_length > length:
+        if not header.isdecimal() or not 0 < int(header[:LONGEST_NUMBER]) <= length:
             raise RequestError(f"{HEADER} must be a number of bytes from 1 to the size of the body, {length}")
-        length = json_length
+        length = int(header)
     request = request_of(body[:length])
     tail = memoryview(body)[length:]
     inputs = request.get("inputs")
@@ -222,25 +216,14 @@ def _from_json(called: str, datatype: str, shape: tuple[int, ...], data: Any) ->
             raise RequestError(f"input {called} needs {math.prod(shape)} strings")
         return [text.encode("utf-8", "surrogatepass") for text in data]
     try:
-        if datatype != "BOOL" and bool in _kinds(data):
-            raise ValueError("true and false are not numbers")
         array = np.array(data)
-        if array.dtype.kind not in "biuf" or array.size != math.prod(shape):
-            raise ValueError(f"{array.size} values of {array.dtype}")
         converted = array.astype(DATATYPES[datatype])
-        if not np.array_equal(converted.astype(array.dtype), array) and converted.dtype.kind != "f":
-            raise ValueError("values out of range")
+        lossless = converted.dtype.kind == "f" or np.array_equal(converted.astype(array.dtype), array)
+        if array.dtype.kind not in "biuf" or array.shape not in (shape, (math.prod(shape),)) or not lossless:
+            raise ValueError(f"{array.dtype} {list(array.shape)}")
     except (ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"the data of input {called} are not {math.prod(shape)} numbers of {datatype}") from error
-    if array.ndim > 1 and array.shape != shape:  # nested lists, which have a shape of their own
-        raise RequestError(f"the data of input {called} are in rows of shape {list(array.shape)}, not {list(shape)}")
+        raise RequestError(f"the data of input {called} are not {datatype} of the shape {list(shape)}") from error
     return converted.reshape(shape)
-
-
-def _kinds(data: list[Any]) -> set[type]:
-    """The types of the values in a list, nested lists included."""
-    kinds = set(map(type, data))
-    return kinds.union(*(_kinds(row) for row in data if type(row) is list)) if list in kinds else kinds
 
 
 def _from_binary(called: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Array | list[bytes]:

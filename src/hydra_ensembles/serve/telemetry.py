@@ -135,16 +135,14 @@ def log_failure(error: BaseException, **fields: Any) -> None:
 def log_to_stdout() -> None:
     """Send our log and uvicorn's to standard output, as lines of JSON."""
 
-    class Plain(logging.Formatter):
+    class Lines(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
             if record.name == LOGGER.name:
                 return record.getMessage()
-            kind = None if record.exc_info is None or record.exc_info[0] is None else record.exc_info[0].__name__
-            entry = {"level": record.levelname, "event": "server", "message": record.getMessage(), "error": kind}
-            return json.dumps({name: value for name, value in entry.items() if value is not None})
+            return json.dumps({"level": record.levelname, "event": "server", "message": record.getMessage()})
 
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(Plain())
+    handler.setFormatter(Lines())
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the sender of a broken form gets the error
     for name in (LOGGER.name, "uvicorn"):
         logger = logging.getLogger(name)
