@@ -71,10 +71,6 @@ def calibrate(
         DataError: Most of the samples fitted the familiarity: they do not show how familiar new ones look.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> calibrated = he.calibrate(base, batches, share=0.9, familiarity=None)
         >>> calibrated.predict(torch.randn(3, 3, 64, 64)).accept.shape
         torch.Size([3])
@@ -152,13 +148,14 @@ def _with_familiarity(
         familiarity, who = with_earlier(familiarity, earlier), " that did not fit it"
     scores = familiarity.scores(held_out.features, held_out.logits)  # [S, M, n]
     deciding = scores[0].mean(dim=0)
-    limits = {"threshold": threshold_for(deciding, share), "accepted_share": share, "reference": Reference.of(deciding)}
-    familiarity = Familiarity(replace(familiarity.settings, **limits), familiarity.state)
+    settings = replace(familiarity.settings, threshold=threshold_for(deciding, share), accepted_share=share)
+    familiarity = Familiarity(replace(settings, reference=Reference.of(deciding)), familiarity.state)
     decided = calibration.prediction(held_out.logits, unfamiliarity=familiarity.about(scores))
-    passed, accept, wrong = decided.passed(), decided.doubt == 0, decided.label != held_out.labels
+    sure, familiar = (one for one in decided.passed().values() if one is not None)
+    accept, wrong = sure & familiar, decided.label != held_out.labels
     metrics = {
-        "validation/sure_share": mean(passed["unsure"]),
-        "validation/familiar_share": mean(passed["unfamiliar"]),
+        "validation/sure_share": mean(sure),
+        "validation/familiar_share": mean(familiar),
         "validation/accepted_share": mean(accept),
         "validation/risk_of_accepted": mean(wrong[accept]) if bool(accept.any()) else 0.0,
     }
@@ -304,7 +301,7 @@ def _one_each(member_logits: Tensor, labels: Tensor, start: Tensor, prior: float
         search.zero_grad()
         within = logs.clamp(math.log(COLDEST), math.log(HOTTEST))
         value = _nll(logits, labels, within) + prior / 2 * logs.square().sum()
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return value
 
     with torch.enable_grad():

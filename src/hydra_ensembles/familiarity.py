@@ -93,14 +93,10 @@ def fit_familiarity(
         DataError: Features are not finite.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.data import batches, subset
-        >>> from hydra_ensembles.demo import load_backbone, load_sample
-        >>> base, sample = load_backbone(), load_sample()
-        >>> familiar = batches(subset(sample.circuit_id, 56, seed=0), base.metadata.preprocessing, 28)
-        >>> known = he.fit_familiarity(base, familiar, "knn")
-        >>> answer = known.predict([image for image, _ in (sample.test[0], sample.far["FashionMNIST"][0])])
-        >>> bool(answer.score("knn")[1] > answer.score("knn")[0])  # clothes are further off than fields
+        >>> many = [(torch.randn(140, 3, 64, 64), torch.arange(140) % 7)]
+        >>> known = he.fit_familiarity(base, many, "knn")
+        >>> answer = known.predict(torch.cat([many[0][0][:1], 9 * torch.randn(1, 3, 64, 64)]))
+        >>> bool(answer.score("knn")[1] > answer.score("knn")[0])  # noise of another kind is further off
         True
     """
     weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity", classifies=True)
@@ -291,14 +287,14 @@ class _Moments(NamedTuple):
     """Sums over samples in float64, of features minus `shift` `[M, d]`; without it, ones far from zero lose digits."""
 
     shift: Tensor
-    count: Tensor  # [C]
+    counts: Tensor  # [C]
     sums: Tensor  # [M, C, d]
     products: Tensor  # [M, d, d]
 
     @property
     def mean(self) -> Tensor:
         """`[M, d]`, relative to the shift."""
-        return self.sums.sum(dim=1) / self.count.sum()
+        return self.sums.sum(dim=1) / self.counts.sum()
 
 
 def _moments(name: FamiliarityName, samples: Answered, classes: int) -> _Moments:
@@ -316,9 +312,9 @@ def _moments(name: FamiliarityName, samples: Answered, classes: int) -> _Moments
 
 def _mahalanobis(moments: _Moments, shrinkage: float, relative: bool) -> dict[str, Tensor]:
     """Overall mean, whitening of the within-class covariance, and whitened class means, per member."""
-    samples, mean = moments.count.sum(), moments.mean  # [M, d]
-    means = moments.sums / moments.count[:, None]  # [M, C, d]
-    within = (moments.products - (means * moments.count[:, None]).mT @ means) / samples  # [M, d, d]
+    samples, mean = moments.counts.sum(), moments.mean  # [M, d]
+    means = moments.sums / moments.counts[:, None]  # [M, C, d]
+    within = (moments.products - (means * moments.counts[:, None]).mT @ means) / samples  # [M, d, d]
     whiten = _whitening(within, shrinkage)
     statistics = {"mean": mean + moments.shift, "whiten": whiten, "classes": (means - mean[:, None]) @ whiten}
     if relative:

@@ -64,7 +64,6 @@ class Prediction:
         unfamiliarity: Feature scores, if the ensemble has any (`fit_familiarity`), or None.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
         >>> logits = torch.tensor([[[4.0, 0.0], [4.0, 0.0]], [[4.0, 0.0], [0.0, 4.0]]])  # [members, samples, classes]
         >>> answer = he.Prediction.from_logits(logits)
         >>> answer.disagreement.tolist()  # they agree on the first sample
@@ -110,7 +109,8 @@ class Prediction:
             reference: Held-out scores for p-values.
             unfamiliarity: Feature scores of the same samples.
         """
-        logits, of_probs = own_logits(member_logits, check_finite), (1.0,)
+        logits = own_logits(member_logits, check_finite)
+        of_probs: tuple[float, ...] = (1.0,)
         if temperature is not None:
             degrees = _temperatures(temperature, len(logits))
             if calibrates == "probs":
@@ -252,7 +252,7 @@ class Prediction:
         name = self.score_name if name is None else name
         fitted = self.unfamiliarity
         if fitted is not None and name in fitted.score_names:
-            return fitted.score(name)  # type: ignore[arg-type]
+            return fitted.score(name)
         if name not in get_args(ScoreName):
             fit = "; fit_familiarity, baselines.vilu or neg_label adds it" if name in get_args(FittedName) else ""
             choice = ", ".join((*get_args(ScoreName), *(() if fitted is None else fitted.score_names)))

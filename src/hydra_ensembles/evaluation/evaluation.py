@@ -77,7 +77,7 @@ class Answers:
 
 def columns_of(prediction: Prediction, scores: tuple[AnyScore, ...], labels: Tensor | None) -> dict[str, Tensor]:
     """The columns of `Answers` for the samples of a prediction."""
-    passed = {"sure": prediction.passed()["unsure"], "familiar": prediction.passed()["unfamiliar"]}
+    passed = prediction.passed()
     columns = {
         "predicted": prediction.label,
         "confidence": prediction.confidence,
@@ -85,7 +85,7 @@ def columns_of(prediction: Prediction, scores: tuple[AnyScore, ...], labels: Ten
         "disagreement": prediction.disagreement,
         "votes": prediction.member_probs.argmax(dim=-1),  # [M, B]
         **{f"score:{name}": prediction.score(name) for name in scores},
-        **{name: one for name, one in passed.items() if one is not None},
+        **{name: one for name, one in zip(("sure", "familiar"), passed.values(), strict=True) if one is not None},
     }
     if labels is not None:
         columns |= {"label": labels, "accuracy": prediction.label == labels}
@@ -95,31 +95,19 @@ def columns_of(prediction: Prediction, scores: tuple[AnyScore, ...], labels: Ten
 
 @dataclass(frozen=True)
 class Classification:
-    """How well a labelled set is classified, and how well its confidence is calibrated.
-
-    Attributes:
-        brier: Squared error summed over classes, mean over samples.
-        nll: Negative log-likelihood of the mean probabilities.
-        ece: Expected calibration error, 15 bins of equal width.
-        aece: Calibration error over 15 bins of equal count.
-        mutual_information: Mutual information of label and member, in nats, mean over samples.
-        disagreement: Share of member pairs that predict different classes, mean over samples.
-        aurc: Area under the risk-coverage curve, ordered by the evaluation's score.
-        risk_at_coverage: Error that remains when this share of the samples is answered.
-        commonest: Share of the most frequent class: the accuracy of always predicting it.
-    """
+    """How well a labelled set is classified, and how well its confidence is calibrated."""
 
     samples: int
     accuracy: float
-    brier: float
-    nll: float
-    ece: float
-    aece: float
-    mutual_information: float
-    disagreement: float
-    aurc: float
-    risk_at_coverage: Mapping[str, float]
-    commonest: float
+    brier: float  # squared error summed over classes, mean over samples
+    nll: float  # negative log-likelihood of the mean probabilities
+    ece: float  # expected calibration error, 15 bins of equal width
+    aece: float  # calibration error over 15 bins of equal count
+    mutual_information: float  # of label and member, in nats, mean over samples
+    disagreement: float  # share of member pairs that predict different classes, mean over samples
+    aurc: float  # area under the risk-coverage curve, ordered by the evaluation's score
+    risk_at_coverage: Mapping[str, float]  # error that remains when this share of the samples is answered
+    commonest: float  # share of the most frequent class: the accuracy of always predicting it
 
     @classmethod
     def of(cls, answers: Answers, score: AnyScore) -> "Classification":
@@ -154,68 +142,40 @@ class Detection:
 
 @dataclass(frozen=True)
 class OodSet:
-    """One OOD set.
+    """One OOD set; shares of declined samples are None without the threshold."""
 
-    Attributes:
-        group: `near`, `far`, `apart` or `ungrouped`, see `Answers`.
-        detection: Detection results by score.
-        abstained: Share of the set that is declined by any calibrated threshold; None without one.
-        unsure: Share whose uncertainty score is above its threshold; None without one.
-        unfamiliar: Share whose fitted feature score is above its threshold; a sample may be both.
-    """
-
-    group: OodGroup
+    group: OodGroup  # see `Answers`
     samples: int
-    detection: Mapping[str, Detection]
+    detection: Mapping[str, Detection]  # by score
     mutual_information: float
     disagreement: float
-    abstained: float | None
-    unsure: float | None
-    unfamiliar: float | None
+    abstained: float | None  # share that is declined by any threshold
+    unsure: float | None  # share whose uncertainty score is above its threshold
+    unfamiliar: float | None  # share whose fitted feature score is above its threshold; a sample may be both
 
 
 @dataclass(frozen=True)
 class Selective:
-    """What calibrated thresholds do on the in-distribution set: together, and each by itself.
+    """What calibrated thresholds do on the in-distribution set: together, and each by itself; None without one."""
 
-    Attributes:
-        score: The score for how unsure an answer is.
-        threshold: Threshold of that score; None if only familiarity has one.
-        accepted: Share of the samples answered: those that pass every threshold.
-        risk: Share of wrong answers among them; None if nothing is answered.
-        sure: Share that passes the threshold of `score`; None without one.
-        familiarity: The fitted score for how unfamiliar an input is; None if it has no threshold.
-        familiarity_threshold: Threshold of that score.
-        familiar: Share that passes it.
-    """
-
-    score: str
+    score: str  # for how unsure an answer is
     threshold: float | None
-    accepted: float
-    risk: float | None
-    sure: float | None
-    familiarity: str | None
+    accepted: float  # share of the samples answered: those that pass every threshold
+    risk: float | None  # share of wrong answers among them; None if nothing is answered
+    sure: float | None  # share that passes the threshold of `score`
+    familiarity: str | None  # the fitted score for how unfamiliar an input is
     familiarity_threshold: float | None
-    familiar: float | None
+    familiar: float | None  # share that passes that threshold
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Description of the evaluated model, where known; `parameters` to `pooling_heads` are those of `describe`.
+    """Description of the evaluated model, where known; `parameters` to `pooling_heads` are those of `describe`."""
 
-    Attributes:
-        kind: `image`, `text`, or `callable` for a model that is not an `Ensemble`.
-        class_names: Names in the order of the logits; empty when unknown.
-        source: Where the model came from.
-        history: What was done to it.
-        familiarity: The fitted score that has a threshold, and this threshold; None without one.
-        weights: Digest of the weights; empty if it is not an `Ensemble`.
-    """
-
-    kind: Literal["image", "text", "callable"]
+    kind: Literal["image", "text", "callable"]  # `callable`: not an `Ensemble`
     members: int
     classes: int
-    class_names: tuple[str, ...] = field(default=(), repr=False)
+    class_names: tuple[str, ...] = field(default=(), repr=False)  # in the order of the logits
     parameters: int | None = None
     multiply_adds: int | None = None
     tokens: int | None = None
@@ -225,8 +185,8 @@ class ModelInfo:
     source: str = ""
     history: tuple[str, ...] = field(default=(), repr=False)
     calibration: Calibration | None = field(default=None, repr=False)
-    familiarity: tuple[str, float] | None = None
-    weights: str = field(default="", repr=False)
+    familiarity: tuple[str, float] | None = None  # the fitted score that has a threshold, and this threshold
+    weights: str = field(default="", repr=False)  # digest of the weights of an `Ensemble`
 
     @property
     def heads_label(self) -> str | None:
@@ -259,15 +219,11 @@ class Evaluation:
         logits: Member logits `[M, B, C]` of each set, before any temperature; empty unless asked for.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
-        >>> found = he.evaluate(base, batches, {"noise": [(torch.randn(7, 3, 64, 64),)]}, progress=False)
+        >>> found = he.evaluate(base, batches, {"noise": [(torch.rand(7, 3, 64, 64),)]}, progress=False)
         >>> found.save("base.json")
         >>> again = he.Evaluation.load("base.json")
         >>> again.numbers() == found.numbers(), again.samples
-        (True, {'id': 14, 'ood.noise': 7})
+        (True, {'id': 24, 'ood.noise': 7})
     """
 
     name: str
@@ -350,17 +306,10 @@ class Evaluation:
         if (declined := inside.declined()) is None:
             return None
         wrong = ~inside["accuracy"][~declined]
-        shares = {name: mean(inside[name]) if name in inside.columns else None for name in ("sure", "familiar")}
-        return Selective(
-            score=calibration.score,
-            threshold=calibration.threshold,
-            accepted=mean(~declined),
-            risk=mean(wrong) if len(wrong) else None,
-            sure=shares["sure"],
-            familiarity=None if self.model.familiarity is None else self.model.familiarity[0],
-            familiarity_threshold=None if self.model.familiarity is None else self.model.familiarity[1],
-            familiar=shares["familiar"],
-        )
+        sure, familiar = (mean(inside[name]) if name in inside.columns else None for name in ("sure", "familiar"))
+        name, limit = self.model.familiarity or (None, None)
+        risk = mean(wrong) if len(wrong) else None
+        return Selective(calibration.score, calibration.threshold, mean(~declined), risk, sure, name, limit, familiar)
 
     def numbers(self) -> dict[str, float]:
         """Every number under one flat name: `accuracy`, `near.auroc`, `ood.cifar100.fpr95`, `shift.fog.ece`.
@@ -377,7 +326,7 @@ class Evaluation:
                 numbers |= {f"{prefix}{name}.{key}": value for key, value in vars(result).items()}
         groups = {name: [one for one in self.ood.values() if one.group in among] for name, among in MEANS.items()}
         for name, results in {**groups, **{f"ood.{name}": [result] for name, result in self.ood.items()}}.items():
-            for key in (*(() if name in ("near", "far") else ("mutual_information", "disagreement")), *_DECLINED):
+            for key in ("mutual_information", "disagreement", *_DECLINED):
                 each = [getattr(result, key) for result in results]
                 if each and None not in each:
                     numbers[f"{name}.{key}"] = sum(each) / len(each)

@@ -4,7 +4,6 @@ from .compare import (
     CLASSIFICATION,
     COLUMNS,
     COST,
-    DIVERSITY,
     OOD,
     columns_for,
     compare,
@@ -16,6 +15,6 @@ from .html import write_report
 from .table import Cell, Column, Comparison, Row, to_csv, to_markdown, to_rich
 
 __all__ = [
-    "CLASSIFICATION", "COLUMNS", "COST", "DIVERSITY", "OOD", "Cell", "Column", "Comparison", "Row", "columns_for",
+    "CLASSIFICATION", "COLUMNS", "COST", "OOD", "Cell", "Column", "Comparison", "Row", "columns_for",
     "compare", "load_costs", "save_costs", "set_columns", "to_csv", "to_markdown", "to_rich", "write_report",
 ]  # fmt: skip

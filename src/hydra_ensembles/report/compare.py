@@ -1,6 +1,5 @@
 """Comparison of evaluations: the columns, checks that the data are the same, and the notes a reader needs."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,36 +49,21 @@ COST = (
 COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *OOD, SHIFT, *COST)
 """The columns of the paper's tables, accuracy under distribution shift, and the costs."""
 
-DIVERSITY = (
-    Column("mutual_information", "MI", "ID", digits=3),
-    Column("disagreement", "DI", "ID", digits=3),
-    Column("all.mutual_information", "MI", "OOD", digits=3),
-    Column("all.disagreement", "DI", "OOD", digits=3),
-)
-"""Mutual information and disagreement, on ID and OOD data."""
-
 
 def set_columns(names: Sequence[str], fitted: Sequence[str] = ()) -> tuple[Column, ...]:
-    """Detection columns of single OOD sets, for a table that breaks down a mean.
-
-    Args:
-        names: The sets.
-        fitted: Feature scores, such as `mahalanobis`, whose AUROC is shown next to that of the evaluation's score.
-    """
+    """Detection columns of single OOD sets, each with the AUROC of the `fitted` scores, such as `mahalanobis`."""
     columns: list[Column] = []
     for name in names:
         columns += _detection(f"ood.{name}", name)
-        for score in fitted:
-            columns.append(Column(f"{score}:ood.{name}.auroc", f"AUROC by {score}", name, "higher", scale=100))
+        columns += (Column(f"{one}:ood.{name}.auroc", f"AUROC by {one}", name, "higher", scale=100) for one in fitted)
     return tuple(columns)
 
 
 def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> tuple[Column, ...]:
-    """Default columns for these evaluations: `COLUMNS`, and what familiarity adds.
+    """Default columns: `COLUMNS`, AUROC by fitted feature scores, and what models decline that abstain by them.
 
-    If a model has fitted feature scores: their AUROC. If it also abstains by them: the share of the in-distribution
-    set that is accepted, and the share of each group that is declined for either reason. These are ranked only if all
-    models promise to accept the same share. `sets` are OOD sets to show individually.
+    Declined shares are ranked only if all models promise to accept the same share. `sets` are OOD sets to show by
+    themselves.
     """
     runs = list(evaluations)
     fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))
@@ -126,10 +110,6 @@ def compare(
         ConfigError: They use different scores or conventions; or evaluations of different models have the same name.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> methods = {"whole": base, "pruned": he.prune(base, [(5, 0), (5, 1)])}
         >>> found = {name: he.evaluate(model, batches, progress=False) for name, model in methods.items()}
         >>> table = he.compare(found)
@@ -150,27 +130,27 @@ def compare(
 
 
 def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
-    """Evaluations by method name, in the given order; raises `DataError` if there are none.
+    """Evaluations by method name, in the given order.
 
     In a list, equal names are runs of one method, so their models must match; unnamed evaluations are numbered. A
     mapping is taken as it is: the caller decided what belongs together.
     """
     methods: dict[str, list[Evaluation]] = {}
     if isinstance(evaluations, Mapping):
-        for name, runs in evaluations.items():
-            methods[name] = [runs] if isinstance(runs, Evaluation) else list(runs)
+        methods = {name: [one] if isinstance(one, Evaluation) else list(one) for name, one in evaluations.items()}
     else:
         listed = list(evaluations)
-        numbers = itertools.count(1) if sum(run.name == UNNAMED for run in listed) > 1 else None
+        unnamed = [run for run in listed if run.name == UNNAMED]
         for run in listed:
-            name = run.name if numbers is None or run.name != UNNAMED else f"{UNNAMED} {next(numbers)}"
+            number = next(place for place, one in enumerate((*unnamed, run), 1) if one is run)
+            name = f"{UNNAMED} {number}" if run.name == UNNAMED and len(unnamed) > 1 else run.name
             methods.setdefault(name, []).append(run)
             first, other = _make(methods[name][0]), _make(run)
             if first != other:
-                advice = "give them different names (evaluate(name=)), or give compare a mapping {name: runs}"
                 unlike = ", ".join(
                     f"{key} ({first[key]} and {other[key]})" for key in first if first[key] != other[key]
                 )
+                advice = "give them different names (evaluate(name=)), or give compare a mapping {name: runs}"
                 raise ConfigError(f"evaluations called {name!r} are of models that differ in {unlike}; {advice}")
     if not methods or not all(methods.values()):
         raise DataError("nothing to compare: give at least one evaluation of each method")
@@ -261,19 +241,12 @@ def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
 
 def _decline_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     """A note on declined shares, if a model can abstain for two reasons."""
-    everything = [(name, run) for name, runs in methods.items() for run in runs]
-    if not any(run.model.familiarity is not None for _, run in everything):
+    runs = {name: runs[0] for name, runs in methods.items()}
+    if not any(run.model.familiarity is not None for run in runs.values()):
         return ""
-    promises: dict[tuple[float, int], list[str]] = {}
-    for name, run in everything:
-        promised = promise(run)
-        if promised is not None and name not in promises.setdefault(promised, []):
-            promises[promised].append(name)
-    text = "Declined: unsure, or unfamiliar by a fitted score of features."
-    for (share, count), names in promises.items():
-        thresholds = f"{count} thresholds, of which each promises" if count > 1 else "one threshold, which promises"
-        text += f" {', '.join(names)}: {thresholds} to accept {100 * share:.4g} % in distribution."
-    return text + (" Declined shares are comparable where the same share is promised." if len(promises) > 1 else "")
+    promises = {name: found for name, run in runs.items() if (found := promise(run)) is not None}
+    told = [f"{name} {100 * share:.4g} % by each of {count}" for name, (share, count) in promises.items()]
+    return f"Declined: unsure, or unfamiliar by a fitted score. Thresholds promise to accept: {', '.join(told)}."
 
 
 def _data_note(evaluation: Evaluation) -> str:

@@ -10,14 +10,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .._utils import __version__, few_digits, require
+from .._utils import __version__, require
 from ..errors import ConfigError
 from ..evaluation.evaluation import Evaluation
 from ..files import expanded, write_atomically
 from ..model.cost import Cost
 from ..model.metadata import ACCEPTS_ALL
 from . import figures
-from .compare import Runs, columns_for, compare, cost_of, group_runs
+from .compare import Runs, columns_for, compare, group_runs
 from .table import Column, Comparison, to_csv, to_markdown
 
 ONE_TABLE = 12  # maximum number of columns before the results are split into two tables
@@ -33,12 +33,6 @@ _TILES = {
     "all.abstained": "OOD declined",
     "ece": "Calibration error",
     "latency_ratio": "Latency",
-}
-_COSTS = {  # heading: key of the number, unit, size of the unit
-    "Parameters stored": ("parameters", "M", 1e6),
-    "Multiply-adds per input": ("multiply_adds", "G", 1e9),
-    "Latency of a batch": ("latency_ms", "ms", 1),
-    "Peak memory": ("peak_memory_bytes", "MiB", 2**20),
 }
 
 
@@ -71,10 +65,6 @@ def write_report(
         DataError: The evaluations do not compare.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> found = he.evaluate(base, batches, name="Single", progress=False)
         >>> he.write_report([found], "report.html", title="Mine").name
         'report.html'
@@ -97,6 +87,9 @@ def write_report(
     if len(comparison.columns) > ONE_TABLE:
         parts = [tuple(c for c in comparison.columns if bool(c.group) == grouped) for grouped in (False, True)]
     runs = {name: group[0] for name, group in methods.items()}
+    further = [FIRST_RUNS] if any(len(group) > 1 for group in methods.values()) else []
+    for cost in [*measured.values()][:1]:
+        further.append(f"Latency: median of {cost.repeats} runs of a batch of {cost.batch} on {cost.device}, by turns.")
     shown = runs[focus]
     jinja = require("jinja2", extra="report")
     loader = jinja.FileSystemLoader(Path(__file__).parent)
@@ -113,9 +106,7 @@ def write_report(
             colours={name: f"c{index % len(figures.SERIES)}" for index, name in enumerate(methods)},
             tiles=list(_tiles(comparison, methods, focus, baseline)),
             results=[_table(comparison, columns) for columns in parts if columns],
-            notes=(*comparison.notes, *((FIRST_RUNS,) if any(len(group) > 1 for group in methods.values()) else ())),
-            bars=_costs(runs, measured),
-            measured=next(iter(measured.values()), None),
+            notes=[*comparison.notes, *further],
             figures=figures,
             runs=runs,
             detection={name: _detection(runs, name) for name in shown.ood},
@@ -171,18 +162,6 @@ def _table(comparison: Comparison, columns: Sequence[Column]) -> dict[str, Any]:
         "headings": [column.heading for column in columns],
         "rows": [(row.name, [row.cells[position] for position in positions]) for row in comparison.rows],
     }
-
-
-def _costs(runs: Mapping[str, Evaluation], measured: Mapping[str, Cost]) -> dict[str, list[tuple[str, str, float]]]:
-    """Name, text and length in percent of each method's bar, for every cost that is known for some method."""
-    kinds = {}
-    for heading, (key, unit, size) in _COSTS.items():
-        values = {name: cost_of(run, measured.get(name), key) for name, run in runs.items()}
-        costs = {name: value / size for name, value in values.items() if value}
-        longest = max(costs.values(), default=1)
-        bars = [(name, f"{few_digits(cost)} {unit}", max(100 * cost / longest, 1)) for name, cost in costs.items()]
-        kinds |= {heading: bars} if bars else {}
-    return kinds
 
 
 def _detection(runs: Mapping[str, Evaluation], name: str) -> dict[str, Any]:

@@ -43,11 +43,9 @@ class Column:
         return self.title + {"higher": " ↑", "lower": " ↓", "neither": ""}[self.better]
 
     def number(self, value: float) -> str:
-        """Format a number; small nonzero counts are not rounded to zero."""
+        """Format a number; small counts are not rounded to zero."""
         text = f"{value * self.scale:.{self.digits}f}"
-        if float(text) == 0:
-            text = text.removeprefix("-") if self.scale >= 1 or not value else f"{value * self.scale:.1g}"
-        return text
+        return f"{value * self.scale:.1g}" if value and self.scale < 1 and float(text) == 0 else text
 
     def write(self, value: float, spread: float | None = None) -> str:
         """Format a number, optionally with its spread."""
@@ -135,10 +133,7 @@ def to_markdown(comparison: Comparison) -> str:
     """A Markdown table: best bold, second best underlined, notes below.
 
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7))]
-        >>> table = he.compare({"whole": he.evaluate(load_backbone(), batches, progress=False)})
+        >>> table = he.compare({"whole": he.evaluate(base, batches, progress=False)})
         >>> str(table).splitlines()[0].startswith("| Method |")
         True
     """
