@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMO   := $(or $(wildcard $(STAMP)),$(VENV)/.demo)  # the full environment if it exists, else what the demo and its server need
 
-.PHONY: demo serve-demo test test-ci slow attack notebooks docs commands lint release format clean
+.PHONY: demo serve-demo test test-ci slow attack notebooks docs lint release format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -49,10 +49,6 @@ notebooks: $(STAMP)
 # The site goes to site/; strict: a warning is an error.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-# Writes the table behind `hydra-ensembles --help` and completion; run it after changing a command or its settings.
-commands: $(STAMP)
-	$(BIN)/python -c "from hydra_ensembles.cli.main import write_table; write_table()"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,9 +9,7 @@ Three steps, so that the training machine needs no data sets:
 `pack` reads EuroSAT and Fashion-MNIST (`data/images/` below FOLDER) and writes the demo's sample into the package.
 `train` trains the same small vision transformer from several seeds: on 7 of EuroSAT's 10 classes, from scratch, keeping
 the last epoch's weights, so that no held-out image chooses anything. `store` copies the model of seed 0 into the
-package; of the others, whose weights stay outside, only their outputs on the sample and those of the pruned branches
-made from them (built like the demo's own, on a CPU in minutes). To keep the backbone unchanged: `train --seeds 1 2`.
-To check on a CPU that it runs: `train --epochs 1 --limit 256 --seeds 1`.
+package. To check on a CPU that it runs: `train --epochs 1 --limit 256 --seeds 1`.
 """
 
 import argparse
@@ -36,16 +34,17 @@ from torch.nn import functional as F
 import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.data import ImageDataset
-from hydra_ensembles.demo import DemoSettings, load_sample
+from hydra_ensembles.demo import load_sample
 from hydra_ensembles.demo.embedded import read_images
-from hydra_ensembles.demo.run import answers_of, build_models, prepare_data, training_batches
 
 PACKAGE = Path(he.__file__).parent / "demo"
 SIZE = 64
 PREPROCESSING = he.ImagePreprocessing(size=(SIZE, SIZE), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 CIRCUIT_OOD, NEAR = "PermanentCrop", ("AnnualCrop", "River")
 SEED = 0
-TRAIN, CIRCUIT, CALIBRATION, FAR = 700, 256, 256, 300  # images; test sets are whole, near ones without training images
+TRAIN, CIRCUIT, CALIBRATION, FAR = 700, 256, 256, 300  # images drawn; near sets without training images
+KEPT = {"train": 280, "circuit_id": 192, "circuit_ood": 128, "calibration": 256, "test": 420}  # of them, in the package
+KEPT |= {"AnnualCrop": 75, "River": 75, "FashionMNIST": 100}
 BATCH, LEARNING_RATE, WEIGHT_DECAY, WARMUP, DROP_PATH = 256, 1e-3, 0.05, 0.08, 0.1
 
 
@@ -82,10 +81,21 @@ def pack(shared: Path, output: Path) -> None:
         packer.packed("validation", {"eurosat/validation": validation}),
         packer.packed("test", {"eurosat/test": test}),
     ]
+    sample = [thinned(one) for one in sample]
     for file, sets in (("sample", sample), ("training", training)):
         arrays = {key: array for one in sets for key, array in one.items()}
         np.savez_compressed(output / f"{file}.npz", class_names=np.array(classes), **arrays)
     shutil.copyfile(output / "sample.npz", PACKAGE / "sample.npz")
+
+
+def thinned(packed: dict[str, Any]) -> dict[str, Any]:
+    """As many images of a set as the package keeps, evenly spaced."""
+    name = next(iter(packed)).partition("/")[0]
+    contents = np.split(packed[f"{name}/files"], packed[f"{name}/ends"][:-1])
+    keep = np.linspace(0, len(contents) - 1, KEPT[name]).round().astype(int)
+    files = [contents[index] for index in keep]
+    rest = {f"{name}/{key}": packed[f"{name}/{key}"][keep] for key in ("labels", "splits", "rows")}
+    return {f"{name}/files": np.concatenate(files), f"{name}/ends": np.cumsum(list(map(len, files))), **rest}
 
 
 class _Packer:
@@ -281,25 +291,12 @@ def _timm_version() -> str:
 
 
 def store(trained: Path, results: Path) -> None:
-    """Store the copy of seed 0, the outputs of the others and their Hydra Ensembles, and the logs."""
-    sample, settings = load_sample(), DemoSettings()
-    classes = sample.test.class_names
-    answers: dict[str, Tensor] = {}
-    for path in sorted(trained.glob("copy_*.safetensors")):
-        model = _vision_transformer(len(classes))
-        model.load_state_dict({name: tensor.float() for name, tensor in load_file(path).items()})
-        backbone: he.Ensemble = he.convert(model, labels=classes, processor=PREPROCESSING)
-        seed = path.stem.removeprefix("copy_")
-        if seed == "0":
-            backbone.half().save_pretrained(PACKAGE / "backbone")
-            continue
-        sets, batches = prepare_data(sample, backbone, settings), training_batches(sample, backbone, settings)
-        for name, made in build_models(backbone, sets, batches, settings).items():
-            for key, one in answers_of(made, sets).items():
-                answers[f"{name} {seed}/{key}/logits"] = one.logits.half()
-                answers[f"{name} {seed}/{key}/unfamiliar"] = one.unfamiliar
-    if answers:
-        save_file(answers, PACKAGE / "answers.safetensors")
+    """Store the copy of seed 0 in the package, and the logs of all."""
+    classes = load_sample().test.class_names
+    model = _vision_transformer(len(classes))
+    state = load_file(trained / "copy_0.safetensors")
+    model.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    he.convert(model, labels=classes, processor=PREPROCESSING).half().save_pretrained(PACKAGE / "backbone")
     new = json.loads((trained / "log.json").read_text())
     known = json.loads(results.read_text())["copies"] if results.exists() else []
     logs = {log["seed"]: log for log in [*known, *new["copies"]]}

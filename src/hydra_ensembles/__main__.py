@@ -1,6 +1,6 @@
 """`python -m hydra_ensembles`: the command line."""
 
-if __name__ == "__main__":
-    import hydra_ensembles_cli
+from .cli.main import main
 
-    hydra_ensembles_cli.main()
+if __name__ == "__main__":
+    main()

@@ -1,77 +1,117 @@
-"""The command line: the list of commands, and the demo."""
+"""The command line, `hydra-ensembles`: the list of commands, and how errors end.
 
-import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+Commands are ordinary functions, each in the file of its purpose; they import what they need when they run, so that
+`--help` answers at once.
+"""
+
+import os
+import shlex
+import sys
+import warnings
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
+try:
+    import typer
+    from typer.core import TyperGroup
+except ImportError:
+    sys.exit("error: the command line needs further libraries: pip install 'hydra-ensembles[cli]'")
 
-from .._utils import __version__
-from ..demo import DemoSettings, run_demo
-from ..files import write_atomically
-from ..report.table import to_rich
-from .build import build, search
-from .calibrate_fuse import calibrate, fuse
-from .command import command
-from .evaluations import compare, evaluate, report
-from .predict_info import bench, info, predict
-from .serving import export, score, serve
-
-TABLE = Path(__file__).with_name("commands.json")
+from ..errors import HydraError
+from . import answers, making, models
 
 
-def commands() -> tuple[Callable[..., None], ...]:
-    """All commands, in the order of the help."""
-    making, judging = (demo, calibrate, fuse, build, search), (evaluate, compare, report)
-    return (*making, *judging, predict, score, serve, export, bench, info)
+class Commands(TyperGroup):
+    """Runs a command; an error ends in one line on standard error and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except (Exception, KeyboardInterrupt) as error:
+            code = report_failure(error, debug=bool(ctx.params.get("debug")))
+            if code is None:
+                raise
+            raise typer.Exit(code) from error
 
 
-def run_command(name: str, options: Mapping[str, Any]) -> None:
-    """Run a command by name, with options parsed by `hydra_ensembles_cli`."""
-    {function.__name__: function for function in commands()}[name](**options)
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
 
 
-def table() -> str:
-    """All commands and parameters as JSON, one line per parameter, for parsing and help in `hydra_ensembles_cli`."""
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from .._utils import __version__
 
-    def text(entry: dict[str, Any]) -> str:
-        *head, (_, parameters) = entry.items()
-        rows = ",\n".join(json.dumps(parameter, ensure_ascii=False) for parameter in parameters)
-        return f'{json.dumps(dict(head), ensure_ascii=False)[:-1]}, "parameters": [\n{rows}\n]}}'
-
-    rows = ",\n".join(text(function.table) for function in commands())  # type: ignore[attr-defined]
-    return f'{{"version": {json.dumps(__version__)}, "commands": [\n{rows}\n]}}\n'
+        print(f"hydra-ensembles {__version__}")
+        raise typer.Exit
 
 
-def write_table() -> None:
-    """Write the table to `commands.json` (`make commands`)."""
-    write_atomically(TABLE, table().encode())
-
-
-@command
-def demo(
-    settings: DemoSettings,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder to write to; made if it does not exist.")
-    ] = Path("hydra-demo"),
-    progress: Annotated[bool, typer.Option(help="Show progress bars.")] = True,
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
-    """See how it works on an embedded model, offline.
+    """Transformer classifiers that know when not to answer: convert, calibrate, use, fuse and compare them.
 
-    Makes three members of one model by pruning, trains them together, and shows what is caught by two reasons to
-    abstain: own mistakes and OOD images, compared with the model itself and a Deep Ensemble. Writes a report, the
-    model and all numbers to a folder, in minutes, on a CPU.
+    `convert` makes a folder of a model of another library; all other commands take such folders. Exit codes: 0 done,
+    2 wrong input (also if some inputs have no answer), 130 interrupted, 1 a mistake of this library.
 
-    Examples:
-      hydra-ensembles demo
-      hydra-ensembles demo --output runs/demo --seed 1
+    \b
+    Example:
+      hydra-ensembles convert my-vit/ -o base
+      hydra-ensembles calibrate base --data val/ -o safe
+      hydra-ensembles predict safe photo.jpg
     """
-    console = Console()
-    result = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
-    console.print(to_rich(result.table, title="One small vision transformer, seven EuroSAT classes"))
-    model = output / "model"
-    print(f"\nReport    {output / 'report.html'}\nModel     {model}\nNumbers   {output / 'results.json'}\n\nTry next")
-    print(f"  hydra-ensembles info {model}\n  hydra-ensembles predict {model} YOUR_IMAGE.jpg")
-    print(f"  hydra-ensembles compare {output / 'evaluations'}")
+
+
+for _command in (
+    answers.demo, models.convert, models.info, models.calibrate, answers.predict, answers.serve, answers.score,
+    answers.evaluate, answers.report, models.fuse, making.build, making.search, models.export, models.bench,
+):  # fmt: skip
+    app.command()(_command)
+
+
+def main() -> None:
+    """Run the command line."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        app(prog_name="hydra-ensembles")
+    except KeyboardInterrupt:  # while a command loads its libraries
+        sys.exit(130)
+
+
+def report_failure(error: BaseException, debug: bool) -> int | None:
+    """Print an error to standard error; return the exit code, or None if typer or Python should handle it."""
+    if isinstance(error, BrokenPipeError):  # the reader of our output, such as `head`, has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if isinstance(error, typer.Exit | typer.Abort) or type(error).__module__.startswith(("click", "typer")):
+        return None
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    if isinstance(error, KeyboardInterrupt):
+        notes = getattr(error, "__notes__", ())  # what was kept, and how to resume
+        resume = f": {notes[0]}: {shlex.join(['hydra-ensembles', *sys.argv[1:]])}" if notes else ""
+        code, message = 130, f"interrupted{resume}"
+    elif isinstance(error, HydraError | OSError):
+        code, message = 2, f"error: {error}"
+    elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        code, message = 2, f"error: not enough memory ({error}); lower the batch size, or change the device"
+    else:
+        hint = "" if debug else "; --debug shows where"
+        code, message = 1, f"internal error, please report it: {type(error).__name__}: {error}{hint}"
+    print(" ".join(message.split()), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

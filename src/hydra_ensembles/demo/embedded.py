@@ -1,4 +1,4 @@
-"""The demo's embedded data: a trained backbone, images, and the stored answers of two more such backbones."""
+"""The demo's embedded data: a trained backbone, and images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,17 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from ..data.dataset import ImageDataset, Rows, decode_image
 from ..model.ensemble import Ensemble
-from .gains import Answers
 
 _HERE = Path(__file__).parent
 BACKBONE = _HERE / "backbone"
 SAMPLE = _HERE / "sample.npz"
-ANSWERS = _HERE / "answers.safetensors"
 
 ID_NAME = "EuroSAT (7 classes)"
 NEAR = ("AnnualCrop", "River")
@@ -72,24 +68,11 @@ def load_sample() -> DemoSample:
         >>> from hydra_ensembles.demo import load_sample
         >>> sample = load_sample()
         >>> len(sample.test), sorted(sample.near), sample.test.class_names[0]
-        (1050, ['AnnualCrop', 'River'], 'Forest')
+        (420, ['AnnualCrop', 'River'], 'Forest')
     """
     sets = read_images(SAMPLE)
     near, far = ({name: sets.pop(name) for name in names} for names in (NEAR, FAR))
     return DemoSample(**sets, near=near, far=far)
-
-
-def load_answers() -> dict[str, list[dict[str, Answers]]]:
-    """Stored answers of backbones from other seeds, which the package has not: by method, for each backbone, by set."""
-    models: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for key, tensor in sorted(load_file(ANSWERS).items()):
-        model, name, kind = key.split("/")  # "Single 1/test/logits"
-        models.setdefault(model, {}).setdefault(name, {})[kind] = tensor.float()
-    answers: dict[str, list[dict[str, Answers]]] = {}
-    for model, sets in models.items():
-        by_set = {name: Answers(tensors["logits"], tensors["unfamiliar"]) for name, tensors in sets.items()}
-        answers.setdefault(model.rpartition(" ")[0], []).append(by_set)
-    return answers
 
 
 def read_images(path: Path) -> dict[str, ImageDataset]:

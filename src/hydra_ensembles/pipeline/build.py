@@ -24,15 +24,14 @@ from ..heads.taylor import taylor
 from ..metrics.bootstrap import Interval, paired
 from ..metrics.distance import FamiliarityName
 from ..metrics.probabilities import at_labels, weighted_mean
-from ..model.ensemble import Ensemble
+from ..model.ensemble import ENSEMBLE, Ensemble
 from ..model.zero_shot import DEFAULT_TEMPLATES, Templates
 from ..settings import to_plain
-from ..store import Form, Store
+from ..store import Store
 from ..training.finetune import finetune
 from .data import BuildData, ReadBatch, StartingModel, read_for_build, starting_model, with_upper_layers
 from .settings import HydraConfig
 
-ENSEMBLE: Form[Ensemble] = Form("", Ensemble.from_pretrained, lambda folder, model: model.save_pretrained(folder))
 RESULT = "ensemble"  # name of the finished ensemble in a run folder
 EXTRA_HEADS = 2  # extra heads that a circuit ranks if it repeats another member
 

@@ -26,13 +26,13 @@ from ..heads.members import random_members
 from ..metrics.distance import FamiliarityName
 from ..model.cost import measure_costs
 from ..model.dual_encoder import DualEncoder
-from ..model.ensemble import Ensemble
+from ..model.ensemble import ENSEMBLE, Ensemble
 from ..model.zero_shot import DEFAULT_TEMPLATES
 from ..report.table import to_markdown
 from ..settings import Checked, Range, Seed, Share, Whole, from_plain
 from ..store import Store
 from ..training.recipe import Recipe
-from .build import ENSEMBLE, RESULT, Chain, Paired, calibrated, data_identity, model_identity
+from .build import RESULT, Chain, Paired, calibrated, data_identity, model_identity
 from .data import BuildData, Judges, StartingModel, read_for_search, samples_in, starting_model, with_upper_layers
 from .search_result import DEEP, FUSED, RESULT_FILE, SOUP, YOURS, Price, SearchResult, SearchRow
 from .settings import HydraConfig, usual_trunk

@@ -1,4 +1,4 @@
-"""Shared data for all tests of the command line; ensembles are built through the command line itself."""
+"""Shared data for all tests of the command line; models are made through the command line itself."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ import cli_cases as cases
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`mine.safetensors`, `bert/`, `val/`, `test/`, `stripes/`, `dots/`, and texts."""
+    """Foreign models `mine.safetensors` and `bert/`, ours `base/` and `text/`, data, and texts."""
     folder = tmp_path_factory.mktemp("world")
-    cases.save_vit(folder / "mine.safetensors")
-    cases.save_bert(folder / "bert")
+    cases.converted_vit(cases.save_vit(folder / "mine.safetensors"), folder / "base")
+    cases.succeed("convert", cases.save_bert(folder / "bert"), "-o", folder / "text")
     cases.save_images(folder / "val", 12, seed=1)
     cases.save_images(folder / "test", 4, seed=2)
     cases.save_stripes(folder / "stripes", 18, seed=3)
@@ -24,18 +24,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_folder(world: Path) -> Path:
-    """A finished build of an image ensemble, with circuits."""
-    folder, sets = world / "run", ["--id", world / "val", "--ood", world / "stripes"]
-    naive = ["--prune", 4, "--shared-layers", 0, "--method", "naive", "-q"]  # few heads: quick
-    cases.succeed("build", *cases.vit_flags(world / "mine.safetensors"), *sets, *naive, "-o", folder)
-    return folder
+def safe(world: Path) -> Path:
+    """The calibrated image model."""
+    cases.succeed("calibrate", world / "base", "--data", world / "val", "--share", 0.8, "-o", world / "safe")
+    return world / "safe"
 
 
 @pytest.fixture(scope="session")
-def text_folder(world: Path) -> Path:
-    """A finished build of a text ensemble, with Taylor rankings."""
-    folder = world / "text-run"
-    flags = ["--strategy", "taylor", "--calibration-batches", 3, "--prune", 3, "--shared-layers", 0, "--quiet"]
-    cases.succeed("build", world / "bert", "--id", world / "val.csv", *flags, "--output", folder)
-    return folder
+def safe_text(world: Path) -> Path:
+    """The calibrated text model."""
+    cases.succeed("calibrate", world / "text", "--data", world / "val.csv", "-o", world / "safe-text")
+    return world / "safe-text"
+
+
+@pytest.fixture(scope="session")
+def run_folder(world: Path) -> Path:
+    """A finished build of an image ensemble, with circuits."""
+    sets = ["--id", world / "val", "--ood", world / "stripes"]
+    few = ["--prune", 4, "--shared-layers", 0, "--set", "method=naive", "-q"]  # few heads: quick
+    cases.succeed("build", world / "base", *sets, *few, "-o", world / "run")
+    return world / "run"

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from convert_cases import vit
+from hydra_ensembles.cli.sources import require_preprocessing
 from PIL import Image
 
 import hydra_ensembles as he
 from architectures_transformers import TEXT, VISION, transformers_model
-from hydra_ensembles.cli.sources import require_preprocessing
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 

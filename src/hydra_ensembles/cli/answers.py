@@ -1,0 +1,363 @@
+"""`predict`, `score`, `serve`, `evaluate`, `report` and `demo`: what a model answers, and how good that is."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ..errors import ConfigError, DataError
+from . import common
+from .common import BATCH, BatchSize, Changes, Column, Config, Device, File, Json, Limit, Model, Quiet, Root
+
+NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")  # in `prediction.OUTPUTS`
+IN_TABLE = ("confidence", "epistemic", "familiarity")  # those that fit into a terminal
+LONGEST = 60  # maximum number of characters of an input in a table
+PASSES = 16  # batches of inputs that are read at a time: those of similar length share a batch
+GROUPS = ("near", "far", "apart")
+EVALUATION, COSTS = "hydra_ensembles evaluation", "hydra_ensembles costs"  # how the `format` of a file begins
+
+
+# --- predict, score, serve -------------------------------------------------------------------------------------------
+
+
+def predict(
+    model: Model,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="INPUT...", help="Images, folders, tables, texts; - for standard input."),
+    ] = None,
+    text: Annotated[list[str] | None, typer.Option("--text", "-t", help="A text to label, repeatable.")] = None,
+    format: Annotated[Literal["table", "jsonl", "csv"], typer.Option("--format", "-f", help="Format.")] = "table",
+    output: File = None,
+    column: Column = None,
+    batch_size: BatchSize = BATCH,
+    device: Device = "auto",
+) -> None:
+    """Label images or texts, or abstain.
+
+    If some inputs have no answer, the others do, and the exit code is 2.
+
+    \b
+    Example:
+      hydra-ensembles predict safe photo.jpg more-photos/
+      cat reviews.txt | hydra-ensembles predict my-bert - --format csv
+    """
+    from ..serve.batcher import Runner
+    from ..serve.rows import Reader
+
+    ensemble = common.load_model(model, device)
+    reader, runner = Reader(ensemble), Runner(ensemble, batch_size)
+    reader.require_preprocessing()
+    answers, problems, found = (
+        list[dict[str, Any]](),
+        list[str](),
+        _inputs(ensemble.kind, inputs or (), text or (), column),
+    )
+    while items := [item for item, _ in zip(found, range(PASSES * batch_size), strict=False)]:
+        rows = [reader.read(content) for _, content in items]
+        for (name, _), answer in zip(items, runner.answers(rows), strict=True):
+            if isinstance(answer, Exception):
+                problems.append(f"{name}: {answer}")
+            else:
+                answers.append(_plain(name, answer, ensemble.metadata.labels))
+    if not answers and not problems:
+        remedy = (
+            "image files or folders" if ensemble.kind == "image" else '--text "...", a file, or - for standard input'
+        )
+        raise DataError(f"got nothing to predict; give {remedy}")
+    if answers:
+        common.emit(_formatted(answers, format), output)
+        if answers[0]["verdict"] is None:
+            print("no verdict: this model has no threshold; hydra-ensembles calibrate makes one", file=sys.stderr)
+    if problems:
+        raise DataError(f"{len(problems)} of {len(problems) + len(answers)} inputs have no answer; {problems[0]}")
+
+
+def _inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], column: Any) -> Iterator[tuple[str, Any]]:
+    """Name and content of every input: files, folders, `-` for standard input (one image, or lines of text), texts."""
+    from ..serve.rows import sources
+
+    if kind == "image" and texts:
+        raise DataError("got a text, but the model reads images; give image files or folders")
+    columns = common.named_columns(column)
+    for argument in inputs:
+        if argument == "-" and kind == "image":
+            yield "standard input", sys.stdin.buffer.read()
+        elif argument == "-":
+            lines = sys.stdin.buffer.read().decode("utf-8-sig").splitlines()
+            yield from ((line, line) for line in map(str.strip, lines) if line)
+        else:
+            for source in sources(argument, kind, columns):
+                for item in source:
+                    if item.error:
+                        raise DataError(f"{item.name}: {item.error}")
+                    yield item.content if argument.endswith(".txt") else item.name, item.content
+    yield from ((text, text) for text in texts)
+
+
+def _plain(name: str, answer: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
+    """The output for one input; without class names a label is a class index."""
+    from ..serve.outputs import REASON_WORDS
+
+    label = int(answer["label"])
+    numbers = {key: None if answer.get(key) is None else float(answer[key]) for key in NUMBERS}
+    accept = answer.get("accept")
+    verdict = None if accept is None else "accept" if accept else "abstain"
+    reason = REASON_WORDS[int(answer["reason"])] if "reason" in answer else ""
+    shown = reason or None
+    return {
+        "input": name,
+        "label": labels[label] if labels else str(label),
+        **numbers,
+        "verdict": verdict,
+        "reason": shown,
+    }
+
+
+def _formatted(answers: Sequence[dict[str, Any]], format: str) -> Any:
+    if format == "jsonl":
+        return "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+    if format == "csv":
+        from ..report.table import csv_text
+
+        return csv_text(answers, list(answers[0]))
+    from rich.box import SIMPLE
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = [name for name in IN_TABLE if answers[0][name] is not None]
+    table = Table("input", "label", *shown, "verdict", box=SIMPLE, padding=(0, 1), collapse_padding=True)
+    for answer in answers:
+        name, verdict = answer["input"], answer["verdict"] or "–"
+        short = name if len(name) <= LONGEST else f"…{name[-LONGEST:]}" if "/" in name else f"{name[:LONGEST]}…"
+        reason = f": {answer['reason']}" if answer["reason"] else ""
+        style = "yellow" if verdict == "abstain" else None
+        numbers = (f"{answer[name]:.3f}" for name in shown)
+        table.add_row(escape(short), escape(answer["label"]), *numbers, f"{verdict}{reason}", style=style)
+    return table
+
+
+def score(
+    model: Model,
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Folder, table, tar file, lines of text.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the rows.")],
+    column: Column = None,
+    keep: Annotated[list[str] | None, typer.Option(help="Column of tables to copy to the output, repeatable.")] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Write probabilities and member logits, too.")] = False,
+    batch_size: BatchSize = BATCH,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads that read; one a core if not given.")] = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Label an archive of any size.
+
+    Writes Parquet files with one row for every item; after an interruption the same command resumes.
+
+    \b
+    Example:
+      hydra-ensembles score safe photos/ -o scores
+      hydra-ensembles score my-bert reviews.parquet -o scores --column text=review --keep id
+    """
+    from ..serve.scoring import score as scored
+
+    ensemble = common.load_model(model, device)
+    common.outside_of_data(output, str(source))
+    settings: dict[str, Any] = {"columns": common.named_columns(column), "keep": keep or (), "wide": wide}
+    found = scored(ensemble, source, output, **settings, batch_size=batch_size, workers=workers, progress=not quiet)
+    if as_json:
+        common.emit_json(found)
+    else:
+        print(f"{found.rows} rows in {output / 'rows'}; {found.unreadable} have no answer: column `error` says why")
+    if found.rows and found.unreadable == found.rows:
+        raise DataError(f"nothing in {source} could be read")
+
+
+def serve(
+    model: Model,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, as 0.0.0.0; 127.0.0.1 if not given.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 8000 if not given.")] = None,
+    uds: Annotated[str | None, typer.Option(help="Unix socket to listen on instead.")] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Samples that the model sees at once.")] = None,
+    max_wait: Annotated[float | None, typer.Option(help="Milliseconds that a sample waits for others.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    config: Config = None,
+    changes: Changes = None,
+    device: Device = "auto",
+) -> None:
+    """Answer requests over HTTP.
+
+    A page to try it is at /, JSON at /v1/predict, the Open Inference Protocol at /v2. Clients must send the key in
+    HYDRA_API_KEY if it is set. SIGTERM and Ctrl-C end it once all requests are answered.
+
+    \b
+    Example:
+      hydra-ensembles serve safe
+      HYDRA_API_KEY=... hydra-ensembles serve safe --host 0.0.0.0 --max-batch 32
+    """
+    from ..serve.app import ServeSettings
+    from ..serve.app import serve as serving
+
+    given: dict[str, Any] = {"host": host, "port": port, "uds": uds, "name": name}
+    given |= {"max_batch": max_batch, "max_wait": max_wait, "precision": precision}
+    (settings,) = common.read_settings([ServeSettings], config, given, changes)
+    serving(common.load_model(model, device), settings)
+
+
+# --- evaluate, report, demo ------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    model: Model,
+    id: Annotated[str | None, typer.Option("--id", help="Labelled in-distribution test set.")] = None,
+    ood: Annotated[list[str] | None, typer.Option(help="OOD set, repeatable: near:NAME=DATA, far:, apart:.")] = None,
+    shift: Annotated[list[str] | None, typer.Option(help="Labelled set under shift, repeatable: NAME=DATA.")] = None,
+    suite: Annotated[str | None, typer.Option(help="A suite, for all sets not named here.")] = None,
+    root: Root = None,
+    score: Annotated[str, typer.Option(help="Score that detects OOD inputs.")] = "msp",
+    bootstrap: Annotated[int, typer.Option(help="Resamples for confidence intervals; 0 for none.")] = 0,
+    name: Annotated[
+        str | None, typer.Option(help="What tables call the model; its folder's name if not given.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the evaluation.")] = Path("evaluations"),
+    column: Column = None,
+    limit: Limit = None,
+    batch_size: BatchSize = BATCH,
+    device: Device = "auto",
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Measure a model on its task and on OOD data.
+
+    Writes a file for `report`; after an interruption the same command resumes.
+
+    \b
+    Example:
+      hydra-ensembles evaluate safe --id test/ --ood near:cars=cars/ --ood far:digits=digits.parquet
+      hydra-ensembles evaluate safe --suite paper-cifar100 --root data/
+    """
+    from ..evaluation.evaluate import evaluate as evaluated
+    from ..files import expanded, read_object, remove
+
+    if id is None and suite is None:
+        raise ConfigError("no data to evaluate on; give --id (and --ood near:NAME=DATA), or --suite")
+    ensemble = common.load_model(model, device)
+    title = name or expanded(model).resolve().name
+    slug = "-".join(re.findall(r"[\w.]+", title)).lower()
+    file = common.outside_of_data(output, id, *(ood or ())) / f"{slug}.json"
+    _require_same_model(file, ensemble)
+    reading = common.Reading(ensemble, root, common.named_columns(column), limit, batch_size)
+    test = reading.data(id or f"suite:{suite}:test")
+    groups: dict[str, dict[str, Any]] = {}
+    for group, one, spec in _grouped(ood or _of_suite(suite)):
+        if one in groups.setdefault(group, {}):
+            raise DataError(f"two OOD sets are called {one!r}; rename one as near:NAME=DATA")
+        groups[group][one] = reading.data(spec, labelled=False)
+    flat = groups.get("", groups)
+    shifts = {one: reading.data(spec) for one, spec in map(common.split_name, shift or ())}
+    how: dict[str, Any] = {"name": title, "score": score, "bootstrap": bootstrap, "batch_size": batch_size}
+    kept = file.with_suffix(".run")
+    evaluation = evaluated(ensemble, test, flat, shifts, **how, output=kept, progress=not quiet)
+    evaluation.save(file)
+    remove(kept)
+    if as_json:
+        common.emit_json(read_object(file))
+    else:
+        print(f"{evaluation}\nwrote {file}; hydra-ensembles report {output} compares all in that folder")
+
+
+def _require_same_model(file: Path, ensemble: Any) -> None:
+    """Refuse to replace the evaluation of another model."""
+    from ..evaluation.evaluation import Evaluation
+
+    if file.exists():
+        model = Evaluation.load(file).model
+        if (model.members, model.parameters) != (ensemble.num_members, ensemble.describe().parameters):
+            raise ConfigError(f"{file} holds the evaluation of another model; give this one its own --name or --output")
+
+
+def _grouped(specs: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Group, name and data of each `[GROUP:][NAME=]DATA`."""
+    split = [spec.partition(":") if spec.partition(":")[0] in GROUPS else ("", "", spec) for spec in specs]
+    if len({bool(group) for group, _, _ in split}) > 1:
+        raise DataError(
+            f"some OOD sets have no group but others do; write near:, far: or apart: before each of {specs}"
+        )
+    yield from ((group, *common.split_name(rest)) for group, _, rest in split)
+
+
+def _of_suite(name: str | None) -> list[str]:
+    """The OOD sets of a suite, by group."""
+    from ..data.suites import suite
+
+    if name is None:
+        return []
+    return [f"{group}:{ref.name}=suite:{name}:{ref.name}" for group in GROUPS for ref in getattr(suite(name), group)]
+
+
+def report(
+    paths: Annotated[list[Path], typer.Argument(help="Saved evaluations and costs, or folders that hold them.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="An .html, .md or .csv file.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The method to compare with; the first if not given.")] = None,
+    focus: Annotated[str | None, typer.Option(help="The method it is about; the last if not given.")] = None,
+    allow_mismatch: Annotated[bool, typer.Option("--allow-mismatch", help="Compare even if the data differ.")] = False,
+) -> None:
+    """Compare saved evaluations.
+
+    In a table here, or in a page or a file. Equal names are runs of one method.
+
+    \b
+    Example:
+      hydra-ensembles report evaluations/
+      hydra-ensembles report evaluations/ --output report.html --baseline single
+    """
+    from ..evaluation.evaluation import Evaluation
+    from ..files import read_object
+    from ..model.cost import Cost
+    from ..report.compare import compare, load_costs
+    from ..report.html import write_report
+    from ..report.table import to_rich
+
+    evaluations, costs = list[Evaluation](), list[Cost]()
+    for file in [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]:
+        kind = str(read_object(file).get("format"))
+        if kind.startswith(EVALUATION):
+            evaluations.append(Evaluation.load(file))
+        elif kind.startswith(COSTS):
+            costs += load_costs(file)
+    if not evaluations:
+        raise DataError(f"no saved evaluation in {', '.join(map(str, paths))}; hydra-ensembles evaluate writes one")
+    if output is None:
+        common.emit(to_rich(compare(evaluations, costs, allow_mismatch=allow_mismatch)))
+        return
+    named: dict[str, Any] = {"baseline": baseline, "focus": focus}
+    print(f"wrote {write_report(evaluations, output, costs=costs, allow_mismatch=allow_mismatch, **named)}")
+
+
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the report.")] = Path("hydra-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of training.")] = 0,
+    quiet: Quiet = False,
+) -> None:
+    """See how it works, offline, in minutes.
+
+    Makes an ensemble of an embedded model, and leaves a report and a model to try.
+
+    \b
+    Example:
+      hydra-ensembles demo
+    """
+    from ..demo.run import run_demo
+
+    folder = common.outside_of_data(output)
+    table = run_demo(folder, seed=seed, progress=not quiet)
+    from ..report.table import to_rich
+
+    common.emit(to_rich(table))
+    print(f"\nReport  {folder / 'report.html'}\nModel   {folder / 'model'}\n")
+    print(common.next_commands(folder / "model", "info", "predict", "serve"))

@@ -1,0 +1,299 @@
+"""Shared by all commands: options, settings from files, models and data by name, and what is printed."""
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import CheckpointError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from ..data.dataset import AnyDataset
+    from ..model.ensemble import Ensemble
+
+HUB, TORCHVISION, SUITE = "hub:", "torchvision:", "suite:"
+LIMIT_SEED = 0  # `--limit` always keeps the same samples
+BATCH = 64
+WIDE = 240  # width, in characters, of a terminal table written to a file
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a converted, built or calibrated model.")]
+Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders of trainings of one model.")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="New folder for the model.")]
+File = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Samples per batch.")]
+Limit = Annotated[int | None, typer.Option(min=2, help="At most so many samples of each set, always the same.")]
+Column = Annotated[list[str] | None, typer.Option(help="Column of a table, as text=review.", metavar="ROLE=NAME")]
+Root = Annotated[str | None, typer.Option(help="Folder with the data of suites and torchvision.")]
+Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file of settings; options override it.")]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", help="Any setting, as recipe.epochs=3.", metavar="NAME=VALUE")
+]
+Recipe = Annotated[str | None, typer.Option(help="How to train: name of a recipe; see --set for its settings.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def read_settings(
+    kinds: Sequence[type], config: Path | None, given: Mapping[str, Any], changes: Iterable[str] | None
+) -> list[Any]:
+    """Settings of several classes from one YAML file, options (None if not given) and `--set`: the last one wins."""
+    from ..settings import from_plain, to_plain
+    from ..training.recipe import read_recipe
+
+    plain: dict[str, Any] = {} if config is None else read_yaml(config) or {}
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{config} holds a {type(plain).__name__}; it must hold settings as 'name: value' lines")
+    plain |= {name: to_plain(value) for name, value in given.items() if value not in (None, [], (), {})}
+    for change in changes or ():
+        path, separator, value = change.partition("=")
+        if not separator:
+            raise ConfigError(f"a setting is written name=value, got {change!r}")
+        *outer, last = path.split(".")
+        place = plain
+        for part in outer:  # a recipe that is named so far becomes settings based on that preset
+            earlier = place.get(part) or {}
+            place[part] = dict(earlier) if isinstance(earlier, Mapping) else {"preset": earlier}
+            place = place[part]
+        place[last] = parse_yaml(value, change)
+    if "recipe" in plain:
+        plain["recipe"] = read_recipe(plain["recipe"])
+    known = {kind: {field.name for field in fields(kind)} for kind in kinds}
+    names = set[str]().union(*known.values())
+    for name in plain.keys() - names:
+        raise ConfigError(f"there is no setting {name!r}{did_you_mean(name, names)}")
+    if missing := [name for name in ("model", "output") if name in names and name not in plain]:
+        raise ConfigError(f"{missing[0]} was not given, and it has no default")
+    return [from_plain(kind, {name: plain[name] for name in known[kind] & plain.keys()}, "settings") for kind in kinds]
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file in which `1e-4` is a number; YAML 1.1 requires a decimal point."""
+    from ..files import expanded, read_file
+
+    return parse_yaml(read_file(expanded(path)).decode(), str(path))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML; `where` is named in the error."""
+    import re
+
+    import yaml
+
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    number = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("+-0123456789"))
+    try:
+        return yaml.load(text, loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from error
+
+
+def named_columns(pairs: Iterable[str] | None) -> dict[str, str]:
+    """The columns of a table by their role, from `ROLE=NAME`."""
+    columns = {role: name for role, _, name in (pair.partition("=") for pair in pairs or ())}
+    for role, name in columns.items():
+        if not name or role not in ("image", "text", "text_pair", "label"):
+            raise ConfigError(f"a column is written as text=review, or with image, text_pair, label; got {role}={name}")
+    return columns
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def load_model(name: str, device: str = "auto", classifies: bool = True) -> Any:
+    """Load a folder (or hub id) of ours onto a device; with `classifies` it must be a classifier."""
+    import torch
+
+    from .._utils import require_device
+    from ..files import expanded, read_object
+    from ..model.kinds import load, require_ensemble
+
+    place = require_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    path, config = expanded(name), expanded(name) / "config.json"
+    if not path.exists() and "/" not in name:
+        raise CheckpointError(f"no model {name!r}{did_you_mean(path)}; give a folder, which `convert` makes")
+    if config.is_file() and "hydra_ensembles" not in str(read_object(config).get("format")):
+        raise CheckpointError(
+            f"{name} is a model of another library; hydra-ensembles convert {name} -o FOLDER takes it"
+        )
+    model = load(name, device=place)
+    return require_ensemble(model, f"{name}: this command", classifies=True) if classifies else model
+
+
+def new_folder(output: Path, *data: str | None) -> Path:
+    """The output folder, which must be new or empty, and outside of the data."""
+    from ..files import expanded
+
+    folder = outside_of_data(output, *data)
+    if folder.exists() and (not folder.is_dir() or any(not entry.name.startswith(".") for entry in folder.iterdir())):
+        raise ConfigError(f"output is {folder}, where something is already; name a new folder")
+    return expanded(folder)
+
+
+def outside_of_data(output: Path, *data: str | None) -> Path:
+    """The output folder; inside the data, later runs would read what was written."""
+    from ..files import expanded
+
+    folder = expanded(output)
+    for spec in filter(None, data):
+        path, _ = split_path(spec.rpartition("=")[2])
+        if path is not None and folder.resolve().is_relative_to(path.resolve()):
+            raise DataError(f"output is {folder}, which is among the data of {path}; name a folder outside it")
+    return folder
+
+
+def next_commands(folder: Path, *commands: str) -> str:
+    """Suggested commands for a model in this folder."""
+    more = {
+        "calibrate": " --data DATA -o FOLDER",
+        "evaluate": " --id DATA --ood near:NAME=DATA",
+        "predict": " INPUT...",
+    }
+    place = shlex.quote(str(folder))
+    return "Next:\n" + "\n".join(f"  hydra-ensembles {name} {place}{more.get(name, '')}" for name in commands)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the data of a command are read."""
+
+    model: "Ensemble"
+    root: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    limit: int | None = None
+    batch_size: int = BATCH
+
+    def data(self, spec: str, labelled: bool = True) -> "AnyDataset":
+        """A data set by its name, checked against the model."""
+        from ..data.dataset import subset
+        from ..data.loading import Columns, load
+        from ..settings import from_plain
+
+        path, split = split_path(spec)
+        columns = from_plain(Columns, self.columns, "column")
+        options: dict[str, Any] = {"columns": columns, "labels": "required" if labelled else "optional"}
+        kind, _, rest = spec.partition(":")
+        name, *parts = rest.split(":")
+        if path is not None:
+            data = load(path, split, **options)
+        elif kind == "suite" and len(parts) == 1:
+            sets = suite_sets(name)
+            if parts[0] not in sets:
+                raise DataError(f"suite {name!r} has no set {parts[0]!r}; it has {', '.join(sets)}")
+            data = sets[parts[0]].load(self.root)
+        elif kind == "hub" and len(parts) <= 2:
+            config = parts[0] if len(parts) == 2 else None
+            data = load(HUB + name, parts[-1] if parts else None, config=config, **options)
+        elif kind == "torchvision" and len(parts) <= 1:
+            data = load(TORCHVISION + name, parts[0] if parts else None, root=self.root, **options)
+        else:
+            forms = "a path, hub:NAME[:CONFIG][:SPLIT], torchvision:NAME[:SPLIT] or suite:NAME:SET"
+            raise DataError(f"no data {spec!r}{did_you_mean(Path(spec))}; give {forms}")
+        if data.kind != self.model.kind:
+            raise DataError(f"{data.name} holds {data.kind}s, but the model reads {self.model.kind}s")
+        if self.limit is None or len(data) <= self.limit:
+            return data
+        return subset(data, self.limit, LIMIT_SEED, stratified=labelled)
+
+    def batches(self, spec: str, labelled: bool = True) -> Any:
+        """The batches of a data set, prepared as the model knows them."""
+        from ..data.batching import batches
+
+        return batches(self.data(spec, labelled), preprocessing_of(self.model), self.batch_size)
+
+    def sources(self, specs: Iterable[str]) -> Any:
+        """Batches of OOD data given as `[NAME=]DATA`: of one source, or by name."""
+        named = {name: self.batches(spec, labelled=False) for name, spec in map(split_name, specs)}
+        return named if len(named) > 1 else next(iter(named.values()), None)
+
+
+def suite_sets(name: str) -> dict[str, Any]:
+    """The sets of a suite: by role, the others by name."""
+    from ..data.suites import suite
+
+    found = suite(name)
+    sets = {"test": found.id, "circuit_ood": found.circuit_ood, "train": found.train, "validation": found.validation}
+    sets |= {ref.name: ref for ref in (*found.near, *found.far, *found.apart, *found.tasks)}
+    return {part: ref for part, ref in sets.items() if ref is not None}
+
+
+def split_path(spec: str) -> tuple[Path | None, str | None]:
+    """The existing file or folder of a data spec, and the split after it; None for both if there is none."""
+    from ..files import expanded
+
+    before, _, last = spec.rpartition(":")
+    for name, split in ((spec, None), (before, last)):
+        if name and not spec.startswith((HUB, TORCHVISION, SUITE)) and expanded(name).exists():
+            return expanded(name), split
+    return None, None
+
+
+def split_name(spec: str) -> tuple[str, str]:
+    """Name and data of `[NAME=]DATA`; without a name it is the data spec. A path may contain `=`."""
+    name, separator, data = spec.partition("=")
+    return (name, data) if separator and split_path(spec)[0] is None else (spec, spec)
+
+
+def absolute(spec: str) -> str:
+    """A model or data spec, with its name, that means the same in every folder."""
+    name, data = split_name(spec)
+    path, split = split_path(data)
+    full = data if path is None else f"{path.resolve()}{'' if split is None else f':{split}'}"
+    return full if name == data else f"{name}={full}"
+
+
+def preprocessing_of(model: "Ensemble") -> Any:
+    """The preprocessing of raw inputs; raises if the model has none."""
+    if model.metadata.preprocessing is None:
+        missing = "tokenizer" if model.kind == "text" else "image processor"
+        raise DataError(f"the model has no preprocessing, so it reads no files; convert it with its {missing}")
+    return model.metadata.preprocessing
+
+
+def did_you_mean(name: str | Path, known: Iterable[str] = ()) -> str:
+    """`; did you mean a, b?`; empty if no known name, or file next to the path, is similar."""
+    from ..settings import nearest
+
+    if isinstance(name, Path):
+        known = [entry.name for entry in name.parent.iterdir()] if name.parent.is_dir() else []
+        name = name.name
+    similar = nearest(str(name), known, most=3)
+    return f"; did you mean {', '.join(similar)}?" if similar else ""
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+def emit(content: Any, output: Path | None = None) -> None:
+    """Print text or a table, or write it to a file; tables in files are `WIDE` characters wide."""
+    from ..files import expanded, write_atomically
+
+    if not isinstance(content, str):
+        from rich.console import Console
+
+        console = Console(width=None if output is None else WIDE)
+        with console.capture() as captured:
+            console.print(content)
+        content = captured.get()
+    if output is None:
+        print(content, end="", flush=True)
+    else:
+        write_atomically(expanded(output), content.encode())
+
+
+def emit_json(result: Any) -> None:
+    """Print plain data as JSON."""
+    from ..settings import to_plain
+
+    print(json.dumps(to_plain(result), indent=1, ensure_ascii=False))

@@ -1,0 +1,270 @@
+"""`build` and `search`: an ensemble from one trained model, or the best one for a price."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import ConfigError, DataError
+from . import common
+from .common import BATCH, Changes, Column, Config, Json, Limit, Quiet, Recipe
+
+SYNTHETIC = "synthetic"
+SETTINGS = "config.yaml"  # beside the products, so that the same run can be repeated
+PER_RANKING = 2  # times as many batches as a Taylor ranking reads, so that members are ranked on different ones
+
+Data = Annotated[str | None, typer.Option(help="Held-out labelled data.")]
+Ood = Annotated[list[str] | None, typer.Option(help="OOD data: [NAME=]DATA, repeatable, or synthetic.")]
+Train = Annotated[str | None, typer.Option(help="Labelled training data.")]
+Run = Annotated[Path | None, typer.Option("--output", "-o", help="Run folder.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of draws.")]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Inputs and output of a build or a search, as in a file of settings."""
+
+    model: str
+    output: str
+    id: str | None = None
+    ood: tuple[str, ...] = ()
+    train: str | None = None
+    validation: str | None = None
+    judge_id: str | None = None
+    judge_ood: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    columns: Mapping[str, str] = field(default_factory=dict)
+    limit: int | None = None
+    batch_size: int | None = None
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Settings of a search; see `he.search`."""
+
+    cost: float = 1.5
+    candidates: tuple[Any, ...] | None = None
+    recipe: Any = None
+    familiarity: str = "mahalanobis"
+    tolerance: float = 0.0
+    price: str = "latency"
+    latency_batch: int = 32
+    compile: bool = False
+    seed: int = 0
+
+
+def build(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a converted model.")] = None,
+    output: Run = None,
+    id: Data = None,
+    ood: Ood = None,
+    train: Train = None,
+    validation: Annotated[
+        str | None, typer.Option(help="Labelled data to calibrate on; half of --id if not given.")
+    ] = None,
+    members: Annotated[int | None, typer.Option("--members", "-m", help="Number of members; 3 if not given.")] = None,
+    prune: Annotated[int | None, typer.Option("--prune", "-p", help="Heads each member loses.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="circuit, taylor, sampled, random or branches.")] = None,
+    shared_layers: Annotated[int | None, typer.Option(help="First layers that all members share.")] = None,
+    recipe: Recipe = None,
+    seed: Seed = None,
+    column: Column = None,
+    limit: Limit = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per batch at most.")] = None,
+    config: Config = None,
+    changes: Changes = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or auto.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Make an ensemble from one trained model.
+
+    Ranks heads, prunes members, trains them if asked, fuses, calibrates. Every step is kept in the run folder; an
+    interrupted build resumes with the same command, and config.yaml there repeats it. The strategies circuit and
+    sampled need --ood.
+
+    \b
+    Example:
+      hydra-ensembles build my-bert --id val.csv --ood news.csv --train train.csv --recipe sst2 -o run
+      hydra-ensembles build my-vit --id val/ --ood synthetic --prune 12 --shared-layers 0 -o run
+      hydra-ensembles build --config run/config.yaml
+    """
+    given = _settings(locals())
+    from ..files import expanded, read_json
+    from ..pipeline.build import RESULT
+    from ..pipeline.build import build as built
+    from ..pipeline.settings import HydraConfig
+
+    given["columns"] = common.named_columns(column)
+    sources, hydra = common.read_settings([Sources, HydraConfig], config, given, changes)
+    ensemble, sets = model_and_sets(sources, hydra)
+    folder = expanded(sources.output)
+    fitted = replace(hydra, recipe=in_chunks(hydra.recipe, sources.batch_size))
+    made = built(ensemble, fitted, **sets, output=folder, progress=not quiet)
+    write_settings(folder, "build", sources, hydra)
+    if as_json:
+        common.emit_json(read_json(folder / "summary.json"))
+        return
+    print(f"{made.describe()}\n\nThe ensemble is in {folder / RESULT}, how it was made in {folder / 'summary.json'}.")
+    print(common.next_commands(folder, "predict", "evaluate"))
+
+
+def search(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL...", help="Folder of the model, and of other trainings of it.")
+    ] = None,
+    output: Run = None,
+    id: Data = None,
+    ood: Ood = None,
+    train: Train = None,
+    cost: Annotated[float | None, typer.Option(help="Highest price, in prices of the model; 1.5 if not given.")] = None,
+    candidates: Annotated[Path | None, typer.Option(help="YAML file with a list of settings of build.")] = None,
+    recipe: Recipe = None,
+    judge_id: Annotated[str | None, typer.Option(help="Labelled data to judge on; half of --id if not given.")] = None,
+    judge_ood: Annotated[list[str] | None, typer.Option(help="OOD data to judge on: [NAME=]DATA, repeatable.")] = None,
+    seed: Seed = None,
+    limit: Limit = None,
+    config: Config = None,
+    changes: Changes = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or auto.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what the candidates would cost.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Find the best ensemble for a price.
+
+    Builds candidates, judges them on held-out data, and chooses. The choice is nowhere worse than the model. Every
+    step is kept; an interrupted search resumes with the same command.
+
+    \b
+    Example:
+      hydra-ensembles search base --id val/ --ood other/ --train train/ --cost 1.5 -o search
+      hydra-ensembles search base --id val/ --candidates candidates.yaml -o search --dry-run
+    """
+    given = _settings(locals())
+    from ..files import expanded, write_atomically
+    from ..pipeline.build import RESULT
+    from ..pipeline.search import search as searched
+    from ..pipeline.settings import HydraConfig
+    from ..report.table import to_markdown, to_rich
+
+    given |= {"model": models[0], "models": models[1:]} if models else {}
+    given["candidates"] = None if candidates is None else common.read_yaml(candidates)
+    sources, options = common.read_settings([Sources, SearchOptions], config, given, changes)
+    usual = HydraConfig(recipe=options.recipe, seed=options.seed)
+    ensemble, sets = model_and_sets(sources, usual)
+    listed = None if options.candidates is None else [_candidate(one, sources) for one in options.candidates]
+    folder = expanded(sources.output)
+    names = ("cost", "familiarity", "tolerance", "price", "seed")
+    front = searched(
+        ensemble,
+        **sets,
+        **{name: getattr(options, name) for name in names},
+        recipe=in_chunks(options.recipe, sources.batch_size),
+        candidates=listed,
+        models=[common.load_model(name, sources.device) for name in sources.models],
+        batch_size=options.latency_batch,
+        optimize={"compile": True} if options.compile else None,
+        output=folder,
+        dry_run=dry_run,
+        progress=not quiet,
+    )
+    if not dry_run:
+        write_atomically(folder / "table.md", to_markdown(front.table()).encode())
+        write_atomically(folder / "front.svg", front.figure().encode())
+        write_settings(folder, "search", sources, options)
+    if as_json:
+        common.emit_json(replace(front, ensemble=None))
+        return
+    common.emit(to_rich(front.table()))
+    if not dry_run:
+        print(f"The choice is in {folder / RESULT}, the front in {folder / 'front.svg'}.")
+        print(common.next_commands(folder, "predict", "evaluate"))
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a command that are settings, by name."""
+    others = ("column", "config", "changes", "quiet", "as_json", "dry_run", "models")
+    return {name: value for name, value in given.items() if name not in others}
+
+
+def _candidate(plain: Any, sources: Sources) -> Any:
+    """Settings of a candidate, with its recipe, if it has its own."""
+    if not isinstance(plain, Mapping):
+        raise ConfigError(f"a candidate is a mapping of settings of build, as {{shared_layers: 8}}; got {plain!r}")
+    from ..training.recipe import read_recipe
+
+    if "recipe" not in plain:
+        return plain
+    return {**plain, "recipe": in_chunks(read_recipe(plain["recipe"]), sources.batch_size)}
+
+
+# --- shared by both --------------------------------------------------------------------------------------------------
+
+
+def model_and_sets(sources: Sources, hydra: Any) -> tuple[Any, dict[str, Any]]:
+    """The model, and batches by role of the sets that the config needs."""
+    from ..classes import class_names_in
+    from ..data.batching import TrainTransform, batches
+
+    labelled = {name: getattr(sources, name) for name in ("id", "train", "validation", "judge_id")}
+    outside = {name: list(getattr(sources, name)) for name in ("ood", "judge_ood")}
+    common.outside_of_data(
+        Path(sources.output), *labelled.values(), *(one for several in outside.values() for one in several)
+    )
+    ensemble = common.load_model(sources.model, sources.device)
+    reading = common.Reading(ensemble, None, sources.columns, sources.limit, sources.batch_size or BATCH)
+    sets: dict[str, Any] = {}
+    for role, spec in labelled.items():
+        if spec is None or (role == "train" and not hydra.reads_train):
+            continue
+        data, transform, size = reading.data(spec), common.preprocessing_of(ensemble), reading.batch_size
+        recipe = hydra.recipe if role == "train" else None
+        if recipe is not None and recipe.batch_size:
+            size = math.ceil(recipe.batch_size / in_chunks(recipe, sources.batch_size).gradient_accumulation)
+        elif hydra.strategy == "taylor" and role in ("train", "id"):
+            size = max(1, min(size, len(data) // (PER_RANKING * hydra.calibration_batches)))
+        if recipe is not None and (recipe.augment or recipe.rand_augment) and ensemble.kind == "image":
+            transform = TrainTransform.matching(transform, rand_augment=recipe.rand_augment)
+        sets[role] = batches(data, transform, size, shuffle=role == "train", seed=hydra.seed)
+    for role, specs in outside.items():
+        if SYNTHETIC in specs and len(specs) > 1:
+            raise DataError(f"{role} is either {SYNTHETIC} or data that you give, not both")
+        if specs and hydra.extracts_circuits:
+            sets[role] = SYNTHETIC if SYNTHETIC in specs else reading.sources(specs)
+    if not ensemble.metadata.labels and "id" in sets:
+        ensemble = ensemble.with_metadata(labels=class_names_in(sets["id"], ensemble.num_classes))
+    return ensemble, sets
+
+
+def in_chunks(recipe: Any, most: int | None) -> Any:
+    """A recipe with batches of at most `most` samples: gradients of equal chunks, rounded up, are accumulated.
+
+    It trains the same in less memory. One without a batch size, or with batches that are small enough, is unchanged.
+    """
+    if recipe is None or not recipe.batch_size or most is None:
+        return recipe
+    chunks = max(recipe.gradient_accumulation, math.ceil(recipe.batch_size / most))
+    return replace(recipe, gradient_accumulation=chunks)
+
+
+def write_settings(folder: Path, command: str, sources: Sources, options: Any) -> None:
+    """Write all settings of a run, which then means the same in every folder, as a file for `--config`."""
+    import yaml
+
+    from ..files import expanded, write_atomically
+    from ..settings import to_plain
+
+    plain = {**to_plain(sources), **to_plain(options)}
+    for name in ("model", "id", "train", "validation", "judge_id"):
+        plain[name] = None if plain[name] is None else common.absolute(plain[name])
+    for name in ("ood", "judge_ood", "models"):
+        plain[name] = list(map(common.absolute, plain[name]))
+    plain["output"] = str(expanded(sources.output).resolve())
+    heading = f"# Repeat the run with: hydra-ensembles {command} --config THIS_FILE\n"
+    text = yaml.safe_dump({name: value for name, value in plain.items() if value not in (None, [])}, sort_keys=False)
+    write_atomically(folder / SETTINGS, (heading + text).encode())

@@ -1,0 +1,422 @@
+"""`convert`, `info`, `calibrate`, `fuse`, `export` and `bench`: commands that take models and make folders or files."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ..errors import CheckpointError, ConfigError, ConversionError
+from . import common
+from .common import Column, Device, Json, Limit, Model, Models, Output
+
+KEPT, PRUNED = "■", "·"
+TOKENS = 128  # length of the texts in `bench`, unless the model's maximum is smaller
+
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder, timm:NAME or hub:OWNER/NAME.")]
+Numbers = list[float] | None
+
+
+# --- convert ---------------------------------------------------------------------------------------------------------
+
+
+def convert(
+    source: Source,
+    output: Output,
+    weights: Annotated[Path | None, typer.Option(help="Weights of a timm model, a .safetensors file.")] = None,
+    labels: Annotated[str | None, typer.Option(help="Class names: a,b,c or a file with one per line.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Argument of timm.create_model, as img_size=64.")] = None,
+    image_size: Annotated[str | None, typer.Option(help="224, or height,width.")] = None,
+    crop: Annotated[float | None, typer.Option(help="Share of the resized image to keep, from its centre.")] = None,
+    mean: Annotated[str | None, typer.Option(help="Mean to subtract from pixels in [0, 1], as 0.5,0.5,0.5.")] = None,
+    std: Annotated[str | None, typer.Option(help="Standard deviation to divide by.")] = None,
+    interpolation: Annotated[str | None, typer.Option(help="How images are resized, as bicubic.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Maximum length of a text, in tokens.")] = None,
+) -> None:
+    """Make a folder of a model of another library.
+
+    Takes timm, transformers and sentence-transformers. Its answers are equal to the original's, or it is refused.
+
+    \b
+    Example:
+      hydra-ensembles convert my-bert/ -o base
+      hydra-ensembles convert timm:vit_small_patch16_224 --weights mine.safetensors --labels cat,dog -o base
+    """
+    from ..convert.convert import convert as converted
+    from ..convert.processors import with_preprocessing
+
+    folder = common.new_folder(output)
+    options = {
+        name: common.parse_yaml(value, name) for name, _, value in (item.partition("=") for item in option or ())
+    }
+    numbers = {"image_size": image_size, "mean": mean, "std": std}
+    changes: dict[str, Any] = {name: _numbers(name, text) for name, text in numbers.items() if text is not None}
+    given = {"crop": crop, "interpolation": interpolation, "max_length": max_length}
+    changes |= {name: value for name, value in given.items() if value is not None}
+    foreign, processor = _foreign(source, weights, options)
+    model = converted(foreign, processor=processor)
+    if changes:
+        model = with_preprocessing(model, changes)
+    if labels is not None:
+        names = Path(labels).read_text().splitlines() if Path(labels).is_file() else labels.split(",")
+        model = model.with_metadata(labels=tuple(name.strip() for name in names if name.strip()))
+    model.save_pretrained(folder)
+    print(f"{_described(source, model)}\n\nThe model is in {folder}. " + common.next_commands(folder, "calibrate"))
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    values = tuple(common.parse_yaml(part, name) for part in text.split(","))
+    return values * 2 if name == "image_size" and len(values) == 1 else values
+
+
+def _foreign(source: str, weights: Path | None, options: dict[str, Any]) -> tuple[Any, Any]:
+    """A model of another library and its processor, from a folder, `timm:NAME` or `hub:OWNER/NAME`."""
+    from .._utils import require
+    from ..files import expanded, read_object
+
+    kind, _, name = source.partition(":")
+    folder = expanded(source)
+    if kind == "timm":
+        return _timm(name, weights, options), None
+    if kind == "hub":
+        hub = require("huggingface_hub", extra="transformers")
+        try:
+            config = read_object(Path(hub.hf_hub_download(name, "config.json")))
+        except Exception as error:  # the hub client also raises errors of its HTTP library
+            raise CheckpointError(
+                f"cannot fetch {name!r} from the hub: {error!r}; check name and connection"
+            ) from error
+        place = f"hf-hub:{name}"
+    elif folder.is_dir():
+        name, place = str(folder), f"local-dir:{folder}"
+        if (folder / "modules.json").is_file():
+            library = require("sentence_transformers", extra="transformers")
+            return library.SentenceTransformer(name, device="cpu", trust_remote_code=False), None
+        if (folder / "adapter_config.json").is_file():
+            raise ConversionError(
+                f"{source} holds only adapters; load it with peft and give it to he.convert in Python"
+            )
+        config = read_object(folder / "config.json")
+    else:
+        forms = "a folder, timm:NAME or hub:OWNER/NAME"
+        raise CheckpointError(f"no model {source!r}{common.did_you_mean(folder)}; give {forms}")
+    if "architecture" in config and not config.get("architectures"):
+        return _timm(place, weights, options), None
+    if weights is not None or options:
+        raise ConfigError(f"{source} brings its own weights and settings; leave out --weights and --option")
+    return _transformers(name, config)
+
+
+def _timm(name: str, weights: Path | None, options: dict[str, Any]) -> Any:
+    """A timm model with its pretrained weights, or with those of a file, which determine the number of classes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from .._utils import require
+    from ..files import expanded
+
+    timm = require("timm", extra="timm")
+    if ":" not in name and name.partition(".")[0] not in timm.list_models():
+        raise CheckpointError(f"timm has no model {name!r}{common.did_you_mean(name, timm.list_models())}")
+    if weights is None and "num_classes" in options:
+        raise ConfigError("num_classes would put an untrained classifier on the model; give your own --weights, too")
+    try:
+        state = None if weights is None else load_file(expanded(weights))  # never pickle files, which can run code
+        classes = [len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state]
+        options = {"num_classes": classes[0], **options} if classes else options
+        model = timm.create_model(name, pretrained=state is None, **options).eval()
+        if state is not None:
+            model.load_state_dict(state)
+    except SafetensorError as error:
+        raise CheckpointError(f"the weights {weights} cannot be read as safetensors: {error}") from error
+    except Exception as error:  # timm also raises errors of the model, the hub client and its HTTP library
+        raise CheckpointError(f"timm could not make {name} with these weights and options: {error!s:.400}") from error
+    return model
+
+
+def _transformers(source: str, config: dict[str, Any]) -> tuple[Any, Any]:
+    """A classifier of transformers, with its tokenizer or image processor."""
+    from .._utils import require
+
+    transformers = require("transformers", extra="transformers")
+    if config.get("auto_map"):
+        advice = "if you trust it, load it in Python and give it to he.convert(model, processor=...)"
+        raise CheckpointError(f"{source} brings code of its own (auto_map), which is never run here; {advice}")
+    tasks = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
+    names = [str(name) for name in config.get("architectures") or ()]
+    chosen = next((name for name in names if name.endswith(tasks) and hasattr(transformers, name)), None)
+    if chosen is None:
+        made = " or ".join(names) or config.get("model_type") or "something else"
+        advice = (
+            "fine-tune it by AutoModelFor…Classification; of a CLIP model, he.zero_shot makes a classifier in Python"
+        )
+        raise ConversionError(f"{source} is a {made}, which has no trained classifier; {advice}")
+    text = chosen.endswith("ForSequenceClassification")
+    reader = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = getattr(transformers, chosen).from_pretrained(source, trust_remote_code=False).eval()
+    except Exception as error:  # transformers can raise anything
+        raise CheckpointError(f"transformers could not load {source}: {error!r}") from error
+    try:
+        processor = reader.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError):
+        return model, None
+    empty = text and processor.get_vocab().keys() <= set(processor.all_special_tokens)  # made without files
+    return model, None if empty else processor
+
+
+# --- info ------------------------------------------------------------------------------------------------------------
+
+
+def info(model: Model, as_json: Json = False) -> None:
+    """Show what is in a model, with a map of its heads.
+
+    \b
+    Example:
+      hydra-ensembles info my-model
+    """
+    from ..model.ensemble import Ensemble
+
+    loaded = common.load_model(model, "cpu", classifies=False)
+    towers = {model: loaded} if isinstance(loaded, Ensemble) else {"image": loaded.image, "text": loaded.text}
+    if as_json:
+        facts = {name: _facts(tower) for name, tower in towers.items()}
+        common.emit_json(facts if len(towers) > 1 else facts[model])
+    else:
+        print("\n\n".join(f"{_described(name, tower)}\n\n{_head_map(tower)}" for name, tower in towers.items()))
+
+
+def _facts(ensemble: Any) -> dict[str, Any]:
+    """Everything about an ensemble, as plain data."""
+    from ..settings import to_plain
+
+    counts = ensemble.describe()
+    metadata = to_plain(ensemble.metadata.plain)
+    if isinstance(metadata.get("preprocessing"), dict) and "tokenizer" in metadata["preprocessing"]:
+        metadata["preprocessing"]["tokenizer"] = bool(metadata["preprocessing"]["tokenizer"])  # not the vocabulary
+    fitted = ensemble.metadata.familiarity
+    return {
+        "kind": ensemble.kind,
+        "members": ensemble.num_members,
+        "trunk": ensemble.config.trunk,
+        "classes": ensemble.num_classes,
+        "dtype": str(ensemble.dtype).removeprefix("torch."),
+        "parameters": counts.parameters,
+        "multiply_adds": counts.multiply_adds,
+        **metadata,
+        "familiarity": None if fitted is None else to_plain(fitted.settings),
+        "config": to_plain(ensemble.config),
+    }
+
+
+def _described(title: str, ensemble: Any) -> str:
+    """The facts as text."""
+    facts = {name: value for name, value in _facts(ensemble).items() if name not in ("config", "history")}
+    encoder = ensemble.config.encoder
+    empty: tuple[Any, ...] = (None, "", [], {}, 0)
+    facts["encoder"] = f"{encoder.layers} layers of {encoder.heads} heads, width {encoder.width}"
+    rows = [(name, _value(value)) for name, value in facts.items() if value not in empty]
+    rows += [("" if index else "history", line) for index, line in enumerate(ensemble.metadata.history)]
+    missing = [name for name in ("preprocessing", "calibration", "familiarity") if facts.get(name) in empty]
+    rows += [("without", ", ".join(missing))] if missing else []
+    return "\n".join([title, *(f"  {name:<14} {value}" for name, value in rows)])
+
+
+def _value(value: Any) -> str:
+    """Plain data as text, without empty values; long lists are shortened."""
+    if isinstance(value, dict):
+        items = {name: item for name, item in value.items() if name != "kind" and item not in (None, [], "")}
+        return ", ".join(f"{name} {_value(item)}" for name, item in items.items())
+    if isinstance(value, list):
+        return ", ".join(map(_value, value[:12])) + (", ..." if len(value) > 12 else "")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _head_map(ensemble: Any) -> str:
+    """A map of the heads each member keeps: one row per layer, one block per member."""
+    heads, counts = ensemble.config.heads, ensemble.config.head_counts  # [member][layer] indices
+    column = max(*counts, len(f"member {len(heads)}")) + 2
+    lines = [f"heads ({KEPT} kept, {PRUNED} pruned)"]
+    lines += ["layer  " + "".join(f"member {member}".ljust(column) for member in range(len(heads)))]
+    for layer, members in enumerate(zip(*heads, strict=True)):
+        cells = ("".join(KEPT if head in kept else PRUNED for head in range(counts[layer])) for kept in members)
+        lines.append(f"{layer:>5}  {''.join(cell.ljust(column) for cell in cells)}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# --- calibrate, fuse, export -----------------------------------------------------------------------------------------
+
+
+def calibrate(
+    model: Model,
+    data: Annotated[str, typer.Option("--data", help="Held-out labelled data, not used in training.")],
+    output: Output,
+    share: Annotated[float, typer.Option(help="Share of inputs like these that each threshold accepts.")] = 0.95,
+    score: Annotated[str, typer.Option(help="Score for how unsure an answer is.")] = "msp",
+    familiarity: Annotated[str, typer.Option(help="Score for how familiar an input is; none for none.")] = "auto",
+    column: Column = None,
+    limit: Limit = None,
+    device: Device = "auto",
+) -> None:
+    """Teach a trained model when not to answer.
+
+    Fits a temperature, and thresholds for unsure answers and for unfamiliar inputs, on held-out data.
+
+    \b
+    Example:
+      hydra-ensembles calibrate base --data val/ -o safe
+      hydra-ensembles calibrate my-bert --data val.csv --share 0.9 -o safe
+    """
+    from ..calibrate import calibrate as calibrated
+    from ..classes import class_names_in
+
+    folder = common.new_folder(output, data)
+    ensemble = common.load_model(model, device)
+    held_out = common.Reading(ensemble, columns=common.named_columns(column), limit=limit).batches(data)
+    if not ensemble.metadata.labels:
+        ensemble = ensemble.with_metadata(labels=class_names_in(held_out, ensemble.num_classes))
+    fitted: Any = None if familiarity == "none" else familiarity
+    _save(calibrated(ensemble, held_out, share=share, score=score, familiarity=fitted), folder, "predict", "evaluate")  # type: ignore[arg-type]
+
+
+def fuse(
+    models: Models,
+    output: Output,
+    how: Annotated[Literal["hydra", "soup", "stack"], typer.Option("--as", help="What to make of them.")] = "hydra",
+    average: Annotated[str, typer.Option(help="First layers to average: a number, or a share below 1.")] = "0",
+    mlp: Annotated[Literal["mean", "separate"], typer.Option(help="How the MLPs above are fused.")] = "mean",
+) -> None:
+    """Fuse several trainings of one model.
+
+    A hydra runs in one pass, a soup is their mean, a stack is a Deep Ensemble. Fine-tunings of one model differ in
+    every layer: average 0.8 with separate MLPs averages the first four fifths of the layers, which then run once.
+
+    \b
+    Example:
+      hydra-ensembles fuse seed-0 seed-1 seed-2 --average 0.8 --mlp separate -o my-hydra
+    """
+    from ..fuse import fuse as fused
+    from ..fuse import soup
+    from ..model.ensemble import Ensemble
+
+    folder = common.new_folder(output)
+    loaded = [common.load_model(name, "cpu") for name in models]
+    if how == "hydra":
+        made = fused(loaded, average=common.parse_yaml(average, "average"), mlp=mlp)
+    else:
+        made = soup(loaded) if how == "soup" else Ensemble.stack(loaded)
+    _save(made, folder, "calibrate")
+
+
+def _save(model: Any, folder: Path, *commands: str) -> None:
+    """Save a model; print what it is, its last history entry, its folder, and commands to try next."""
+    model.save_pretrained(folder)
+    print(f"{model.describe()}\n{model.metadata.history[-1]}\n\nThe model is in {folder}.")
+    print(common.next_commands(folder, *commands))
+
+
+def export(
+    model: Model,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: NAME.onnx or NAME.pt2.")],
+    example: Annotated[list[str] | None, typer.Option(help="Images, a folder or a table to compare on.")] = None,
+    column: Column = None,
+    tolerance: Annotated[float | None, typer.Option(help="How much answers may differ; 5e-5 for float32.")] = None,
+) -> None:
+    """Write a model as a file that runs elsewhere.
+
+    It runs without this library; its answers are compared before it is kept.
+
+    \b
+    Example:
+      hydra-ensembles export safe model.onnx --example photos/
+    """
+    from ..data.dataset import decode_image, read_image
+    from ..serve.export import export as exported
+    from ..serve.rows import sources
+
+    ensemble = common.load_model(model, "cpu")
+    columns = common.named_columns(column)
+    items = [item.content for one in example or () for found in sources(one, ensemble.kind, columns) for item in found]
+    examples: list[Any] = [
+        read_image(one) if isinstance(one, Path) else decode_image(one, "an example") if isinstance(one, bytes) else one
+        for one in items
+    ]
+    path = exported(ensemble, file, examples=examples or None, tolerance=tolerance)
+    print(f"wrote {path}, with class names and preprocessing beside it")
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def bench(
+    model: Model,
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8",
+    baseline: Annotated[Literal["single", "deep"], typer.Option(help="One model, or as many as members.")] = "single",
+    optimize: Annotated[bool, typer.Option("--optimize", help="Optimize both for inference.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 20,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON for `report`, too.")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Measure what a model costs.
+
+    Beside it runs the same architecture with all heads; both take turns on the same inputs.
+
+    \b
+    Example:
+      hydra-ensembles bench my-hydra --batch 1,8,32 --baseline deep
+    """
+    from ..model.cost import measure_costs
+    from ..report.compare import save_costs
+
+    ensemble = common.load_model(model, device)
+    members = 1 if baseline == "single" else ensemble.num_members
+    measured = {baseline: _whole(ensemble, members), Path(model).name or model: ensemble}
+    if optimize:
+        measured = {name: one.optimize() for name, one in measured.items()}
+    costs = [
+        cost for size in batch.split(",") for cost in measure_costs(measured, _inputs(ensemble, size), repeats=repeats)
+    ]
+    if output is not None:
+        save_costs(output, costs)
+    if as_json:
+        common.emit_json(costs)
+        return
+    print(f"on {costs[0].device}, medians of {repeats} runs\n")
+    print(f"{'model':<24}{'batch':>6}{'ms':>10}{'ratio':>8}{'inputs/s':>10}{'params (M)':>12}")
+    for cost in costs:
+        per_second = cost.batch / cost.latency_ms * 1e3
+        parameters = "–" if cost.parameters is None else f"{cost.parameters / 1e6:.1f}"
+        numbers = (
+            f"{cost.batch:>6}{cost.latency_ms:>10.2f}{cost.latency_ratio:>7.2f}×{per_second:>10,.0f}{parameters:>12}"
+        )
+        print(f"{cost.name:<24}{numbers}")
+
+
+def _whole(ensemble: Any, members: int) -> Any:
+    """Randomly initialised models of the same architecture with all heads; cost does not depend on the weights."""
+    import torch
+
+    from ..model.config import EnsembleConfig
+    from ..model.ensemble import Ensemble
+
+    config = ensemble.config
+    with torch.random.fork_rng(), torch.device(ensemble.device):
+        fresh = Ensemble(EnsembleConfig(config.stem, config.encoder, config.readout, config.encoder.all_heads(members)))
+    return fresh.to(ensemble.dtype).eval()
+
+
+def _inputs(ensemble: Any, size: str) -> Any:
+    """Random inputs, the same in every run."""
+    import torch
+
+    from ..model.config import PatchStemConfig
+
+    if not size.isdecimal() or int(size) < 1:
+        raise ConfigError(f"batch takes whole numbers, such as 1,8,32; got {size!r}")
+    stem, generator = ensemble.config.stem, torch.Generator().manual_seed(0)
+    if isinstance(stem, PatchStemConfig):
+        images = torch.randn(int(size), stem.channels, *stem.image_size, generator=generator)  # [B, channels, H, W]
+        return images.to(ensemble.device, ensemble.dtype)
+    shape = (int(size), min(TOKENS, stem.max_tokens))
+    return torch.randint(0, stem.vocabulary, shape, generator=generator).to(ensemble.device)  # [B, T]

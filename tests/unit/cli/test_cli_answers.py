@@ -1,0 +1,135 @@
+"""Commands that answer, and measure answers."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+from PIL import Image
+
+import hydra_ensembles as he
+from cli_cases import fail, run, succeed
+
+
+def test_predict_says_what_the_library_says(safe: Path, world: Path) -> None:
+    files = sorted((world / "test" / "red").glob("*.png"))
+    rows = [json.loads(line) for line in succeed("predict", safe, *files, "--format", "jsonl").splitlines()]
+    expected = he.load(safe).predict([Image.open(file) for file in files])
+    assert [row["label"] for row in rows] == list(expected.names())
+    assert [row["verdict"] == "accept" for row in rows] == expected.accept.tolist()
+    assert [row["reason"] for row in rows] == list(expected.reason)
+    assert [row["confidence"] for row in rows] == pytest.approx(expected.confidence.tolist(), abs=1e-5)
+    whole = succeed("predict", safe, world / "test", "--format", "csv", "-o", world / "answers.csv")
+    assert whole == ""
+    assert len((world / "answers.csv").read_text().splitlines()) == 13
+    assert "verdict" in succeed("predict", safe, world / "dots")
+
+
+def test_texts_from_options_files_tables_and_standard_input(safe_text: Path, world: Path) -> None:
+    def answered(*arguments: object, **settings: object) -> list[str]:
+        out = succeed("predict", safe_text, *arguments, "--format", "csv", **settings)
+        return [row["input"] for row in csv.DictReader(io.StringIO(out))]
+
+    given = ["-3 degrees", "=good film"]  # text is not changed, as a spreadsheet's formula would be
+    assert answered(*(part for text in given for part in ("--text", text))) == given
+    assert answered(world / "news.txt") == ["long long film", "the dull plot"]
+    assert answered("-", input="good film\nbad plot\n") == ["good film", "bad plot"]
+    assert len(answered(world / "test.jsonl")) == 20
+
+
+def test_what_cannot_be_read_is_named_and_the_others_are_answered(safe: Path, world: Path, tmp_path: Path) -> None:
+    for name, size in (("wide.png", (800, 4)), ("good.png", (20, 20))):
+        Image.new("RGB", size).save(tmp_path / name)
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    Image.new("1", (30000, 30000)).save(tmp_path / "bomb.png")
+    result = run("predict", safe, tmp_path, "--format", "jsonl")
+    assert result.exit_code == 2
+    assert [json.loads(line)["input"] for line in result.stdout.splitlines()] == ["good.png"]
+    assert "3 of 4 inputs have no answer" in result.stderr
+
+
+def test_no_threshold_no_verdict_and_inputs_that_are_none(world: Path, safe: Path, safe_text: Path) -> None:
+    result = run("predict", world / "base", world / "dots", "--format", "jsonl")
+    assert json.loads(result.stdout.splitlines()[0])["verdict"] is None
+    assert "calibrate" in result.stderr
+    for model, arguments in ((safe, ()), (safe, ("--text", "x")), (safe, (world / "none.png",)), (safe_text, ("-",))):
+        fail("predict", model, *arguments, input="")
+
+
+def test_score_has_a_row_for_every_item_and_resumes(safe: Path, world: Path, tmp_path: Path) -> None:
+    output = tmp_path / "scores"
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "broken.png").write_bytes(b"no picture")
+    Image.new("RGB", (20, 20)).save(tmp_path / "in" / "good.png")
+    found = json.loads(succeed("score", safe, tmp_path / "in", "-o", output, "--json", "-q"))
+    assert (found["rows"], found["unreadable"]) == (2, 1)
+    rows = [row for file in output.rglob("rows/*.parquet") for row in parquet.read_table(file).to_pylist()]
+    assert {row["input"]: bool(row["error"]) for row in rows} == {"broken.png": True, "good.png": False}
+    assert json.loads(succeed("score", safe, tmp_path / "in", "-o", output, "--json", "-q")) == found
+
+
+def test_export_writes_what_the_library_writes(safe: Path, world: Path, tmp_path: Path) -> None:
+    succeed("export", safe, tmp_path / "model.pt2", "--example", world / "dots")
+    assert (tmp_path / "model.pt2").exists()
+    fail("export", safe, tmp_path / "model.txt")
+
+
+def test_serve_takes_settings_from_options_and_a_file(safe: Path, tmp_path: Path, monkeypatch) -> None:
+    served = []
+    monkeypatch.setattr("hydra_ensembles.serve.app.serve", lambda model, settings: served.append(settings))
+    (tmp_path / "serve.yaml").write_text("max_body: 3\nport: 1\n")
+    succeed("serve", safe, "--port", 0, "--name", "mine", "--config", tmp_path / "serve.yaml")
+    assert (served[0].port, served[0].name, served[0].max_body) == (0, "mine", 3.0)
+    assert "max_batch" in fail("serve", safe, "--max-batch", 0)
+
+
+# --- evaluate and report ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def evaluations(safe: Path, run_folder: Path, world: Path) -> Path:
+    """Evaluations of two models, and costs."""
+    folder = world / "evaluations"
+    sets = ["--id", world / "test", "--ood", f"near:dots={world / 'dots'}", "--ood", f"far:lines={world / 'stripes'}"]
+    for model, more in ((safe, []), (run_folder, ["--name", "Hydra", "--bootstrap", 20])):
+        succeed("evaluate", model, *sets, *more, "-q", "-o", folder)
+    succeed("bench", run_folder, "--batch", "1", "--repeats", 1, "-o", folder / "costs.json")
+    return folder
+
+
+def test_an_evaluation_is_what_the_library_measures(evaluations: Path, safe: Path, world: Path) -> None:
+    saved = he.Evaluation.load(evaluations / "safe.json")
+    assert set(saved.ood) == {"dots", "lines"}
+    assert saved.numbers()["near.auroc"] == saved.ood["dots"].detection["msp"].auroc
+    assert he.Evaluation.load(evaluations / "hydra.json").intervals
+    assert not list(evaluations.glob("*.run"))
+    sets = ["--id", world / "test", "-q", "-o", evaluations]
+    assert "another model" in fail("evaluate", world / "run", "--name", "safe", *sets)
+    out = json.loads(succeed("evaluate", safe, *sets, "--name", "again", "--shift", f"odd={world / 'val'}", "--json"))
+    assert "odd" in str(out)
+    (evaluations / "again.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token"),
+    [
+        ([], "--id"),
+        (["--id", "test", "--ood", "near:a=dots", "--ood", "stripes"], "no group"),
+        (["--id", "test", "--ood", "near:a=dots", "--ood", "near:a=stripes"], "two OOD sets"),
+        (["--id", "test", "--ood", "far:nothing-here"], "nothing-here"),
+    ],
+)
+def test_sets_that_cannot_be(safe: Path, world: Path, tmp_path: Path, monkeypatch, arguments, token: str) -> None:
+    monkeypatch.chdir(world)
+    assert token in fail("evaluate", safe, *arguments, "-q", "-o", tmp_path / "out")
+
+
+def test_a_report_in_each_format(evaluations: Path, tmp_path: Path) -> None:
+    assert "Hydra" in succeed("report", evaluations)
+    for suffix in ("html", "csv", "md"):
+        file = tmp_path / f"report.{suffix}"
+        succeed("report", evaluations, "-o", file, "--baseline", "safe")
+        assert "Hydra" in file.read_text()
+    assert "evaluate" in fail("report", tmp_path)
