@@ -18,7 +18,6 @@ from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.model.zero_shot import DEFAULT_TEMPLATES, LABEL, class_embeddings
 from hydra_ensembles.training.text import image_features
 
-from .dual_recipe import PairSet
 from .samples import ImageSamples, normalised, resized
 from .sets import DataFolder, at_most, label_names, read_yaml
 
@@ -61,21 +60,26 @@ def caption_templates() -> tuple[str, ...]:
 
 
 def read_train_images(
-    source: DataFolder, sets: Sequence[PairSet], input_size: int, device: torch.device, limit: int | None = None
+    source: DataFolder,
+    sets: Sequence[Mapping[str, Any]],
+    input_size: int,
+    device: torch.device,
+    limit: int | None = None,
 ) -> tuple[TrainImages, ...]:
     """Read the images of the given sets; `limit` bounds their total number."""
     train_images = []
     for pairs in sets:
-        name = pairs.source.rpartition("/")[2]
-        reference = SetRef(name, pairs.source, pairs.split, labels="optional" if pairs.captions else "required")
+        source_name, described = pairs["source"], pairs.get("captions", False)
+        name = source_name.rpartition("/")[2]
+        reference = SetRef(name, source_name, "train", labels="optional" if described else "required")
         images = at_most(source.images(reference), None if limit is None else max(2, limit // len(sets)))
         samples = ImageSamples.read(images, input_size, device)
-        if pairs.captions:
-            captions = source.captions(pairs.source, pairs.split)
+        if described:
+            captions = source.captions(source_name, "train")
             texts: dict[str, Any] = {"captions": [captions[row] for row in images.rows]}
         else:
             texts = {"names": label_names(name, images.class_names)}
-        train_images.append(TrainImages(samples, share=pairs.share, **texts))
+        train_images.append(TrainImages(samples, share=pairs["share"], **texts))
     return tuple(train_images)
 
 

@@ -1,270 +1,351 @@
-"""The stages of a study of classifiers: settings are chosen on half B, then test sets, corruptions and costs.
+"""Studies of classifiers: the data of a task by purpose, and one seed of it with the models that methods share."""
 
-`choose` measures the settings of a row on half B of the first seed and fixes the best one; settings that diverge are
-reported. `report` opens the test sets, `shift` corrupts them. Existing results are kept, so that a stopped run resumes;
-rows and seeds can be added one at a time, and run in parallel.
-"""
-
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
-from hydra_ensembles._utils import require_same_run
-from hydra_ensembles.errors import DataError, DivergedError, SameMembersError
-from hydra_ensembles.files import write_json
-from hydra_ensembles.heads.members import CIRCUIT_ORDER, Score
-
-from .column_files import write_columns
-from .engine import COSTS, Job, Kind, Plan, Run, made_with, sizes, timed, write_costs
-from .evidence import Judged, stored, under_shift
-from .measures import SHIFT, Array, plain_numbers
-from .rows import CIRC_AVG, MC_DROPOUT, SINGLE, rate_of, rows_of
-from .samples import SampleBatches, alone
-from .seed import Heads, NotChosenError, Seed, Setting
-from .seed_folder import CHOICES, RANKED, slug
-from .storing import STUDY, choices_in, facts_of, named, read_if_there, store, store_shift
-from .task import Stage, Task, decisive
-
-SHIFTED = "shifted.npz"  # corrupted images, shared by all rows of a run
-RANKINGS: Mapping[Heads, Sequence[str]] = {"circuits": CIRCUIT_ORDER, "taylor": ("taylor",), "random": ()}
-
-
-def train(seed: Seed, name: str) -> None:
-    """Train one of the fine-tunings that almost every row uses; `name` is its index."""
-    seed.single(int(name))
-
-
-def corrupt(seed: Seed, _: str) -> None:
-    """Corrupt the test images, once for all rows."""
-    with alone(seed.study / SHIFTED):
-        if not (seed.study / SHIFTED).exists():
-            seed.task.corrupt(seed.study / SHIFTED)
-
-
-def rank(seed: Seed, name: str) -> None:
-    """Rank the heads that the paper's members lose: by a circuit score, or by Taylor scores."""
-    if name == "taylor":
-        seed.heads("taylor")
-    else:
-        seed.circuit(cast(Score, name))
-
-
-def option(seed: Seed, name: str) -> None:
-    """Train the model of one setting that half B chooses from; `name` is `row#index`."""
-    row, _, number = name.rpartition("#")
-    method = rows_of(seed.task)[row]
-    if not (seed.study / CHOICES / f"{slug(row)}.json").exists():
-        setting = method.options(seed.task)[int(number)]
-        try:
-            method.make(seed, setting)
-        except DivergedError as error:
-            tell_left_out(seed, row, setting, error)
-
-
-def tell_left_out(seed: Seed, row: str, setting: Setting, error: DataError) -> None:
-    """Print which setting is excluded from the choice on half B, and why."""
-    print(f"LEFT OUT: {seed.task.name} {row} {dict(setting)}: {error}", flush=True)
-
-
-def choose(seed: Seed, name: str) -> None:
-    """Measure every setting of a row on half B, and store the one with the smallest NLL.
-
-    A setting that cannot be measured, because its training diverged, is reported and excluded; raise if none is left.
-    """
-    row = rows_of(seed.task)[name]
-    task = seed.task
-    path = seed.study / CHOICES / f"{slug(name)}.json"
-    options = row.options(task)
-    if not options or path.exists():
-        return
-    measured: list[dict[str, Any]] = []
-    left_out: list[dict[str, Any]] = []
-    for setting in options:
-        try:
-            numbers = held_out_numbers(task, row.make(seed, setting))
-        except DataError as error:  # from training, or from fitting to outputs that are not finite
-            tell_left_out(seed, name, setting, error)
-            left_out.append({"setting": dict(setting), "why": str(error)})
-            continue
-        measured.append({"setting": dict(setting), **numbers})
-    if not measured:
-        raise DataError(f"no setting of {name!r} is left for {task.name}; the last: {left_out[-1]['why']}")
-    best = min(measured, key=lambda entry: entry["calibrated.nll"])
-    choice = {"row": name, "seed": seed.number, "setting": best["setting"], "measured": measured}
-    write_json(path, {**choice, "left_out": left_out} if left_out else choice)
-
-
-def recover(seed: Seed, name: str) -> None:
-    """Train one of the paper's members at the chosen learning rate; `name` is the kind of its heads, and its index."""
-    kind, _, index = name.partition(" ")
-    seed.recovered(cast(Heads, kind), int(index), rate_of(seed.chosen(CIRC_AVG)))
-
-
-def make(seed: Seed, name: str) -> None:
-    """Train what a row needs besides fine-tunings and the paper's members."""
-    rows_of(seed.task)[name].model(seed, name)
-
-
-def report(seed: Seed, name: str) -> None:
-    """Run a row's model on the test sets, and store its outputs."""
-    path = seed.reported(name)
-    task = seed.task
-    if not path.exists():
-        model = rows_of(task)[name].model(seed, name)
-        judge = Judged(task, model)
-        write_columns(path.with_suffix(".parquet"), all_columns(judge, "report"))
-        facts = {"temperature": list(judge.calibration.temperature), **sizes(model), **made_with(task.device)}
-        write_json(path, {"row": name, **facts})
-
-
-def shift(seed: Seed, name: str) -> None:
-    """Run a row's model on corrupted test images."""
-    path = seed.folder / SHIFT / f"{slug(name)}.parquet"
-    task = seed.task
-    if "corruptions" in task.plain and seed.number in task.settings["shift"]["seeds"] and not path.exists():
-        judge = Judged(task, rows_of(task)[name].model(seed, name), familiar=False)
-        write_columns(path, under_shift(judge, seed.study / SHIFTED))
-
-
-def held_out_numbers(task: Task, model: Any) -> dict[str, float]:
-    """Metrics of a model on half B and the held-out OOD sets."""
-    return plain_numbers(all_columns(Judged(task, model), "held_out"), task.suite.id.name, task.groups("held_out"))
-
-
-def all_columns(judge: Judged, stage: Stage) -> dict[str, Array]:
-    """The columns of all sets of a stage, as `set|column`."""
-    task = judge.task
-    columns = named(task.suite.id.name, stored(judge.columns(task.inside(stage), labelled=True)))
-    for sets in task.outside(stage).values():
-        for name, samples in sets.items():
-            columns |= named(name, stored(judge.columns(samples, labelled=False)))
-    return columns
-
-
-def jobs(run: Run, stage: str) -> Plan:
-    """The jobs of a stage, each with the jobs of this or earlier stages that it depends on."""
-    task, rows = run.task, run.rows
-    asked = sorted(((seed, row) for row in rows for seed in run.of(row)), key=lambda pair: pair[0])
-    first = int(task.settings["seeds"][0])
-    methods = rows_of(task)
-    wanted = dict.fromkeys((SINGLE, *(methods[row].like or row for row in rows)))
-    chosen = choices_in(run.output / task.name)
-    choosing = [row for row in wanted if methods[row].options(task) and row not in chosen]  # on the first seed
-    every = [*asked, *((first, row) for row in choosing if row != SINGLE)]
-
-    def trained(seed: int, row: str) -> list[Job]:
-        count = methods[row].fine_tunings
-        return [("train", seed, str(index)) for index in range(task.settings["members"] if count is None else count)]
-
-    def ranked(seed: int, row: str) -> list[Job]:
-        kind, _ = methods[row].paper or methods[methods[row].like or row].paper or ("random", 0)
-        return [("rank", seed, name) for name in RANKINGS[kind]]
-
-    def members(row: str) -> list[str]:
-        kind, count = methods[row].paper or ("circuits", 0)
-        return [f"{kind} {index}" for index in range(count)]
-
-    def options(row: str) -> list[Job]:
-        return [("option", first, f"{row}#{number}") for number in range(len(methods[row].options(task)))]
-
-    match stage:
-        case "train":  # if there are several rates, one is chosen first
-            plan: dict[Job, list[Job]] = {}
-            if SINGLE in choosing:
-                plan = {**{job: [] for job in options(SINGLE)}, ("choose", first, SINGLE): options(SINGLE)}
-            return plan | {job: [("choose", first, SINGLE)] for seed, row in every for job in trained(seed, row)}
-        case "corrupt":
-            return {(stage, first, ""): []} if "corruptions" in task.plain else {}
-        case "rank":
-            return {job: trained(seed, row)[:1] for seed, row in every for job in ranked(seed, row)}
-        case "option":
-            return {
-                job: [] if row == SINGLE else [*trained(first, row), *ranked(first, row), ("choose", first, SINGLE)]
-                for row in choosing
-                for job in options(row)
-            }
-        case "choose":
-            return {(stage, first, row): options(row) for row in choosing}
-        case "recover":
-            return {
-                (stage, seed, member): [("choose", first, CIRC_AVG), *trained(seed, row)[:1], *ranked(seed, row)]
-                for seed, row in asked
-                for member in members(row)
-            }
-        case "shift":
-            return {(stage, seed, row): [("report", seed, row), ("corrupt", first, "")] for seed, row in asked}
-    return {
-        (stage, seed, row): [
-            *trained(seed, row),
-            *ranked(seed, row),
-            ("choose", first, methods[row].like or row),
-            ("choose", first, SINGLE),
-            *(("recover", seed, member) for member in members(row)),
-            *([("make", seed, row)] if stage == "report" and methods[row].trains else []),
-        ]
-        for seed, row in asked
-        if stage == "report" or methods[row].trains
-    }
-
-
-def cost(run: Run) -> None:
-    """Measure latency and peak memory of the rows.
-
-    Neither depends on weights, so models with the rows' shapes are made from the settings chosen in this run or stored,
-    with one step of every training. Heads are those that the first seed of the run ranked: members share the layers
-    before the first one in which their heads differ. Without such a ranking a few samples are ranked, and that layer
-    may differ from the one in the reported rows.
-    """
-    task = run.task
-    batch = task.settings["cost_batch"][task.device.type]
-    models = {}
-    with TemporaryDirectory() as folder:
-        seed = Seed(task.shortened(), run.of(SINGLE)[0], Path(folder))
-        facts = read_if_there(run.results / task.name / STUDY) or {}
-        for name, choice in {**facts.get("choices", {}), **choices_in(run.output / task.name)}.items():
-            write_json(seed.study / CHOICES / f"{slug(name)}.json", choice)
-        if (ranked := run.output / task.name / seed.folder.name / RANKED).exists():
-            shutil.copytree(ranked, seed.folder / RANKED)
-        inputs = seed.base.prepare(next(iter(SampleBatches(task.half_b, batch)))[0])
-        for name in dict.fromkeys((SINGLE, *run.rows)):
-            try:
-                models[name] = rows_of(task)[name].model(seed, name)
-            except (SameMembersError, NotChosenError) as error:  # such a row may be missing from the report, too
-                print(f"UNAVAILABLE: {task.name} cost {name}: {error}", flush=True)
-    if task.device.type == "cuda" and MC_DROPOUT in models:  # samples at every call, so it runs eagerly
-        models[MC_DROPOUT] = torch.autocast("cuda", dtype=torch.bfloat16)(models[MC_DROPOUT])
-    write_costs(run.output / task.name, task.device, batch, timed(models, inputs, task.device))
-
-
-def collect(run: Run) -> None:
-    """Store what is finished; refuse to mix it with rows of another recipe."""
-    task = run.task
-    study = run.output / run.task.name
-    rows = rows_of(run.task)
-    recipe = {**task.settings, "tasks": {task.name: task.plain}}
-    if (before := facts_of(run.results / task.name)) is not None:
-        require_same_run(decisive(before["recipe"], task.name), decisive(recipe, task.name), run.results, "the study")
-    facts = {
-        "recipe": recipe,
-        "inside": task.suite.id.name,
-        "groups": task.groups("report"),
-        "trainings": {name: row.trainings for name, row in rows.items()},
-        "choices": choices_in(study),
-        "costs": read_if_there(study / COSTS),
-    }
-    store(study, run.results, facts, lambda _: {})
-    for folder in study.glob(f"seed-*/{SHIFT}"):
-        store_shift(folder, run.results / task.name, rows)
-
-
-CLASSIFIERS = Kind(
-    Seed,
-    rows_of,
-    {step.__name__: step for step in (train, corrupt, rank, option, choose, recover, make, report, shift)},
-    jobs,
-    {"cost": cost, "store": collect},
+import hydra_ensembles as he
+from hydra_ensembles import HeadRanking, Prediction
+from hydra_ensembles.batches import move
+from hydra_ensembles.data import split
+from hydra_ensembles.data.corruptions import CORRUPTIONS, SEVERITIES, corrupted
+from hydra_ensembles.data.dataset import ImageDataset, TextDataset
+from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.heads.members import (
+    CIRCUIT_ORDER,
+    Members,
+    Score,
+    circuit_members,
+    distinct_taylor,
+    random_members,
 )
+from hydra_ensembles.settings import from_plain
+from hydra_ensembles.store import Store
+from hydra_ensembles.training.recipe import DataRecipe
+
+from .engine import Lab, Method, Set, Setting, Stage, Task
+from .rows import SINGLE
+from .samples import Drawn, ImageSamples, SampleBatches, Samples, TextSamples
+from .sets import SPLIT_SEED, DataFolder, apart_by_sentences, at_most, foreign_halves, given, halves, read_recipe, suite
+from .weights import SCRATCH, fresh_classifier, pretrained, redrawn, small_vit, tokenizer
+
+SPARE = 3  # extra heads that a circuit ranks, for members that would otherwise be equal
+Heads = Literal["circuits", "taylor", "random"]
+APART = ("methods", "seeds", "seeds_of", "held_out", "corruptions", "most")  # settings that decide no model
+
+
+def recipe() -> dict[str, Any]:
+    """The settings of the studies of classifiers."""
+    return read_recipe("classifiers")
+
+
+class ClassifierTask(Task):
+    """A task of the recipe, each set read on first use; `share` of every set, for a trial.
+
+    Decoded images and tokens are kept in the folder `cache`, if given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        source: DataFolder,
+        device: torch.device,
+        share: float = 1.0,
+        cache: Path | None = None,
+    ) -> None:
+        self.name, self.settings, self.plain = name, settings, settings["tasks"][name]
+        self.source, self.device, self.share, self.cache = source, device, share, cache
+        self.suite = suite(self.plain["suite"])
+        self.kind = "text" if self.suite.id.source.startswith("text/") else "image"
+        self.scratch = self.plain["backbone"] == SCRATCH
+        self._read: dict[str, Samples] = {}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All settings that decide its models."""
+        common = {key: self.settings[key] for key in ("members", "circuits", "taylor_batches", "familiar")}
+        return {**common, "task": {k: v for k, v in self.plain.items() if k not in APART}, "share": self.share}
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """The methods of the task; a control study names its own."""
+        from .methods import methods_of  # its methods take a lab of this file
+
+        return methods_of(self)
+
+    def seeds_of(self, method: str) -> Sequence[int]:
+        """The seeds of a method in the report."""
+        counts: Mapping[int, Sequence[str]] = self.plain.get("seeds_of", self.settings.get("seeds_of", {}))
+        listed = [count for count, methods in counts.items() if method in methods]
+        return range(max(listed)) if listed else list(self.plain.get("seeds", self.settings["seeds"]))
+
+    def about(self) -> dict[str, Any]:
+        """The OOD sets of the task, and the paper's task that it stands for."""
+        groups = {group: [one.name for one in sets] for group, sets in self._foreign("report").items()}
+        return {"tasks": {self.suite.id.name: groups}, "paper": self.plain["paper"]}
+
+    def lab(self, number: int, store: Store, choices: Path) -> "ClassifierLab":
+        return ClassifierLab(self, number, store, choices)
+
+    # --- samples -----------------------------------------------------------------------------------------------------
+
+    def samples(self, *sets: Any) -> Samples:
+        """Sets of one kind joined, as inputs of the task's backbone; a trial has some samples of every class."""
+        if self.share < 1:
+            limits = [max(64, 4 * len(data.class_names), round(self.share * len(data))) for data in sets]
+            sets = tuple(map(at_most, sets, limits))
+        return self.inputs(sets)
+
+    def inputs(self, sets: Sequence[Any]) -> Samples:
+        """All samples of the sets as inputs of the task's backbone."""
+        images = [data for data in sets if isinstance(data, ImageDataset)]
+        if not images:
+            tokens = tokenizer(self.source.root, self.plain["input_size"])
+            return TextSamples.read(cast(TextDataset, sets[0]), tokens, self.device, self.cache)
+        parts = [ImageSamples.read(data, self.plain["input_size"], self.device, self.cache) for data in images]
+        pixels, labels = torch.cat([part.pixels for part in parts]), torch.cat([part.labels for part in parts])
+        return ImageSamples(pixels, labels, parts[0].size)
+
+    @cached_property
+    def train(self) -> Samples:
+        """Training data."""
+        if "sentences" in self.plain:
+            return self.samples(self._by_sentences[1])
+        reference = given(self.suite, "train")
+        splits = self.plain.get("train", [reference.split])
+        return self.samples(*(self.source.load(replace(reference, split=name)) for name in splits))
+
+    @property
+    def validation(self) -> Any:
+        """Held-out ID data."""
+        return self._by_sentences[0] if "sentences" in self.plain else self.source.load(given(self.suite, "validation"))
+
+    @cached_property
+    def _by_sentences(self) -> tuple[TextDataset, TextDataset]:
+        """Held-out sentences, and training texts that do not occur in them."""
+        whole = self.source.load(replace(given(self.suite, "train"), rows=None))
+        return apart_by_sentences(cast(TextDataset, whole), self.plain["sentences"])
+
+    @cached_property
+    def inside(self) -> dict[str, Samples]:
+        """Held-out ID samples: `rank` and `calibrate` (half A) rank heads and calibrate, `B` chooses settings."""
+        half_a, half_b = halves(self.validation)
+        count = min(self.settings["circuits"], len(half_a) // 2)
+        ranks, calibrates = split(half_a, count / len(half_a), SPLIT_SEED, stratified=True)
+        return {name: self.samples(data) for name, data in (("rank", ranks), ("calibrate", calibrates), ("B", half_b))}
+
+    @cached_property
+    def foreign(self) -> Samples:
+        """OOD samples that rank heads; they are not reported."""
+        half, _ = foreign_halves(self.source.load(self.suite.circuit_ood))
+        return self.samples(at_most(half, self.settings["circuits"]))
+
+    def calibration(self) -> Set:
+        return Set(self.suite.id.name, "calibration", "id", self.inside["calibrate"])
+
+    def sets(self, stage: Stage) -> Iterator[Set]:
+        """Half B and held-out OOD sets; or the test sets; or corrupted test images."""
+        task = self.suite.id.name
+        if stage == "shift":
+            yield from self._corrupted() if "corruptions" in self.plain else ()
+            return
+        yield Set(task, task, "id", self.inside["B"] if stage == "held_out" else self.reported(self.suite.id))
+        for group, references in self._foreign(stage).items():
+            for reference in references:
+                yield Set(task, reference.name, group, self.reported(reference))
+
+    def _foreign(self, stage: Stage) -> dict[str, Sequence[SetRef]]:
+        if stage == "held_out":
+            return {"far": [_held_out(plain) for plain in self.plain["held_out"]]}
+        return {"near": self.suite.near, "far": self.suite.far}
+
+    def reported(self, reference: SetRef) -> Samples:
+        """A test set, read once."""
+        most = None if reference == self.suite.id else self.plain.get("most", self.settings["most"])
+        if reference.name not in self._read:
+            self._read[reference.name] = self.samples(at_most(self.source.load(reference), most))
+        return self._read[reference.name]
+
+    def _corrupted(self) -> Iterator[Set]:
+        """Some test images under every corruption and severity."""
+        images = at_most(self.source.images(self.suite.id), self.settings["shift"]["images"])
+        for name in CORRUPTIONS:
+            for level in SEVERITIES:
+                changed = corrupted(images, name, level, parameters=self.plain["corruptions"])
+                samples = ImageSamples.read(changed, self.plain["input_size"], self.device, self.cache)
+                yield Set(self.suite.id.name, f"{name} {level}", "shift", samples)
+
+    def batches(self, samples: Samples) -> SampleBatches:
+        return SampleBatches(samples, {"image": 500, "text": 250}[self.kind])
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def lessons(self, training: DataRecipe) -> Any:
+        """Training batches for a recipe, with its augmentation."""
+        return SampleBatches(self.train, training.batch_size or 128, training.rand_augment or True)
+
+    def training(self, **changes: Any) -> DataRecipe:
+        """Single's recipe, possibly a preset, with changes; in float32 and not compiled without a GPU."""
+        grid: dict[str, Any] = {"grid": ()} if "learning_rate" in changes else {}
+        plain = {**self.plain["training"], **grid, **changes}
+        if "preset" not in plain:
+            return self._here(from_plain(DataRecipe, plain))
+        return self._here(DataRecipe.preset(plain.pop("preset"), **{"precision": "bf16", **plain}))
+
+    def recovery(self, **changes: Any) -> DataRecipe:
+        """The paper's training after pruning (D.2) with the study's steps; the caller gives the learning rate."""
+        plain = {key: value for key, value in self.plain["recovery"].items() if key not in ("preset", "prune")}
+        grid = {"grid": ()} if "learning_rate" in changes else {}
+        training = DataRecipe.preset(
+            self.plain["recovery"]["preset"], **{"precision": "bf16", **plain, **grid, **changes}
+        )
+        return self._here(replace(training, patience=plain.get("patience"), evaluate_every=None))
+
+    def _here(self, training: DataRecipe) -> DataRecipe:
+        return training if self.device.type == "cuda" else replace(training, precision="float32", compile=False)
+
+    def start(self) -> he.Ensemble:
+        """The pretrained model; from scratch, a model whose weights are still to be drawn."""
+        classes = self.source.load(given(self.suite, "train")).class_names
+        size = self.plain["input_size"]
+        if self.scratch:
+            return small_vit(size, classes).to(self.device)
+        return pretrained(self.source.root, self.plain["backbone"], size, classes).to(self.device)
+
+
+def _held_out(plain: Mapping[str, Any]) -> SetRef:
+    name, without = plain["source"].rpartition("/")[2], tuple(plain.get("without", ()))
+    return SetRef(name, plain["source"], plain.get("split", "test"), without=without, labels="optional")
+
+
+# --- a seed ----------------------------------------------------------------------------------------------------------
+
+
+class ClassifierLab(Lab):
+    """Models of one seed of a task."""
+
+    task: ClassifierTask
+
+    def model(self, method: str, setting: Setting | None = None) -> Any:
+        """A method's model, by default with the chosen setting."""
+        return self.task.methods[method].make(self, self.setting(method) if setting is None else setting)
+
+    def whole(self, method: str) -> Any:
+        return self.model(method)
+
+    def answering(self, method: str, setting: Setting) -> Callable[[Set], Prediction]:
+        model = self.model(method, setting)
+        if isinstance(model, he.Ensemble):
+            model = he.fit_familiarity(model, self.familiar(), score="mahalanobis")
+        return lambda one: self.answered(model, one.samples)
+
+    @torch.no_grad()
+    def answered(self, model: Any, samples: Samples) -> Prediction:
+        """Predict on samples, as the model is."""
+        batches = (move(inputs, self.task.device, torch.float32) for inputs, _ in self.task.batches(samples))
+        return Prediction.concat([model.predict(inputs) for inputs in batches])
+
+    def familiar(self) -> SampleBatches:
+        """Training samples for fitting familiarity."""
+        return self.task.batches(Drawn(self.task.train, self.task.settings["familiar"]))
+
+    @property
+    def members(self) -> int:
+        """Number of members of an ensemble."""
+        return int(self.task.settings["members"])
+
+    def trained(self, name: str, start: Callable[[], he.Ensemble], training: DataRecipe) -> he.Ensemble:
+        """Train the model of `start()` with a recipe; kept by name."""
+        task = self.task
+
+        def make() -> he.Ensemble:
+            held_out = task.batches(task.inside["B"]) if training.patience is not None else None
+            return he.finetune(start(), task.lessons(training), training, held_out, progress=False)
+
+        return self.kept(name, make)
+
+    def training(self, **changes: Any) -> DataRecipe:
+        """Single's recipe; if it has several learning rates, with the one that half B chose."""
+        if len(self.task.training().rates) > 1 and "learning_rate" not in changes:
+            changes["learning_rate"] = float(self.setting(SINGLE)["rate"])
+        return self.task.training(**changes)
+
+    def single(self, index: int = 0, rate: float | None = None) -> he.Ensemble:
+        """A fine-tuning with its own classifier, data order and augmentation; `rate` overrides the learning rate."""
+        seed = self.derived("backbone", index)
+        training = self.training(seed=seed, **({} if rate is None else {"learning_rate": rate}))
+        suffix = f"-rate-{training.learning_rate:g}" if len(self.task.training().rates) > 1 else ""
+        return self.trained(f"single-{index}{suffix}", lambda: self.fresh(seed), training)
+
+    def fresh(self, seed: int) -> he.Ensemble:
+        """The start of a training: the pretrained model with a classifier drawn by the seed, or all weights drawn."""
+        start = self.task.start()
+        return redrawn(start, seed) if self.task.scratch else fresh_classifier(start, seed)
+
+    @cached_property
+    def base(self) -> he.Ensemble:
+        """The model a user has."""
+        return self.single()
+
+    @property
+    def singles(self) -> list[he.Ensemble]:
+        """As many fine-tunings as an ensemble has members; the first is Single."""
+        return [self.base, *(self.single(index) for index in range(1, self.members))]
+
+    # --- heads -------------------------------------------------------------------------------------------------------
+
+    def circuit(self, score: Score, budget: int | None = None, layers: Sequence[int] | None = None) -> HeadRanking:
+        """A circuit of Single on the ranking samples; ranks `budget` heads, by default enough for the paper's share."""
+        count = budget or self.prune + SPARE
+        lowest = 0 if layers is None else min(layers)
+        return self.extracted(f"{score}-{count}-{lowest}", self.sides, score=score, budget=count, layers=layers)
+
+    def sides(self) -> tuple[he.Ensemble, SampleBatches, SampleBatches]:
+        """Inputs of circuit extraction: Single, and the ID and OOD samples that rank heads."""
+        return self.base, self.task.batches(self.task.inside["rank"]), self.task.batches(self.task.foreign)
+
+    def taylor(self, draw: int = 0, budget: int | None = None) -> HeadRanking:
+        """A Taylor ranking of Single on randomly drawn batches; `draw` is part of the random seed."""
+        count = budget or self.prune
+        batches = SampleBatches(self.task.train, 128, training=True)
+
+        def rank() -> HeadRanking:
+            drawn, used = self.derived("taylor", draw), self.task.settings["taylor_batches"]
+            return he.taylor(self.base, batches, budget=count, seed=drawn, calibration_batches=used)
+
+        return self.ranked(f"taylor-{count}-{draw}", rank)
+
+    @property
+    def prune(self) -> int:
+        """Heads that each of the paper's members loses."""
+        return int(self.task.plain["recovery"]["prune"])
+
+    def heads(self, kind: Heads) -> Members:
+        """The heads that each of the paper's members loses."""
+        if kind == "random":
+            return random_members(self.base, self.prune, self.members, self.number)
+        if kind == "taylor":
+            return tuple(one.first(self.prune) for _, one in distinct_taylor(self.taylor, self.prune, self.members))
+        return circuit_members({score: self.circuit(score) for score in CIRCUIT_ORDER}, self.prune, self.members)
+
+    def lost(self, kind: Heads, index: int) -> Sequence[he.Head]:
+        """The heads that one of the paper's members loses; the first by Taylor exists even if no second one differs."""
+        return self.taylor().first(self.prune) if (kind, index) == ("taylor", 0) else self.heads(kind)[index]
+
+    def recovered(self, kind: Heads, index: int, rate: float, **changes: Any) -> he.Ensemble:
+        """One of the paper's members: Single without its heads, trained by D.2."""
+        suffix = "".join(f"-{key}-{value}" for key, value in changes.items())
+        training = self.task.recovery(seed=self.derived("recovery", index), learning_rate=rate, **changes)
+        return self.trained(
+            f"{kind}-{index}-rate-{rate:g}{suffix}", lambda: he.prune(self.base, self.lost(kind, index)), training
+        )
+
+    def whole_recovered(self, rate: float) -> he.Ensemble:
+        """Single, trained by D.2 with nothing pruned."""
+        training = self.task.recovery(seed=self.derived("recovery", 0), learning_rate=rate)
+        return self.trained(f"whole-rate-{rate:g}", lambda: self.base, training)

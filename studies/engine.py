@@ -1,210 +1,344 @@
-"""Run a study of any kind: schedule the jobs of its stages over processes, and measure costs.
+"""The engine of every study: data and methods go in, rows come out.
 
-A job starts when its dependencies have ended and a process is free. Jobs that take seconds and complete a row come
-first, so that a run that is out of time has whole rows; then those with the most dependents.
+A *task* has data, by purpose, and methods; a *lab* is one seed of it, whose models and rankings are made once and
+kept in its folder; a *method* makes a model in a lab. `run` chooses the settings of each method on held-out data of the first
+seed, opens the test sets, and stores what every method says of each sample: a stopped run resumes. Seeds may run in
+several processes at once, after the first seed has chosen.
 """
 
 import gc
-import multiprocessing
-import time
+import re
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import ConfigError, SameMembersError
-from hydra_ensembles.files import write_json
+from hydra_ensembles import HeadRanking, Prediction
+from hydra_ensembles._utils import derive_seed
+from hydra_ensembles.calibrate import fit_calibration
+from hydra_ensembles.errors import ConfigError, DataError, SameMembersError
+from hydra_ensembles.files import read_json
+from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
 from hydra_ensembles.model.cost import measure_costs
-from hydra_ensembles.schema import to_plain
+from hydra_ensembles.store import TENSORS, Form, Store
 
-from .samples import device_name
-from .storing import newest_costs, read_if_there
+from .measures import SPREAD, plain_numbers
+from .rows import SINGLE, Array, Rows, write_rows
+from .samples import SampleBatches, Samples
+from .tables import Study, write_csv, write_tables
 
-COSTS = "costs.json"
-Job = tuple[str, int, str]  # step, seed, and a name that the step interprets
-Plan = Mapping[Job, Sequence[Job]]  # jobs with their dependencies, which may be missing from the plan
-_OWN: dict[str, Any] = {}  # state of a process: its task, read once, the folder of the run, and its last seed
-
-
-@dataclass(frozen=True)
-class Run:
-    """A request to run: the task, its rows and seeds, and the output folders."""
-
-    task: Any
-    output: Path
-    results: Path
-    rows: Sequence[str]
-    seeds: Sequence[int]  # for every row; if empty, each row has its seeds from the recipe
-
-    def of(self, row: str) -> Sequence[int]:
-        """The seeds of a row."""
-        return self.seeds or self.task.seeds_of(row)
+CIRCUIT_MEMORY = 4e9  # bytes a circuit may use, so that several processes fit on a GPU
+MODELS: Form[Any] = Form("", he.load, lambda path, model: model.save_pretrained(path))
+RANKINGS: Form[HeadRanking] = Form(".json", HeadRanking.load, lambda path, ranking: ranking.save(path))
+Stage = Literal["held_out", "report", "shift"]
+Setting = Mapping[str, Any]
+Made = TypeVar("Made")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of study: its seeds, the rows of a task, and its stages."""
+@dataclass(frozen=True, eq=False)
+class Set:
+    """A set that methods answer: of a task (its test set has its name), with its group and the task's classes."""
 
-    seed: Callable[[Any, int, Path], Any]  # from a task, a number and the folder of the run
-    rows: Callable[[Any], Mapping[str, Any]]
-    steps: Mapping[str, Callable[[Any, str], None]]  # by stage: what a job does with a seed
-    jobs: Callable[[Run, str], Plan]  # the jobs of a stage
-    ends: Mapping[str, Callable[[Run], None]]  # stages that run in one process
-    quick: Collection[str] = ("report", "shift")  # steps that take seconds
+    task: str
+    name: str
+    group: str  # `id`, `near`, `far` or `shift`
+    samples: Samples
+    classes: tuple[str, ...] = ()
 
     @property
-    def stages(self) -> tuple[str, ...]:
-        """All stages in order."""
-        return (*self.steps, *self.ends)
+    def place(self) -> str:
+        """Its name in rows."""
+        return f"{self.task}|{self.name}"
 
-    def run(self, run: Run, stages: Sequence[str], workers: int = 1, minutes: float | None = None) -> None:
-        """Run stages, for all rows unless some are named. Existing results are kept: a stopped run resumes.
-
-        After `minutes` no job is started, and remaining jobs are an error. It is raised, like that of the first failed
-        job, when everything else, including costs and storing, is done.
-        """
-        start = time.monotonic()
-        rows = self.rows(run.task)
-        if wrong := [stage for stage in stages if stage not in self.stages]:
-            raise ConfigError(f"stages are {', '.join(self.stages)}; got {', '.join(wrong)}")
-        if wrong := [row for row in run.rows if row not in rows]:
-            raise ConfigError(f"there are no rows {wrong} of {run.task.name}; it has {list(rows)}")
-        run = run if run.rows else Run(run.task, run.output, run.results, list(rows), run.seeds)
-        failed: list[Exception] = []
-        with ExitStack() as stack:
-            pool: Executor = Here()
-            if workers > 1:
-                arguments = (self.seed, self.steps, run.output, type(run.task), run.task.given)
-                context = multiprocessing.get_context("spawn")
-                pool = ProcessPoolExecutor(workers, context, initializer=_begin_apart, initargs=arguments)
-                stack.callback(pool.shutdown, cancel_futures=True)
-            _begin(self.seed, self.steps, run.output, run.task)
-            plan = {
-                job: needs for stage in stages if stage in self.steps for job, needs in self.jobs(run, stage).items()
-            }
-            until = None if minutes is None else start + 60 * minutes
-            failed += do_all(plan, pool, workers, self.quick, until)
-            try:
-                for stage in filter(self.ends.__contains__, stages):
-                    self.ends[stage](run)
-            except Exception as error:  # may be caused by a failed job, whose error is the one to raise
-                failed.append(error)
-        if failed:
-            raise failed[0]
+    @property
+    def labelled(self) -> bool:
+        """Whether its labels are the task's."""
+        return self.group in ("id", "shift")
 
 
-class Here(Executor):
-    """An executor that runs everything at once in this process."""
+@dataclass(frozen=True)
+class Method:
+    """A method: its model in a lab with a setting, and the full model trainings that it needs, including Single's."""
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **settings: Any) -> Future[Any]:
-        """Run the function; the future has its result or its error."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*arguments, **settings))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    make: Callable[[Any, Setting], Any]
+    trainings: float = 1
+    settings: Callable[[Any], Sequence[Setting]] = lambda _: ()  # that held-out data chooses from
+    like: str | None = None  # the method whose setting it uses
 
 
-def do_all(
-    plan: Plan, pool: Executor, workers: int, quick: Collection[str] = (), until: float | None = None
-) -> list[Exception]:
-    """Run all jobs of a plan, those of quick steps as early as possible; start none after `until`.
+class Task(ABC):
+    """The data of a study by purpose, and its methods."""
 
-    A failed job is reported and stops no other: its rows will be missing. A seed without distinct members is not a
-    failure: it is reported, and the row is missing.
-    """
-    waited_for = _dependents(plan)
-    waiting = sorted(plan, key=lambda job: (job[0] not in quick, -len(waited_for[job])))  # stable sort
-    running: dict[Future[None], Job] = {}
-    ended: set[Job] = set()
-    failed: list[Exception] = []
-    while waiting or running:
-        late = until is not None and time.monotonic() >= until
-        while not late and len(running) < workers and (job := _ready(waiting, plan, ended)) is not None:
-            waiting.remove(job)
-            try:
-                running[pool.submit(_do, job)] = job
-            except BrokenExecutor as error:  # a process was killed, and the pool is unusable
-                return [*failed, error]
-        if not running:
-            if not late:
-                raise RuntimeError(f"{len(waiting)} jobs wait for each other, {_named(waiting[0])} first")
-            left = f"{_OWN['name']} has {len(waiting)} jobs left, {_named(waiting[0])} first"
-            print(f"OUT OF TIME: {left}", flush=True)
-            return [*failed, ConfigError(f"out of time: {left}; the same command resumes")]
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
-            job = running.pop(future)
-            ended.add(job)
-            try:
-                future.result()
-            except SameMembersError as error:  # by design no member or setting is changed: the row is missing
-                print(f"UNAVAILABLE: {_OWN['name']} {_named(job)}: {error}", flush=True)
-            except Exception as error:
-                traceback.print_exception(error)
-                print(f"FAILED: {_OWN['name']} {_named(job)}: {error}", flush=True)
-                failed.append(error)
-    return failed
+    name: str
+    device: torch.device
 
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """All settings that decide its models."""
 
-def _ready(waiting: Sequence[Job], plan: Plan, ended: Collection[Job]) -> Job | None:
-    """The first job whose dependencies have all ended or are not in the plan."""
-    return next((job for job in waiting if all(need in ended or need not in plan for need in plan[job])), None)
+    @property
+    @abstractmethod
+    def methods(self) -> Mapping[str, Method]:
+        """The methods, in the order of the tables."""
+
+    @abstractmethod
+    def seeds_of(self, method: str) -> Sequence[int]:
+        """The seeds of a method in the report."""
+
+    @abstractmethod
+    def sets(self, stage: Stage) -> Iterator[Set]:
+        """The sets of a stage, every task's test set before its OOD sets."""
+
+    @abstractmethod
+    def calibration(self) -> Set:
+        """Held-out ID samples that fit the temperatures, and nothing else."""
+
+    @abstractmethod
+    def about(self) -> dict[str, Any]:
+        """What the rows' file says: the OOD sets by task and group, and facts for tables."""
+
+    @abstractmethod
+    def lab(self, number: int, store: Store, choices: Path) -> "Lab":
+        """One seed."""
+
+    def batches(self, samples: Samples) -> SampleBatches:
+        """Batches for evaluation."""
+        return SampleBatches(samples, 500)
 
 
-def _dependents(plan: Plan) -> dict[Job, set[Job]]:
-    """The direct and indirect dependents of each job; jobs come after their dependencies in the plan."""
-    dependents: dict[Job, set[Job]] = {job: set() for job in plan}
-    for job in reversed(list(plan)):
-        for need in plan[job]:
-            if need in plan:
-                dependents[need] |= {job, *dependents[job]}
-    return dependents
+class Lab(ABC):
+    """One seed of a task: makes each model and ranking once, and keeps it in its folder."""
+
+    def __init__(self, task: Any, number: int, store: Store, choices: Path) -> None:
+        self.task, self.number, self.store, self.choices = task, number, store, choices
+        self._once: dict[Any, Any] = {}
+
+    @abstractmethod
+    def answering(self, method: str, setting: Setting) -> Callable[[Set], Prediction]:
+        """How a method answers the samples of a set, before calibration."""
+
+    @abstractmethod
+    def whole(self, method: str) -> Any:
+        """A method as one model, for its size and speed."""
+
+    def once(self, key: Any, make: Callable[[], Made]) -> Made:
+        """A value that is made on first use and stays in memory."""
+        if key not in self._once:
+            self._once[key] = make()
+        return self._once[key]
+
+    def derived(self, *purpose: str | int) -> int:
+        """A random seed for a purpose, the same on every machine."""
+        return derive_seed(self.number, *purpose) % (1 << 31)
+
+    def kept(self, name: str, make: Callable[[], Made]) -> Made:
+        """A model by name."""
+        return self.store.step(f"models/{name}", make, MODELS).to(self.task.device).eval()
+
+    def ranked(self, name: str, rank: Callable[[], HeadRanking]) -> HeadRanking:
+        """A ranking by name; computed in full float32, because small differences decide it."""
+        return self.store.step(f"rankings/{name}", lambda: precise_products()(rank)(), RANKINGS)
+
+    def extracted(self, name: str, sides: Callable[[], tuple[Any, ...]], **how: Any) -> HeadRanking:
+        """An exact circuit by name; `sides` returns the model, ID and OOD batches, and optionally class names."""
+
+        def extract() -> HeadRanking:
+            model, inside, outside, *names = sides()
+            settings: dict[str, Any] = {"method": "exact", "max_memory": CIRCUIT_MEMORY, "progress": False, **how}
+            return he.extract_circuit(
+                model, inside, outside, **settings, **({"class_names": names[0]} if names else {})
+            )
+
+        return self.ranked(name, extract)
+
+    def setting(self, method: str) -> Setting:
+        """The setting that held-out data chose for a method; an empty one if there was nothing to choose."""
+        name = self.task.methods[method].like or method
+        if not self.task.methods[name].settings(self.task):
+            return {}
+        path = self.choices / f"{slug(name)}.json"
+        if not path.exists():
+            raise DataError(f"no setting of {name!r} is chosen yet for {self.task.name}; run its first seed")
+        return read_json(path)["setting"]
 
 
-def _named(job: Job) -> str:
-    step, number, name = job
-    return f"{step} {name}, seed {number}"
+def slug(name: str) -> str:
+    """The name of a method in file names."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _begin(seed: Callable[..., Any], steps: Mapping[str, Callable[..., None]], output: Path, task: Any) -> None:
-    torch.set_float32_matmul_precision("high")
-    _OWN.clear()
-    _OWN.update(make=lambda number: seed(task, number, output), steps=steps, name=task.name)
-
-
-def _begin_apart(seed: Any, steps: Any, output: Path, kind: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    torch.set_num_threads(1)
-    _begin(seed, steps, output, kind(*arguments))
-
-
-def _do(job: Job) -> None:
-    step, number, name = job
-    start = time.monotonic()
-    if _OWN.get("number") != number:
-        _OWN.update(number=None, seed=None)
-        gc.collect()  # models refer to themselves: the last seed's would stay, gigabytes of them
-        _OWN.update(number=number, seed=_OWN["make"](number))
+@contextmanager
+def precise_products() -> Iterator[None]:
+    """Multiply in full float32 where studies otherwise use TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     try:
-        _OWN["steps"][step](_OWN["seed"], name)
+        yield
     finally:
-        torch.compiler.reset()  # a process compiles models of many shapes, and torch stops compiling at the eighth
-        torch.cuda.empty_cache()  # the device is shared
-    print(f"{_OWN['name']} {_named(job)}: {time.monotonic() - start:.0f} s", flush=True)
+        torch.set_float32_matmul_precision(before)
 
 
-# --- costs -----------------------------------------------------------------------------------------------------------
+# --- columns ---------------------------------------------------------------------------------------------------------
 
 
-def made_with(device: torch.device) -> dict[str, str]:
-    """The device and versions that a report was made with."""
-    return {"device": device_name(device), "torch": str(torch.__version__), "version": he.__version__}
+def columns_of(lab: Lab, method: str, setting: Setting, stage: Stage) -> tuple[dict[str, Array], dict[str, Any]]:
+    """What a method says of the sets of a stage, as `TASK|SET|COLUMN`, and its temperature."""
+    answer = lab.answering(method, setting)
+    held = lab.task.calibration()
+    logits = answer(held).member_logits
+    calibration = fit_calibration(logits, held.samples.labels.to(logits.device))
+    scaled = getattr(lab.task.methods[method], "calibrated", False)
+    columns: dict[str, Array] = {}
+    for one in lab.task.sets(stage):
+        answers = answer(one)
+        after = calibration.prediction(answers.member_logits)
+        if scaled:
+            answers = Prediction.from_logits(after.log_probs[None])  # [1, N, C]
+        labels = one.samples.labels.to(answers.label.device) if one.labelled else None
+        columns |= {f"{one.place}|{name}": column for name, column in of_set(answers, after, labels).items()}
+    return columns, {"temperature": calibration.temperature[0]}
+
+
+def of_set(answers: Prediction, after: Prediction, labels: Tensor | None) -> dict[str, Array]:
+    """The columns of a set, `[N]` each: scores, and with labels what is right and the losses; see `rows`."""
+    scores = () if answers.unfamiliarity is None else answers.unfamiliarity.score_names
+    columns: dict[str, Tensor] = {"doubt": answers.score("msp")}
+    columns |= {name: answers.score(name) for name in ("entropy", SPREAD, *scores)}
+    if labels is not None:
+        columns |= {"label": labels, "prediction": answers.label, "correct": answers.label == labels}
+        for prefix, given in (("", answers), ("calibrated_", after)):
+            columns[f"{prefix}nll"] = nll_per_sample(given.probs, labels)
+            columns[f"{prefix}brier"] = brier_per_sample(given.probs, labels)
+        columns["calibrated_doubt"] = after.probs.scatter(-1, after.label[:, None], 0.0).sum(dim=-1)
+    if not all(bool(column.isfinite().all()) for column in columns.values()):
+        raise DataError("a model answered with numbers that are not finite; its training diverged: lower the rate")
+    kept = {k: v.clamp(-60000, 60000).half() if v.is_floating_point() else v for k, v in columns.items()}
+    return {name: column.cpu().numpy() for name, column in kept.items()}
+
+
+def held_out_numbers(lab: Lab, method: str, setting: Setting) -> dict[str, float]:
+    """Metrics of a method on the held-out sets of a study with one task."""
+    columns, _ = columns_of(lab, method, setting, "held_out")
+    groups: dict[str, list[str]] = {}
+    for one in lab.task.sets("held_out"):
+        groups.setdefault(one.group, []).append(one.name)
+    (inside,) = groups.pop("id")
+    return plain_numbers({key.removeprefix(f"{inside}|"): value for key, value in columns.items()}, inside, groups)
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+def run(
+    task: Task,
+    output: Path,
+    methods: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    stages: Sequence[str] = ("choose", "report", "shift", "cost", "tables"),
+) -> Path:
+    """Run a study, for all methods and the seeds of the recipe unless some are named; returns its folder.
+
+    A method that fails is told and stops no other; the first error is raised at the end. A seed without distinct
+    members is not a failure: the method is missing.
+    """
+    if unknown := [method for method in methods if method not in task.methods]:
+        raise ConfigError(f"there are no methods {unknown} of {task.name}; it has {list(task.methods)}")
+    folder = output / task.name
+    failed: list[Exception] = []
+    chosen = [method for method in task.methods if not methods or method in methods]
+    by_method = {method: list(seeds or task.seeds_of(method)) for method in chosen}
+    numbers = sorted({seed for one in by_method.values() for seed in one})
+    for number in numbers:
+        with opened(task, folder, number) as lab:
+            for method in (method for method in chosen if number in by_method[method]):
+                for stage in stages:
+                    step = {"choose": choose, "report": report, "shift": report}.get(stage)
+                    if step is not None:
+                        failed += attempted(step, lab, method, stage)
+            if "cost" in stages and number == numbers[0]:
+                failed += attempted(lambda lab, *_: cost(lab, chosen), lab, "cost", "cost")
+        gc.collect()
+    if "tables" in stages:
+        collect(task, folder)
+    if failed:
+        raise failed[0]
+    return folder
+
+
+@contextmanager
+def opened(task: Task, folder: Path, number: int) -> Iterator[Lab]:
+    """One seed of a task, with its folder open."""
+    torch.set_float32_matmul_precision("high")
+    with Store(folder / f"seed-{number}", task.identity, "a study") as store:
+        yield task.lab(number, store, folder / "choices")
+
+
+def attempted(step: Callable[[Lab, str, Any], None], lab: Lab, method: str, stage: str) -> list[Exception]:
+    """Do a step; an error is told and returned."""
+    told = f"{lab.task.name} {stage} {method}, seed {lab.number}"
+    try:
+        step(lab, method, stage)
+    except SameMembersError as error:  # by design no member or setting is changed
+        print(f"UNAVAILABLE: {told}: {error}", flush=True)
+    except Exception as error:
+        traceback.print_exception(error)
+        print(f"FAILED: {told}: {error}", flush=True)
+        return [error]
+    finally:
+        torch.compiler.reset()  # a process compiles models of many shapes
+        if lab.task.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return []
+
+
+def choose(lab: Lab, method: str, _: str = "") -> None:
+    """Measure every setting of a method on held-out data, and store the one with the smallest NLL.
+
+    A setting that cannot be measured, because its training diverged, is told and left out; raises if none is left.
+    """
+    name = lab.task.methods[method].like or method
+    options = lab.task.methods[name].settings(lab.task)
+    if not options:
+        return
+    if name != SINGLE and lab.task.methods[SINGLE].settings(lab.task):
+        choose(lab, SINGLE)
+
+    def measured() -> dict[str, Any]:
+        found: list[dict[str, Any]] = []
+        left_out: list[dict[str, Any]] = []
+        for setting in options:
+            try:
+                found.append({"setting": dict(setting), **held_out_numbers(lab, name, setting)})
+            except DataError as error:
+                print(f"LEFT OUT: {lab.task.name} {name} {dict(setting)}: {error}", flush=True)
+                left_out.append({"setting": dict(setting), "why": str(error)})
+        if not found:
+            raise DataError(f"no setting of {name!r} is left for {lab.task.name}; the last: {left_out[-1]['why']}")
+        best = min(found, key=lambda one: one["calibrated.nll"])
+        return {"method": name, "seed": lab.number, "setting": best["setting"], "measured": found, "left_out": left_out}
+
+    if not (lab.choices / f"{slug(name)}.json").exists():
+        with Store(lab.choices, lab.task.identity, "the choices of a study") as store:
+            store.step(slug(name), measured)
+
+
+def report(lab: Lab, method: str, stage: Stage) -> None:
+    """Store what a method says of the test sets, or of the corrupted ones."""
+    place = f"{stage}/{slug(method)}"
+    if lab.store.has(place, TENSORS) or not any(True for _ in lab.task.sets(stage)):
+        return
+    columns, facts = columns_of(lab, method, lab.setting(method), stage)
+    if stage == "report":
+        lab.store.step(f"facts/{slug(method)}", lambda: {"method": method, **facts, **sizes(lab.whole(method))})
+    lab.store.step(place, lambda: {name: torch.from_numpy(column) for name, column in columns.items()}, TENSORS)
 
 
 def sizes(model: Any) -> dict[str, Any]:
@@ -215,27 +349,59 @@ def sizes(model: Any) -> dict[str, Any]:
     return {"parameters": described.parameters, "multiply_adds": described.multiply_adds, "members": model.num_members}
 
 
-def timed(models: Mapping[str, Any], inputs: Any, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Latency and peak memory of models, each optimized by the library; the first is Single."""
+def cost(lab: Lab, methods: Iterable[str]) -> None:
+    """Measure latency and peak memory of the methods, each optimized by the library and beside Single."""
+    device = lab.task.device
     fast = device.type == "cuda"
+    models = {
+        name: lab.whole(name) for name in dict.fromkeys((SINGLE, *methods)) if lab.store.has(f"facts/{slug(name)}")
+    }
+    samples = lab.task.calibration().samples
+    inputs = models[SINGLE].prepare(next(iter(SampleBatches(samples, 128 if fast else 8)))[0])
     settings = {"dtype": torch.bfloat16} if fast else {}
-    runs = {
-        name: model.optimize(inputs, **settings) if hasattr(model, "optimize") else model
-        for name, model in models.items()
-    }
+    runs = {name: one.optimize(inputs, **settings) if hasattr(one, "optimize") else one for name, one in models.items()}
     costs = measure_costs(runs, inputs, repeats=50 if fast else 5)
-    return {cost.name: {**to_plain(cost), **sizes(models[cost.name])} for cost in costs}
+    about = torch.cuda.get_device_name(device) if fast else "CPU"
+    lines = [[one.name, one.latency_ms, one.latency_ratio, one.peak_memory_bytes, about] for one in costs]
+    head = ["method", "milliseconds", "time", "peak_memory_bytes", "device"]
+    write_csv(lab.choices.parent / "tables" / f"{lab.task.name}_times.csv", [head, *lines])
 
 
-def write_costs(study: Path, device: torch.device, batch: int, rows: Mapping[str, Any]) -> None:
-    """Write the measured costs of a study's rows with device and dtype; keep the old ones if the new lack some rows."""
-    about = {
-        "device": device_name(device),
-        "dtype": "bfloat16" if device.type == "cuda" else "float32",
-        "torch": torch.__version__,
-        "batch": batch,
-    }
-    path = study / COSTS
-    before = read_if_there(path)
-    present = before["rows"] if before else rows
-    write_json(path, newest_costs(study.name, before, {**about, "rows": dict(rows)}, present))
+def collect(task: Task, folder: Path) -> None:
+    """Write the rows of all finished methods and seeds, and the tables made from them."""
+    by_run: dict[tuple[str, int], dict[str, Array]] = {}
+    facts = []
+    numbers = sorted(int(path.name.removeprefix("seed-")) for path in folder.glob("seed-*"))
+    for method in task.methods:
+        for number in numbers:
+            with Store(folder / f"seed-{number}", task.identity, "a study") as store:
+                columns: dict[str, Array] = {}
+                for stage in ("report", "shift"):
+                    if store.has(place := f"{stage}/{slug(method)}", TENSORS):
+                        columns |= {key: one.numpy() for key, one in store.step(place, dict, TENSORS).items()}
+                if columns:
+                    by_run[method, number] = columns
+                    facts.append(
+                        [method, number, task.methods[method].trainings, store.step(f"facts/{slug(method)}", dict)]
+                    )
+    if not by_run:
+        raise DataError(f"{folder} has no finished methods; run the stage `report`")
+    about = {"study": task.name, **task.about()}
+    write_rows(folder / "rows.parquet", about, by_run)
+    keys = ("members", "parameters", "multiply_adds", "temperature")
+    lines = [[method, seed, trainings, *(one.get(key) for key in keys)] for method, seed, trainings, one in facts]
+    write_csv(folder / "tables" / f"{task.name}_models.csv", [["method", "seed", "trainings", *keys], *lines])
+    write_csv(folder / "tables" / f"{task.name}_choices.csv", choices_lines(folder / "choices"))
+    write_tables(Study(Rows.read(folder / "rows.parquet")), folder / "tables")
+
+
+def choices_lines(folder: Path) -> Iterator[Sequence[Any]]:
+    """What held-out data said of every setting, and which was taken."""
+    keys = ("accuracy", "calibrated.nll", "all.auroc")
+    yield "method", "setting", *keys, "chosen"
+    for choice in (read_json(path) for path in sorted(folder.glob("*.json")) if path.name != "run.json"):
+        for one in choice["measured"]:
+            taken = "taken" if one["setting"] == choice["setting"] else ""
+            yield choice["method"], one["setting"], *(one.get(key) for key in keys), taken
+        for one in choice.get("left_out", ()):
+            yield choice["method"], one["setting"], "", "", "", "left out"

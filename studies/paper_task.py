@@ -20,13 +20,12 @@ from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.training.recipe import DataRecipe
 
-from .dual_recipe import read_recipe
+from .classifiers import ClassifierTask
+from .classifiers import recipe as classifiers_recipe
+from .engine import Stage
 from .paper import paper_numbers
-from .rows import rows_of
 from .samples import Prepared, Samples
-from .sets import DataFolder, at_most, given
-from .task import Stage, Task
-from .task import recipe as classifiers_recipe
+from .sets import DataFolder, at_most, given, read_recipe
 from .weights import own_backbone
 
 TASKS = ("imagenet", "cifar100", "sst2")
@@ -101,7 +100,7 @@ def uses(suite: Suite) -> Iterator[tuple[str, SetRef]]:
     yield from (("far OOD", reference) for reference in suite.far)
 
 
-class PaperTask(Task):
+class PaperTask(ClassifierTask):
     """A task of the paper with a user's own model."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -147,7 +146,7 @@ class PaperTask(Task):
         return batches(images, change, size, shuffle=True, num_workers=workers, drop_last=True)
 
     @cached_property
-    def _inside(self) -> dict[str, Samples]:
+    def inside(self) -> dict[str, Samples]:
         samples = self.samples(self.validation)
         ranking = self.samples(at_most(self.validation, self.settings["circuits"]))
         return {"rank": ranking, "calibrate": samples, "B": samples}
@@ -161,10 +160,10 @@ class PaperTask(Task):
         return {"far": [self.suite.circuit_ood]} if stage == "held_out" else super()._foreign(stage)
 
 
-def rows_of_table(task: Task) -> list[str]:
-    """The rows of the paper's table that can be run: all but those with a special pretraining."""
+def methods_of_table(task: ClassifierTask) -> list[str]:
+    """The methods of the paper's table that can be run: all but those with a special pretraining."""
     printed: Mapping[str, Any] = paper_numbers("classifier", task.plain["paper"])
-    return [row for row in rows_of(task) if row in printed]
+    return [method for method in task.methods if method in printed]
 
 
 def folder_of(data: Path) -> PaperFolder:

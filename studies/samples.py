@@ -1,19 +1,17 @@
 """Samples of a set as model inputs, in batches that can be iterated repeatedly; on a device if they fit."""
 
-import fcntl
 import hashlib
 import os
-import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
@@ -25,16 +23,10 @@ from hydra_ensembles.training.recipe import RandAugment
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 SMALLEST_CROP = 0.7  # of the side, in training
-CIRCUIT_MEMORY = 4e9  # bytes a circuit may use, so that several processes fit on a GPU
 ALIKE = 8  # images of a batch that RandAugment changes in the same way
 
 Augment = bool | RandAugment
 """Whether samples are augmented; if a `RandAugment`, it is applied first."""
-
-
-def device_name(device: torch.device) -> str:
-    """A readable name of the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
 class Samples(ABC):
@@ -79,7 +71,8 @@ def kept(
     ends = [np.asarray(dataset[row][0]).tobytes() for row in (0, len(dataset) - 1)]
     content = [dataset.name.encode(), dataset.rows.tobytes(), dataset.labels.tobytes(), *ends, by.encode()]
     path = cache / f"{hashlib.sha256(b'|'.join(content)).hexdigest()[:24]}.npy"
-    with alone(path):
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
         if not path.exists():
             np.save(path.with_suffix(".part.npy"), make())
             path.with_suffix(".part.npy").rename(path)
@@ -120,15 +113,6 @@ def decoded(dataset: ImageDataset) -> npt.NDArray[np.uint8]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return np.stack(list(pool.map(pixels, range(len(dataset)))))
-
-
-@contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Hold a lock for a path, so that only one process at a time makes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def randomly_changed(pixels: Tensor, settings: RandAugment) -> Tensor:
@@ -200,3 +184,16 @@ class Prepared(Samples):
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             items = list(pool.map(lambda row: self.dataset[row][0], rows.tolist()))
         return self.prepare(items), self.labels[rows]
+
+
+class Drawn(Samples):
+    """At most `count` samples, the same ones every time."""
+
+    def __init__(self, samples: Samples, count: int) -> None:
+        order = np.random.default_rng(0).permutation(len(samples))[:count]
+        self.samples = samples
+        self.rows = torch.from_numpy(np.sort(order))
+        self.labels = samples.labels[self.rows]
+
+    def batch(self, rows: Tensor, augment: Augment) -> Any:
+        return self.samples.batch(self.rows[rows], augment)

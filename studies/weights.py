@@ -15,15 +15,14 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import checkpoint_filter_fn
 
 from hydra_ensembles import DualEncoder, Ensemble, ImagePreprocessing, Projections, TextPreprocessing, convert
+from hydra_ensembles._utils import derive_seed
 from hydra_ensembles.baselines.building_blocks import fresh
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.files import read_object
 from hydra_ensembles.model.config import ReadoutConfig, output_width
 from hydra_ensembles.model.stem_readout import linear
 
-from .dual_recipe import Backbone
 from .samples import MEAN, STD
-from .seed_folder import derived_seed
 
 DINOV2 = Path("weights") / "dinov2_vits14" / "model.safetensors"
 MINILM = Path("weights") / "all_minilm_l6_v2"
@@ -34,7 +33,7 @@ OPEN_CLIP, TIMM, TORCHVISION = "open_clip:", "timm:", "torchvision:"
 EXAMPLE = "open_clip:ViT-B-32/laion2b_s34b_b79k"
 
 
-def pretrained(root: Path, name: Backbone, input_size: int, classes: tuple[str, ...]) -> Ensemble:
+def pretrained(root: Path, name: str, input_size: int, classes: tuple[str, ...]) -> Ensemble:
     """A pretrained model with a classifier that is still to be drawn; see `fresh_classifier`."""
     return _fresh(dinov2(root, input_size) if name == "dinov2_vits14" else minilm(root), classes)
 
@@ -111,7 +110,7 @@ def untrained_dual(root: Path, input_size: int, seed: int) -> DualEncoder:
 def dual_of(image: Ensemble, text: Ensemble, seed: int) -> DualEncoder:
     """Two towers in the text tower's space: its projection starts as the identity, the image projection is random."""
     width, inputs = output_width(text.config), output_width(image.config)
-    generator = torch.Generator().manual_seed(derived_seed(seed, "image projection", bits=63))
+    generator = torch.Generator().manual_seed(derive_seed(seed, "image projection") % (1 << 63))
     drawn = torch.randn(1, width, inputs, generator=generator) * inputs**-0.5
     return DualEncoder(image, text, Projections(linear(drawn), linear(torch.eye(width)[None]))).eval()
 

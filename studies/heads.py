@@ -1,0 +1,142 @@
+"""Two stand-alone experiments on heads: circuits over draws of their images, and Taylor scores of both towers."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hydra_ensembles as he
+from hydra_ensembles import data
+from hydra_ensembles.batches import Batches
+from hydra_ensembles.demo.embedded import FAR, NEAR, load_backbone, load_sample
+from hydra_ensembles.heads.masking import attention_of
+from hydra_ensembles.heads.taylor import CalibrationBatches, gradients_of_mean_loss, layer_scores
+from hydra_ensembles.model.zero_shot import DEFAULT_TEMPLATES, average_templates, prompts_of
+
+from .samples import Prepared, SampleBatches
+from .sets import DataFolder, label_names, suite
+from .weights import load_dual
+
+ONE, BOTH, MADE = "PermanentCrop", "PermanentCrop and synthetic", "synthetic"
+LIMIT = 0.02
+VARIANTS = (  # score, ties, OOD source, limit on the accuracy lost
+    ("acc", "order", ONE, None),
+    ("acc", "likelihood", ONE, None),
+    *((score, ties, ONE, None) for score in ("avg", "ood") for ties in ("order", "likelihood")),
+    *((score, "likelihood", source, None) for score in ("avg", "ood") for source in (BOTH, MADE)),
+    ("ood", "likelihood", BOTH, LIMIT),
+)
+PROMPTS_AT_ONCE = 256
+
+
+def draws(count: int, images: int, tests: int = 150, budget: int = 4, trunk: int = 2) -> Iterator[Sequence[Any]]:
+    """How much circuits of the embedded model depend on the images they were extracted on.
+
+    For every variant: the share of removed heads that two draws have in common, and accuracy and AUROC of the pruned
+    model on test images, with the standard deviation over draws. No test image ranks heads.
+    """
+    model, sets = load_backbone(), load_sample().sets
+    preprocess: Any = model.metadata.preprocessing
+
+    def read(name: str, limit: int, seed: int = 0) -> Any:
+        drawn = data.subset(sets[name], min(limit, len(sets[name])), seed=seed)
+        return list(data.batches(drawn, preprocess, batch_size=limit))
+
+    test = read("test", tests)
+    outside = {group: {name: read(name, tests) for name in names} for group, names in (("near", NEAR), ("far", FAR))}
+
+    def tested(pruned: he.Ensemble) -> list[float]:
+        numbers = he.evaluate(pruned, test, outside, progress=False).numbers()
+        return [numbers[key] for key in ("accuracy", "near.auroc", "far.auroc")]
+
+    yield (
+        *("score", "ties", "ood", "max_accuracy_loss", "heads", "in_common"),
+        *("accuracy", "accuracy_deviation", "near", "near_deviation", "far", "far_deviation"),
+    )
+    for score, ties, source, limit in VARIANTS:
+        removed, results = [], []
+        for seed in range(count):
+            inside, foreign = read("circuit_id", images, seed), read("circuit_ood", images, seed)
+            made = data.synthetic_ood(inside, seed=seed)
+            sides: Any = {ONE: foreign, MADE: made, BOTH: {ONE: foreign, MADE: made}}
+            settings: Any = {"score": score, "ties": ties, "max_accuracy_loss": limit, "budget": budget}
+            settings |= {"layers": range(trunk, model.num_layers), "method": "exact", "progress": False}
+            ranking = he.extract_circuit(model, inside, None if score == "acc" else sides[source], **settings)
+            removed.append(set(ranking.heads))
+            results.append(tested(he.prune(model, ranking.heads)))
+        common = [len(one & other) / max(len(one), len(other), 1) for one, other in combinations(removed, 2)]
+        spread = [cell for values in zip(*results, strict=True) for cell in _spread(values)]
+        yield score, ties, source, limit, statistics.mean(map(len, removed)), _spread(common)[0], *spread
+
+
+def _spread(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean and standard deviation, where there are enough."""
+    return (
+        statistics.mean(values) if values else None,
+        statistics.stdev(values) if len(values) > 1 else None,
+    )
+
+
+def towers(source: str, folder: Path, device: torch.device) -> Iterator[Sequence[Any]]:
+    """Taylor scores of the heads of both towers of a dual encoder, on TinyImageNet's validation images."""
+    dual = load_dual(source).to(device)
+    validation: Any = suite("zero-shot").validation
+    images = DataFolder(folder).images(validation)
+    batches = SampleBatches(Prepared(images, dual.image.prepare), 100)
+    yield "tower", "layer", "head", "score"
+    for tower, scores in taylor_scores(dual, label_names("tinyimagenet", images.class_names), batches).items():
+        for layer, of_layer in enumerate(scores.tolist()):
+            yield from ([tower, layer, head, score] for head, score in enumerate(of_layer))
+
+
+def taylor_scores(
+    dual: he.DualEncoder, names: Sequence[str], batches: Batches, templates: Sequence[str] = tuple(DEFAULT_TEMPLATES)
+) -> dict[str, Tensor]:
+    """Scores `[L, H]` of every head of both towers by the formula of `taylor`; NaN for a pruned head.
+
+    The loss is the mean cross-entropy of the zero-shot logits. It reaches the image tower through the image embeddings,
+    and the text tower through the class embeddings. Not for ranking: the towers' scores differ in scale.
+    """
+    classifier = he.zero_shot(dual, names, templates, keep_text=False)
+    classes = classifier.readout.class_embeddings
+    assert classes is not None
+    weights = _input_projections(classifier)
+    calibration = CalibrationBatches(batches, None, 0, len(names))
+    *of_image, of_classes = gradients_of_mean_loss(classifier, calibration, [*weights.values(), classes.weight])
+    of_text = _text_gradients(dual, names, templates, of_classes[0])
+    return {"image": _by_layer(classifier, of_image), "text": _by_layer(dual.text, of_text)}
+
+
+def _text_gradients(
+    dual: he.DualEncoder, names: Sequence[str], templates: Sequence[str], of_classes: Tensor
+) -> list[Tensor]:
+    """Gradients of the text tower's input projections, given that of the scaled class embeddings, `[C, e]`.
+
+    A class depends only on its own prompts, so processing a few classes at a time gives the same result.
+    """
+    weights = list(_input_projections(dual.text).values())
+    totals = [torch.zeros_like(weight, dtype=of_classes.dtype, requires_grad=False) for weight in weights]
+    at_once = max(PROMPTS_AT_ONCE // len(templates), 1)  # classes
+    for start in range(0, len(names), at_once):
+        embedded = dual.encode_text(prompts_of(names[start : start + at_once], templates))  # [1, prompts, e]
+        classes = average_templates(embedded, len(templates))[0] * dual.logit_scale.detach().exp()  # [classes, e]
+        parts = torch.autograd.grad(classes, weights, of_classes[start : start + at_once].to(classes))
+        totals = [total + part for total, part in zip(totals, parts, strict=True)]
+    return totals
+
+
+def _input_projections(tower: he.Ensemble) -> dict[int, Tensor]:
+    """Query, key and value projections by layer, of layers that have a head left."""
+    return {layer: attention_of(tower, layer).qkv for layer in range(tower.num_layers) if tower.heads[0][layer]}
+
+
+def _by_layer(tower: he.Ensemble, gradients: Sequence[Tensor]) -> Tensor:
+    """Scores by layer and original index of the head, `[L, H]`."""
+    scores = torch.full((tower.num_layers, tower.num_heads), torch.nan, dtype=torch.float64)
+    for (layer, weight), gradient in zip(_input_projections(tower).items(), gradients, strict=True):
+        scores[layer, list(tower.heads[0][layer])] = layer_scores(weight, gradient)
+    return scores
