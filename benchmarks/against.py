@@ -469,7 +469,7 @@ def of_servers(options: argparse.Namespace, checkouts: Mapping[str, Path]) -> It
             try:
                 if "error" in said:
                     raise RuntimeError(said["error"])
-                ports[side] = stack.enter_context(server(folder / side, checkout))
+                ports[side] = stack.enter_context(server(folder / side, checkout))[0]
             except RuntimeError as error:
                 yield failure("server", "uploads", {side: str(error)}, options)
                 return
@@ -490,14 +490,14 @@ def as_request(body: bytes) -> bytes:
 
 
 @contextmanager
-def server(model: Path, checkout: Path) -> Iterator[int]:
-    """A server of a checkout in its own process; yields its port once it is ready."""
+def server(model: Path, checkout: Path) -> Iterator[tuple[int, int]]:
+    """A server of a checkout in its own process; yields its port and process id once it is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", COMMAND, "serve", str(model), "--port", str(port), "--device", "cpu"]
     command += ["--max-batch", "16", "--max-wait", "5", "--max-queue", "1024"]
-    log = Path(f"{model}.log")
+    log = Path(tempfile.mkdtemp()) / "server.log"
     with log.open("w") as file:
         settings = {**environment(checkout), "OMP_NUM_THREADS": "1"}
         child = subprocess.Popen(command, env=settings, stdout=file, stderr=file)
@@ -515,7 +515,7 @@ def server(model: Path, checkout: Path) -> Iterator[int]:
                 continue
         else:
             raise RuntimeError("the server was not ready within a minute")
-        yield port
+        yield port, child.pid
     finally:
         child.terminate()
         child.wait()

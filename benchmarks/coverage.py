@@ -1,6 +1,6 @@
 """How often 95 % intervals of `hydra_ensembles.metrics.bootstrap` contain the true value, for known distributions.
 
-    python benchmarks/coverage.py --output results/interval_coverage.json     # minutes on a CPU
+    python benchmarks/coverage.py     # results/tables/interval_coverage.csv, minutes on a CPU
 
 Predictions are those of a model that is often unsure, or mostly sure, and overconfident by a known margin, which is
 then the true ECE. Scores are normal, and higher for OOD samples. True values of the other metrics are computed from a
@@ -8,6 +8,7 @@ million samples.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -16,13 +17,15 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from common import ROOT as ROOT  # makes `studies` importable
 from torch import Tensor
 
 from hydra_ensembles.metrics.bootstrap import Interval, paired
 from hydra_ensembles.metrics.ood import OodMetric, aurc, detection, flagged, of_counts, weighted_aurc
 from hydra_ensembles.metrics.probabilities import weighted_ece, weighted_mean
-from studies.results import fixed, load, markdown, store, versions
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # `studies` is next to the benchmarks
+from studies.tables import write_csv  # noqa: E402
 
 LAWS = {"in doubt": (4.0, 2.0), "sure": (20.0, 1.0)}  # Beta distributions of confidence: means of 0.67 and 0.95
 APART = 1.5  # standard deviations between the scores of ID and OOD samples
@@ -81,23 +84,6 @@ def _ece(resamples: int, sure: Tensor, right: Tensor) -> Interval:
     return paired(weighted_ece, [sure, right], resamples=resamples, mirrored=True)
 
 
-def coverage_table() -> str:
-    """A table for the documents: the share of intervals that contain the true value, by metric, law and samples."""
-    found = load("interval_coverage.json")
-    lines: dict[tuple[str, str, float], list[str]] = {}
-    for row in found["rows"]:
-        held = lines.setdefault((row["metric"], row.get("law", ""), row["true"]), [])
-        held.append(f"{fixed(100 * row['held'], 0)} % ({row['samples']:,} samples)")
-    about = (
-        f"Of {found['draws']} draws of samples each, {found['resamples']} resamples an interval: chance moves a share "
-        f"by up to {fixed(196 * (0.95 * 0.05 / found['draws']) ** 0.5, 0)} points. Confidences are those of a model in "
-        "doubt or of a sure one; scores are normal, those of as many OOD samples 1.5 deviations higher. From "
-        "`results/interval_coverage.json`."
-    )
-    cells = [(metric, law, f"{true:.3f}", ", ".join(held)) for (metric, law, true), held in lines.items()]
-    return markdown(("metric", "answers", "true value", "intervals that hold it"), cells, about, "llrl")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw every case repeatedly, and store how often its interval contains the true value."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -105,16 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--resamples", type=int, default=100, help="of each interval")
     parser.add_argument("--samples", type=int, nargs="+", default=SAMPLES)
     parser.add_argument("--of-calibration", type=int, nargs="+", default=OF_CALIBRATION)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "tables" / "interval_coverage.csv")
     options = parser.parse_args(arguments)
-    rows = []
+    lines: list[list[Any]] = [["metric", "law", "samples", "true", "held", "draws", "resamples", "level"]]
     for index, (about, draw, true, interval) in enumerate(cases(options.samples, options.of_calibration)):
         draws = np.random.default_rng([1, index])
         held = [true in interval(options.resamples, *draw(draws, about["samples"])) for _ in range(options.draws)]
-        rows.append({**about, "true": round(true, 6), "held": sum(held) / len(held)})
-        print(rows[-1], flush=True)
-    settings = {"draws": options.draws, "resamples": options.resamples, "level": 0.95}
-    store(options.output, {**settings, "versions": versions(), "rows": rows})
+        named = [about["metric"], about.get("law", ""), about["samples"], true]
+        lines.append([*named, sum(held) / len(held), options.draws, options.resamples, 0.95])
+        print(*lines[-1], flush=True)
+    write_csv(options.output, lines)
 
 
 if __name__ == "__main__":

@@ -1,65 +1,327 @@
 """The cost of inference: single models, Deep Ensembles, other baselines and Hydra Ensembles, all measured alike.
 
-    python benchmarks/inference.py --output results/inference.json
+    python benchmarks/inference.py                                    # results/tables/inference.csv
     python benchmarks/inference.py --batches 1 4 32 128 512 --modes graphed compiled eager graphed-eager
     python benchmarks/inference.py --shape vit-s16 --dtype float32 --batches 8 --modes eager --device cpu --threads 2
     python benchmarks/inference.py --members 1 2 3 5 8 --modes graphed-eager --batches 4 128
-    python benchmarks/inference.py --shape clip-b32 --modes graphed-eager --batches 4 128   # zero-shot classifiers
-    python benchmarks/inference.py --methods --modes graphed-eager --batches 4 128 --seconds 0.5 \\
-        --output results/inference_methods.json   # every baseline, for docs/tables_methods.md
-    python benchmarks/inference.py --against FOLDER --contenders hydra-k0 hydra-k8 hydra-k10   # and another checkout
-    python benchmarks/inference.py --methods --counts --device cpu --output results/inference_counts.json
-    python benchmarks/inference.py --conversion --device cpu --threads 1 --output results/conversion.json
+    python benchmarks/inference.py --methods --modes graphed-eager --batches 4 128 --output …/inference_methods.csv
+    python benchmarks/inference.py --methods --counts --device cpu --output …/inference_counts.csv
+    python benchmarks/inference.py --conversion --device cpu --threads 1 --output …/conversion.csv
 
-Every contender is timed in turn with the user's own model, in the same mode. Modes: `eager`; `compiled`
-(`torch.compile` for that batch size); `graphed` (compiled, then recorded as a CUDA graph: the best the user's model
-can get); `graphed-eager` (recorded, not compiled). Rows that are already in the output file are skipped, unless
-`--again`. With `--against`, processes of both checkouts measure the same contenders in turn. `--conversion` times
-`convert` instead, with and without its comparison of outputs. `--counts` times nothing: parameters and arithmetic
-follow from shapes.
+All weights are random: time does not depend on them. Every contender is timed in turn with the user's own model, in the
+same mode: `eager`; `compiled` (`torch.compile` for that batch size); `graphed` (compiled, then recorded as a CUDA
+graph: the best the user's model can get); `graphed-eager` (recorded, not compiled). Rows that are already in the output
+file are skipped, unless `--again`. `--conversion` times `convert` instead, with and without its comparison of answers.
+`--counts` times nothing: parameters and arithmetic follow from shapes.
 """
 
 import argparse
+import copy
 import gc
-import json
-import math
 import platform
+import re
 import statistics
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import timm
 import torch
-from common import by_turns, synchronize
-from inference_models import (
-    MEMBERS,
-    METHODS,
-    NAMES,
-    SHAPES,
-    ZERO_SHOT,
-    Call,
-    Contender,
-    Inputs,
-    Workshop,
-    ZeroShotWorkshop,
-    names_of,
+import transformers
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # `studies` is next to the benchmarks
+
+import hydra_ensembles as he  # noqa: E402
+from hydra_ensembles import baselines  # noqa: E402
+from hydra_ensembles.baselines.building_blocks import fresh, joined  # noqa: E402
+from hydra_ensembles.model.config import Sharing  # noqa: E402
+from hydra_ensembles.model.cost import multiply_adds  # noqa: E402
+from studies.tables import read_csv, write_csv  # noqa: E402
+
+NAMES = (  # `hydra-kN`: pruned members above a trunk of N layers; `-last`: the last quarter of the layers
+    *("single", "ours", "pruned", "mc-dropout", "lora", "lora-last", "batch-ensemble", "batch-ensemble-last"),
+    *("batch-ensemble-inputs", "mimo", "packed", "oba", "laplace", "classifiers", "swag", "deep-last"),
+    *("deep-in-turn", "deep-vmap", "deep-stacked"),
+    *(f"hydra-k{trunk}" for trunk in (0, 4, 6, 8, 10)),
+    "hydra-uneven",
 )
-from torch import Tensor
-
-import hydra_ensembles as he
-from studies.results import hardware, store, versions
-
+USUAL = (
+    *("single", "ours", "pruned", "mc-dropout", "deep-in-turn", "deep-vmap", "deep-stacked"),
+    *(name for name in NAMES if name.startswith("hydra")),
+)
+GROWING = ("single", "hydra-k0", "hydra-k8", "deep-in-turn", "deep-stacked")
+MEMBERS = {"single": 1, "ours": 1, "pruned": 1, "oba": 1, "laplace": 20}  # of contenders with a fixed number of members
+APART = {  # parameter groups that a baseline's members do not share; each has its own classifier
+    "lora": ("attention",),
+    "batch-ensemble": ("attention", "mlp"),
+    "batch-ensemble-inputs": ("norms",),
+    "deep": ("attention", "mlp", "norms"),
+}
+LAST = "-last"
+NOISE = 0.02  # imitates fine-tuning, coarse enough to survive bfloat16
+DROPOUT = 0.1
 MODES = ("graphed", "compiled", "graphed-eager", "eager")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-GROWTH_CONTENDERS = ("single", "hydra-k0", "hydra-k8", "hydra-joint", "deep-in-turn", "deep-stacked")
-TEST_SET = 50_000  # images of ImageNet's validation set, as in the paper's whole-test times
 TOLERANCE = 0.1  # relative; outputs in bfloat16 differ by about a hundredth, wrong ones by about one
-
-Row = dict[str, Any]
 KEY = ("hardware", "shape", "dtype", "mode", "batch", "contender", "members")  # identifies a row
 EXPECTED_ERRORS = (RuntimeError, NotImplementedError, ValueError, TypeError, ImportError)
+
+Inputs = dict[str, Tensor]
+Call = Callable[..., Tensor]
+Row = dict[str, Any]
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One architecture in one size."""
+
+    build: Callable[[], nn.Module]  # with random weights, dropout off
+    tokens: int  # of an input
+    pixels: int = 0  # side of the images; 0 for texts
+    words: int = 0  # vocabulary size of a text model
+
+    def inputs(self, batch: int, generator: torch.Generator) -> Inputs:
+        """A batch; texts have mixed lengths with padding, one of them has full length."""
+        if self.pixels:
+            return {"pixel_values": torch.randn(batch, 3, self.pixels, self.pixels, generator=generator)}
+        ids = torch.randint(1000 % self.words, self.words, (batch, self.tokens), generator=generator)
+        lengths = torch.randint(self.tokens // 8, self.tokens + 1, (batch, 1), generator=generator)
+        lengths[0] = self.tokens
+        mask = (torch.arange(self.tokens)[None] < lengths).long()
+        return {"input_ids": ids * mask, "attention_mask": mask}
+
+    def logits(self, model: Any, *inputs: Tensor) -> Tensor:
+        """Call the model."""
+        if self.pixels:
+            return cast(Tensor, model(*inputs))
+        return cast(Tensor, model(input_ids=inputs[0], attention_mask=inputs[1]).logits)
+
+
+def _bert(**settings: Any) -> nn.Module:
+    config = transformers.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **settings)
+    return cast(nn.Module, transformers.BertForSequenceClassification(config))
+
+
+_TINY = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 12, "num_heads": 6, "num_classes": 5}
+_TINY_BERT = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 32, "vocab_size": 50}
+SHAPES = {
+    "vit-b16": Shape(partial(timm.create_model, "vit_base_patch16_224"), 197, 224),
+    "vit-s16": Shape(partial(timm.create_model, "vit_small_patch16_224"), 197, 224),
+    "dinov2-s": Shape(partial(timm.create_model, "vit_small_patch14_dinov2", img_size=112, num_classes=10), 65, 112),
+    "bert-base": Shape(_bert, 128, words=30522),
+    "tiny": Shape(partial(timm.create_model, "vit_base_patch16_224", **_TINY), 5, 16),
+    "tiny-bert": Shape(partial(_bert, **_TINY_BERT), 8, words=50),
+}
+
+
+# --- contenders ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model ready to be measured."""
+
+    run: Call  # takes the tensors of a batch one by one
+    modules: Sequence[nn.Module]  # hold its weights
+    parameters: int  # stored
+    multiply_adds: Callable[[], int]  # actually computed for one input
+    plan: str = ""  # how members run, for an ensemble of ours
+    expected: Tensor | None = None  # outputs of an ensemble of ours before it was optimized
+    random: bool = False  # whether its outputs differ each time
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, shared ones counted once."""
+        tensors = [t for module in self.modules for t in [*module.parameters(), *module.buffers()]]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class Workshop:
+    """Makes the contenders of one shape, in one dtype, on one device; caches what can be reused."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: str, seed: int) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.seed = seed
+        self._ensembles: dict[tuple[str, int], he.Ensemble] = {}
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The user's model, in float32."""
+        torch.manual_seed(self.seed)
+        return self._noisy(self.shape.build(), "model").eval().to(self.device)
+
+    @cached_property
+    def base(self) -> he.Ensemble:
+        """The user's model as an ensemble of ours, in float32."""
+        return cast(he.Ensemble, he.convert(self.model))
+
+    def single_multiply_adds(self) -> int:
+        """Multiply-adds per input of the user's model, which computes every token of every layer."""
+        return arithmetic(self.base, self.shape.tokens, shortcut=False)
+
+    def make(self, name: str, members: int, inputs: Inputs) -> Contender:
+        """A contender, with the fastest plan for these inputs."""
+        if name == "single":
+            return self._foreign([self.model])
+        if name in ("deep-in-turn", "deep-vmap"):
+            copies = [self._noisy(copy.deepcopy(self.model), "model", member) for member in range(members)]
+            return self._foreign(copies, stacked=name == "deep-vmap")
+        if name == "mc-dropout":
+            return self._mc_dropout(members)
+        ensemble = self.ensemble(name, members)
+        runner = ensemble.optimize()
+        plan = runner.choice_for(inputs).plan
+        module = runner.module(plan)
+        with torch.no_grad():
+            expected = ensemble(*inputs.values())
+        count = sum(p.numel() for p in ensemble.parameters())
+        return Contender(module, [module], count, lambda: arithmetic(ensemble, self.shape.tokens), plan, expected)
+
+    def counts(self, name: str, members: int) -> tuple[int, int]:
+        """Parameters that a contender stores, and multiply-adds actually computed per input."""
+        if name in ("single", "deep-in-turn", "deep-vmap"):
+            return members * sum(p.numel() for p in self.model.parameters()), members * self.single_multiply_adds()
+        if name == "mc-dropout":
+            return sum(p.numel() for p in self.base.parameters()), members * arithmetic(self.base, self.shape.tokens)
+        ensemble = self._fused(name, members)
+        return sum(p.numel() for p in ensemble.parameters()), arithmetic(ensemble, self.shape.tokens)
+
+    def ensemble(self, name: str, members: int) -> he.Ensemble:
+        """An ensemble of ours, made once."""
+        if (name, members) not in self._ensembles:
+            self._ensembles[name, members] = self._fused(name, members).to(self.dtype)
+        return self._ensembles[name, members]
+
+    # --- models of other libraries -------------------------------------------------------------------------------
+
+    def _foreign(self, models: list[nn.Module], stacked: bool = False) -> Contender:
+        """Models of other libraries: alone, one after another, or stacked as in PyTorch's tutorial on ensembles."""
+        models = [copy.deepcopy(model).to(self.dtype).eval() for model in models]
+        count = sum(p.numel() for model in models for p in model.parameters())
+        members = len(models)
+        modules = models
+        logits = self.shape.logits
+
+        def in_turn(*inputs: Tensor) -> Tensor:
+            answers = [logits(model, *inputs) for model in models]
+            return torch.stack(answers) if members > 1 else answers[0]
+
+        run: Call = in_turn
+        if stacked:
+            parameters, buffers = stack_module_state(models)
+            skeleton = copy.deepcopy(models[0]).to("meta")
+            weights = nn.Module()
+            for index, tensor in enumerate([*parameters.values(), *buffers.values()]):
+                weights.register_buffer(f"stacked{index}", tensor)
+
+            def forward(parameters: Any, buffers: Any, inputs: Any) -> Tensor:
+                def call(*args: Any, **kwargs: Any) -> Any:
+                    return functional_call(skeleton, (parameters, buffers), args, kwargs)
+
+                return logits(call, *inputs)
+
+            def run(*inputs: Any) -> Any:
+                return torch.vmap(forward, (0, 0, None))(parameters, buffers, inputs)
+
+            modules = [weights]
+        return Contender(run, modules, count, lambda: members * self.single_multiply_adds())
+
+    # --- ensembles of ours ---------------------------------------------------------------------------------------
+
+    def _fused(self, name: str, members: int) -> he.Ensemble:
+        if name in ("ours", "oba"):  # zeros are stored and multiplied like other numbers
+            return self.base.member(0)
+        if name == "pruned":
+            return he.prune(self.base, self._heads("even", 0, 0))
+        if name in ("deep-stacked", "swag"):
+            return he.Ensemble.stack([self._tuned(self.base.member(0), 0, member) for member in range(members)])
+        if not name.startswith("hydra-"):
+            return self._baseline(name, members)
+        trunk = int(name.removeprefix("hydra-k")) if name != "hydra-uneven" else 0
+        kind = "uneven" if name == "hydra-uneven" else "even"
+        pruned = [he.prune(self.base, self._heads(kind, trunk, member)) for member in range(members)]
+        return he.fuse([self._tuned(model, trunk, member) for member, model in enumerate(pruned)])
+
+    def _baseline(self, name: str, members: int) -> he.Ensemble:
+        """The result of training a baseline: members share what it does not train separately."""
+        if name == "packed":
+            model = fresh(baselines.Packed(members).narrow(self.base.config), self.seed, self.base.metadata)
+            return model.to(self.device)
+        layers = self.base.num_layers
+        apart = APART.get(name.removesuffix(LAST), ())
+        trunk = layers - layers // 4 if name.endswith(LAST) else 0
+        sharing = Sharing(**{group: group not in apart for group in ("stem", "attention", "mlp", "norms")})
+        return cast(he.Ensemble, self._noisy(joined([self.base] * members, sharing, trunk), "baseline"))
+
+    def _mc_dropout(self, passes: int) -> Contender:
+        model = he.mc_dropout(self.base.member(0).to(self.dtype), DROPOUT, passes).model  # dropout stays on
+
+        def run(*inputs: Tensor) -> Tensor:
+            repeated = [tensor.repeat(passes, *(1,) * (tensor.dim() - 1)) for tensor in inputs]
+            return model(*repeated)[0].unflatten(0, (passes, -1))
+
+        count = sum(p.numel() for p in model.parameters())
+        return Contender(run, [model], count, lambda: passes * arithmetic(self.base, self.shape.tokens), random=True)
+
+    def _tuned(self, ensemble: he.Ensemble, trunk: int, member: int) -> he.Ensemble:
+        """Imitates fine-tuning with the stem and the first layers frozen: everything else is a member's own."""
+
+        def frozen(name: str) -> bool:
+            layer = re.match(r"encoder\.layers\.(\d+)\.", name)
+            return name.startswith("stem.") or (layer is not None and int(layer[1]) < trunk)
+
+        return cast(he.Ensemble, self._noisy(ensemble, "member", member, frozen))
+
+    def _noisy(self, model: Any, kind: str, index: int = 0, frozen: Callable[[str], bool] = lambda name: False) -> Any:
+        device = next(model.parameters()).device
+        generator = self._generator(kind, index, device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if not frozen(name):
+                    parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator, device=device))
+        return model
+
+    def _heads(self, kind: str, trunk: int, member: int) -> list[tuple[int, int]]:
+        """A third of the heads: of every layer above the trunk, or (uneven) anywhere, like a circuit's."""
+        generator = self._generator(kind, member)
+        layers = self.base.num_layers
+        heads = self.base.num_heads
+        if kind == "uneven":
+            drawn = torch.randperm(layers * heads, generator=generator)[: layers * heads // 3].tolist()
+            return [divmod(index, heads) for index in drawn]
+        draws = [torch.randperm(heads, generator=generator)[: heads // 3].tolist() for _ in range(layers)]
+        return [(layer, head) for layer, drawn in enumerate(draws) if layer >= trunk for head in drawn]
+
+    def _generator(self, kind: str, index: int, device: torch.device | str = "cpu") -> torch.Generator:
+        return torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed}/{kind}/{index}".encode()))
+
+
+def arithmetic(ensemble: he.Ensemble, tokens: int, shortcut: bool = True) -> int:
+    """Multiply-adds per input; with `shortcut`, the last block computes only the tokens that the readout reads."""
+    config, encoder = ensemble.config, ensemble.config.encoder
+    total = multiply_adds(config, tokens)
+    positions = ensemble.readout.tokens_read()
+    if positions is None or not shortcut:
+        return total
+    left_out = tokens - len(range(*positions.indices(tokens)))
+    inside = [config.copies(group, layer) for group in ("attention", "mlp", "norms") for layer in range(encoder.layers)]
+    branches = max(config.copies("stem"), *inside)
+    heads = sum(len(config.heads[member][encoder.layers - 1]) for member in range(branches))
+    total -= heads * left_out * encoder.head_dim * (2 * encoder.width + 2 * tokens)
+    return total - branches * left_out * encoder.width * encoder.mlp_width * (3 if encoder.gated else 2)
 
 
 # --- running and timing ----------------------------------------------------------------------------------------------
@@ -185,204 +447,123 @@ def rounds_for(runs: Sequence[Call], inputs: Sequence[Tensor], seconds: float) -
 # --- the benchmark ---------------------------------------------------------------------------------------------------
 
 
-def key_of(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in KEY)
+def measured(options: argparse.Namespace) -> None:
+    """Measure the requested rows that are not in the file yet; it is written after every row."""
+    rows: dict[tuple[str, ...], Row] = {}
+    if options.output.exists():
+        rows = {key_of(row): row for row in read_csv(options.output)}
+    workshop = Workshop(SHAPES[options.shape], DTYPES[options.dtype], options.device, options.seed)
+    single: dict[int, Modes] = {}  # by batch
+    print(f"{'contender':<20}{'M':>2} {'mode':<13}{'batch':>5} {'plan':<8}{'ms':>9}{'x single':>9}{'limit':>7}")
+    for batch in options.batches:
+        for name in options.contenders:
+            for members in (MEMBERS[name],) if name in MEMBERS else options.members:
+                pair: tuple[Modes, Modes] | None = None
+                for mode in options.modes:
+                    cell = (hardware(options.device), options.shape, options.dtype, mode, batch, name, members)
+                    if tuple(map(str, cell)) in rows and not options.again:
+                        continue
+                    heading = f"{name:<20}{members:>2} {mode:<13}{batch:>5}"
+                    try:
+                        pair = pair or pair_of(workshop, single, batch, name, members, options)
+                        row = dict(zip(KEY, cell, strict=True)) | row_of(workshop, mode, *pair, options)
+                    except EXPECTED_ERRORS as error:
+                        print(f"{heading} failed: {type(error).__name__}: {error}".splitlines()[0][:300], flush=True)
+                        continue
+                    rows[tuple(map(str, cell))] = row
+                    numbers = f"{row['latency_ms']:>9.3f}{row['ratio_to_single']:>9.2f}{row['limit']:>7.2f}"
+                    print(f"{heading} {row['plan']:<8}{numbers}", flush=True)
+                    write(options.output, rows.values())
+                del pair
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
 
 
-def completed(rows: Iterable[Row]) -> list[Row]:
-    """The rows, sorted, with all derived numbers. A ratio compares times: below 1 is faster.
-
-    Rows are compared through the user's model, with which each was measured in turn.
-    """
-    rows = sorted(rows, key=key_of)
-    relative = {key_of(row): row["latency_ms"] / row["single_ms"] for row in rows}
-
-    def to(row: Row, contender: str, members: int) -> float | None:
-        reference = relative.get((*key_of(row)[:5], contender, members))
-        return None if reference is None else relative[key_of(row)] / reference
-
-    return [
-        row
-        | {
-            "ratio_to_single": relative[key_of(row)],
-            "ratio_to_ours": to(row, "ours", 1),
-            "ratio_to_pruned": to(row, "pruned", 1),
-            "ratio_to_deep": to(row, "deep-in-turn", row["members"]) if row["members"] > 1 else None,
-            "ratio_to_limit": relative[key_of(row)] / row["limit"],  # 1: as fast as arithmetic alone
-            "inputs_per_second": 1e3 * row["batch"] / row["latency_ms"],
-            "test_set_s": math.ceil(TEST_SET / row["batch"]) * row["latency_ms"] / 1e3,
-        }
-        for row in rows
-    ]
+def key_of(row: Row) -> tuple[str, ...]:
+    """What identifies a row."""
+    return tuple(str(row[name]) for name in KEY)
 
 
-class Benchmark:
-    """One shape in one dtype on one device, and a file of rows that several runs may fill.
-
-    A row is written as soon as it is measured, so a stopped run loses nothing.
-    """
-
-    def __init__(self, options: argparse.Namespace, path: Path | None = None) -> None:
-        self.options, self.path = options, path
-        shape = SHAPES[options.shape]
-        kind = ZeroShotWorkshop if shape.classes else Workshop
-        self.workshop = kind(shape, DTYPES[options.dtype], options.device, options.seed)
-        self.single: dict[int, Modes] = {}  # by batch
-        stored = json.loads(path.read_text()) if path is not None and path.exists() else {"rows": []}
-        self.rows: dict[tuple[Any, ...], Row] = {key_of(row): row for row in stored["rows"]}
-        self.failures: dict[str, str] = stored.get("failures", {})
-
-    def run(self) -> None:
-        """Measure the requested rows that are not in the file yet."""
-        print(f"{'contender':<20}{'M':>2} {'mode':<13}{'batch':>5} {'plan':<8}{'ms':>9}{'x single':>9}{'limit':>7}")
-        for cell in cells(self.options):
-            pair = None
-            for mode in self.options.modes:
-                about = (hardware(self.options.device), self.options.shape, self.options.dtype, mode, *cell)
-                if about in self.rows and not self.options.again:
-                    continue
-                heading = f"{cell[1]:<20}{cell[2]:>2} {mode:<13}{cell[0]:>5}"
-                try:
-                    start = time.perf_counter()
-                    pair = pair or self.pair(*cell)
-                    row = dict(zip(KEY, about, strict=True)) | self._measured(mode, *pair, start)
-                    self.rows = {key_of(full): full for full in completed({**self.rows, about: row}.values())}
-                    self.failures.pop("/".join(map(str, about)), None)
-                    ratio = self.rows[about]["ratio_to_single"]
-                    print(f"{heading} {row['plan']:<8}{row['latency_ms']:>9.3f}{ratio:>9.2f}{row['limit']:>7.2f}")
-                except EXPECTED_ERRORS as error:
-                    reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-                    self.failures["/".join(map(str, about))] = reason
-                    print(f"{heading} failed: {reason}")
-                sys.stdout.flush()
-                if self.path is not None:
-                    rows = list(self.rows.values())
-                    failures = dict(sorted(self.failures.items()))
-                    store(self.path, {"benchmark": "inference", "rows": rows, "failures": failures})
-            del pair
-            release()
-
-    def pair(self, batch: int, name: str, members: int) -> tuple[Modes, Modes]:
-        """The user's own model, cached for the next contender, and a contender, both ready for a batch."""
-        drawn = self.workshop.shape.inputs(batch, torch.Generator().manual_seed(self.options.seed))
-        moved = {key: tensor.to(self.options.device) for key, tensor in drawn.items()}
-        dtype = self.workshop.dtype
-        inputs = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in moved.items()}
-        if batch not in self.single:
-            self.single[batch] = Modes(self.workshop.make("single", 1, inputs), inputs)
-        single = self.single[batch]
-        return single, single if name == "single" else Modes(self.workshop.make(name, members, inputs), inputs)
-
-    def _measured(self, mode: str, reference: Modes, mine: Modes, start: float) -> Row:
-        runs = [reference.run(mode)] + ([mine.run(mode)] if mine is not reference else [])
-        error = mine.error(mode)
-        preparation = time.perf_counter() - start
-        repeats = self.options.repeats or rounds_for(runs, mine.inputs, self.options.seconds)
-        spent = times(runs, mine.inputs, repeats)  # of the user's model, and of the contender
-        low, median, high = statistics.quantiles(spent[-1], method="inclusive") if repeats > 1 else spent[-1] * 3
-        contender = mine.contender
-        madds = mine.contender.multiply_adds()
-        return {
-            "plan": contender.plan,
-            "latency_ms": median,
-            "latency_low_ms": low,  # the quartiles
-            "latency_high_ms": high,
-            "single_ms": statistics.median(spent[0]),  # the user's own model, in turn with this one
-            "multiply_adds": madds,  # per input, those actually computed
-            "limit": madds / self.workshop.single_multiply_adds(),
-            "parameters": contender.parameters,
-            "weight_bytes": contender.weight_bytes,
-            "peak_memory_bytes": mine.peak_memory(mode),  # weights, and what a forward pass allocates
-            "repeats": repeats,
-            "seed": self.options.seed,
-            "error": error,  # relative to the model before it was optimized, compiled or recorded
-            "preparation_s": preparation,
-            "settings": settings(self.options.device),
-        }
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows, sorted."""
+    ordered = sorted(rows, key=key_of)
+    keys = list(dict.fromkeys(key for row in ordered for key in row))
+    write_csv(path, [keys, *([row.get(key, "") for key in keys] for row in ordered)])
 
 
-def cells(options: argparse.Namespace) -> list[tuple[int, str, int]]:
-    """All cells to measure: batch, contender and number of members."""
-    return [
-        (batch, name, members)
-        for batch in options.batches
-        for name in options.contenders
-        for members in ((MEMBERS[name],) if name in MEMBERS else options.members)
-    ]
+def pair_of(
+    workshop: Workshop, single: dict[int, Modes], batch: int, name: str, members: int, options: argparse.Namespace
+) -> tuple[Modes, Modes]:
+    """The user's own model, cached for the next contender, and a contender, both ready for a batch."""
+    drawn = workshop.shape.inputs(batch, torch.Generator().manual_seed(options.seed))
+    moved = {key: tensor.to(options.device) for key, tensor in drawn.items()}
+    inputs = {key: one.to(workshop.dtype) if one.is_floating_point() else one for key, one in moved.items()}
+    if batch not in single:
+        single[batch] = Modes(workshop.make("single", 1, inputs), inputs)
+    return single[batch], single[batch] if name == "single" else Modes(workshop.make(name, members, inputs), inputs)
 
 
-def settings(device: str) -> dict[str, str]:
-    """Versions and settings that the times may depend on."""
-    cuda = {"cuda": str(torch.version.cuda)} if torch.device(device).type == "cuda" else {}
-    precision = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
-    return {**versions("timm", "transformers", "triton"), **cuda, "python": platform.python_version(), **precision}
+def row_of(workshop: Workshop, mode: str, reference: Modes, mine: Modes, options: argparse.Namespace) -> Row:
+    """The numbers of a row: times beside the user's own model's, arithmetic, sizes."""
+    runs = [reference.run(mode)] + ([mine.run(mode)] if mine is not reference else [])
+    error = mine.error(mode)
+    repeats = options.repeats or rounds_for(runs, mine.inputs, options.seconds)
+    spent = times(runs, mine.inputs, repeats)  # of the user's model, and of the contender
+    low, median, high = statistics.quantiles(spent[-1], method="inclusive") if repeats > 1 else spent[-1] * 3
+    contender, theirs = mine.contender, statistics.median(spent[0])
+    madds = contender.multiply_adds()
+    return {
+        "plan": contender.plan,
+        "latency_ms": median,
+        "latency_low_ms": low,  # the quartiles
+        "latency_high_ms": high,
+        "single_ms": theirs,
+        "ratio_to_single": median / theirs,
+        "limit": madds / workshop.single_multiply_adds(),  # the ratio that arithmetic alone would give
+        "multiply_adds": madds,  # per input, those actually computed
+        "parameters": contender.parameters,
+        "weight_bytes": contender.weight_bytes,
+        "peak_memory_bytes": mine.peak_memory(mode),
+        "repeats": repeats,
+        "error": error,  # relative to the model before it was optimized, compiled or recorded
+        "torch": str(torch.__version__),
+    }
 
 
-def release() -> None:
-    """Free the memory of deleted models."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-# --- comparison with another checkout --------------------------------------------------------------------------------
-
-
-def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Time the same contenders with this checkout and another one, in turn; print a line for each cell."""
-    stored = by_turns(__file__, options.against, arguments, options.turns, "rows")
-    sides = [[{key_of(row): row for row in rows} for rows in turns] for turns in stored]
-    header = ("new ms", "x single", "old ms", "x single", "new/old")
-    print(f"{'contender':<14}{'mode':<14}{'batch':>5}", *(f"{title:>9}" for title in header), " plans")
-    rows: list[Row] = []
-    for cell in (cell for cell in sides[0][0] if cell in sides[1][0]):
-        measured = [[turn[cell] for turn in turns if cell in turn] for turns in sides]
-        numbers: dict[str, float] = {}
-        for side, own in zip(("new", "old"), measured, strict=True):
-            numbers[f"{side}_ms"] = statistics.median(row["latency_ms"] for row in own)
-            numbers[f"{side}_to_single"] = statistics.median(row["ratio_to_single"] for row in own)
-        numbers["ratio"] = numbers["new_ms"] / numbers["old_ms"]
-        row = dict(zip(KEY, cell, strict=True)) | numbers
-        rows.append(row | {f"{key}s": [own[0][key] for own in measured] for key in ("plan", "error")})
-        shown = [f"{number:>9.3f}" for number in numbers.values()]
-        print(f"{row['contender']:<14}{row['mode']:<14}{row['batch']:>5}", *shown, "", rows[-1]["plans"])
-    if options.output:
-        store(options.output, {"benchmark": "inference, two checkouts", "rows": rows})
+def hardware(device: str) -> str:
+    """The name of what times are measured on."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def conversion(options: argparse.Namespace) -> None:
-    """Time `convert` in float32 with and without its comparison of outputs, in turn; in CPU seconds."""
+    """Time `convert` in float32 with and without its comparison of answers, in turn; in CPU seconds."""
     model = SHAPES[options.shape].build().to(options.device).eval()
     spent: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(1 + (options.repeats or 5)):  # the first warms up
         for probe, seconds in spent.items():
             start = time.process_time()
             he.convert(model, probe=probe)
-            synchronize(options.device)
             seconds += [time.process_time() - start] if turn else []
-    medians = {probe: statistics.median(seconds) for probe, seconds in spent.items()}
-    about = {"hardware": hardware(options.device), "shape": options.shape, "repeats": len(spent[True])}
-    numbers = {"convert_seconds": medians[True], "comparison_seconds": medians[True] - medians[False]}
-    print(", ".join(f"{name} {value}" for name, value in {**about, **numbers}.items()))
-    if options.output:
-        store(options.output, {"benchmark": "conversion", **about, **numbers, "versions": versions("timm")})
+    whole, plain = (statistics.median(seconds) for seconds in spent.values())
+    numbers = {"convert_seconds": whole, "comparison_seconds": whole - plain}
+    facts = {"hardware": hardware(options.device), "shape": options.shape, **numbers}
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    write_csv(options.output, [["key", "value"], *map(list, facts.items())])
 
 
 def counts(options: argparse.Namespace) -> None:
     """Count what contenders store and compute, from their shapes."""
     workshop = Workshop(SHAPES[options.shape], DTYPES[options.dtype], options.device, options.seed)
-    single = workshop.single_multiply_adds()
-    rows = list[Row]()
+    lines: list[list[Any]] = [["shape", "contender", "members", "parameters", "limit"]]
     for name in options.contenders:
         members = MEMBERS.get(name, options.members[0])
         parameters, madds = workshop.counts(name, members)
-        rows.append({"contender": name, "members": members, "parameters": parameters, "limit": madds / single})
-        print(f"{name:<22}{members:>3}{parameters / 1e6:>9.1f} M{madds / single:>7.2f}", flush=True)
-    if options.output:
-        store(options.output, {"benchmark": "inference, counted", "shape": options.shape, "rows": rows})
-
-
-# --- command ---------------------------------------------------------------------------------------------------------
+        lines.append([options.shape, name, members, parameters, madds / workshop.single_multiply_adds()])
+        print(f"{name:<22}{members:>3}{parameters / 1e6:>9.1f} M{lines[-1][-1]:>7.2f}", flush=True)
+    write_csv(options.output, lines)
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -392,8 +573,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=list(DTYPES), default="bfloat16")
     add("--batches", type=int, nargs="+", default=[1, 4, 128])
     add("--modes", choices=MODES, nargs="+", help="default: graphed on a GPU, eager elsewhere")
-    add("--contenders", choices=tuple(dict.fromkeys((*NAMES, *ZERO_SHOT))), nargs="+", help="default: all of the shape")
-    add("--methods", action="store_true", help="contenders: every baseline beside a single model and Hydra Ensembles")
+    add("--contenders", choices=NAMES, nargs="+", help="default: the usual ones")
+    add("--methods", action="store_true", help="contenders: every baseline, too")
     add("--members", type=int, nargs="+", default=[3], help="several: cost against their number")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=int, help="on a CPU")
@@ -401,42 +582,27 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=float, default=1.0, help="time for the rounds of a row")
     add("--seed", type=int, default=0)
     add("--again", action="store_true", help="measure rows that the output has already")
-    add("--output", type=Path, help="JSON file that rows are merged into")
-    add("--against", type=Path, help="folder of another checkout, to be timed side by side with this one")
+    add("--output", type=Path, default=ROOT / "results" / "tables" / "inference.csv", help="rows are merged into it")
     add("--conversion", action="store_true", help="time `convert` instead")
     add("--counts", action="store_true", help="count parameters and multiply-adds instead")
-    add("--turns", type=int, default=3, help="of each of two checkouts")
     options = parser.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"
     options.modes = options.modes or (["graphed"] if on_gpu else ["eager"])
     if not on_gpu and any(mode.startswith("graphed") for mode in options.modes):
         parser.error(f"CUDA graphs need a GPU, the device is {options.device}")
-    names = names_of(SHAPES[options.shape])
-    unknown = sorted(set(options.contenders or ()) - set(names))
-    if unknown:
-        parser.error(f"the shape {options.shape} has no contenders {unknown}; it has {list(names)}")
-    if options.methods:
-        options.contenders = [name for name in METHODS if name in names]
-    growing = [name for name in names if name in GROWTH_CONTENDERS]
-    options.contenders = options.contenders or (growing if len(options.members) > 1 else list(names))
+    names = NAMES if options.methods else GROWING if len(options.members) > 1 else USUAL
+    images = bool(SHAPES[options.shape].pixels)
+    options.contenders = options.contenders or [name for name in names if images or name != "mimo"]
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    argv = list(sys.argv[1:] if arguments is None else arguments)
-    options = read_options(argv)
+    options = read_options(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
     limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # many models, each with its shapes
     with torch._dynamo.config.patch(limits):
-        if options.conversion:
-            conversion(options)
-        elif options.counts:
-            counts(options)
-        elif options.against:
-            compare(options, argv)
-        else:
-            Benchmark(options, options.output).run()
+        (conversion if options.conversion else counts if options.counts else measured)(options)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,10 @@ from .engine import Task, opened
 from .engine import run as run_study
 from .fetch import SETS
 from .fetch import prepare as prepare_set
-from .heads import draws as circuit_draws
-from .heads import towers as tower_scores
 from .rows import Rows, published, write_rows
 from .sets import DataFolder, read_yaml
 from .tables import Study, beside_paper, write_csv, write_tables
+from .towers import towers as tower_scores
 from .zero_shot import SUITES, ZeroShotTask, zero_shot_recipe
 
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
@@ -176,16 +175,6 @@ def publish(
     write_rows(target, {key: value for key, value in rows.about.items() if key != "format"}, published(rows))
     written = write_tables(Study(rows), results / "tables")
     print(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB) and {len(written)} tables")
-
-
-@app.command()
-def draws(
-    output: Annotated[Path, typer.Option("--output", "-o", help="CSV file.")] = Path("tables/circuit_draws.csv"),
-    count: Annotated[int, typer.Option(help="Draws of the images.")] = 5,
-    images: Annotated[int, typer.Option(help="ID images of a draw, and as many OOD images.")] = 32,
-) -> None:
-    """How much circuits depend on the images they were extracted on; the embedded model, minutes on a CPU."""
-    print(f"wrote {write_csv(output, circuit_draws(count, images))}")
 
 
 @app.command()

@@ -3,8 +3,7 @@
 `untrained`: pruning without training after (B.1, Tables 4 and 6). `shares`: how many heads can go (B.3, Figures 5 and
 6). `overlap`: what choices of heads have in common (B.2.2). `separation`: what heads tell apart (B.2.1, Table 5).
 `diversity`: what makes members differ (B.5, Tables 8 and 9). `members`: what more of them bring and cost (B.6, B.7).
-`noise`: Proposition 1 (B.1). Ours: `stability` of circuits over draws of data, `distance` (circuits by a feature
-distance), `rates` of Single.
+`noise`: Proposition 1 (B.1). Ours: `stability` of circuits over draws of data, and `rates` of Single.
 """
 
 import hashlib
@@ -21,7 +20,6 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles import HeadRanking
-from hydra_ensembles.calibrate import fit_calibration
 from hydra_ensembles.data import subset
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.heads import jensen_shannon, overlap, stability
@@ -31,7 +29,7 @@ from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.training.recipe import DataRecipe
 
 from .classifiers import ClassifierLab, recipe
-from .engine import held_out_numbers, of_set
+from .engine import held_out_numbers, of_set, temperature_of
 from .measures import plain_numbers
 from .noise import noise
 from .samples import Drawn, SampleBatches
@@ -52,13 +50,11 @@ def asked(lab: ClassifierLab, name: str) -> Any:
     return lab.task.settings["analyses"][name]
 
 
-def measured(lab: ClassifierLab, model: he.Ensemble, familiar: bool = False) -> dict[str, float]:
+def measured(lab: ClassifierLab, model: he.Ensemble) -> dict[str, float]:
     """Every metric of a model on the reported sets, with the disagreement of its members."""
-    if familiar:
-        model = he.fit_familiarity(model, lab.familiar(), score="mahalanobis")
     held = lab.task.calibration().samples
     logits = lab.answered(model, held).member_logits
-    calibration = fit_calibration(logits, held.labels.to(logits.device))
+    calibration = temperature_of(logits, held.labels)
     columns: dict[str, Any] = {}
     groups: dict[str, list[str]] = {}
     apart: dict[str, float] = {}
@@ -142,21 +138,6 @@ def shares(lab: ClassifierLab) -> Found:
     trained = side_by_side(lab, "shares", lambda: list(pruned.values()))
     after = {f"trained|{name}": measured(lab, model) for name, model in zip(pruned, trained, strict=True)}
     return {f"untrained|{name}": measured(lab, model) for name, model in pruned.items()} | after
-
-
-def distance(lab: ClassifierLab) -> Found:
-    """Circuits by confidence and by Mahalanobis distance, without training, evaluated with both scores."""
-    base, count = lab.base, lab.prune
-    familiar = he.fit_familiarity(base, lab.familiar(), score="mahalanobis")
-    rows = {"Single": measured(lab, base, familiar=True)}
-    for score, title in (("ood", "CircOOD"), ("avg", "CircAvg")):
-        how: dict[str, Any] = {"score": score, "budget": count, "ood_score": "mahalanobis"}
-        by_distance = lab.extracted(f"{score}-{count}-far", lambda: (familiar, *lab.sides()[1:]), **how)
-        usual = lab.circuit(score)  # type: ignore[arg-type]
-        for name, ranking in {title: usual, f"{title} by distance": by_distance}.items():
-            common = len(set(usual.first(count)) & set(ranking.first(count)))
-            rows[name] = {**measured(lab, he.prune(base, ranking.first(count)), familiar=True), "common": common}
-    return rows
 
 
 # --- which heads are chosen ------------------------------------------------------------------------------------------
@@ -344,7 +325,7 @@ def rates(lab: ClassifierLab) -> Found:
         training = lab.task.training(seed=usual.seed, learning_rate=rate, classifier_rate=relative)
         model = lab.trained(f"{point.replace(' ', '-')}-{factor:g}", lambda: lab.fresh(usual.seed), training)
         answers = lab.answered(model, lab.task.inside["B"])
-        calibration = fit_calibration(answers.member_logits, lab.task.inside["B"].labels.to(answers.label.device))
+        calibration = temperature_of(answers.member_logits, lab.task.inside["B"].labels)
         rows[point] = of_half_b(lab, model, calibration)
     return rows
 
@@ -367,7 +348,6 @@ ANALYSES: Mapping[str, Analysis] = {
     "diversity": diversity,
     "members": more_members,
     "stability": stabilities,
-    "distance": distance,
     "rates": rates,
 }
 

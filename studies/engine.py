@@ -1,9 +1,9 @@
 """The engine of every study: data and methods go in, rows come out.
 
 A *task* has data, by purpose, and methods; a *lab* is one seed of it, whose models and rankings are made once and
-kept in its folder; a *method* makes a model in a lab. `run` chooses the settings of each method on held-out data of the first
-seed, opens the test sets, and stores what every method says of each sample: a stopped run resumes. Seeds may run in
-several processes at once, after the first seed has chosen.
+kept in its folder; a *method* makes a model in a lab. `run` chooses the settings of each method on held-out data of the
+first seed, opens the test sets, and stores what every method says of each sample: a stopped run resumes. Seeds may run
+in several processes at once, after the first seed has chosen.
 """
 
 import gc
@@ -27,6 +27,7 @@ from hydra_ensembles.errors import ConfigError, DataError, SameMembersError
 from hydra_ensembles.files import read_json
 from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
 from hydra_ensembles.model.cost import measure_costs
+from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.store import TENSORS, Form, Store
 
 from .measures import SPREAD, plain_numbers
@@ -194,7 +195,7 @@ def columns_of(lab: Lab, method: str, setting: Setting, stage: Stage) -> tuple[d
     answer = lab.answering(method, setting)
     held = lab.task.calibration()
     logits = answer(held).member_logits
-    calibration = fit_calibration(logits, held.samples.labels.to(logits.device))
+    calibration = temperature_of(logits, held.samples.labels)
     scaled = getattr(lab.task.methods[method], "calibrated", False)
     columns: dict[str, Array] = {}
     for one in lab.task.sets(stage):
@@ -205,6 +206,12 @@ def columns_of(lab: Lab, method: str, setting: Setting, stage: Stage) -> tuple[d
         labels = one.samples.labels.to(answers.label.device) if one.labelled else None
         columns |= {f"{one.place}|{name}": column for name, column in of_set(answers, after, labels).items()}
     return columns, {"temperature": calibration.temperature[0]}
+
+
+def temperature_of(member_logits: Tensor, labels: Tensor) -> Calibration:
+    """The calibration of a method's answers to held-out samples."""
+    fit: Any = fit_calibration(member_logits, labels.to(member_logits.device))
+    return fit if isinstance(fit, Calibration) else fit.calibration
 
 
 def of_set(answers: Prediction, after: Prediction, labels: Tensor | None) -> dict[str, Array]:

@@ -1,8 +1,6 @@
-"""Two stand-alone experiments on heads: circuits over draws of their images, and Taylor scores of both towers."""
+"""Taylor scores of the heads of both towers of a dual encoder (Figure 7 of the paper)."""
 
-import statistics
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +8,7 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles import data
 from hydra_ensembles.batches import Batches
-from hydra_ensembles.demo.embedded import FAR, NEAR, load_backbone, load_sample
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import CalibrationBatches, gradients_of_mean_loss, layer_scores
 from hydra_ensembles.model.zero_shot import DEFAULT_TEMPLATES, average_templates, prompts_of
@@ -21,64 +17,7 @@ from .samples import Prepared, SampleBatches
 from .sets import DataFolder, label_names, suite
 from .weights import load_dual
 
-ONE, BOTH, MADE = "PermanentCrop", "PermanentCrop and synthetic", "synthetic"
-LIMIT = 0.02
-VARIANTS = (  # score, ties, OOD source, limit on the accuracy lost
-    ("acc", "order", ONE, None),
-    ("acc", "likelihood", ONE, None),
-    *((score, ties, ONE, None) for score in ("avg", "ood") for ties in ("order", "likelihood")),
-    *((score, "likelihood", source, None) for score in ("avg", "ood") for source in (BOTH, MADE)),
-    ("ood", "likelihood", BOTH, LIMIT),
-)
 PROMPTS_AT_ONCE = 256
-
-
-def draws(count: int, images: int, tests: int = 150, budget: int = 4, trunk: int = 2) -> Iterator[Sequence[Any]]:
-    """How much circuits of the embedded model depend on the images they were extracted on.
-
-    For every variant: the share of removed heads that two draws have in common, and accuracy and AUROC of the pruned
-    model on test images, with the standard deviation over draws. No test image ranks heads.
-    """
-    model, sets = load_backbone(), load_sample().sets
-    preprocess: Any = model.metadata.preprocessing
-
-    def read(name: str, limit: int, seed: int = 0) -> Any:
-        drawn = data.subset(sets[name], min(limit, len(sets[name])), seed=seed)
-        return list(data.batches(drawn, preprocess, batch_size=limit))
-
-    test = read("test", tests)
-    outside = {group: {name: read(name, tests) for name in names} for group, names in (("near", NEAR), ("far", FAR))}
-
-    def tested(pruned: he.Ensemble) -> list[float]:
-        numbers = he.evaluate(pruned, test, outside, progress=False).numbers()
-        return [numbers[key] for key in ("accuracy", "near.auroc", "far.auroc")]
-
-    yield (
-        *("score", "ties", "ood", "max_accuracy_loss", "heads", "in_common"),
-        *("accuracy", "accuracy_deviation", "near", "near_deviation", "far", "far_deviation"),
-    )
-    for score, ties, source, limit in VARIANTS:
-        removed, results = [], []
-        for seed in range(count):
-            inside, foreign = read("circuit_id", images, seed), read("circuit_ood", images, seed)
-            made = data.synthetic_ood(inside, seed=seed)
-            sides: Any = {ONE: foreign, MADE: made, BOTH: {ONE: foreign, MADE: made}}
-            settings: Any = {"score": score, "ties": ties, "max_accuracy_loss": limit, "budget": budget}
-            settings |= {"layers": range(trunk, model.num_layers), "method": "exact", "progress": False}
-            ranking = he.extract_circuit(model, inside, None if score == "acc" else sides[source], **settings)
-            removed.append(set(ranking.heads))
-            results.append(tested(he.prune(model, ranking.heads)))
-        common = [len(one & other) / max(len(one), len(other), 1) for one, other in combinations(removed, 2)]
-        spread = [cell for values in zip(*results, strict=True) for cell in _spread(values)]
-        yield score, ties, source, limit, statistics.mean(map(len, removed)), _spread(common)[0], *spread
-
-
-def _spread(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean and standard deviation, where there are enough."""
-    return (
-        statistics.mean(values) if values else None,
-        statistics.stdev(values) if len(values) > 1 else None,
-    )
 
 
 def towers(source: str, folder: Path, device: torch.device) -> Iterator[Sequence[Any]]:

@@ -1,0 +1,132 @@
+"""What the documents say of the results, and that the stored rows agree with the stored tables."""
+
+import csv
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from studies.rows import COMPARED, MOST_OUTSIDE, MOST_SEEDS, SINGLE, Rows
+from studies.tables import Study, read_csv
+
+RESULTS = Path(__file__).resolve().parents[3] / "results"
+TABLES = RESULTS / "tables"
+STUDIES = sorted(path.stem for path in (RESULTS / "rows").glob("*.parquet"))
+CIFAR100, CIFAR10, TINY, SST2 = "vision-cifar100", "vision-cifar10", "vision-tinyimagenet", "text-sst2"
+HYDRA, CIRC, DEEP = "Hydra", "Hydra (Circ)", "Deep Ensembles"
+
+
+@cache
+def pairs(study: str) -> dict[tuple[str, str, str], dict[str, str]]:
+    """Lines of a table of differences; a pair stands there in one order."""
+    return {(one["first"], one["second"], one["metric"]): one for one in read_csv(TABLES / f"{study}_pairs.csv")}
+
+
+def told(study: str, first: str, second: str, metric: str, looks: str = "") -> str:
+    """What a table says of a difference: better, worse, or nothing where it is not certain."""
+    column, turned = f"significant{looks}", {"better": "worse", "worse": "better", "": ""}
+    if line := pairs(study).get((first, second, metric)):
+        return line[column]
+    return turned[pairs(study)[second, first, metric][column]]
+
+
+EVERYWHERE = ("calibrated.nll", "near.auroc")
+CLAIMS = [  # (studies, first, second, metrics, what holds of all of them)
+    ((CIFAR100, CIFAR10, TINY), HYDRA, SINGLE, ("accuracy", "aurc", *EVERYWHERE), "better"),
+    ((CIFAR100, TINY), "Soup", SINGLE, ("accuracy", "aurc", *EVERYWHERE), "better"),
+    ((CIFAR100, CIFAR10, TINY), DEEP, SINGLE, ("accuracy", "aurc", *EVERYWHERE), "better"),
+    ((SST2,), DEEP, SINGLE, ("calibrated.nll",), "better"),
+    ((SST2,), HYDRA, SINGLE, EVERYWHERE, ""),
+    ((CIFAR10, TINY), HYDRA, SINGLE, ("far.auroc",), "better"),
+    ((CIFAR100, CIFAR10, TINY), HYDRA, "Single, trained as long", ("near.auroc",), "better"),
+    ((TINY,), HYDRA, "Single, trained as long", ("accuracy", "calibrated.nll"), "worse"),
+    ((CIFAR100, TINY), CIRC, SINGLE, ("calibrated.nll", "aurc", "mahalanobis:all.auroc"), "worse"),
+    ((TINY,), CIRC, SINGLE, ("accuracy", "near.auroc", "far.auroc"), "worse"),
+    ((CIFAR100,), CIRC, SINGLE, ("near.auroc",), "better"),
+    ((CIFAR100, TINY), CIRC, "Random heads", ("accuracy", "calibrated.nll", "near.auroc"), "better"),
+    ((CIFAR100, TINY), CIRC, "Hydra (Taylor)", ("accuracy", "calibrated.nll", "near.auroc"), "better"),
+    ((SST2, CIFAR10), CIRC, SINGLE, ("accuracy", "calibrated.nll"), ""),
+    ((CIFAR100, CIFAR10, TINY), "Laplace (last layer)", SINGLE, ("near.auroc", "far.auroc"), "better"),
+    ((CIFAR100, CIFAR10, TINY), "Laplace (last layer)", SINGLE, ("calibrated.nll", "aurc"), "worse"),
+]
+
+
+@pytest.mark.parametrize(("studies", "first", "second", "metrics", "holds"), CLAIMS)
+def test_what_is_said_of_methods(
+    studies: tuple[str, ...], first: str, second: str, metrics: tuple[str, ...], holds: str
+) -> None:
+    found = {(study, metric): told(study, first, second, metric) for study in studies for metric in metrics}
+    assert found == dict.fromkeys(found, holds)
+
+
+def test_hydras_gain_survives_all_looks_at_the_test_sets() -> None:
+    for study in (CIFAR100, CIFAR10, TINY):
+        assert [told(study, HYDRA, SINGLE, metric, "_all_looks") for metric in EVERYWHERE] == ["better"] * 2
+
+
+def test_zero_shot_gains_are_small_and_own_scores_depend_on_the_task() -> None:
+    assert told("zero-shot", "BayesVLM", SINGLE, "unseen.nll") == "better"
+    assert abs(float(pairs("zero-shot")["BayesVLM", SINGLE, "unseen.nll"]["difference"])) < 0.01
+    assert told("zero-shot", "NegLabel", SINGLE, "cifar100.own.all.auroc") == "better"
+    assert told("zero-shot", "NegLabel", SINGLE, "tinyimagenet.own.all.auroc") == "worse"
+    assert told("zero-shot", "Temperature Scaling", SINGLE, "unseen.accuracy") == ""
+
+
+def test_distance_tells_foreign_images_better_than_confidence() -> None:
+    """By about ten points and more, whatever the model."""
+    for study in (CIFAR100, TINY):
+        found = {(one["method"], one["metric"]): one for one in read_csv(TABLES / f"{study}.csv")}
+        for method in (SINGLE, "Soup", HYDRA, DEEP):
+            gap = float(found[method, "mahalanobis:all.auroc"]["value"]) - float(found[method, "all.auroc"]["value"])
+            assert gap > 0.04, (study, method)
+
+
+def test_what_hydra_costs() -> None:
+    """A third more work than Single for three members above a trunk of ten layers."""
+    for study in (CIFAR100, TINY):
+        costs = {one["method"]: one for one in read_csv(TABLES / f"{study}_costs.csv")}
+        assert float(costs[HYDRA]["work"]) == pytest.approx(1.33, abs=0.02)
+        assert float(costs[DEEP]["work"]) == pytest.approx(3, abs=0.01)
+        assert float(costs["Soup"]["work"]) == 1
+    counted = {one["contender"]: one for one in read_csv(TABLES / "inference_counts.csv")}
+    assert int(counted["single"]["parameters"]) == 86_567_656
+    assert float(counted["hydra-k0"]["limit"]) == pytest.approx(2.43, abs=0.01)
+
+
+def test_the_attack_found_no_forbidden_outcome() -> None:
+    for line in read_csv(TABLES / "attack.csv"):
+        assert (line["raw"], line["crash"]) == ("0", "0"), line["what"]
+
+
+MAIN = ("accuracy", "calibrated.nll", "calibrated.ece", "aurc", "near.auroc", "far.auroc", "mahalanobis:all.auroc")
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_stored_rows_give_the_numbers_of_the_tables(name: str) -> None:
+    """Numbers of test sets exactly; those of OOD sets, of which at most 1,000 samples are stored, nearly."""
+    study = Study(Rows.read(RESULTS / "rows" / f"{name}.parquet"))
+    stored = {(one["method"], int(one["seed"])): one for one in read_csv(TABLES / f"{name}_seeds.csv")}
+    assert set(study.methods) <= set(COMPARED)
+    assert max(len(study.seeds(method)) for method in study.methods) <= MOST_SEEDS
+    keys = MAIN if study.alone else ("unseen.accuracy", "unseen.nll", "unseen.aurc", "cifar100.all.auroc")
+    for method in study.methods:
+        for seed in study.seeds(method)[:2]:
+            numbers = study.numbers(method, seed)
+            for key in keys:
+                near = 0.012 if key.endswith("auroc") else 2e-4
+                assert numbers[key].value == pytest.approx(float(stored[method, seed][key]), abs=near), (method, key)
+    places = study.rows.places
+    outside = [place for place in places if len(set(place.split("|"))) == 2]
+    assert max(len(places[place]) for place in outside) <= MOST_OUTSIDE
+
+
+def test_files_are_small_and_whole() -> None:
+    assert max(path.stat().st_size for path in RESULTS.rglob("*.*")) < 4.5e6
+    assert sum(path.stat().st_size for path in RESULTS.rglob("*.*")) < 20e6
+    listed = (RESULTS / "README.md").read_text(encoding="utf-8")
+    for path in TABLES.glob("*.csv"):
+        with path.open(encoding="utf-8", newline="") as file:
+            widths = {len(line) for line in csv.reader(file)}
+        assert len(widths) == 1, path.name
+        known = path.stem.partition("_")[0] in STUDIES or path.stem.startswith("analysis_") or path.name in listed
+        assert known, path.name

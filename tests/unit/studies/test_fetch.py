@@ -1,0 +1,84 @@
+"""Checkouts of public repositories are converted to data sets of the studies."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from PIL import Image
+from typer.testing import CliRunner
+
+from hydra_ensembles.data import load
+from studies.__main__ import app
+from studies.fetch import CIFAR100_EACH, CIFAR100_OTHERS, TINY_EACH, TINY_OTHERS, as_table, cifar100_names, prepare
+
+
+def photograph(path: Path, size: tuple[int, int] = (200, 150), shade: int = 90) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (shade, 20, 200)).save(path)
+
+
+def flowers(source: Path) -> None:
+    for folder in ("test", "valid"):
+        for number in ("1", "2", "10"):
+            photograph(source / "flowers" / folder / number / f"{folder}.jpg", shade=20 * int(number))
+    names = {"1": "pink primrose", "2": "pocket orchid", "10": "globe thistle"}
+    (source / "cat_to_name.json").write_text(json.dumps(names))
+
+
+def test_a_label_stays_with_its_pictures_which_become_small(tmp_path: Path) -> None:
+    flowers(tmp_path / "source")
+    found = CliRunner().invoke(app, ["prepare", "flowers102", str(tmp_path / "source"), str(tmp_path / "data")])
+    assert found.exit_code == 0, found.output
+    data = load(tmp_path / "data" / "images" / "flowers102", "test")
+    assert data[0][0].size == (171, 128)
+    reds = {data.class_names[label]: round(float(np.asarray(image)[..., 0].mean()), -1) for image, label in data}
+    assert reds == {"pink primrose": 20, "pocket orchid": 40, "globe thistle": 200}
+
+
+def webp(pixels: np.ndarray) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "WEBP", lossless=True)
+    return content.getvalue()
+
+
+def test_new_images_of_cifar100_are_not_in_the_other_splits(tmp_path: Path) -> None:
+    draws, folder = np.random.default_rng(0), tmp_path / "data" / "images" / "cifar100_full"
+    bins = tmp_path / "cifar-100-binary" / "split train bins"
+    bins.mkdir(parents=True)
+    (bins.parent / "fine_label_names.txt").write_text("apple\nbear\n")
+    all_images = draws.integers(0, 256, (2, 2 * CIFAR100_EACH + 4, 32, 32, 3), dtype=np.uint8)
+    for label, name in enumerate(cifar100_names(tmp_path)):
+        (bins / f"{name}-{label}-train.bin").write_bytes(all_images[label].transpose(0, 3, 1, 2).tobytes())
+    folder.mkdir(parents=True)
+    for place, split in enumerate(CIFAR100_OTHERS):
+        rows = [(webp(all_images[label, place]), label) for label in range(2)]
+        pq.write_table(as_table(rows, cifar100_names(tmp_path), split), folder / f"{split}.parquet")
+    written = prepare("cifar100_full", tmp_path, tmp_path / "data")
+    assert [path.stem for path in written] == ["train-3", "train-4"]
+    found = [(np.asarray(image), label) for path in written for image, label in load(path)]
+    for label in range(2):
+        own = np.stack([pixels for pixels, one in found if one == label])
+        assert np.array_equal(own, all_images[label, len(CIFAR100_OTHERS) :])
+
+
+def test_training_images_of_tinyimagenet_are_neither_twice_nor_in_the_test_set(tmp_path: Path) -> None:
+    source, folder = tmp_path / "tiny-imagenet-200", tmp_path / "data" / "images" / "tinyimagenet"
+    source.mkdir()
+    (source / "wnids.txt").write_text("n2\nn1\n")
+    (source / "words.txt").write_text("n1\tgoldfish, Carassius auratus\nn2\tbullfrog\nn3\tkoala\n")
+    for label, name in enumerate(("n1", "n2")):
+        for number in range(TINY_EACH + 2):
+            photograph(source / "train" / name / "images" / f"{number:03}.JPEG", (8 + number, 8 + label))
+    tested, twice = source / "train" / "n1" / "images" / "000.JPEG", source / "train" / "n2" / "images" / "101.JPEG"
+    twice.write_bytes((source / "train" / "n1" / "images" / "001.JPEG").read_bytes())
+    folder.mkdir(parents=True)
+    for split in TINY_OTHERS:
+        rows = [(tested.read_bytes(), 0)]
+        pq.write_table(as_table(rows, ["goldfish", "bullfrog"], split), folder / f"{split}.parquet")
+    written = prepare("tinyimagenet", tmp_path, tmp_path / "data")
+    assert [path.stem for path in written] == ["train-0", "train-1"]
+    found = [load(path) for path in written]
+    assert found[0].class_names == ("goldfish", "bullfrog")
+    assert [np.bincount(one.labels).tolist() for one in found] == [[TINY_EACH - 1, TINY_EACH], [2, 1]]

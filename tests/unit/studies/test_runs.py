@@ -1,0 +1,182 @@
+"""Whole studies in small: from data to rows and tables, for classifiers and zero-shot."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_studies import SmallTask, SmallZeroShot
+
+import hydra_ensembles as he
+from hydra_ensembles.errors import CheckpointError, DataError, DivergedError, SameMembersError
+from hydra_ensembles.files import read_json
+from studies import engine, methods
+from studies.classifiers import ClassifierLab
+from studies.engine import Method, choose, opened, run
+from studies.rows import SINGLE, Rows, published
+from studies.tables import Study, read_csv
+
+IMAGES, SCRATCH = "vision-cifar100", "vision-eurosat-scratch"
+SOME = [SINGLE, "Snapshot", "Soup", "Hydra (Circ)", "Hydra"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of classifiers that ran whole."""
+    output = tmp_path_factory.mktemp("classifiers")
+    return run(SmallTask(IMAGES), output, SOME, [0])
+
+
+def test_a_study_ends_in_rows_and_tables(finished: Path) -> None:
+    rows = Rows.read(finished / "rows.parquet")
+    assert rows.runs == {method: [0] for method in SOME}
+    assert rows.about["tasks"] == {"cifar100": {"near": ["cifar10"], "far": ["dtd10", "miniplaces", "mnist", "svhn"]}}
+    columns = rows.columns("Hydra", 0)
+    right = columns["cifar100|cifar100|prediction"] == rows.columns("Hydra", 0)["cifar100|cifar100|prediction"]
+    assert right.all()
+    assert {"cifar100|svhn|mahalanobis", "cifar100|gaussian_noise 5|correct"} <= set(columns)
+    assert "cifar100|svhn|correct" not in columns
+    told = {(line["method"], line["metric"]): line for line in read_csv(finished / "tables" / f"{IMAGES}.csv")}
+    accuracy = columns["cifar100|cifar100|correct"].mean()
+    assert float(told["Hydra", "accuracy"]["value"]) == pytest.approx(float(accuracy), abs=1e-5)
+    assert {"severity 3.accuracy", "shift.nll", "mahalanobis:all.auroc"} <= {key for method, key in told}
+    names = {path.stem.removeprefix(IMAGES) for path in (finished / "tables").iterdir()}
+    assert names == {"", "_choices", "_claims", "_models", "_pairs", "_seeds", "_sets", "_times"}
+    chosen = read_csv(finished / "tables" / f"{IMAGES}_choices.csv")
+    assert {"Snapshot", "CircAvg"} == {line["method"] for line in chosen if line["chosen"] == "taken"}
+
+
+def test_a_finished_study_is_not_computed_again(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(he, "finetune", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(engine, "measure_costs", lambda *_, **__: [])
+    before = (finished / "rows.parquet").read_bytes()
+    run(SmallTask(IMAGES), finished.parent, SOME, [0])
+    assert (finished / "rows.parquet").read_bytes() == before
+
+
+def test_what_is_stored_is_a_part(finished: Path) -> None:
+    kept = published(Rows.read(finished / "rows.parquet"))
+    assert [method for method, _ in kept] == [SINGLE, "Soup", "Hydra", "Hydra (Circ)"]
+    assert {key.rpartition("|")[2] for key in kept[SINGLE, 0]} <= {
+        *("correct", "doubt", "calibrated_doubt", "calibrated_nll", "nll", "mahalanobis", "entropy")
+    }
+
+
+def test_a_folder_of_other_settings_is_refused(finished: Path) -> None:
+    """A trial on a share of the data leaves models that a real run must not reuse."""
+    task = SmallTask(IMAGES)
+    task.share = 0.5
+    with pytest.raises(CheckpointError, match="share"):
+        run(task, finished.parent, [SINGLE], [0])
+
+
+TUNED = [
+    (IMAGES if "image" in row.kinds else SCRATCH, name)
+    for name, row in methods.BASELINES.items()
+    if row.like is None and isinstance(row, methods.Row)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("baselines")
+
+
+@pytest.mark.parametrize(("name", "method"), [*TUNED, (SCRATCH, methods.MIMO)])
+def test_every_setting_of_a_baseline_trains_and_answers(
+    folder: Path, name: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(methods, "POINTS", 2)
+    task = SmallTask(name)
+    with opened(task, folder / name, 0) as lab:
+        assert isinstance(lab, ClassifierLab)
+        inputs = next(iter(task.batches(task.inside["B"])))[0]
+        options = task.methods[method].settings(task)
+        assert 2 <= len(options) <= 3
+        said = []
+        for setting in options:
+            model = task.methods[method].make(lab, setting)
+            assert model.num_members == (20 if method == methods.LAPLACE else 3)
+            said.append(model(inputs))
+            assert not torch.allclose(said[-1][0], said[-1][1], atol=1e-5)  # members differ
+        assert not any(torch.equal(said[0], one) for one in said[1:])  # settings differ too
+
+
+class FewMethods(SmallTask):
+    """A task with methods of a test."""
+
+    few: Mapping[str, Method] = {}
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        return self.few
+
+
+def test_failures_stop_nothing_and_diverging_settings_are_left_out(tmp_path: Path, capsys: Any) -> None:
+    task = FewMethods(IMAGES)
+
+    def scaled(lab: ClassifierLab, setting: Any) -> he.Ensemble:
+        if setting.get("rate") == 3:
+            raise DivergedError("the loss is not finite")
+        model = task.start()
+        for weights in model.parameters():
+            weights.data *= torch.nan if setting.get("rate") == 2 else 1
+        return model
+
+    def same(lab: ClassifierLab, setting: Any) -> he.Ensemble:
+        raise SameMembersError("no second one differs")
+
+    rates = [{"rate": rate} for rate in (3, 2, 1)]
+    few = {SINGLE: Method(scaled), "some": Method(scaled, settings=lambda _: rates), "same": Method(same)}
+    task.few = few
+    run(task, tmp_path, [], [0], ["choose", "report", "tables"])  # members that do not differ are no failure
+    choice = read_json(tmp_path / IMAGES / "choices" / "some.json")
+    assert [[one["setting"]["rate"] for one in choice[key]] for key in ("measured", "left_out")] == [[1], [3, 2]]
+    assert "UNAVAILABLE: vision-cifar100 report same" in capsys.readouterr().out
+    few["none"] = Method(scaled, settings=lambda _: rates[:2])
+    with opened(task, tmp_path / IMAGES, 0) as lab, pytest.raises(DataError, match="no setting of 'none'"):
+        choose(lab, "none")
+    few["bad"] = Method(lambda lab, _: scaled(lab, {"rate": 2}))
+    with pytest.raises(DataError, match="finite"):
+        run(task, tmp_path, ["bad"], [0], ["report"])
+
+
+def test_no_seed_trains_on_what_is_reported() -> None:
+    task = SmallTask(IMAGES)
+    held = {one.place for one in task.sets("held_out")} - {"cifar100|cifar100"}
+    assert not held & {one.place for one in task.sets("report")}
+
+
+# --- zero-shot -------------------------------------------------------------------------------------------------------
+
+
+def test_the_zero_shot_study_from_pairs_to_tables(tmp_path: Path) -> None:
+    task = SmallZeroShot()
+    folder = run(task, tmp_path, stages=["report", "cost", "tables"])
+    study = Study(Rows.read(folder / "rows.parquet"))
+    assert study.methods == list(task.methods)
+    assert (study.detections, len(study.tasks)) == (["cifar100", "tinyimagenet"], 5)
+    found = study.plain("ViLU", 0)
+    assert found["cifar100.own.all.auroc"] == found["cifar100.vilu:all.auroc"] != found["cifar100.all.auroc"]
+    same = [study.plain(method, 0)["cifar100.accuracy"] for method in (SINGLE, "Temperature Scaling")]
+    assert same[0] == same[1]
+    with opened(task, folder, 0) as lab:
+        for method in (SINGLE, "Hydra (Circ)"):  # members in turn are the one model whose cost is measured
+            one = task.calibration()
+            whole = lab.whole(method)
+            inputs = next(iter(task.batches(one.samples)))[0]
+            expected = lab.answering(method, {})(one).member_logits
+            torch.testing.assert_close(whole(inputs), expected[:, : len(inputs)], atol=1e-4, rtol=1e-4)
+        members = [lab.member(methods_family(task, "Hydra (Circ)"), index) for index in range(3)]
+        assert len({str(member.image.heads) + str(member.text.heads) for member in members}) == 3
+
+
+def methods_family(task: SmallZeroShot, method: str) -> Any:
+    return task.methods[method].family  # type: ignore[attr-defined]
+
+
+def test_a_users_model_has_no_pairs() -> None:
+    task = SmallZeroShot(model="open_clip:ViT-B-32/laion2b_s34b_b79k")
+    assert "BayesVLM" not in task.methods
+    assert not [method for method in task.methods if "fine-tuned" in method]
