@@ -129,6 +129,7 @@ def prepare_fused(device: str, batch: int, name: str, mode: str) -> Measure:
 
     import hydra_ensembles as he
 
+    torch.compiler.reset()
     size, dtype = ("base", torch.bfloat16) if device == "cuda" else ("small", torch.float32)
     user = vit(f"vit_{size}_patch16_224").to(device)
     base = he.convert(user)
@@ -184,7 +185,6 @@ def in_mode(module: Any, images: Any, mode: str) -> Callable[[], Any]:
 
     call = module
     if mode in ("compiled", "graphed"):
-        torch._dynamo.reset()
         call = torch.compile(module, dynamic=False)
     with torch.no_grad():
         for _ in range(3):

@@ -3,7 +3,7 @@
 `untrained`: pruning without training after (B.1, Tables 4 and 6). `shares`: how many heads can go (B.3, Figures 5 and
 6). `overlap`: what choices of heads have in common (B.2.2). `separation`: what heads tell apart (B.2.1, Table 5).
 `diversity`: what makes members differ (B.5, Tables 8 and 9). `members`: what more of them bring and cost (B.6, B.7).
-`noise`: Proposition 1 (B.1). Ours: `stability` of circuits over draws of data, and `rates` of Single.
+`noise`: Proposition 1 (B.1). Ours: `stability` of circuits over draws of data.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.training.recipe import DataRecipe
 
 from .classifiers import ClassifierLab, recipe
-from .engine import held_out_numbers, of_set, temperature_of
+from .engine import of_set, temperature_of
 from .measures import plain_numbers
 from .noise import noise
 from .samples import Drawn, SampleBatches
@@ -314,31 +314,6 @@ def more_members(lab: ClassifierLab) -> Found:
     return rows
 
 
-def rates(lab: ClassifierLab) -> Found:
-    """Single on half B with its learning rate, or its classifier's, lower and higher than the study's."""
-    factor, rows = float(asked(lab, "rates")["factor"]), {"the study's": held_out_numbers(lab, "Single", {})}
-    usual = lab.training(seed=lab.derived("backbone", 0))
-    points = {"slower": (-1, 0), "faster": (1, 0), "classifier slower": (0, -1), "classifier faster": (0, 1)}
-    for point, steps in points.items():
-        whole, readout = (factor**step for step in steps)
-        rate, relative = usual.rates[0] * whole, usual.classifier_rate * readout / whole  # relative to the other rate
-        training = lab.task.training(seed=usual.seed, learning_rate=rate, classifier_rate=relative)
-        model = lab.trained(f"{point.replace(' ', '-')}-{factor:g}", lambda: lab.fresh(usual.seed), training)
-        answers = lab.answered(model, lab.task.inside["B"])
-        calibration = temperature_of(answers.member_logits, lab.task.inside["B"].labels)
-        rows[point] = of_half_b(lab, model, calibration)
-    return rows
-
-
-def of_half_b(lab: ClassifierLab, model: he.Ensemble, calibration: Any) -> dict[str, float]:
-    """Metrics of a model on half B."""
-    samples, name = lab.task.inside["B"], lab.task.suite.id.name
-    answers = lab.answered(model, samples)
-    labels = samples.labels.to(answers.label.device)
-    found = of_set(answers, calibration.prediction(answers.member_logits), labels)
-    return plain_numbers({f"{name}|{key}": column for key, column in found.items()}, name, {})
-
-
 ANALYSES: Mapping[str, Analysis] = {
     "untrained": untrained,
     "noise": noise,
@@ -348,7 +323,6 @@ ANALYSES: Mapping[str, Analysis] = {
     "diversity": diversity,
     "members": more_members,
     "stability": stabilities,
-    "rates": rates,
 }
 
 

@@ -7,7 +7,6 @@ fixed share of each batch: many names with few images teach more than few names 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from statistics import mean
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from torch import Tensor
 
 from hydra_ensembles import DualEncoder, Recipe, tune_text
 from hydra_ensembles.data.suites import SetRef
-from hydra_ensembles.model.zero_shot import DEFAULT_TEMPLATES, LABEL, class_embeddings
+from hydra_ensembles.model.zero_shot import LABEL
 from hydra_ensembles.training.text import image_features
 
 from .samples import ImageSamples, normalised, resized
 from .sets import DataFolder, at_most, label_names, read_yaml
 
 FEATURE_BATCH = 512
-HELD_EVERY = 5  # every fifth name is held out to choose the training settings
 MIDDLE = 0.85  # side of the central crop, relative to the image
 VIEWS = ((False, False), (True, True), (False, True), (True, False))  # (central crop, mirrored) of each view
 
@@ -127,42 +125,6 @@ class Pairs:
         views = torch.randint(len(features), rows.shape)
         device = features.device
         return features[views.to(device), rows.to(device)], images.texts(rows), self.labels[index][rows]
-
-
-# --- held-out names that choose training settings --------------------------------------------------------------------
-
-
-def cut_by_names(
-    images: Sequence[TrainImages], features: Sequence[Tensor]
-) -> tuple[list[TrainImages], list[Tensor], dict[str, list[Tensor]]]:
-    """Split off every fifth name: the other images and their features, and by held-out name the features `[N, d]`."""
-    present = [part.names[label] for part in images if part.names for label in part.samples.labels.unique().tolist()]
-    held: dict[str, list[Tensor]] = {name: [] for name in list(dict.fromkeys(present))[::HELD_EVERY]}
-    kept, kept_features = [], []
-    for part, views in zip(images, features, strict=True):
-        is_held = torch.tensor([name in held for name in part.names], dtype=torch.bool)
-        out = is_held[part.samples.labels] if part.names else torch.zeros(len(part.samples), dtype=torch.bool)
-        for label in part.samples.labels[out].unique().tolist():
-            rows = (part.samples.labels == label).to(views.device)
-            held[part.names[label]].append(views[0, rows])
-        pixels, rows = part.samples.pixels, ~out
-        samples = ImageSamples(pixels[rows.to(pixels.device)], part.samples.labels[rows], part.samples.size)
-        captions = [part.captions[row] for row in rows.nonzero().flatten().tolist()] if part.captions else ()
-        kept.append(replace(part, samples=samples, captions=captions))
-        kept_features.append(views[:, rows.to(views.device)])
-    return kept, kept_features, held
-
-
-@torch.no_grad()
-def accuracy_by_names(dual: DualEncoder, held: Mapping[str, Sequence[Tensor]]) -> float:
-    """Accuracy of classifying images of held-out names among these names, mean over names."""
-    texts = class_embeddings(dual.text, dual.projections.text, tuple(held), DEFAULT_TEMPLATES)[0]  # [C, e]
-    projection, accuracies = dual.projections.image, []
-    for label, parts in enumerate(held.values()):
-        features = torch.cat(list(parts))[None]  # [1, N, d]
-        images = features if projection is None else projection(features)
-        accuracies.append(float(((images[0] @ texts.T).argmax(-1) == label).double().mean()))
-    return mean(accuracies)
 
 
 # --- training --------------------------------------------------------------------------------------------------------

@@ -39,8 +39,6 @@ from .captions import (
     FEATURE_BATCH,
     Pairs,
     TrainImages,
-    accuracy_by_names,
-    cut_by_names,
     read_train_images,
     train_dual,
     view_features,
@@ -135,25 +133,12 @@ class ZeroShotTask(Task):
         """Both towers before training, with the projections that this seed draws."""
         return untrained_dual(self.source.root, self.settings["input_size"], seed)
 
-    def trained(
-        self, seed: int, choice: Mapping[str, Any], images: Sequence[TrainImages], features: Sequence[Tensor]
-    ) -> DualEncoder:
-        """A dual encoder of one seed, trained with a choice of steps and rates."""
-        recipe = from_plain(DataRecipe, self.settings["dual"])
-        changes = {"steps": choice["steps"], "learning_rate": choice["learning_rate"], "seed": own_seed(seed, "dual")}
-        pairs = Pairs(images, features, recipe.batch_size or FEATURE_BATCH)
-        rates: dict[str, Any] = {"train_image_projection": True, "projection_rate": choice["projection_rate"]}
-        return train_dual(self.untrained(seed).to(self.device), replace(recipe, **changes), pairs, **rates)
-
-    def measured(self) -> dict[str, Any]:
-        """The accuracy on held-out names of every choice of the dual encoder's training, and the best."""
-        images, features, held_out = cut_by_names(self.images, self.features)
-        measured = []
-        for choice in self.settings["choices"]:
-            dual = self.trained(self.settings["seeds"][0], choice, images, features)
-            measured.append({"setting": choice, "accuracy": accuracy_by_names(dual, held_out), "names": len(held_out)})
-        best = max(measured, key=lambda option: option["accuracy"])
-        return {"method": "dual encoder", "setting": best["setting"], "measured": measured}
+    def trained(self, seed: int) -> DualEncoder:
+        """The dual encoder of one seed."""
+        recipe = replace(from_plain(DataRecipe, self.settings["dual"]), seed=own_seed(seed, "dual"))
+        pairs = Pairs(self.images, self.features, recipe.batch_size or FEATURE_BATCH)
+        rates: dict[str, Any] = {"train_image_projection": True, "projection_rate": self.settings["projection_rate"]}
+        return train_dual(self.untrained(seed).to(self.device), recipe, pairs, **rates)
 
     def tuned(self, member: DualEncoder, seed: int) -> DualEncoder:
         """A pruned member whose text side was trained with its pruned image tower."""
@@ -267,19 +252,11 @@ class ZeroShotLab(Lab):
     @property
     def dual(self) -> DualEncoder:
         """The model of this seed: one member with all heads."""
-        return self.once("dual", lambda: self.task.own if self.task.own_model else self.kept("dual", self._trained))
 
-    def _trained(self) -> DualEncoder:
-        return self.task.trained(self.number, self.choice, self.task.images, self.task.features)
+        def make() -> DualEncoder:
+            return self.task.own if self.task.own_model else self.kept("dual", lambda: self.task.trained(self.number))
 
-    @property
-    def choice(self) -> Mapping[str, Any]:
-        """The dual encoder's training: chosen on held-out names if the recipe has several."""
-        choices: Sequence[Mapping[str, Any]] = self.task.settings["choices"]
-        if len(choices) == 1:
-            return choices[0]
-        with Store(self.choices, self.task.identity, "the choices of a study") as store:
-            return store.step("dual-encoder", self.task.measured)["setting"]
+        return self.once("dual", make)
 
     def answering(self, method: str, setting: Setting) -> Callable[[Set], Prediction]:
         """Members in turn, which share embeddings of images; other models in batches."""

@@ -112,8 +112,7 @@ class SmallZeroShot(ZeroShotTask):
         counts = {"pairs": 24, "tuned_pairs": 24, "circuits": 10, "image_circuits": 6, "calibration": 16}
         counts |= {"taylor_batches": 1, "test": 25, "detection": 12, "classes": 22, "words": 400}
         few = {"steps": 2, "batch_size": 8, "warmup": 0}
-        choices = [{**choice, "steps": 1 + place} for place, choice in enumerate(settings["choices"][:2])]
-        small: dict[str, Any] = {"input_size": 32, "seeds": [0], "counts": counts, "choices": choices}
+        small: dict[str, Any] = {"input_size": 32, "seeds": [0], "counts": counts}
         small |= {"prune": 2, "more": 1, "image_prune": 2, "taylor_prune": 2}
         small |= {"dual": settings["dual"] | few, "tune": settings["tune"] | few}
         super().__init__(settings | small | changes, ManyClasses(), CPU)

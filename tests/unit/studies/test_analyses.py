@@ -27,7 +27,6 @@ FEW: dict[str, Any] = {
     "diversity": {"steps": 2, "pool": 2.0, "tasks": {NAME: {"prune": 0.2, "dropout": 0.1}}},
     "members": {"counts": [1, 2], "pool": 2.0, "batches": [4]},
     "stability": {"sizes": [12], "draws": 2, "score": "avg"},
-    "rates": {"factor": 3.0},
 }
 ROWS = {  # some rows that each analysis has, and a number of them
     "untrained": ("CircOOD", "near.fpr95"),
@@ -38,7 +37,6 @@ ROWS = {  # some rows that each analysis has, and a number of them
     "diversity": ("free: order and noise", "all.disagreement"),
     "members": ("MLPs apart, 2", "ratio.4"),
     "stability": ("12", "stability"),
-    "rates": ("classifier slower", "calibrated.nll"),
 }
 
 
