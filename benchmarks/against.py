@@ -54,18 +54,11 @@ Measure = Callable[[], Numbers]
 
 
 def vit(name: str, **settings: Any) -> Any:
-    """A vision transformer of timm with random weights; of torchvision if there is no timm."""
+    """A vision transformer of timm with random weights."""
+    import timm
     import torch
 
     torch.manual_seed(0)
-    try:
-        import timm
-    except ImportError:
-        from torchvision.models.vision_transformer import VisionTransformer
-
-        width, heads = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}[name.split("_")[1]]
-        classes = settings.get("num_classes", 1000)
-        return VisionTransformer(224, 16, 12, heads, width, 4 * width, num_classes=classes).eval()
     return timm.create_model(name, pretrained=False, **settings).eval()
 
 
@@ -214,10 +207,10 @@ def prepare_circuit(device: str, score: str) -> Measure:
 
     import hydra_ensembles as he
 
-    size, samples, budget = ("base", 128, 8) if device == "cuda" else ("tiny", 16, 4)
-    model = he.convert(vit(f"vit_{size}_patch16_224", num_classes=10)).to(device)
+    size, side, samples, budget = ("base", 224, 128, 8) if device == "cuda" else ("tiny", 112, 8, 3)
+    model = he.convert(vit(f"vit_{size}_patch16_224", img_size=side, num_classes=10)).to(device)
     draws = torch.Generator().manual_seed(2)
-    images = torch.randn(2 * samples, 3, 224, 224, generator=draws)
+    images = torch.randn(2 * samples, 3, side, side, generator=draws)
     labels = torch.randint(0, 10, (samples,), generator=draws)
     inside = list(zip(images[:samples].split(64), labels.split(64), strict=True))
     outside = list(zip(images[samples:].split(64), labels.split(64), strict=True))

@@ -23,7 +23,7 @@ FEW: dict[str, Any] = {
     "noise": {"images": 30, "severity": 3, "batch": 30, "random": 2},
     "separation": {"samples": 20},
     "overlap": {"draws": 3},
-    "shares": [0.2, 0.4],
+    "shares": [0.34, 0.67],
     "diversity": {"steps": 2, "pool": 2.0, "tasks": {NAME: {"prune": 0.2, "dropout": 0.1}}},
     "members": {"counts": [1, 2], "pool": 2.0, "batches": [4]},
     "stability": {"sizes": [12], "draws": 2, "score": "avg"},
@@ -33,7 +33,7 @@ ROWS = {  # some rows that each analysis has, and a number of them
     "noise": ("set CircAvg", "whole.gap_change_second_order"),
     "separation": ("svhn|kept", "mahalanobis"),
     "overlap": ("CircAvg, random heads", "divergence"),
-    "shares": ("trained|Taylor|2", "all.auroc"),
+    "shares": ("trained|Taylor|4", "all.auroc"),
     "diversity": ("free: order and noise", "all.disagreement"),
     "members": ("MLPs apart, 2", "ratio.4"),
     "stability": ("12", "stability"),
@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", analyses.ANALYSES)
 def test_every_analysis_ends_in_a_table(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = SmallTask(NAME, analyses=FEW)
+    task.plain["recovery"]["prune"] = 4  # heads in each of four layers
     with opened(task, folder / NAME, 0) as lab:
         found = analyses.analyse(name, lab)  # type: ignore[arg-type]
         row, number = ROWS[name]

@@ -1,0 +1,92 @@
+"""Every benchmark runs on a tiny shape and writes its table."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+import against  # noqa: E402
+import circuit  # noqa: E402
+import coverage  # noqa: E402
+import inference  # noqa: E402
+import serve  # noqa: E402
+
+from studies.tables import read_csv  # noqa: E402
+
+del sys.path[:2]
+
+TINY = ["--shape", "tiny", "--dtype", "float32", "--device", "cpu", "--batches", "2", "--seconds", "0.01"]
+
+
+def ran(benchmark: Any, folder: Path, *options: str) -> list[dict[str, str]]:
+    benchmark.main([*options, "--output", str(folder / "found.csv")])
+    return read_csv(folder / "found.csv")
+
+
+@pytest.mark.slow
+def test_every_contender_answers_as_it_should(tmp_path: Path) -> None:
+    rows = {row["contender"]: row for row in ran(inference, tmp_path, *TINY, "--methods")}
+    assert set(rows) == set(inference.NAMES)
+    assert all(float(row["error"]) < 1e-5 for row in rows.values() if row["error"])
+    assert float(rows["deep-in-turn"]["limit"]) == 3
+
+
+def test_rows_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [*TINY, "--contenders", "single", "hydra-k8"]
+    found = ran(inference, tmp_path, *options)
+    assert [row["contender"] for row in found] == ["hydra-k8", "single"]
+    monkeypatch.setattr(inference, "row_of", lambda *_: pytest.fail("measured again"))
+    assert ran(inference, tmp_path, *options) == found
+
+
+def test_every_contender_is_counted(tmp_path: Path) -> None:
+    found = ran(inference, tmp_path, "--shape", "tiny", "--device", "cpu", "--counts", "--methods")
+    rows = {row["contender"]: row for row in found}
+    assert set(rows) == set(inference.NAMES)
+    assert [float(rows[name]["limit"]) for name in ("single", "deep-in-turn")] == [1.0, 3.0]
+
+
+def test_circuits_of_both_methods_are_equal(tmp_path: Path) -> None:
+    options = ["--tiny", "--samples", "8", "--budget", "3", "--device", "cpu", "--scores", "avg"]
+    exact, naive = sorted(ran(circuit, tmp_path, *options), key=lambda row: row["method"])
+    assert exact["removed"] == naive["removed"]
+    few = ran(circuit, tmp_path, *options, "--methods", "naive", "--naive-steps", "2")
+    assert {row["method"]: row["extrapolated"] for row in few} == {"exact": "false", "naive": "true"}
+
+
+def test_intervals_are_asked_whether_they_hold_what_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "ALL", 2000)
+    few = ["--draws", "4", "--resamples", "20", "--samples", "40", "--of-calibration", "60"]
+    rows = ran(coverage, tmp_path, *few)
+    assert {row["metric"] for row in rows} == {"accuracy", "aurc", "auroc", "fpr95", "aupr", "ece"}
+    assert 0.5 < sum(float(row["held"]) for row in rows) / len(rows) <= 1
+
+
+@pytest.mark.slow
+def test_two_checkouts_are_measured_side_by_side(tmp_path: Path) -> None:
+    rows = ran(against, tmp_path, "--against", str(ROOT), "--cases", "import,help,server", "--turns", "1")
+    assert {row["case"] for row in rows} == {"import", "help", "server"}
+    assert not [row for row in rows if row["verdict"].startswith("failed")]
+    again = ran(against, tmp_path, "--against", str(ROOT), "--cases", "import", "--turns", "1")
+    assert len(again) == len(rows)  # other lines stay
+
+
+def test_what_fails_on_one_side_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "old" / "src" / "hydra_ensembles").mkdir(parents=True)
+    (tmp_path / "old" / "src" / "hydra_ensembles" / "__init__.py").write_text("raise RuntimeError('broken')")
+    options = ("--against", str(tmp_path / "old"), "--cases", "import", "--turns", "1")
+    (row,) = ran(against, tmp_path, *options)
+    assert row["verdict"].startswith("failed")
+    assert "broken" in row["verdict"]
+
+
+@pytest.mark.slow
+def test_the_server_is_measured(tmp_path: Path) -> None:
+    found = {
+        row["key"]: row["value"] for row in ran(serve, tmp_path, "--uploads", "32", "--turns", "1", "--requests", "100")
+    }
+    assert float(found["throughput.ratio"]) > 0
+    assert found["endurance.wrong"] == "0"
