@@ -1,15 +1,17 @@
-"""The studies on real models and data, at a size for a CPU: every stage from data to tables."""
+"""The studies on real models and data, at a size for a CPU: from data to tables."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from shared_paths import shared
 from studies.__main__ import app
-from studies.dual_recipe import load_dual_recipe
-from studies.sets import DataFolder, SharedSets, overlapping
+from studies.sets import DataFolder, overlapping
+from studies.tables import read_csv
+from studies.zero_shot import ZeroShotTask, zero_shot_recipe
 
 
 @pytest.fixture
@@ -20,25 +22,20 @@ def data() -> Path:
 
 @pytest.mark.slow
 def test_a_small_share_of_a_study_on_the_real_model_and_data(data: Path, tmp_path: Path) -> None:
-    """Real tokens and weights, three different fine-tunings after a choice of their rate, columns, tables."""
+    """Real tokens and weights, three different fine-tunings after a choice of their rate, rows, tables."""
     name = "text-sst2"
-    places = ["--results", str(tmp_path / "results")]
-    some = ["--share", "0.002", "--seeds", "0", "--rows", "Single;Soup;Hydra", "--stages", "train,report,store"]
-    options = ["--data", str(data), "--output", str(tmp_path / "runs"), "--device", "cpu", *some, *places]
-    ran = CliRunner().invoke(app, ["run", name, *options])
+    some = ["--share", "0.002", "--seeds", "0", "--methods", "Single;Soup;Hydra", "--stages", "choose,report,tables"]
+    ran = CliRunner().invoke(app, ["run", name, "--data", str(data), "-o", str(tmp_path), "--device", "cpu", *some])
     assert ran.exit_code == 0, ran.exception
-    made = CliRunner().invoke(app, ["tables", name, *places])
-    assert made.exit_code == 0, made.exception
-    assert "| Hydra |" in made.stdout
-    files = sorted((tmp_path / "runs" / name / "seed-0" / "models").glob("single-*/model.safetensors"))
-    assert {file.parent.name.split("-")[1] for file in files} == {"0", "1", "2"}
-    assert len({file.read_bytes() for file in files}) == len(files)
+    told = read_csv(tmp_path / name / "tables" / f"{name}.csv")
+    assert {line["method"] for line in told} == {"Single", "Soup", "Hydra"}
+    files = sorted((tmp_path / name / "seed-0" / "models").glob("single-*/model.safetensors"))
+    assert len({file.read_bytes() for file in files}) == len(files) >= 3
 
 
 def test_real_images_of_the_zero_shot_study(data: Path) -> None:
     """Class names are unique within each task; the test rows of CIFAR-10 are the second half."""
-    recipe = load_dual_recipe()
-    sets = SharedSets(DataFolder(data), recipe.counts)
+    sets = ZeroShotTask(zero_shot_recipe(), DataFolder(data), torch.device("cpu")).images_of
     prepared = ("images/cars", "images/cub200", "images/flowers102")  # from `python -m studies prepare`
     listed = [one for one in (*sets.main.tasks, sets.main.id) if one.source not in prepared]
     tasks = {one.name: sets.fewer(sets.load(one), one.name) for one in listed}
