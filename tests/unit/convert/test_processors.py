@@ -1,17 +1,23 @@
 """Preprocessing converted from tokenizers and image processors gives the same results as they do."""
 
 import json
+import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from PIL import Image
+from tokenizers import Tokenizer
 from torch import Tensor
 
+import hydra_ensembles as he
+from architectures_transformers import TEXT, transformers_model
 from hydra_ensembles.convert.processors import read_processor
 from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.model.config import PatchStemConfig, TextStemConfig
@@ -45,8 +51,6 @@ def wordpiece(kind: str = "BertTokenizer", **settings: Any) -> Any:
 
 def byte_pairs(**settings: Any) -> Any:
     """A small RoBERTa tokenizer, trained on the texts above."""
-    import tokenizers
-
     trained = tokenizers.ByteLevelBPETokenizer()
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     trained.train_from_iterator(TEXTS, vocab_size=320, min_frequency=1, special_tokens=special, show_progress=False)
@@ -91,12 +95,6 @@ def test_length_is_bounded_by_the_position_embedding() -> None:
     assert (found.max_length, found.pad_id, found.pad_token) == (18, 1, "<pad>")
 
 
-def test_settings_of_an_earlier_call_do_not_stay() -> None:
-    fresh, used = wordpiece(), wordpiece()
-    used(TEXTS, padding="max_length", max_length=7, truncation=True)
-    assert read_processor(used, STEM) == read_processor(fresh, STEM)
-
-
 def test_open_clips_wrapper_of_a_tokenizer_is_read(tmp_path: Path) -> None:
     """open_clip cleans texts and pads all to one length, as in SigLIP's training; it gives no mask."""
     from open_clip.tokenizer import HFTokenizer
@@ -124,6 +122,27 @@ def test_tokenizers_that_cannot_be_reproduced_are_refused() -> None:
     ]:
         with pytest.raises(ConversionError, match=token):
             read_processor(processor, stem)
+
+
+def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path) -> None:
+    """Other special ids than the configuration's, far fewer words than embeddings, or no special tokens at all."""
+    plain = Tokenizer.from_str(wordpiece().backend_tokenizer.to_str())
+    plain.post_processor = tokenizers.processors.Sequence([])
+    bare = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="[PAD]", model_max_length=16)
+    for vocabulary, pad, tokenizer, token in [
+        (64, 0, wordpiece(), None),
+        (64, 5, wordpiece(), "pad_token_id is 0.*5"),
+        (3000, 0, wordpiece(), "64 words, the model 3000"),
+        (64, 0, bare, "no special token"),
+    ]:
+        model = transformers_model(
+            "BertForSequenceClassification", {**TEXT, "vocab_size": vocabulary, "pad_token_id": pad}
+        )
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            he.convert(model, processor=tokenizer)
+        told = [str(one.message) for one in caught if "another model" in str(one.message)]
+        assert len(told) == (token is not None)
+        assert token is None or re.search(token, told[0])
 
 
 def pictures() -> list[Image.Image]:

@@ -9,9 +9,8 @@ import torch
 from convert_cases import alike, near, refused
 
 import hydra_ensembles as he
-from architectures_clip import DualCase, open_clip_from_timm, open_clip_model, transformers_clip, transformers_siglip
+from architectures_clip import DualCase, open_clip_model, transformers_clip, transformers_siglip
 from hydra_ensembles.convert.processors import read_open_clip_tokenizer
-from hydra_ensembles.errors import HydraWarning
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, clean_text
 from zero_shot_models import NAMES, word_tokenizer
 
@@ -32,12 +31,6 @@ def test_image_preprocessing_is_open_clips_own() -> None:
     given = ImagePreprocessing((32, 32), crop_fraction=0.5)
     dual = he.convert(model, processor=[given])
     assert (dual.image.metadata.preprocessing, dual.text.metadata.preprocessing) == (given, None)
-
-
-def test_a_dual_encoder_stands_apart_from_the_model_it_came_from() -> None:
-    model = open_clip_model()
-    theirs, dual = {parameter.data_ptr() for parameter in model.parameters()}, he.convert(model)
-    assert not theirs & {parameter.data_ptr() for parameter in dual.parameters()}
 
 
 CLASS_NAMES = ["tench", "black-and-gold garden spider", "St. Bernard", "jack-o'-lantern"]
@@ -138,20 +131,3 @@ def test_texts_are_padded_to_the_length_that_is_read_at_the_end() -> None:
     preprocessing = he.convert(transformers_siglip(), processor=tokenizer).text.metadata.preprocessing
     assert (preprocessing.pad_to_max, preprocessing.attention_mask) == (True, False)
     assert {name: list(one.shape) for name, one in preprocessing(["a cat"]).items()} == {"input_ids": [1, 12]}
-
-
-@torch.no_grad()
-def test_an_eva_inside_a_tower_of_open_clip_is_read() -> None:
-    model: Any = open_clip_from_timm("vit_pe_core_tiny_patch16_384", "map", "none", heads=2)
-    alike(he.convert(model).encode_image(DualCase.pixels(), normalize=False)[0], model.encode_image(DualCase.pixels()))
-
-
-def test_the_embedding_of_a_tower_is_not_taken_for_classes_without_a_word() -> None:
-    tower: Any = open_clip_model().visual
-    with pytest.warns(HydraWarning, match="outputs are a projection"):
-        he.convert(tower)
-    refused(tower, r"projection.*num_labels=3 was given.*proj = None", num_labels=3)
-    tower.proj = None
-    with warnings.catch_warnings(action="error"):
-        assert he.convert(tower, num_labels=3).num_classes == 3
-        he.convert(open_clip_model())  # a dual encoder's projections are expected

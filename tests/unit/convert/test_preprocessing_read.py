@@ -1,0 +1,88 @@
+"""Preprocessing is the training's: read from the library by name, with changes by the user."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from convert_cases import vit
+from PIL import Image
+
+import hydra_ensembles as he
+from architectures_transformers import TEXT, VISION, transformers_model
+
+MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"), [("vit_b_16", "IMAGENET1K_V1"), ("vit_h_14", "IMAGENET1K_SWAG_LINEAR_V1")]
+)
+def test_of_torchvision_it_is_that_of_the_weights_of_this_shape(model: str, weights: str) -> None:
+    import torchvision
+
+    transforms = torchvision.models.get_model_weights(model)[weights].transforms()
+    with torch.device("meta"):
+        built = torchvision.models.get_model(model, image_size=transforms.crop_size[0])
+    assumed, exact = (he.convert(built, processor=one).metadata for one in (None, transforms))
+    assert assumed.preprocessing == exact.preprocessing
+    assert "assumed" in assumed.preprocessing_from
+
+
+@pytest.mark.parametrize(
+    ("changes", "channels", "mean", "told"),
+    [
+        ({"crop_mode": "border"}, 3, None, "border"),
+        ({"crop_mode": "squash", "interpolation": "bilinear"}, 3, (0.5,) * 3, "pretrained_cfg"),
+        ({"mean": None, "std": None, "interpolation": None}, 3, (0.5,) * 3, "assumed"),
+        ({}, 1, (0.5,), "pretrained_cfg"),
+        ({"mean": MEAN}, 1, None, ""),
+    ],
+)
+def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], channels: int, mean: Any, told: str) -> None:
+    model = vit(in_chans=channels)
+    model.pretrained_cfg = {**model.pretrained_cfg, **changes}
+    found = he.convert(model).metadata
+    assert (found.preprocessing and found.preprocessing.mean) == mean
+    assert told in found.preprocessing_from
+
+
+@pytest.mark.parametrize("crop", ["center", "squash"])
+def test_of_timm_it_gives_the_pixels_of_timm_for_images_that_are_not_square(crop: str) -> None:
+    import timm.data
+
+    model = vit(img_size=(48, 32))
+    model.pretrained_cfg |= {"input_size": (3, 48, 32), "interpolation": "bicubic", "crop_mode": crop}
+    theirs = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    ours = he.convert(model).metadata.preprocessing
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (70, 111, 3), dtype=np.uint8))
+    for image in (picture, picture.transpose(Image.Transpose.ROTATE_90)):
+        assert torch.allclose(ours(image)[0], theirs(image), atol=1e-6)
+
+
+def test_settings_are_changed_by_name_and_that_is_said() -> None:
+    changes = {"crop": 0.8, "interpolation": "bilinear", "mean": 0.25, "image_size": np.array([48, 32])}
+    ours, plain = he.convert(vit(), preprocessing=changes).metadata, he.convert(vit()).metadata.preprocessing
+    named = {"crop_fraction": 0.8, "interpolation": "bilinear", "mean": (0.25,) * 3, "size": (48, 32)}
+    assert vars(ours.preprocessing) == {**vars(plain), **named}
+    assert all(name in ours.preprocessing_from for name in changes)
+    with pytest.raises(he.HydraError, match="'crops' .did you mean crop"):
+        he.convert(vit(), preprocessing={"crops": 0.8})
+
+
+def test_of_a_model_that_says_nothing_all_must_be_said() -> None:
+    complete = {"mean": MEAN, "std": STD, "crop": 0.9, "interpolation": "bilinear"}
+    unknown = transformers_model("ViTForImageClassification", VISION)
+    found = he.convert(unknown, preprocessing=complete).metadata.preprocessing
+    assert found == he.ImagePreprocessing((32, 32), MEAN, STD, "bilinear", 0.9)
+    with pytest.raises(he.HydraError, match="also give std, interpolation"):
+        he.convert(unknown, preprocessing={"mean": MEAN, "crop": 0.9})
+
+
+def test_texts_may_be_cut_shorter() -> None:
+    model, given = transformers_model("BertForSequenceClassification", TEXT), he.TextPreprocessing(max_length=20)
+    base = he.convert(model, processor=given, preprocessing={"max_length": 7})
+    assert base.metadata.preprocessing.max_length == 7
+    with pytest.raises(he.HydraError, match="lower max_length"):
+        he.convert(model, processor=given, preprocessing={"max_length": 99})
+    with pytest.raises(he.HydraError, match=r"got a TextPreprocessing; .*processor="):
+        he.convert(model, preprocessing=given)
