@@ -1,7 +1,6 @@
 """Preprocessing of images and texts for a model."""
 
 import html
-import importlib.util
 import re
 import string
 import unicodedata
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._utils import collect_warnings, require, warn
+from ._utils import require, warn
 from .errors import ConfigError, DataError
 from .settings import Checked, Count, Positive, PositiveShare, Range
 
@@ -77,7 +76,7 @@ class ImagePreprocessing(Checked):
         )  # [B, C, H, W]
         if any(map(_is_rotated, batch)):
             state = "is stored sideways or mirrored (EXIF) and is used as stored"
-            warn(f"{_subject(batch, 'image')} {state}: PIL.ImageOps.exif_transpose turns it upright")
+            warn(f"at least one image {state}: PIL.ImageOps.exif_transpose turns it upright")
         mean, std = (pixels.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return (pixels - mean) / std
 
@@ -173,18 +172,8 @@ class TextPreprocessing(Checked):
             elif 0 in encoding.attention_mask and not self.attention_mask and not self.pad_to_max:
                 remarks.add("is padded, and the model reads padding as tokens: give texts of equal length together")
         for remark in sorted(remarks):
-            warn(f"{_subject(batch, 'text')} {remark}")
+            warn(f"at least one text {remark}")
         return {name: torch.tensor(ids, device="cpu") for name, ids in rows.items()}  # ignore default device
-
-    def encode(self, batch: "Sequence[str | tuple[str, str]]") -> tuple[dict[str, Tensor], dict[int, str]]:
-        """Tokenise without warnings; goes with the old scoring, its only caller."""
-        with collect_warnings():
-            return self(batch), {}
-
-    def require_tokenizer(self) -> None:
-        """Refuse a tokenizer that cannot be parsed; without the `tokenizers` library, only the first use fails."""
-        if self.tokenizer and importlib.util.find_spec("tokenizers") is not None:
-            _tokenizer(self)
 
     def _cleaned(self, text: Any, which: str) -> str | tuple[str, ...]:
         """Clean a text, or both texts of a pair; raises for what is no text, and for lone surrogates."""
@@ -193,9 +182,8 @@ class TextPreprocessing(Checked):
             advice = "give token ids as one tensor [B, T] or a mapping with 'input_ids', without labels"
             raise DataError(f"{which} is a {type(text).__name__}, expected a string, or a tuple of two; {advice}")
         cleaned = tuple(clean_text(part, self.cleaning) for part in parts)
-        for part in cleaned:
-            if not part.isascii() and any("\ud800" <= letter <= "\udfff" for letter in part):
-                raise DataError(f"{which} has an unpaired surrogate, which is not a character; read it as UTF-8")
+        if any("\ud800" <= letter <= "\udfff" for part in cleaned if not part.isascii() for letter in part):
+            raise DataError(f"{which} has an unpaired surrogate, which is not a character; read it as UTF-8")
         return cleaned if len(cleaned) == 2 else cleaned[0]
 
 
@@ -203,19 +191,6 @@ def require_channels(mean: Sequence[float], std: Sequence[float]) -> None:
     """Refuse a normalisation that is neither for grey nor for RGB images."""
     if len(mean) not in (1, 3) or len(mean) != len(std):
         raise ConfigError(f"mean and std must have one or three entries each; got {mean}, {std}. {OTHER_CHANNELS}")
-
-
-def is_raw(inputs: Any) -> bool:
-    """Whether inputs are texts or images (one or a list of them) that still need preprocessing."""
-    item: Any = inputs
-    while isinstance(item, list | tuple) and item:  # several, or a pair of texts
-        item = item[0]
-    return isinstance(item, str) or type(item).__module__.startswith("PIL.")
-
-
-def _subject(batch: Sequence[Any], kind: str) -> str:
-    """Subject of a warning; the same for every batch of a data set, so that the warning is shown once."""
-    return f"the {kind}" if len(batch) == 1 else f"at least one {kind}"
 
 
 def _items(inputs: Any, *single: type) -> list[Any]:
@@ -245,9 +220,8 @@ def _tokenizing() -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        version = require("tokenizers", extra="text").__version__
-        advice = "save or download the model again, or update that library"
-        raise ConfigError(f"tokenizers {version} cannot use this tokenizer: {error}; {advice}") from error
+        advice = "save or download the model again, or update the library tokenizers"
+        raise ConfigError(f"this tokenizer cannot be used: {error}; {advice}") from error
 
 
 # --- images of any mode --------------------------------------------------------------------------------------
