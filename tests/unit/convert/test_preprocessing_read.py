@@ -65,7 +65,7 @@ def test_settings_are_changed_by_name_and_that_is_said() -> None:
     named = {"crop_fraction": 0.8, "interpolation": "bilinear", "mean": (0.25,) * 3, "size": (48, 32)}
     assert vars(ours.preprocessing) == {**vars(plain), **named}
     assert all(name in ours.preprocessing_from for name in changes)
-    with pytest.raises(he.HydraError, match="'crops' .did you mean crop"):
+    with pytest.raises(he.HydraError, match=r"'crops' .did you mean crop"):
         he.convert(vit(), preprocessing={"crops": 0.8})
 
 
