@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,9 @@ def calibrate(
     require_members_for(score, ensemble.num_members)
     samples = read_answers(ensemble, validation, "validation")
     warn_if_cut(validation, "validation", len(samples.labels))
-    calibration, metrics = _fit(samples.logits, samples.labels, share, score, per_member, temperature)
+    settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
+    calibration = fit_calibration(samples.logits, samples.labels, **settings)
+    metrics = _measured(calibration, samples.logits, samples.labels)
     metadata = weights.metadata
     degrees = ", ".join(f"{value:.4g}" for value in calibration.temperature)
     line = f"calibrated on {len(samples.labels)} samples, {metrics['validation/accuracy']:.2%} of them right: "
@@ -193,18 +196,6 @@ def fit_calibration(
             change.
         temperature: Whether to fit a temperature at all.
     """
-    return _fit(member_logits, labels, share, score, per_member, temperature)[0]
-
-
-def _fit(
-    member_logits: Tensor,
-    labels: Tensor | Sequence[int],
-    share: float,
-    score: ScoreName,
-    per_member: bool,
-    temperature: bool,
-) -> tuple[Calibration, dict[str, float]]:
-    """The calibration of `fit_calibration`, and its metrics."""
     require("share", share, PositiveShare)
     member_logits = own_logits(member_logits.detach().cpu())
     require_members_for(score, len(member_logits))
@@ -212,21 +203,25 @@ def _fit(
     if samples < 2:
         raise DataError(f"calibration needs at least two samples (better hundreds), got {samples}")
     labels = check_labels(labels, samples, classes, None).cpu()
-    before, degrees, after = _temperatures(member_logits, labels, per_member and len(member_logits) > 1, temperature)
+    degrees = _temperatures(member_logits, labels, per_member and len(member_logits) > 1) if temperature else (1.0,)
     fitted = Calibration(degrees, score=score, accepted_share=share)
-    prediction = fitted.prediction(member_logits)
-    scores, wrong = prediction.score(), prediction.label != labels
-    threshold = threshold_for(scores, share)
-    accept = scores <= threshold
-    metrics = {
+    scores = fitted.prediction(member_logits).score()
+    return replace(fitted, threshold=threshold_for(scores, share), reference=Reference.of(scores))
+
+
+def _measured(calibration: Calibration, member_logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """What a calibration does on the samples that it was fitted on."""
+    prediction, plain = calibration.prediction(member_logits.double()), Calibration().prediction(member_logits.double())
+    scores, wrong = calibration.prediction(member_logits).score(), prediction.label != labels
+    accept = scores <= (ACCEPTS_ALL if calibration.threshold is None else calibration.threshold)
+    return {
         "validation/accuracy": mean(~wrong),
-        "validation/nll_uncalibrated": before,
-        "validation/nll": after,
+        "validation/nll_uncalibrated": F.nll_loss(plain.log_probs, labels).item(),
+        "validation/nll": F.nll_loss(prediction.log_probs, labels).item(),
         "validation/accepted_share": mean(accept),
         "validation/risk_of_accepted": mean(wrong[accept]),
         "validation/aurc": aurc(scores, wrong),
     }
-    return replace(fitted, threshold=threshold, reference=Reference.of(scores)), metrics
 
 
 def threshold_for(scores: Tensor, share: float) -> float:
@@ -240,33 +235,28 @@ def threshold_for(scores: Tensor, share: float) -> float:
     return ACCEPTS_ALL
 
 
-def _temperatures(
-    member_logits: Tensor, labels: Tensor, per_member: bool, fit: bool
-) -> tuple[float, tuple[float, ...], float]:
-    """NLL before, the likeliest temperature (or one per member) under the prior, and NLL after; 1 unless it helps."""
+def _temperatures(member_logits: Tensor, labels: Tensor, per_member: bool) -> tuple[float, ...]:
+    """The likeliest temperature (or one per member) under the prior; 1 unless another helps."""
     means = log_mean_probs(member_logits.double())  # [n, C], the logarithm of the mean probabilities
-    before = F.nll_loss(means, labels).item()
-    if not fit:
-        return before, (1.0,), before
-    prior = 1 / (_PRIOR**2 * len(labels))  # its weight against the NLL, which is a mean over the samples
+    samples, guess = len(labels), math.log(means.shape[1])
+    prior = 1 / (_PRIOR**2 * samples)  # its weight against the NLL, which is a mean over the samples
     logs = torch.tensor([_one_temperature(means, labels, prior)], dtype=torch.float64)
     if per_member:
         logs = _one_each(member_logits, labels, logs.repeat(len(member_logits)), prior)
-    answers = member_logits.double() if per_member else means[None]
-    after = _nll(answers, labels, logs).item()
+    before = F.nll_loss(means, labels).item()
+    after = _nll(member_logits.double() if per_member else means[None], labels, logs).item()
     if before - after - prior / 2 * logs.square().sum().item() <= _MIN_GAIN:
         logs, after = torch.zeros_like(logs), before
     degrees = tuple(logs.exp().tolist())
-    bounds = {COLDEST: "the answers are right far more often than their probabilities say: are they unscaled logits?"}
-    guess, samples = math.log(means.shape[1]), len(labels)
-    no_better = before > guess and 2 * samples * (guess - after) < _MIN_RATIO
-    bounds[HOTTEST] = "do data and model number the classes alike, and are the inputs prepared as the model knows them?"
-    at = [bound for bound in bounds if any(abs(math.log(found / bound)) < _AT_BOUND for found in degrees)]
-    if at or no_better:
+    at_bound = {bound: any(abs(math.log(one / bound)) < _AT_BOUND for one in degrees) for bound in (COLDEST, HOTTEST)}
+    if any(at_bound.values()) or (before > guess and 2 * samples * (guess - after) < _MIN_RATIO):
+        why = "do data and model number the classes alike, and are the inputs prepared as the model knows them?"
+        if at_bound[COLDEST]:
+            why = "the answers are right far more often than their probabilities say: are they unscaled logits?"
+        told = f"NLL {after:.3f} over {samples} samples, {guess:.3f} for a guess"
         found = ", ".join(f"{value:.4g}" for value in degrees)
-        told = f"NLL {after:.3f} over {samples} samples, {guess:.3f} for a guess, at temperature {found}"
-        warn(f"at no temperature do the answers fit the labels ({told}): {bounds[at[0] if at else HOTTEST]}")
-    return before, degrees, after
+        warn(f"at no temperature do the answers fit the labels ({told}, at temperature {found}): {why}")
+    return degrees
 
 
 def _one_temperature(log_probs: Tensor, labels: Tensor, prior: float) -> float:

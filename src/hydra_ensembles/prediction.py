@@ -25,7 +25,6 @@ ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy
 AnyScore = Literal[ScoreName, FittedName]
 Reason = Literal["unfamiliar", "unsure"]
 REASONS: tuple[Reason | None, ...] = (None, "unsure", "unfamiliar")  # indexed by `Prediction.doubt`
-Calibrates = Literal["logits", "probs"]
 Temperature = float | Sequence[float] | Tensor
 
 GEN_POWER, GEN_CLASSES = 0.1, 100  # of generalised entropy (GEN)
@@ -91,7 +90,6 @@ class Prediction:
         score: ScoreName = "msp",
         class_names: Sequence[str] | None = None,
         check_finite: bool = True,
-        calibrates: Calibrates = "logits",
         reference: Reference | None = None,
         unfamiliarity: Unfamiliarity | None = None,
     ) -> "Prediction":
@@ -99,26 +97,21 @@ class Prediction:
 
         Args:
             member_logits: `[M, B, C]`, finite, floating point, at least one member and two classes.
-            temperature: One number, or one per member.
+            temperature: Divides the logits before anything else: one number, or one per member. That of a calibration
+                is another one: it divides the logarithm of the mean probabilities.
             threshold: Samples whose score is above it are not accepted.
             score: Name of the score that the threshold is for; `mutual_information` needs at least two members.
             class_names: One name per class.
             check_finite: Refuse NaN and infinity. On a GPU this waits for the logits, and nothing else here does.
-            calibrates: What the temperature divides: `"logits"`, which changes everything; or, only for `"probs"`, the
-                logarithm of the mean probabilities (which keeps every label), or with one per member their logits.
             reference: Held-out scores for p-values.
             unfamiliarity: Feature scores of the same samples.
         """
         logits = own_logits(member_logits, check_finite)
-        of_probs: tuple[float, ...] = (1.0,)
         if temperature is not None:
             degrees = _temperatures(temperature, len(logits))
-            if calibrates == "probs":
-                of_probs = degrees
-            else:
-                logits = own_logits(logits / logits.new_tensor(degrees)[:, None, None], check_finite)  # [1 or M, 1, 1]
+            logits = own_logits(logits / logits.new_tensor(degrees)[:, None, None], check_finite)  # [1 or M, 1, 1]
         names = None if class_names is None else tuple(class_names)
-        return cls(logits, threshold, score, names, of_probs, reference, unfamiliarity)
+        return cls(logits, threshold, score, names, (1.0,), reference, unfamiliarity)
 
     def __post_init__(self) -> None:
         require_members_for(self.score_name, self.members)
@@ -430,7 +423,7 @@ def own_logits(member_logits: Tensor, check_finite: bool = True) -> Tensor:
 
 
 def _temperatures(temperature: Temperature, members: int) -> tuple[float, ...]:
-    """Temperatures as a tuple: one number, or one per member."""
+    """Temperatures: one number, or one per member."""
     degrees = torch.as_tensor(temperature, dtype=torch.float64, device="cpu").flatten().tolist()
     if len(degrees) not in (1, members):
         raise ConfigError(f"temperature={temperature} for {members} members; give one number, or one per member")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.metrics.conformal import Reference
+from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.prediction import Prediction, ScoreName, Unfamiliarity
 
 T = torch.tensor
@@ -104,7 +105,7 @@ def test_temperature_divides_each_members_logits():
 def test_a_temperature_of_probabilities_leaves_all_else_as_it_is(temperature):
     logits = random_logits(samples=50).double()
     plain = Prediction.from_logits(logits)
-    p = Prediction.from_logits(logits, temperature, calibrates="probs")
+    p = Calibration(tuple(torch.tensor(temperature).flatten().tolist())).prediction(logits)
     if isinstance(temperature, float):
         expected = plain.probs.log().div(temperature).softmax(-1)
         assert torch.equal(p.label, plain.label)
