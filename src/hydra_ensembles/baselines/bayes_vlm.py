@@ -93,7 +93,7 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
             taken, ours, theirs = (part.to(device) for part in (features[side], embedded[side], embedded[other]))
             inputs, outputs = kronecker_factors(taken, ours, theirs, scale, settings.negatives, sigmoid)
             sides.append(ProjectionPosterior.of(means[side], inputs.cpu(), outputs.cpu(), settings, side))
-    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1])
+    return VLMPosterior(copy.deepcopy(dual), *sides)
 
 
 def published_bayes_vlm(
@@ -103,32 +103,20 @@ def published_bayes_vlm(
 ) -> "VLMPosterior":
     """The posterior from published factors: `A_img_analytic.pt`, `B_img_analytic.pt`, and the same for `txt`.
 
-    The files are pickles, read with torch's `weights_only`: only tensors, no code is run. The priors next to them in
-    `prior_precision_analytic.json` are for a pseudo-count of one; the authors' own script refits them for its own
-    count, as is done here; to use them, give `BayesVLM(1.0, prior_precision=(lambda_img, lambda_txt))`. The published
-    factors of SigLIP are for the last map inside its pooling head, not for a projection: they fit no model here.
-
-    Args:
-        dual: The dual encoder that the files belong to.
-        folder: The folder of the files.
-        settings: How much the pairs count, and the prior.
+    Only tensors are read, no code of the pickles is run. The published priors are for a pseudo-count of one; the
+    authors' own script refits them for its own count, as is done here. The published factors of SigLIP are for the last
+    map inside its pooling head, not for a projection: they fit no model here.
     """
     sides = []
     for side, (tag, projection) in enumerate(zip(("img", "txt"), _projections(dual), strict=True)):
         mean = with_bias(projection)
-        factors = []
-        for letter, size in (("A", mean.shape[1]), ("B", mean.shape[0])):
-            path = Path(folder) / f"{letter}_{tag}_analytic.pt"
-            try:
-                factor = torch.load(path, map_location="cpu", weights_only=True)
-            except Exception as error:  # unpickling an unknown file may raise anything
-                raise CheckpointError(f"{path} holds no factor of BayesVLM: {error}; give the published one") from error
-            if not isinstance(factor, Tensor) or factor.shape != (size, size) or not bool(factor.isfinite().all()):
-                got = list(factor.shape) if isinstance(factor, Tensor) else type(factor).__name__
-                raise CheckpointError(f"{path} must be a finite matrix {size}x{size} for this model, got {got}")
-            factors.append(factor.detach().double())
-        sides.append(ProjectionPosterior.of(mean, factors[0], factors[1], settings, side))
-    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1])
+        paths = [Path(folder) / f"{letter}_{tag}_analytic.pt" for letter in "AB"]
+        inputs, outputs = (torch.load(path, map_location="cpu", weights_only=True).double() for path in paths)
+        if (len(outputs), len(inputs)) != mean.shape:
+            sizes = f"{len(outputs)}x{len(inputs)}, not {mean.shape[0]}x{mean.shape[1]}"
+            raise CheckpointError(f"the factors in {folder} are for a projection {sizes} as in this model")
+        sides.append(ProjectionPosterior.of(mean, inputs, outputs, settings, side))
+    return VLMPosterior(copy.deepcopy(dual), *sides)
 
 
 def kronecker_factors(
@@ -272,7 +260,7 @@ class VLMPosterior:
         many = joined([base] * members, Sharing(stem=True, attention=True, mlp=True, norms=True))
         state = many.state_dict()
         new = {_READOUT + name: tensor for name, tensor in of_image.items()}
-        new[_CLASSES] = classes * self.dual.logit_scale.double().cpu().exp()
+        new[_CLASSES] = classes * self.dual.logit_scale.cpu().double().exp()
         state |= {name: tensor.to(state[name]) for name, tensor in new.items()}
         side = base.metadata.text_side
         if side is not None and side.projection is not None:
@@ -300,13 +288,12 @@ class VLMPosterior:
         with dropping(False):
             parts = [prompts[start : start + _PROMPTS] for start in range(0, len(prompts), _PROMPTS)]
             features = torch.cat([embed(self.dual.text, None, list(batch), normalize=False)[0] for batch in parts])
-        return append_one(features.double().cpu(), _projections(self.dual)[1].bias is not None)
+        return append_one(features.cpu().double(), _projections(self.dual)[1].bias is not None)
 
 
 class ProbitClassifier(View):
     """A zero-shot classifier of one member whose logits shrink with the uncertainty of image and class embeddings."""
 
-    saved = "save the dual encoder, or members that `VLMPosterior.zero_shot` draws"
     optimized: Any = None  # what runs the image tower, if `optimize` made this one
 
     def __init__(self, posterior: VLMPosterior, names: Sequence[str], texts: Tensor) -> None:
@@ -327,7 +314,7 @@ class ProbitClassifier(View):
             "lengths": classes.square().sum(-1) + spread * covariances[1].trace(),  # E|g|², [C]
             "of_image": covariances[0].trace(),
             "by_image": (classes @ covariances[0] * classes).sum(-1) + spread * (covariances[0] * covariances[1]).sum(),
-            "scale": posterior.dual.logit_scale.detach().double().exp(),
+            "scale": posterior.dual.logit_scale.detach().cpu().double().exp(),
         }
         self.eval()
 
@@ -384,8 +371,8 @@ def _inputs_of_projections(dual: DualEncoder, pairs: Batches) -> tuple[Tensor, T
     with torch.no_grad(), dropping(False):
         for index, raw in enumerate(pairs):
             images, texts, _ = read_pairs(raw, "pairs", index)
-            parts["texts"].append(embed(dual.text, None, dual.text.prepare(texts), normalize=False)[0].double().cpu())
-            parts["images"].append(features_of(dual.image, images, f"batch {index} of pairs").double().cpu())
+            parts["texts"].append(embed(dual.text, None, dual.text.prepare(texts), normalize=False)[0].cpu().double())
+            parts["images"].append(features_of(dual.image, images, f"batch {index} of pairs").cpu().double())
     if sum(map(len, parts["images"])) < 2:
         raise DataError("BayesVLM compares pairs with each other; give at least two")
     features = {name: torch.cat(batches) for name, batches in parts.items()}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -65,7 +64,6 @@ class View(OurModel):
 
     model: Ensemble  # prepares inputs
     metadata: Metadata  # has the class names
-    saved: str  # what to save instead
 
     @torch.no_grad()
     def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
@@ -75,10 +73,6 @@ class View(OurModel):
     def prepare(self, *given: Any, **named: Any) -> Inputs:
         """Like `Ensemble.prepare`."""
         return self.model.prepare(*given, **named)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Raise: a view has no weights of its own."""
-        raise ConfigError(f"{type(self).__name__} is a view and is not saved; {self.saved}")
 
 
 def shared_parts(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:
@@ -160,8 +154,10 @@ def append_one(features: Tensor, biased: bool) -> Tensor:
 
 def with_bias(linear: GroupedLinear) -> Tensor:
     """A copy of the map `[e, d (+ 1)]` of one member, a bias as its last column, in float64 on the CPU."""
-    weight = linear.weight[0].detach().to("cpu", torch.float64, copy=True)
-    return weight if linear.bias is None else torch.cat([weight, linear.bias[0].detach().to(weight)[:, None]], dim=1)
+    weight = linear.weight[0].detach().cpu().to(torch.float64, copy=True)
+    return (
+        weight if linear.bias is None else torch.cat([weight, linear.bias[0].detach().cpu().to(weight)[:, None]], dim=1)
+    )
 
 
 def split_bias(maps: Tensor, linear: GroupedLinear) -> dict[str, Tensor]:

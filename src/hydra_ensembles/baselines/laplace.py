@@ -74,7 +74,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
             features, logits = model.features_and_logits(model.prepare(inputs))  # [1, B, d], [1, B, C]
             penultimate = model.readout.penultimate(features)
             check_finite(logits, f"logits of batch {index}", "batches")
-            curvature.add(penultimate[0].double().cpu(), logits[0].double().cpu())
+            curvature.add(penultimate[0].cpu().double(), logits[0].cpu().double())
     if settings.samples is not None and settings.samples < curvature.samples:
         fault = f"Laplace.samples is {settings.samples}, but {curvature.samples} samples are given"
         raise ConfigError(f"{fault}; it counts all training samples: leave it out if these are all of them")

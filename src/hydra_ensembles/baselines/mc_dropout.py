@@ -52,8 +52,6 @@ class MCDropout(View):
         self.model = build_with_state(
             lambda: Ensemble(config, self.metadata), ensemble.state_dict(), ensemble.frozen
         )  # weights shared
-        again = f"he.mc_dropout(he.load(folder), p={p}, passes={passes}, seed={seed})"
-        self.saved = f"save its ensemble, and make the view again: {again}"
         self.kind, self.num_members = ensemble.kind, self.passes * ensemble.num_members
         self.num_classes = ensemble.num_classes
         self.eval()

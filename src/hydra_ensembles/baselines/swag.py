@@ -95,7 +95,7 @@ class Visited:
         self.count += 1
         deviation: dict[str, Tensor] = {}
         for name, tensor in state.items():
-            value = tensor.detach().double().cpu()
+            value = tensor.detach().cpu().double()
             before = self.mean.get(name, torch.zeros_like(value))
             self.mean[name] = before + (value - before) / self.count
             self.dtypes[name], deviation[name] = tensor.dtype, (value - self.mean[name]).float()

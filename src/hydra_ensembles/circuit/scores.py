@@ -343,11 +343,12 @@ class Tally:
     def record(self, models: IntArray, numbers: IntArray, answers: SampleAnswers) -> None:
         """Store the answers to P pairs of model and sample; if there is a distance, it defines the confidence."""
         device = self.wrong.device
-        logits, distance = (None if part is None else part.to(device) for part in answers)
+        logits = answers.logits.to(device)
         cells = to_device(models, device), to_device(numbers, device)
         labels = self._labels[cells[1]]
         self.wrong[cells], confidence, finite = judge(logits, labels, self.step)
-        if distance is not None:
+        if answers.distance is not None:
+            distance = answers.distance.to(device)
             confidence = in_steps(-distance.double(), self.step)
             finite = finite & distance.isfinite()
         self.confidence[cells], self.finite[cells] = confidence, finite

@@ -13,9 +13,9 @@ from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import CheckpointError, DataError, DivergedError, HydraWarning, StorageError
 from hydra_ensembles.training import loop
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune
-from hydra_ensembles.training.loop import Position, Runtime
+from hydra_ensembles.training.loop import Position
 from hydra_ensembles.training.recipe import Recipe
-from hydra_ensembles.training.text import TextLearner, tune_text
+from hydra_ensembles.training.text import tune_text
 from processes import count_calls, in_a_child
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=4, schedule="constant")
@@ -115,19 +115,6 @@ def test_rates_that_are_finished_serve_another_grid(tmp_path, monkeypatch):
     assert not steps
     assert same(fewer, alone)
     assert same(fewer, chosen) == ("learning rate 0.01" in chosen.metadata.history[-1])
-
-
-@pytest.mark.parametrize("kind", ["ensemble", "text"])
-def test_validation_leaves_every_part_in_its_mode(kind):
-    """Also where a user keeps a part in eval mode."""
-    runtime, data = Runtime(torch.device("cpu")), batches() if kind == "ensemble" else pairs()
-    text = TextLearner(tiny_dual(), RECIPE, False, 1.0, runtime) if kind == "text" else None
-    learner = text or EnsembleLearner(tiny(), RECIPE, runtime, 0)
-    (text.model.text if text else learner.model).stem.eval()
-    before = {name: module.training for name, module in learner.model.named_modules()}
-    assert set(before.values()) == {True, False}
-    learner.measure(data)
-    assert {name: module.training for name, module in learner.model.named_modules()} == before
 
 
 TWICE = replace(RECIPE, epochs=2)

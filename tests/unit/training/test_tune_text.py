@@ -123,18 +123,6 @@ def test_the_scale_stays_within_bounds_and_one_that_begins_beyond_them_is_not_cu
     assert fast.logit_scale.item() in (pytest.approx(least, abs=1e-6), pytest.approx(most, abs=1e-6))
 
 
-def test_the_image_projection_has_a_rate_of_its_own():
-    dual, data = tiny_dual(dtype=torch.float64), pairs(8, 8, dtype=torch.float64)
-    recipe = Recipe(optimizer="sgd", learning_rate=0.01, steps=1, schedule="constant")
-    plain, fast = (
-        tune(dual, data, recipe, projection_rate=factor, train_image_projection=True).state_dict()
-        for factor in (1.0, 4.0)
-    )
-    for name, start in dual.state_dict().items():
-        factor = 4.0 if name in ("projections.image.weight", "logit_scale") else 1.0
-        torch.testing.assert_close(fast[name] - start, factor * (plain[name] - start), rtol=1e-6, atol=1e-12)
-
-
 def test_parts_that_the_recipe_leaves_out_do_not_move():
     dual = tiny_dual()
     last = moved(dual, tune(dual, pairs(), replace(QUICK, last_blocks=1)))

@@ -81,5 +81,5 @@ def test_predict_gives_uncertainty_and_no_foreign_calibration():
     assert (prediction.epistemic > 0).all()
     assert prediction.accept is None
     assert prediction.class_names == ("a", "b", "c", "d")
-    with pytest.raises(ConfigError, match=r"got MCDropout; .*the ensemble that it was made from"):
+    with pytest.raises(ConfigError, match="MCDropout"):
         calibrate(view, [(IMAGES, torch.arange(3))])
