@@ -20,7 +20,7 @@ from hydra_ensembles.baselines.building_blocks import fresh
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.files import read_object
 from hydra_ensembles.model.config import ReadoutConfig, output_width
-from hydra_ensembles.model.stem_readout import linear
+from hydra_ensembles.model.layers import linear
 
 from .samples import MEAN, STD
 

@@ -32,12 +32,6 @@ MAX_HELD_OUT = 4096  # maximum number of samples held out for p-values
 PER_THRESHOLD = ("validation/sure_share", "validation/familiar_share")  # metrics of each of the two thresholds alone
 OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # metrics of all thresholds together
 KEPT_ROWS = 64  # samples by whose digests the data of a fit are recognised
-_SETTINGS = {  # of single scores
-    "knn": ("stored", "neighbours"),
-    "vim": ("principal",),
-    "vilu": ("hidden", "embedding"),
-    "neglabel": ("words", "embedding"),
-}
 _NULL = 1e-10  # eigenvalues below this share of the largest are directions without variance
 _AT_ONCE = 8192  # samples converted to float64 at a time
 
@@ -148,8 +142,9 @@ def with_earlier(
     old, new = earlier.settings, familiarity.settings
     others = tuple(score for score in old.scores if score not in (*new.scores, *replaced))
     state = {key: tensor for key, tensor in earlier.state.items() if key.rpartition(".")[0] in others}
-    carried = {name: getattr(old, name) for score in others for name in _SETTINGS.get(score, ())}
-    return Familiarity(replace(new, scores=(*new.scores, *others), **carried), {**familiarity.state, **state})
+    neighbours = old.neighbours if "knn" in others else new.neighbours
+    together = replace(new, scores=(*new.scores, *others), neighbours=neighbours)
+    return Familiarity(together, {**familiarity.state, **state})
 
 
 def answers(
@@ -251,11 +246,10 @@ def _fitted(
             chosen = neighbours or min(50, max(1, most // 50))
             if chosen > most:
                 raise ConfigError(f"neighbours is {chosen}, but {most} features are stored; lower it")
-            settings |= {"stored": most, "neighbours": chosen}
+            settings["neighbours"] = chosen
             tensors = {"bank": bank}
         elif name == "vim":
             tensors = _vim(ensemble, samples, kept, principal)
-            settings["principal"] = width - tensors["residual"].shape[2]
         else:
             moments = _moments(name, samples, ensemble.num_classes)
             tensors = _mahalanobis(moments, shrunk, is_relative(name))

@@ -15,7 +15,7 @@ from .model.config import KeptHeads, Sharing
 from .model.dual_encoder import DualEncoder
 from .model.ensemble import Ensemble, singles
 from .model.kinds import require_model, require_single
-from .model.layers import GroupedLinear
+from .model.layers import GroupedLinear, linear
 from .model.member_states import (
     common_layers,
     copies_of,
@@ -29,7 +29,7 @@ from .model.member_states import (
     require_same_dtype_and_device,
     warn_if_equal,
 )
-from .model.stem_readout import Projections, linear, projection_config
+from .model.stem_readout import Projections, projection_config
 from .settings import Count, Rate, require
 
 Fusion = Literal["mean", "separate"]

@@ -134,12 +134,9 @@ def scale_of(rows: Tensor) -> Tensor:
     return rows.norm(dim=-1).mean(dim=-1)
 
 
-def scored(
-    ensemble: Ensemble, name: FittedName, state: Mapping[str, Tensor], samples: int, line: str, **more: Any
-) -> Ensemble:
+def scored(ensemble: Ensemble, name: FittedName, state: Mapping[str, Tensor], samples: int, line: str) -> Ensemble:
     """A copy of a zero-shot ensemble with a fitted score; adds the score's name as prefix to the tensors of `state`."""
-    embedding = state["shift"].shape[1]
-    fitted = FamiliaritySettings((name,), ensemble.readout.features, samples, embedding=embedding, **more)
+    fitted = FamiliaritySettings((name,), ensemble.readout.features, samples)
     tensors = {f"{name}.{part}": tensor.float().cpu().clone().contiguous() for part, tensor in state.items()}
     return with_score(ensemble, Familiarity(fitted, tensors), line)
 

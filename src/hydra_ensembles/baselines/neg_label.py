@@ -110,7 +110,7 @@ def neg_label(
     offset = torch.zeros(members) if bias is None else bias.float().mean(dim=-1).expand(members)
     state = statistics | {"words": picked.unflatten(1, (settings.groups, -1)), "offset": offset}
     line = f"NegLabel: {count} of {len(others)} words in {settings.groups} groups"
-    return scored(ensemble, "neglabel", state, count, line, words=(settings.groups, count // settings.groups))
+    return scored(ensemble, "neglabel", state, count, line)
 
 
 def least_similar(words: Tensor, classes: Tensor, percentile: float, count: int) -> Tensor:

@@ -89,7 +89,7 @@ def vilu(
     result = train_best(partial(ViLULearner, rows, settings, recipe), ensemble, job)
     line, samples = f"ViLU: {result.described(recipe, 'a network')}", len(cached.dataset)  # type: ignore[arg-type]
     state = statistics | result.weights
-    return scored(ensemble, "vilu", state, samples, line, hidden=settings.hidden)
+    return scored(ensemble, "vilu", state, samples, line)
 
 
 def cache(

@@ -14,9 +14,9 @@ from ..model.config import EnsembleConfig, PatchStemConfig
 from ..model.dropout import OurModel
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from ..model.layers import GroupedLinear
+from ..model.layers import GroupedLinear, linear
 from ..model.metadata import Metadata, invalid_names
-from ..model.stem_readout import Projections, linear
+from ..model.stem_readout import Projections
 from ..preprocessing import TextPreprocessing
 from . import open_clip, timm_torchvision, transformers, transformers_dual, transformers_text
 from .compare import ModelPair, require_same_answers

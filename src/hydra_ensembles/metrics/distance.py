@@ -94,12 +94,6 @@ def unfamiliarity(
     return distance
 
 
-def nearest_class(name: FittedName, statistics: Statistics, features: Tensor) -> Tensor:
-    """The class whose mean is nearest, `[B]`, to features `[M, B, d]`: by the sum of all members' squared distances."""
-    centred = prepared(name, features.float()) - statistics["mean"][:, None]
-    return _up_to_a_constant(centred @ statistics["whiten"], statistics).sum(dim=0).argmin(dim=-1)
-
-
 def _up_to_a_constant(white: Tensor, statistics: Statistics) -> Tensor:
     """Squared distances `[M, B, C]` from `[M, B, d]` to the class means, minus |w|²: |m|² - 2 w·m."""
     return torch.baddbmm(statistics["lengths"][:, None], white, statistics["classes"].mT, alpha=-2)

@@ -283,10 +283,10 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         home = next(self.parameters(), None)  # replicas of `nn.DataParallel` have no parameters
         if home is None or torch.compiler.is_compiling():
             return arguments
-        main, mask, segments = (
-            one if one is None else one.to(home.device, home.dtype if one.is_floating_point() else None)
-            for one in arguments
-        )
+        # without waiting only towards a GPU: in the other direction the host could read a copy before it has arrived
+        (main, *extra), soon = arguments, home.is_cuda
+        main = main.to(home.device, home.dtype if main.is_floating_point() else None, non_blocking=soon)
+        mask, segments = (None if one is None else one.to(home.device, non_blocking=soon) for one in extra)
         return main, mask, segments
 
     def _preprocessed(self, raw: Any) -> Given:

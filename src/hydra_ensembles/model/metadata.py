@@ -5,19 +5,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._utils import warn
 from ..errors import ConfigError
 from ..metrics.conformal import Reference
-from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, nearest_class, ready, unfamiliarity
+from ..metrics.distance import FittedName, Statistics, ready, unfamiliarity
 from ..prediction import Prediction, ScoreName, Unfamiliarity, check_temperature, own_logits, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from ..settings import Checked, Count, PositiveShare, short
+from ..settings import Checked, PositiveShare, short
 from .config import EnsembleConfig
 from .layers import GroupedLinear, linear
 from .member_states import differing_names, join_equal
@@ -76,64 +75,28 @@ class FamiliaritySettings(Checked):
         scores: The scores; threshold and p-values are for the first.
         width: Length of the features.
         samples: Number of samples that fitted the statistics.
-        stored: For `knn`: features stored.
         neighbours: For `knn`: which neighbour counts.
-        principal: For `vim`: directions of the principal subspace.
         threshold: Inputs whose score is above it are unfamiliar; None before calibration.
         accepted_share: The share of familiar inputs that the threshold accepts.
         reference: Scores of other samples, which did not fit the statistics.
         rows: Digests of some of the samples that fitted them: most of these must not set a threshold.
-        embedding: For `vilu` and `neglabel`: width of the common embedding of images and texts.
-        hidden: For `vilu`: widths of all layers of its network except the last.
-        words: For `neglabel`: groups of words, and words in a group.
         halved: Whether one half of the data of `calibrate` fitted them: given the same data again, it fits them again.
     """
 
     scores: tuple[FittedName, ...]
     width: int
     samples: int
-    stored: int = 0
     neighbours: int = 0
-    principal: int = 0
     threshold: float | None = None
     accepted_share: PositiveShare = 0.95
     reference: Reference | None = None
     rows: tuple[str, ...] = field(default=(), repr=False)
-    embedding: Count = 0
-    hidden: tuple[Count, ...] = ()
-    words: tuple[Count, Count] = (0, 0)
     halved: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.scores or len(set(self.scores)) < len(self.scores):
             raise ConfigError(f"familiarity has the scores {list(self.scores)}; give one or more, each once")
-        if not 0 <= self.principal < self.width or not 0 <= self.neighbours <= self.stored:
-            directions = f"{self.principal} principal directions (of at most {self.width - 1})"
-            raise ConfigError(f"got {directions} and {self.neighbours} neighbours (of {self.stored} stored)")
-
-    def shapes(self, members: int, classes: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of all scores, by name (`score.name`)."""
-        of_scores = ((score, self._shapes_of(score, classes)) for score in self.scores)
-        return {f"{score}.{name}": (members, *shape) for score, shapes in of_scores for name, shape in shapes.items()}
-
-    def _shapes_of(self, score: FittedName, classes: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of one score, without the axis of members."""
-        width, embedding = self.width, self.embedding
-        if score == "knn":
-            return {"bank": (self.stored, width)}
-        if score == "vim":
-            return {"origin": (width,), "residual": (width, width - self.principal), "weight": ()}
-        if score in ("vilu", "neglabel"):
-            shapes: dict[str, tuple[int, ...]] = {"projection": (embedding, width), "shift": (embedding,)}
-            if score == "neglabel":
-                return shapes | {"words": (*self.words, embedding), "offset": ()}
-            shapes["texts"] = (classes, embedding)
-            for layer, (inputs, outputs) in enumerate(pairwise((3 * embedding, *self.hidden, 1))):
-                shapes |= {f"weight{layer}": (outputs, inputs), f"bias{layer}": (outputs,)}
-            return shapes
-        by_class = {"mean": (width,), "whiten": (width, width), "classes": (classes, width)}
-        return by_class | ({"background": (width, width)} if is_relative(score) else {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,11 +133,6 @@ class Familiarity:
         with exact:
             scores = [unfamiliarity(name, statistics[name], features, logits, neighbours) for name in names]
         return torch.stack(scores)
-
-    def nearest_class(self, features: Tensor) -> Tensor | None:
-        """`[B]`, the class with the nearest mean to features `[M, B, d]`; None if no fitted score has class means."""
-        name = next((score for score in self.settings.scores if score in BY_CLASS), None)
-        return None if name is None else nearest_class(name, self._on(features.device)[name], features)
 
     def about(self, scores: Tensor) -> Unfamiliarity:
         """Scores `[S, M, B]` of new samples, together with the threshold and the held-out scores."""
@@ -242,10 +200,10 @@ class Metadata(Checked):
             raise ConfigError(f"{count} temperatures for {config.members} members; give one, or one each")
         if self.calibration is not None:
             require_members_for(self.calibration.score, config.members)
-        familiarity = self.familiarity
-        shapes = {} if familiarity is None else {name: tuple(one.shape) for name, one in familiarity.state.items()}
-        if familiarity is not None and shapes != familiarity.settings.shapes(config.members, classes):
-            raise ConfigError("the familiarity was fitted to another model: fit it to this one with fit_familiarity")
+        for name, tensor in (self.familiarity.state if self.familiarity is not None else {}).items():
+            of_classes = name.endswith((".classes", ".texts"))  # [M, C, …]
+            if len(tensor) != config.members or (of_classes and tensor.shape[1] != classes):
+                raise ConfigError("the familiarity was fitted to another model: fit it to this one (fit_familiarity)")
         preprocessing = self.preprocessing
         if preprocessing is not None and preprocessing.kind != config.kind:
             raise ConfigError(f"preprocessing is {type(preprocessing).__name__} for a model of {config.kind}s")
@@ -324,8 +282,13 @@ class TextSide:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TextSide) or self._plain != other._plain:
             return False
-        ours, theirs = ([nn.ModuleList([one.tower, one.projection]).state_dict()] for one in (self, other))
-        return ours[0].keys() == theirs[0].keys() and not differing_names(ours + theirs)
+        ours, theirs = self._weights, other._weights
+        return ours.keys() == theirs.keys() and not differing_names([ours, theirs])
+
+    @property
+    def _weights(self) -> dict[str, Tensor]:
+        projection = {} if self.projection is None else self.projection.state_dict(prefix="projection.")
+        return {**self.tower.state_dict(), **projection}
 
     @property
     def _plain(self) -> tuple[object, ...]:
@@ -351,7 +314,8 @@ class TextSide:
         """The text side with its weights on a device."""
         if device == self.tower.device:
             return self
-        return replace(self, tower=deepcopy(self.tower).to(device), projection=deepcopy(self.projection).to(device))
+        projection = None if self.projection is None else deepcopy(self.projection).to(device)
+        return replace(self, tower=deepcopy(self.tower).to(device), projection=projection)
 
 
 def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
@@ -377,7 +341,7 @@ def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
     maps = [projection for projection in projections if projection is not None]
     if maps and not differing_names([projection.state_dict() for projection in maps]):
         maps = maps[:1]
-    biases = [projection.bias for projection in maps if projection.bias is not None]
+    biases: list[Tensor] = [projection.bias for projection in maps if projection.bias is not None]
     joined = linear(torch.cat([one.weight for one in maps]), torch.cat(biases) if biases else None) if maps else None
     scale = _once_if_equal([side.logit_scale for side in present])
     bias = _once_if_equal([side.logit_bias or () for side in present]) or None

@@ -39,7 +39,7 @@ def test_the_score_is_the_published_one(bias):
         dual = DualEncoder(dual.image, dual.text, maps, logit_scale=2.0, logit_bias=-3.0)
     found = neg_label(he.zero_shot(dual.eval(), NAMES), WORDS, settings=SMALL)
     known = found.metadata.familiarity
-    assert known.settings.words == (3, 3)  # 0.6 of 19: 'red bus' is a class
+    assert known.state["neglabel.words"].shape[1:3] == (3, 3)  # 0.6 of 19: 'red bus' is a class
     every = dual.encode_text([f"A photo of a {one}." for one in WORDS])[0]
     stored = F.normalize(known.state["neglabel.words"][0].flatten(0, 1), dim=-1)
     words = [WORDS[place] for place in (stored @ every.T).argmax(1).tolist()]
