@@ -32,30 +32,15 @@ _scipy = partial(require, "scipy.ndimage", extra="data")
 
 
 def corrupt(image: "Image", name: str, severity: int, seed: int, parameters: ParameterSet = "imagenet") -> "Image":
-    """Corrupt a PIL image as ImageNet-C does; the result is RGB, of the same size.
+    """Corrupt a PIL image as ImageNet-C does; the result is RGB, of the same size, and depends on the seed alone.
 
     Motion blur and snow follow ImageMagick's definition of motion blur, because the original calls ImageMagick; frost
     is drawn, not photographed; everything else follows the published code up to the stream of random numbers. Values
-    are truncated to integers, as in ImageNet-C, whose images were then also saved as JPEG of quality 85.
-
-    Args:
-        image: An image of any mode and size.
-        name: One of `CORRUPTIONS`.
-        severity: 1 to 5.
-        seed: The same image and seed give the same result (numpy's PCG64). Give each image its own seed.
-        parameters: Which published set: `"imagenet"` (made for 224 pixels), `"tinyimagenet"` (64), `"cifar"`
-            (32). The numbers are in pixels and are not scaled to the image.
-
-    Raises:
-        DataError: No such corruption, severity or parameter set, or not a PIL image.
+    are truncated to integers, as in ImageNet-C. `parameters` are the published ones made for 224 pixels (`"imagenet"`),
+    64 (`"tinyimagenet"`) or 32 (`"cifar"`); they are not scaled to the image.
     """
     values = _values(name, severity, parameters)
-    if not hasattr(image, "convert"):
-        raise DataError(f"expected a PIL image, got a {type(image).__name__}; use PIL.Image.fromarray for an array")
-    try:
-        rng = np.random.Generator(np.random.PCG64(index(seed) & ((1 << 64) - 1)))
-    except TypeError as error:
-        raise DataError(f"seed must be a whole number, got {seed!r}") from error
+    rng = np.random.Generator(np.random.PCG64(index(seed) & ((1 << 64) - 1)))
     pixels = FUNCTIONS[name](np.asarray(to_rgb(image), dtype=np.float64), rng, *values)
     return _pillow().fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
@@ -68,11 +53,9 @@ def corrupted(
     parameters: ParameterSet = "imagenet",
     prepare: "Callable[[Image], Image] | None" = None,
 ) -> ImageDataset:
-    """Return a data set whose images are corrupted when they are read, with the settings of `corrupt`.
+    """A data set whose images are corrupted when they are read, each with random numbers of its own row in its source.
 
-    The random numbers depend on the seed, the corruption and the row of the image in its source, so each image has its
-    own, and subsets see the same corrupted images. `prepare` is applied before the corruption, such as resizing to 256
-    and cropping to 224 for ImageNet-C.
+    `prepare` is applied before the corruption, such as resizing to 256 and cropping to 224 for ImageNet-C.
     """
     _values(name, severity, parameters)
     read = partial(_read_corrupted, dataset, name, severity, parameters, (seed, CORRUPTIONS.index(name)), prepare)
@@ -128,10 +111,7 @@ def defocus_blur(image: PixelArray, rng: Random, radius: float, sigma: float) ->
 
 
 def glass_blur(image: PixelArray, rng: Random, sigma: float, reach: int, rounds: int) -> PixelArray:
-    """Frosted glass: blur, scatter pixels locally, blur again.
-
-    The published code intends to swap two pixels but copies one over the other; so does this code.
-    """
+    """Frosted glass: blur, scatter pixels locally (copied, as in the published code, not swapped), blur again."""
     height, width = image.shape[:2]
     blurred = np.floor(gaussian_blur(image / 255.0, sigma) * 255.0)
     source = list(range(height * width))  # source pixel of each position; a list, because the loop is sequential
@@ -171,10 +151,7 @@ def snow(image: PixelArray, rng: Random, *numbers: float) -> PixelArray:
 
 
 def frost(image: PixelArray, rng: Random, image_weight: float, frost_weight: float, scale: float) -> PixelArray:
-    """Ice crystals on the lens: drawn by `ice`, where the original overlays photographs of frost.
-
-    Results are comparable between severities, but not with the numbers of ImageNet-C.
-    """
+    """Ice crystals on the lens: drawn by `ice`, where the original overlays photographs of frost."""
     return np.clip(image_weight * image + frost_weight * ice(image.shape[0], image.shape[1], scale, rng), 0, 255)
 
 
@@ -252,8 +229,8 @@ def gaussian_blur(image: PixelArray, sigma: float, mode: str = "nearest", trunca
 def directional_blur(image: PixelArray, radius: float, sigma: float, angle: float) -> PixelArray:
     """Blur along a line, as ImageMagick's `MotionBlurImage` does.
 
-    Each pixel becomes the mean of `2·radius + 1` pixels, starting at itself and running in the direction of the angle
-    (in degrees), weighted by one half of a Gaussian. The border is padded by repeating its edge pixels.
+    Each pixel becomes the mean of `2·radius + 1` pixels from itself in the direction of the angle (in degrees),
+    weighted by one half of a Gaussian.
     """
     width = 2 * math.ceil(radius) + 1
     weights = np.exp(-(np.arange(width) ** 2) / (2.0 * sigma**2))

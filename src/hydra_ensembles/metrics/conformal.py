@@ -43,25 +43,6 @@ def conformal_threshold(scores: Tensor, share: float) -> float:
     return math.inf if rank > len(ordered) else ordered[rank - 1].item()
 
 
-def chance_of_fewer(accepted: int, samples: int, share: float, held_out: int) -> float:
-    """Probability that a threshold for `share`, set on `held_out` samples, accepts at most `accepted` of `samples`.
-
-    For new samples from the same distribution, the number accepted is exactly beta-binomial, and larger with ties.
-    """
-    rank = rank_for(share, held_out)
-    if rank > held_out:
-        return float(accepted >= samples)
-    counts = torch.arange(accepted + 1, dtype=torch.float64, device="cpu")
-    more, fewer = (counts.new_tensor(count) for count in (rank, held_out + 1 - rank))
-
-    def log_beta(one: Tensor, other: Tensor) -> Tensor:
-        return torch.lgamma(one) + torch.lgamma(other) - torch.lgamma(one + other)
-
-    choices = -log_beta(counts + 1, samples - counts + 1) - math.log(samples + 1)  # log binomial coefficients
-    logs = choices + log_beta(counts + more, samples - counts + fewer) - log_beta(more, fewer)
-    return min(1.0, math.exp(float(logs.logsumexp(0))))
-
-
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:
     """P-value of each score `[B]`: (1 + number of held-out scores `[n]` at least as high) / (n + 1), `[B]`.
 
