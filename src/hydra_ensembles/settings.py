@@ -24,7 +24,7 @@ END = 2**63  # the first integer beyond torch's and numpy's int64 counts and see
 _hints: Callable[..., dict[str, Any]] = functools.cache(get_type_hints)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Range:
     """A range of accepted finite numbers: from `least` to `most` (inclusive), or `above` one and `below` another.
 
@@ -42,7 +42,7 @@ class Range:
         high = value <= self.most if self.below is None else value < self.below
         return bool(low and high and abs(value) < math.inf)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         low = self.least if self.above is None else self.above
         high = self.most if self.below is None else self.below
         parts = [f"{'at least' if self.above is None else 'above'} {low:.15g}"] if low > -math.inf else []

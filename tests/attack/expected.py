@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ensembles as he
+from hydra_ensembles.digest import digest as digest_of
 from hydra_ensembles.errors import HydraError
-from hydra_ensembles.fingerprints import tensors_digest
-from hydra_ensembles.schema import to_plain
+from hydra_ensembles.settings import to_plain
 
 from .small import KINDS
 
@@ -99,7 +99,7 @@ def digest(*parts: Any) -> str:
     found = hashlib.sha256()
     for part in parts:
         if isinstance(part, nn.Module):
-            found.update(tensors_digest(part.state_dict()).encode())
+            found.update(digest_of(part).encode())
             for tower in (part.image, part.text) if isinstance(part, he.DualEncoder) else (part,):
                 found.update(digest(to_plain(tower.config), to_plain(tower.metadata.plain)).encode())
                 side, fitted = tower.metadata.text_side, tower.metadata.familiarity
@@ -108,7 +108,7 @@ def digest(*parts: Any) -> str:
                 if fitted is not None:
                     found.update(digest(to_plain(fitted.settings), *chain(*sorted(fitted.state.items()))).encode())
         elif isinstance(part, Tensor):
-            found.update(tensors_digest({"": part}).encode())
+            found.update(digest_of(part).encode())
         else:
             found.update(json.dumps(part, sort_keys=True, default=repr).encode())
         found.update(b"\x1f")

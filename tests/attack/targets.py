@@ -20,7 +20,7 @@ import hydra_ensembles as he
 from checkpoint_models import ensemble, inputs_for, metadata_for, text, tiny
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.report.table import to_markdown
-from hydra_ensembles.schema import to_plain
+from hydra_ensembles.settings import to_plain
 from sample_evaluations import evaluation
 from unit.training.training_cases import Stopping
 
