@@ -7,17 +7,17 @@ import inspect
 import random
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from .errors import CheckpointError, ConfigError, HydraWarning, MissingExtraError
+from .errors import ConfigError, HydraWarning, MissingExtraError
 
 # Code that is never the source of a warning: ours, and frames of torch and contextlib between the caller and us.
 _INTERNAL_PATHS = Path(__file__).parent, Path(torch.__file__).parent, Path(contextlib.__file__)
@@ -213,24 +213,3 @@ def unlimited_recompiles() -> AbstractContextManager[None]:
     """Raise the recompile limits of `torch.compile`, which count for all models together."""
     limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
     return torch.compiler.config.patch(limits)  # type: ignore[attr-defined]
-
-
-def require_same_run(theirs: Any, ours: Any, path: Path, what: str) -> None:
-    """Raise if the work (`what`) stored at `path` was started with settings (`theirs`) that differ from `ours`."""
-    lines = list(_differences(theirs, ours))
-    if lines:
-        some = "; ".join([*lines[:5], *["…"] * (len(lines) > 5)])
-        raise CheckpointError(f"{path} holds {what} of another run: {some}. Give another place, or delete this one")
-
-
-def _differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:
-    """Describe the differences between two pieces of plain data, one line per innermost field."""
-    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-        for key in sorted(theirs.keys() | ours.keys()):
-            yield from _differences(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))
-    elif theirs != ours:
-        texts = repr(theirs), repr(ours)
-        alike = next((at for at, (was, now) in enumerate(zip(*texts, strict=False)) if was != now), 0)
-        first = 0 if alike < 16 else alike  # joined digests may begin alike
-        was, now = (text if len(text) <= 40 else "…"[:first] + f"{text[first : first + 16]}…" for text in texts)
-        yield f"{path or 'the content'} was {was} and is {now}"

@@ -116,25 +116,3 @@ def why_not_exclusive(model: object) -> str | None:
     if problem in (None, "single_label_classification"):
         return None
     return f"problem_type is {problem!r}, but the probabilities here are a softmax over mutually exclusive classes"
-
-
-# --- to be removed with `cli/sources.py`, their last caller ------------------------------------------------
-
-
-def are_numbers(names: Sequence[str]) -> bool:
-    """Whether all names are decimal numbers."""
-    return all(name.isdecimal() for name in names)
-
-
-def class_numbers(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
-    """Map the index of each class of a data set to the model's; classes that the model does not have are left out."""
-    shared = same_names(names, labels)
-    if not shared and are_numbers(names) and not (labels and are_numbers(labels)):
-        return {place: int(name) for place, name in enumerate(names)}
-    return shared if labels else {place: place for place in range(len(names))}
-
-
-def require_as_many(names: Sequence[str], labels: Sequence[str], classes: int | None, name: str, _: str) -> None:
-    """Refuse class names if a model without names has another number of classes."""
-    if classes is not None and not labels and not are_numbers(names) and len(names) != classes:
-        raise DataError(f"{name} has {len(names)} classes ({a_few(names)}), but the model has {classes} without names")

@@ -10,8 +10,9 @@ import warnings
 from functools import cache, partial
 from pathlib import Path
 
+from hydra_ensembles.checkpoint import DIGEST
+from hydra_ensembles.digest import digest
 from hydra_ensembles.errors import HydraError
-from hydra_ensembles.files import DIGEST, digest_of
 
 from .counting import Row, count
 from .edits import OUTSIDE, Edit, Files, apply, edits, read_document
@@ -89,7 +90,7 @@ def write_digests(folder: Path, original: Files) -> bool:
             for part in () if document is None else document[0] if document[1] else (document[0],):
                 if isinstance(part, dict) and isinstance(part.get(DIGEST), str) and part[DIGEST]:
                     try:
-                        right = digest_of({key: value for key, value in part.items() if key != DIGEST})
+                        right = digest({key: value for key, value in part.items() if key != DIGEST})
                     except HydraError:  # not JSON, no digest
                         continue
                     text = text.replace(part[DIGEST].encode(), right.encode())

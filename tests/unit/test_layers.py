@@ -18,7 +18,6 @@ LAYERS = (
     "cli demo __main__",
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts.split()}
-LAYER |= {"run_folder": 4}  # until they are gone
 LIGHT = {"torch", "numpy", "safetensors", "huggingface_hub", "tqdm", "filelock"}
 FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 OURS = [name for name in FILES if not name.endswith("__init__")]
@@ -78,5 +77,5 @@ def test_optional_libraries_are_not_loaded_at_the_top_and_studies_and_benchmarks
     for name in OURS:
         foreign = {to[1:] for to in imports(name, inside_functions=False) if to.startswith("!")}
         others = foreign - LIGHT - set(sys.stdlib_module_names)
-        assert others <= ({"typer", "rich", "yaml"} if name.startswith("cli.") else {"hydra_ensembles_cli"}), name
+        assert others <= ({"typer", "rich", "yaml"} if name.startswith("cli.") else set()), name
         assert not {"!studies", "!benchmarks"} & {*imports(name, inside_functions=True)}

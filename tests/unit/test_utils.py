@@ -8,16 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_ensembles._utils import collect_warnings, evaluation_mode, free_memory, require_same_run, torch_seeded, warn
-from hydra_ensembles.errors import CheckpointError, HydraWarning
+from hydra_ensembles._utils import collect_warnings, evaluation_mode, free_memory, torch_seeded, warn
+from hydra_ensembles.errors import HydraWarning
 
 GB = 10**9
 HOST = f"MemTotal: {64 * GB // 1024} kB\nMemAvailable: {40 * GB // 1024} kB\nHugePages_Total: 0\n"
-
-
-def test_of_long_values_that_begin_alike_it_is_shown_where_they_differ() -> None:
-    with pytest.raises(CheckpointError, match=r"data was …b+… and is …c+…"):
-        require_same_run({"data": "a" * 64 + "b" * 64}, {"data": "a" * 64 + "c" * 64}, Path("journal"), "a circuit")
 
 
 @pytest.mark.parametrize(

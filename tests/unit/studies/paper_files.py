@@ -4,11 +4,11 @@ import json
 import pickle
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
 
-from datasets_stand_in import Table, stand_in_hub
 from hydra_ensembles.data.suites import SetRef, suite
 from pictures import encoded, picture
 
@@ -97,5 +97,6 @@ def write_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content in (*LISTED.items(), *((name, JPEG) for name in IMAGES)):
         save(root / name, content)
     images = [{"bytes": encoded(picture(number)), "path": None} for number in range(3)]
-    sun397 = Table({"image": images, "label": [2, 0, 1]}, SUN397_NAMES)
-    stand_in_hub(monkeypatch, {"tanganke/sun397": {"test": sun397}})
+    sun397 = datasets.Dataset.from_dict({"image": images, "label": [2, 0, 1]})
+    sun397 = sun397.cast_column("label", datasets.ClassLabel(names=SUN397_NAMES))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, **_: {"tanganke/sun397": sun397}[name])
