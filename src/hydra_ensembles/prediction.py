@@ -53,15 +53,6 @@ class Prediction:
     samples, also by a mask: `prediction[prediction.accept]`. What needs a calibration (`accept`, `doubt`, `reason`) or
     fitted scores (`familiarity`) is None without.
 
-    Attributes:
-        member_logits: `[M, B, C]`.
-        threshold: The largest accepted score, or None.
-        score_name: The score that the threshold is for, and the default of `score()`.
-        class_names: C names, or None.
-        temperature: What calibrates `probs`: one number after the mean, or one for each member before it.
-        reference: Held-out scores for p-values, or None.
-        unfamiliarity: Feature scores, if the ensemble has any (`fit_familiarity`), or None.
-
     Examples:
         >>> logits = torch.tensor([[[4.0, 0.0], [4.0, 0.0]], [[4.0, 0.0], [0.0, 4.0]]])  # [members, samples, classes]
         >>> answer = he.Prediction.from_logits(logits)
@@ -73,13 +64,13 @@ class Prediction:
         [0, 0]
     """
 
-    member_logits: Tensor
-    threshold: float | None = None
-    score_name: ScoreName = "msp"
+    member_logits: Tensor  # [M, B, C]
+    threshold: float | None = None  # the largest accepted score
+    score_name: ScoreName = "msp"  # the score that the threshold is for, and the default of `score()`
     class_names: tuple[str, ...] | None = None
-    temperature: tuple[float, ...] = (1.0,)
-    reference: Reference | None = None
-    unfamiliarity: Unfamiliarity | None = None
+    temperature: tuple[float, ...] = (1.0,)  # of `probs`: one after the mean, or one for each member before it
+    reference: Reference | None = None  # held-out scores for p-values
+    unfamiliarity: Unfamiliarity | None = None  # feature scores, if the ensemble has any (`fit_familiarity`)
 
     @classmethod
     def from_logits(

@@ -15,27 +15,16 @@ Direction = Literal["higher", "lower", "neither"]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a comparison.
+    """One column of a comparison."""
 
-    Attributes:
-        key: Name of the number in `Evaluation.numbers`, a field of `Cost`, or `heads`.
-        title: Heading.
-        group: Heading above several columns; empty for none.
-        better: Which direction is better.
-        digits: Digits after the point.
-        scale: Factor applied before printing: 100 for percent, 1e-6 for millions.
-        suffix: Printed after the number.
-        ranked: Whether to mark the best; False if the methods are not comparable.
-    """
-
-    key: str
-    title: str
-    group: str = ""
+    key: str  # name of the number in `Evaluation.numbers`, a field of `Cost`, or `heads`
+    title: str  # heading
+    group: str = ""  # heading above several columns
     better: Direction = "neither"
-    digits: int = 2
-    scale: float = 1.0
-    suffix: str = ""
-    ranked: bool = True
+    digits: int = 2  # after the point
+    scale: float = 1.0  # factor applied before printing: 100 for percent, 1e-6 for millions
+    suffix: str = ""  # printed after the number
+    ranked: bool = True  # whether to mark the best; False if the methods are not comparable
 
     @property
     def heading(self) -> str:
@@ -55,19 +44,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a comparison.
+    """One number of a comparison."""
 
-    Attributes:
-        text: As shown; a dash if there is no number.
-        value: The number; the mean over several runs.
-        spread: Standard deviation over the runs; None for one run.
-        rank: Whether it is the best or second best of its column; numbers that look equal share a rank.
-    """
-
-    text: str
-    value: float | None = None
-    spread: float | None = None
-    rank: Rank = ""
+    text: str  # as shown; a dash if there is no number
+    value: float | None = None  # the number; the mean over several runs
+    spread: float | None = None  # standard deviation over the runs; None for one run
+    rank: Rank = ""  # the best or second best of its column; numbers that look equal share a rank
 
 
 @dataclass(frozen=True)
@@ -80,17 +62,11 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """A table of methods and metrics; printed it is Markdown, `to_csv` and `to_rich` write it otherwise.
+    """A table of methods and metrics; printed it is Markdown, `to_csv` and `to_rich` write it otherwise."""
 
-    Attributes:
-        columns: Columns that at least one method has a number for.
-        rows: Methods, in the order given.
-        notes: What a reader must know: the sets, the score, the convention, the number of runs.
-    """
-
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
+    columns: tuple[Column, ...]  # that at least one method has a number for
+    rows: tuple[Row, ...]  # methods, in the order given
+    notes: tuple[str, ...]  # what a reader must know: the sets, the score, the convention, the number of runs
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(row.name for row in self.rows)}: {len(self.columns)} columns)"
