@@ -98,7 +98,8 @@ def fit_familiarity(
     if not names or len(set(names)) < len(names) or not set(names) <= set(FAMILIARITY_NAMES):
         raise ConfigError(f"score={score!r} cannot be fitted; give some of {', '.join(FAMILIARITY_NAMES)}, each once")
     require("held_out", held_out, Rate)
-    samples = read_answers(ensemble, id_batches, "id_batches", not set(names).isdisjoint(BY_CLASS), seed)
+    by_class = not set(names).isdisjoint(BY_CLASS)
+    samples = read_answers(ensemble, id_batches, "id_batches", by_class, seed, logits="vim" in names)
     draws = np.random.default_rng(seed)
     held = np.flatnonzero(draws.random(len(samples.labels)) < held_out)
     if len(held) > MAX_HELD_OUT:
@@ -166,10 +167,14 @@ def answers(
             yield inputs, Answered(features.float().cpu(), logits.float().cpu(), labels, sample_digests(inputs))
 
 
-def read_answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool = True, seed: int = 0) -> Answered:
-    """A model's outputs for all samples, see `answers`."""
-    features, logits, *rest = zip(*(one for _, one in answers(ensemble, batches, name, labelled, seed)), strict=True)
-    return Answered(torch.cat(features, dim=1), torch.cat(logits, dim=1), *map(torch.cat, rest))
+def read_answers(
+    ensemble: Ensemble, batches: Batches, name: str, labelled: bool = True, seed: int = 0, logits: bool = True
+) -> Answered:
+    """A model's outputs for all samples, see `answers`; of logits, which may be many, none unless wanted."""
+    found = (one for _, one in answers(ensemble, batches, name, labelled, seed))
+    parts = [one if logits else one._replace(logits=one.logits[..., :0].clone()) for one in found]
+    features, kept, *rest = zip(*parts, strict=True)
+    return Answered(torch.cat(features, dim=1), torch.cat(kept, dim=1), *map(torch.cat, rest))
 
 
 def sample_digests(inputs: Inputs) -> Tensor:

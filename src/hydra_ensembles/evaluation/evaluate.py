@@ -26,7 +26,7 @@ from ..data.dataset import Dataset
 from ..digest import digest, require_other_samples
 from ..errors import ConfigError, DataError
 from ..familiarity import recognised, sample_digests
-from ..metrics.inputs import Convention, at_least_float32, check_finite
+from ..metrics.inputs import Convention, at_least_float32
 from ..model.dropout import evaluating
 from ..model.ensemble import Ensemble, warn_if_edited, weights_of
 from ..model.inputs import model_call
@@ -248,7 +248,6 @@ class _Pass:
                 found = self.kept.step(f"answers/{contents[:32]}", answer, TENSORS)
                 dtype = found["logits"].dtype
                 raw = at_least_float32(found["logits"])  # [M, B, C]
-                check_finite(raw, "member logits [M, B, C]", title)
                 labels = None
                 if labelled:
                     wanted = (require_labels(one, raw.shape[2], title, index) for index, _, one in chunk)
@@ -285,6 +284,8 @@ class _Pass:
                 got = f"{logits.dtype} {shape}" if isinstance(logits, Tensor) else type(logits).__name__
                 expected = "floating point [M, B, C] (members, inputs, classes), or [B, C] of one member"
                 raise DataError(f"{title}, batch {index}: the model answered with {got}; expected {expected}")
+            if not bool(logits.isfinite().all()):
+                raise DataError(f"{title}, batch {index}: the answer has NaN or infinity; look for them in the inputs")
             parts.append((logits.detach().cpu().reshape(-1, *shape[-2:]), by_features))  # [B, C] -> [1, B, C]
         for logits, _ in parts:
             require_like(logits, parts[0][0], title)
