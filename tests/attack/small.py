@@ -21,8 +21,6 @@ BLOCKS: dict[str, Any] = {"width": 12, "layers": LAYERS, "heads": HEADS, "head_d
 WORDS = {"vocabulary": VOCABULARY, "positions": LONGEST}
 LABELS = ("cat", "dog", "bus")
 NAMES = ("cat", "dog", "red bus", "green tree")
-KINDS = ("image", "text")
-KEYS = {"image": "pixel_values", "text": "input_ids"}
 
 Batch = tuple[Any, Tensor]
 
@@ -83,14 +81,6 @@ def batches(kind: str = "image", count: int = 24, size: int = 4, seed: int = 1, 
     inputs, labels = samples(kind, count, seed, shift)
     cuts = [slice(start, start + size) for start in range(0, count, size)]
     return [(rows(inputs, cut), labels[cut]) for cut in cuts]
-
-
-def pairs(count: int = 12, size: int = 4, seed: int = 1) -> list[tuple[Tensor, list[str], Tensor]]:
-    """Batches of images, captions and labels."""
-    found = batches("image", count, size, seed)
-    return [
-        (images, [f"a photo of a {LABELS[label]}" for label in labels.tolist()], labels) for images, labels in found
-    ]
 
 
 class Shuffled:

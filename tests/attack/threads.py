@@ -11,8 +11,7 @@ import torch
 import hydra_ensembles as he
 from hydra_ensembles.model.cost import measure_costs
 
-from .counting import Row, count
-from .expected import alike
+from .counting import Row, alike, count
 from .small import NAMES, batches, dual, hydra, model
 
 CASES = 40
@@ -78,6 +77,13 @@ def _probs(subject: Any, inputs: Any) -> Any:
     return subject.predict(inputs).probs
 
 
+def _beside_masked(subject: Any, inputs: Any) -> Any:
+    """The answer while other threads mask heads of the same model, and do so here once in between."""
+    with he.masked(subject, [(0, 1)]):
+        subject.predict(inputs)
+    return subject.predict(inputs).probs
+
+
 @torch.no_grad()
 def _compared(towers: he.DualEncoder, images: Any) -> Any:
     return towers(images, ["a photo of a cat", "the dog"])
@@ -93,6 +99,7 @@ SUBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {
     "MC dropout": (lambda: he.mc_dropout(model(seed=9), 0.3, 4), _probs),
     "a zero-shot classifier": (lambda: he.zero_shot(dual(), NAMES), _probs),
     "two towers": (partial(dual, seed=3), _compared),
+    "beside masked heads": (DROPPING, lambda one, x: _beside_masked(one, x)),
     "evaluate": (DROPPING, lambda one, x: he.evaluate(one, [(x, torch.arange(3))], progress=False).numbers()),
     "measure_costs": (DROPPING, lambda one, x: measure_costs({"m": one}, x, repeats=1, warmup=0)[0].parameters),
 }

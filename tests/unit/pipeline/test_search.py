@@ -266,4 +266,4 @@ def test_fronts_table_and_figure_have_who_is_not_beaten_at_their_price() -> None
     text = to_markdown(found.table())
     assert "| dear | 4.00× | – |" in text
     assert found.why in text
-    assert found.figure().startswith("<svg ")
+    assert "<svg " in found.figure()
