@@ -17,8 +17,8 @@ _ROW_SUM_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 def where(name: str | None) -> str:
-    """Start of an error message: the name of the set, if known."""
-    return "" if name is None else f"set {name!r}: "
+    """Start of an error message: the name of the data, if known."""
+    return "" if name is None else f"{name}: "
 
 
 def at_least_float32(values: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def check_scores(scores: Tensor, quantity: str) -> Tensor:
 
 def check_labels(labels: Any, samples: int, classes: int, name: str | None = None) -> Tensor:
     """Class indices `[B]` as int64, from a tensor, an array or a list; requires one for each sample."""
-    source = "the data" if name is None else f"set {name!r}"
+    source = "the data" if name is None else name
     check_same_length({"samples": samples}, name)
     return within_classes(read_labels(labels, samples, source).detach(), classes, source)
 
