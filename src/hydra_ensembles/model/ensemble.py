@@ -248,9 +248,7 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
 
     def features_and_logits(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Pooled features `[M, B, d]`, those of two tokens concatenated, and member logits `[M, B, C]`."""
-        pooled = self.readout.pool(*self._encoded(*self.unpack(*inputs, **named)))
-        logits = self.readout.classify(pooled)
-        return self._per_member(pooled.flatten(2)), self._per_member(logits)
+        return self._features_and_logits(*self.unpack(*inputs, **named))
 
     def prepare(self, *inputs: Any, **named: Any) -> Prepared:
         """Read and check arguments of `forward`, raw inputs too, and move them to the model's device and dtype."""
@@ -303,6 +301,13 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
     def _forward(self, inputs: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """Member logits `[M, B, C]` of arguments that are prepared."""
         return self._per_member(self.readout(*self._encoded(inputs, mask, segments)))
+
+    def _features_and_logits(
+        self, inputs: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Features `[M, B, d]` and member logits `[M, B, C]` of arguments that are prepared."""
+        pooled = self.readout.pool(*self._encoded(inputs, mask, segments))
+        return self._per_member(pooled.flatten(2)), self._per_member(self.readout.classify(pooled))
 
     def _encoded(
         self, inputs: Tensor, mask: Tensor | None, segments: Tensor | None

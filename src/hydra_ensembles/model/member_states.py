@@ -107,9 +107,8 @@ def equal_pair(members: Sequence[tuple[object, Mapping[str, Tensor]]]) -> tuple[
     """Indices of two bitwise equal members, each given by configuration and state; None if there are none."""
     for i, j in combinations(range(len(members)), 2):
         (config, state), (other_config, other) = members[i], members[j]
-        if config != other_config or any(state[n].device != other[n].device or state[n].is_meta for n in state):
-            continue
-        if all(torch.equal(state[name], other[name]) for name in reversed(list(state))):  # classifiers differ first
+        names = reversed(list(state))  # classifiers differ first
+        if config == other_config and all(torch.equal(state[name], other[name].to(state[name])) for name in names):
             return i, j
     return None
 
@@ -128,31 +127,26 @@ def member_index(index: object, members: int) -> int:
 
 
 def listed(members: Iterable[Any], caller: str) -> list[Any]:
-    """Members from any iterable, at least one; modules, paths and mappings are refused, though some are iterable."""
-    scalar = getattr(members, "ndim", 1) == 0
-    several = isinstance(members, Iterable) and not scalar and not isinstance(members, str | nn.Module | Mapping)
-    models = list(members) if several else []
+    """Members from any iterable, at least one; a single model is refused, though some are iterable."""
+    models = [] if isinstance(members, nn.Module | str | Mapping) else list(members)
     if not models:
-        received = "none" if several else f"a single {type(members).__name__}"
-        raise ConfigError(f"{caller} takes a list of at least one member, got {received}; give [model, ...]")
+        raise ConfigError(f"{caller} takes a list of at least one member: give [model, ...]")
     return models
 
 
 def require_same_dtype_and_device(states: Sequence[Mapping[str, Tensor]]) -> None:
     """Refuse members whose parameters differ in dtype or device from the first member's, naming one."""
-    for index, state in enumerate(states[1:], start=1):
+    for index, state in enumerate(states):
         for name, first in states[0].items():
             other = state.get(name, first)
             if (first.dtype, first.device) != (other.dtype, other.device):
                 mine, theirs = f"{first.dtype} on {first.device}", f"{other.dtype} on {other.device}"
-                advice = "convert the members first: member.to(device, dtype)"
-                raise ConfigError(f"member 0 has {name} in {mine}, member {index} in {theirs}; {advice}")
+                raise ConfigError(f"{name} is {mine} in member 0, {theirs} in member {index}; use member.to(...)")
 
 
 def require_same_architecture(configs: Sequence[EnsembleConfig]) -> None:
     """Refuse members with different architectures, naming the first fields that differ."""
-    for index, config in enumerate(configs[1:], start=1):
-        differences = configs[0].differences(config)
-        if differences:
+    for index, config in enumerate(configs):
+        if differences := configs[0].differences(config):
             some = "; ".join(differences[:5])
             raise ConfigError(f"members 0 and {index} are not copies of one model: they differ in {some}")

@@ -216,7 +216,7 @@ class OptimizedEnsemble:
         if (plan, compiled) in self._runs:
             return self._runs[plan, compiled]
         familiarity, module = self.metadata.familiarity, self._modules[plan]
-        code: Any = module if familiarity is None else module.features_and_logits
+        code: Any = module._forward if familiarity is None else module._features_and_logits
         if compiled:
             code = torch.compile(code, fullgraph=True, dynamic=False)
 
