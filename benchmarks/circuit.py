@@ -39,33 +39,27 @@ Batches = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """A model with data, and the layers whose heads may be removed."""
+    """A model with data."""
 
     name: str
     model: he.Ensemble
     inside: Batches
     outside: Batches
-    layers: tuple[int, ...] | None = None
 
     @property
     def heads(self) -> int:
         """The number of heads that may be removed."""
-        layers = range(self.model.num_layers) if self.layers is None else self.layers
-        return sum(len(self.model.heads[0][layer]) for layer in layers)
+        return sum(map(len, self.model.heads[0]))
 
 
 def random_case(name: str, pixels: int, samples: int, options: argparse.Namespace, **shape: Any) -> Case:
     """A ViT with random weights, labelled by its own predictions; OOD images have more contrast."""
     torch.manual_seed(options.seed)
-    model = he.convert(timm.create_model("vit_base_patch16_224", img_size=pixels, num_classes=10, **shape))
-    generator = torch.Generator().manual_seed(options.seed)
+    model = he.convert(timm.create_model("vit_base_patch16_224", img_size=pixels, num_classes=10, **shape).eval())
+    model = model.to(options.device)
+    draws = torch.Generator().manual_seed(options.seed)
+    inside, outside = (torch.randn(samples, 3, pixels, pixels, generator=draws) for _ in range(2))
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.dim() > 2:
-                scale = 1.0 if "classifier" in key or "position" in key else 1.5 / parameter.shape[-1] ** 0.5
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-        model = model.to(options.device, torch.float32).eval()
-        inside, outside = (torch.randn(samples, 3, pixels, pixels, generator=generator) for _ in range(2))
         labels = torch.cat([model(part.to(options.device))[0].argmax(-1).cpu() for part in inside.split(64)])
     return Case(name, model, [(inside, labels)], [(2 * outside, torch.zeros_like(labels))])
 
@@ -74,22 +68,15 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
     """The cases to measure."""
     if options.tiny:
         yield random_case("tiny", 16, options.samples or 64, options, **TINY)
-    elif options.scaling:  # more samples with all heads, and more heads with the same samples
+    elif options.scaling:
         most, size = options.samples or 256, options.image_size
         for samples in (most // 8, most // 4, most // 2, most):
-            name = f"ViT-B/16 at {size} px, 12 layers, {samples} + {samples} samples"
-            case = random_case(name, size, samples, options)
-            yield case
-            for count in (3, 6) if samples == most // 4 else ():
-                name = f"ViT-B/16 at {size} px, last {count} layers, {samples} + {samples} samples"
-                yield Case(name, case.model, case.inside, case.outside, tuple(range(12 - count, 12)))
+            yield random_case(f"ViT-B/16 at {size} px, {samples} + {samples} samples", size, samples, options)
     else:
         model = he.Ensemble.from_pretrained(options.model).to(options.device, torch.float32)
         files = [load_file(path) for path in (options.id, options.ood)]
-        inside, outside = (
-            [(file["inputs"][: options.samples].float(), file["labels"][: options.samples].long())] for file in files
-        )
-        yield Case(options.name or options.model.name, model, inside, outside)
+        sides = [[(file["inputs"][: options.samples], file["labels"][: options.samples].long())] for file in files]
+        yield Case(options.name or options.model.name, model, *sides)
 
 
 def timed(
@@ -103,7 +90,6 @@ def timed(
         case.model,
         case.inside,
         None if score == "acc" else case.outside,
-        layers=case.layers,
         progress=False,
         **settings,
     )
@@ -147,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tiny", action="store_true", help="a small model with random weights, for any machine")
-    add("--scaling", action="store_true", help="how time grows with heads and samples")
+    add("--scaling", action="store_true", help="how time grows with samples")
     add("--model", type=Path, help="folder of a saved ensemble, with --id and --ood")
     add("--id", type=Path, help="file of ID samples")
     add("--ood", type=Path, help="file of OOD samples")

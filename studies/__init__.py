@@ -8,5 +8,5 @@ measures, paper           metrics with intervals; the paper's numbers
 classifiers, methods      the studies of classifiers: data and models of a seed, every method
 zero_shot, zero_shot_sets the zero-shot study
 paper_task                the paper's own tasks, for users who have its data
-analyses, noise, towers   the paper's analyses, and some of ours
+analyses, noise           the paper's analyses
 """

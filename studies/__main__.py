@@ -17,8 +17,7 @@ from .fetch import SETS
 from .fetch import prepare as prepare_set
 from .rows import Rows, published, write_rows
 from .sets import DataFolder, read_yaml
-from .tables import Study, beside_paper, write_csv, write_tables
-from .towers import towers as tower_scores
+from .tables import Study, beside_paper, write_tables
 from .zero_shot import SUITES, ZeroShotTask, zero_shot_recipe
 
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
@@ -104,7 +103,7 @@ def zero_shot(
 @app.command()
 def paper(
     name: Annotated[str, typer.Argument(help=f"Task of the paper: {', '.join(paper_task.TASKS)}.")],
-    model: Annotated[str, typer.Option(help="Pretrained: timm:NAME, torchvision:NAME, hub id or folder.")],
+    model: Annotated[str, typer.Option(help="Pretrained: timm:NAME, ours:FOLDER, or what transformers reads.")],
     data: Annotated[Path, typer.Option(help="Folder with the paper's sets, each in a folder of its name, or OpenOOD.")],
     output: Output = RUNS,
     methods: Methods = "",
@@ -134,7 +133,7 @@ def analyse(
     device: Device = None,
     cifar: Cifar = None,
 ) -> None:
-    """Run analyses of the paper (and some of ours) on the models of a study; missing models are made."""
+    """Run analyses of the paper on the models of a study; missing models are made."""
     if unknown := set(names.split(",")) - set(analyses.ANALYSES):
         raise ConfigError(f"there are no analyses {sorted(unknown)}; choose from {', '.join(analyses.ANALYSES)}")
     loaded = of_recipe(task, data, cifar, device, share, output)
@@ -175,17 +174,6 @@ def publish(
     write_rows(target, {key: value for key, value in rows.about.items() if key != "format"}, published(rows))
     written = write_tables(Study(rows), results / "tables")
     print(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB) and {len(written)} tables")
-
-
-@app.command()
-def towers(
-    model: Annotated[str, typer.Argument(help="Folder or checkpoint of a dual encoder.")],
-    data: Data = Path("shared"),
-    output: Annotated[Path, typer.Option("--output", "-o", help="CSV file.")] = Path("tables/tower_scores.csv"),
-    device: Device = None,
-) -> None:
-    """Taylor scores of the heads of both towers of a dual encoder (Figure 7 of the paper)."""
-    print(f"wrote {write_csv(output, tower_scores(model, data, torch_device(device)))}")
 
 
 @app.command()

@@ -1,9 +1,9 @@
-"""The paper's analyses, and some of ours, on the models of a seed: each gives rows of numbers, and one CSV table.
+"""The paper's analyses on the models of a seed: each gives rows of numbers, and one CSV table.
 
 `untrained`: pruning without training after (B.1, Tables 4 and 6). `shares`: how many heads can go (B.3, Figures 5 and
 6). `overlap`: what choices of heads have in common (B.2.2). `separation`: what heads tell apart (B.2.1, Table 5).
 `diversity`: what makes members differ (B.5, Tables 8 and 9). `members`: what more of them bring and cost (B.6, B.7).
-`noise`: Proposition 1 (B.1). Ours: `stability` of circuits over draws of data.
+`noise`: Proposition 1 (B.1).
 """
 
 import hashlib
@@ -20,9 +20,8 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles import HeadRanking
-from hydra_ensembles.data import subset
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.heads import jensen_shannon, overlap, stability
+from hydra_ensembles.heads import jensen_shannon, overlap
 from hydra_ensembles.heads.masking import attention_of, existing_heads
 from hydra_ensembles.heads.members import CIRCUIT_ORDER, circuit_members, random_members, sampled_members
 from hydra_ensembles.model.cost import measure_costs
@@ -173,35 +172,6 @@ def overlaps(lab: ClassifierLab) -> Found:
     return {**pairs, "CircAvg, random heads": chance}
 
 
-def stabilities(lab: ClassifierLab) -> Found:
-    """The share of heads that circuits from several draws of the data have in common, by the size of the draws."""
-    task, base, count, chosen = lab.task, lab.base, lab.prune, asked(lab, "stability")
-    inside, outside = task.validation, task.source.load(task.suite.circuit_ood)
-    rows: Found = {}
-    for size in chosen["sizes"]:
-        id_size, ood_size = min(size, len(inside) // 2), min(size, len(outside) // 2)
-        if id_size < size:  # two draws would be nearly the same
-            continue
-        rankings = []
-        for draw in range(chosen["draws"]):
-
-            def sides(id_size: int = id_size, ood_size: int = ood_size, draw: int = draw) -> tuple[Any, Any, Any]:
-                id_samples = task.samples(subset(inside, id_size, draw, stratified=True))
-                ood_samples = task.samples(subset(outside, ood_size, draw))
-                return base, task.batches(id_samples), task.batches(ood_samples)
-
-            name = f"draw-{chosen['score']}-{count}-{size}-{draw}"
-            rankings.append(lab.extracted(name, sides, budget=count, score=chosen["score"]))
-        rows[str(size)] = {
-            "inside": id_size,
-            "outside": ood_size,
-            "stability": stability(rankings, count),
-            "divergence": mean(jensen_shannon(*pair, count) for pair in combinations(rankings, 2)),
-            "score": mean(ranking.scores[-1] for ranking in rankings),
-        }
-    return rows
-
-
 def separation(lab: ClassifierLab) -> Found:
     """Distances between ID and OOD data in the heads of the last layer, for CircOOD and the whole model (Table 5)."""
     base, chosen = lab.base, asked(lab, "separation")
@@ -322,7 +292,6 @@ ANALYSES: Mapping[str, Analysis] = {
     "shares": shares,
     "diversity": diversity,
     "members": more_members,
-    "stability": stabilities,
 }
 
 

@@ -337,13 +337,11 @@ class ClassifierLab(Lab):
         """The heads that one of the paper's members loses; the first by Taylor exists even if no second one differs."""
         return self.taylor().first(self.prune) if (kind, index) == ("taylor", 0) else self.heads(kind)[index]
 
-    def recovered(self, kind: Heads, index: int, rate: float, **changes: Any) -> he.Ensemble:
+    def recovered(self, kind: Heads, index: int, rate: float) -> he.Ensemble:
         """One of the paper's members: Single without its heads, trained by D.2."""
-        suffix = "".join(f"-{key}-{value}" for key, value in changes.items())
-        training = self.task.recovery(seed=self.derived("recovery", index), learning_rate=rate, **changes)
-        return self.trained(
-            f"{kind}-{index}-rate-{rate:g}{suffix}", lambda: he.prune(self.base, self.lost(kind, index)), training
-        )
+        training = self.task.recovery(seed=self.derived("recovery", index), learning_rate=rate)
+        name = f"{kind}-{index}-rate-{rate:g}"
+        return self.trained(name, lambda: he.prune(self.base, self.lost(kind, index)), training)
 
     def whole_recovered(self, rate: float) -> he.Ensemble:
         """Single, trained by D.2 with nothing pruned."""

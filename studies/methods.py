@@ -32,7 +32,6 @@ CLASSIFIERS = "Deep Ensembles (classifiers)"
 
 PRETRAINED = ("image", "text")  # kinds of tasks that start from a pretrained model
 EVERY = (*PRETRAINED, "scratch")
-CURVE = "vision-cifar100"  # task that shows the cost of short recovery
 LAPLACE_MEMBERS = 20  # classifiers drawn, at the price of one model
 POINTS = 10  # points that SWAG visits
 OBA_STEPS, OBA_BATCHES = 8, 16  # the public code uses 49 and 200: 77 times as much
@@ -50,7 +49,6 @@ class Row(Method):
     """
 
     kinds: Sequence[str] = PRETRAINED
-    only: str | None = None  # the only task that has it
 
 
 # --- settings to choose from -----------------------------------------------------------------------------------------
@@ -122,10 +120,9 @@ def branches(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
     return he.fuse(models, mlp=setting["mlp"], average=trunk)
 
 
-def of_paper(kind: Heads, index: int, steps: int | None = None) -> Making:
-    """A row with one of the paper's members; `steps` overrides the study's recovery steps."""
-    changes = {} if steps is None else {"steps": steps, "warmup": max(1, steps // 20)}
-    return lambda lab, setting: lab.recovered(kind, index, rate_of(setting), **changes)
+def of_paper(kind: Heads, index: int) -> Making:
+    """A row with one of the paper's members."""
+    return lambda lab, setting: lab.recovered(kind, index, rate_of(setting))
 
 
 def fused(kind: Heads, mlp: Fusion = "mean", whole: bool = False) -> Making:
@@ -308,9 +305,6 @@ ROWS: Mapping[str, Row] = {
     "Deep Ensembles, MLPs averaged": Row(lambda lab, _: he.fuse(lab.singles, stem="separate"), 3),
     "Taylor": paper_row(of_paper("taylor", 0), 2),
     CIRC_AVG: Row(of_paper("circuits", 0), 2, paper_rates, kinds=EVERY),
-    "CircAvg, 100 steps": Row(of_paper("circuits", 0, 100), 1.1, like=CIRC_AVG, only=CURVE),
-    "CircAvg, 1,000 steps": Row(of_paper("circuits", 0, 1000), 1.5, like=CIRC_AVG, only=CURVE),
-    "CircAvg, 10,000 steps": Row(of_paper("circuits", 0, 10_000), 6, like=CIRC_AVG, only=CURVE),
     "CircAcc": paper_row(of_paper("circuits", 1), 2),
     "CircOOD": paper_row(of_paper("circuits", 2), 2),
     "Random heads": paper_row(fused("random"), 4),
@@ -328,5 +322,5 @@ ROWS: Mapping[str, Row] = {
 def methods_of(task: ClassifierTask) -> dict[str, Method]:
     """The methods of a task; a control study names its own. From scratch, none averages models trained separately."""
     kind = "scratch" if task.scratch else task.kind
-    methods = {name: row for name, row in ROWS.items() if kind in row.kinds and row.only in (None, task.name)}
+    methods = {name: row for name, row in ROWS.items() if kind in row.kinds}
     return {name: methods[name] for name in task.plain.get("methods", methods)}

