@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +354,7 @@ def of_workers(options: argparse.Namespace, checkouts: Mapping[str, Path]) -> It
                 workers[side].send(do="measure")
                 return workers[side].receive()
 
-            found = in_turn({side: lambda side=side: measured(side) for side in SIDES}, options.turns)
+            found = in_turn({side: partial(measured, side) for side in SIDES}, options.turns)
             failed = {side: one["error"] for side in SIDES for one in found[side] if "error" in one}
             if failed:
                 yield failure(case, what, failed, options)
@@ -420,7 +421,7 @@ def of_processes(options: argparse.Namespace, checkouts: Mapping[str, Path]) -> 
             try:
                 for side in SIDES:
                     measured(side)  # compiles bytecode
-                found = in_turn({side: lambda side=side: measured(side) for side in SIDES}, options.turns)
+                found = in_turn({side: partial(measured, side) for side in SIDES}, options.turns)
             except RuntimeError as error:
                 yield failure(case, case, {"one side": str(error)}, options)
                 continue
@@ -472,7 +473,7 @@ def of_servers(options: argparse.Namespace, checkouts: Mapping[str, Path]) -> It
 
         for side in SIDES:
             measured(side)
-        found = in_turn({side: lambda side=side: measured(side) for side in SIDES}, options.turns)
+        found = in_turn({side: partial(measured, side) for side in SIDES}, options.turns)
         yield from lines("server", "uploads", found, options, said["torch"])
 
 
@@ -489,7 +490,7 @@ def server(model: Path, checkout: Path) -> Iterator[tuple[int, int]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", COMMAND, "serve", str(model), "--port", str(port), "--device", "cpu"]
-    command += ["--max-batch", "16", "--max-wait", "5", "--max-queue", "1024"]
+    command += ["--max-batch", "16", "--max-wait", "5"]
     log = Path(tempfile.mkdtemp()) / "server.log"
     with log.open("w") as file:
         settings = {**environment(checkout), "OMP_NUM_THREADS": "1"}

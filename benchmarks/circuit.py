@@ -1,13 +1,11 @@
 """Circuit extraction: the naive and the exact method, in seconds and in model forwards.
 
     python benchmarks/circuit.py --tiny
-    python benchmarks/circuit.py --model FOLDER --id id.safetensors --ood ood.safetensors --budget 24 --ties order
-    python benchmarks/circuit.py --scaling --ties order
+    python benchmarks/circuit.py --ties order    # how time grows with samples
 
-A data file holds the tensors `inputs`, preprocessed, and `labels`. A model forward is one pass of the whole model over
-all samples. The naive method may be measured on its first steps only (`--naive-steps`), and extrapolated by the number
-of heads evaluated; such numbers are marked. Rows are added to `results/tables/circuits.csv`; `against.py` compares two
-checkouts.
+Weights are random. A model forward is one pass of the whole model over all samples. The naive method may be measured
+on its first steps only (`--naive-steps`), and extrapolated by the number of heads evaluated; such numbers are marked.
+Rows are added to `results/tables/circuits.csv`; `against.py` compares two checkouts.
 """
 
 import argparse
@@ -21,7 +19,6 @@ from typing import Any
 
 import timm
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,15 +65,10 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
     """The cases to measure."""
     if options.tiny:
         yield random_case("tiny", 16, options.samples or 64, options, **TINY)
-    elif options.scaling:
+    else:
         most, size = options.samples or 256, options.image_size
         for samples in (most // 8, most // 4, most // 2, most):
             yield random_case(f"ViT-B/16 at {size} px, {samples} + {samples} samples", size, samples, options)
-    else:
-        model = he.Ensemble.from_pretrained(options.model).to(options.device, torch.float32)
-        files = [load_file(path) for path in (options.id, options.ood)]
-        sides = [[(file["inputs"][: options.samples], file["labels"][: options.samples].long())] for file in files]
-        yield Case(options.name or options.model.name, model, *sides)
 
 
 def timed(
@@ -133,24 +125,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tiny", action="store_true", help="a small model with random weights, for any machine")
-    add("--scaling", action="store_true", help="how time grows with samples")
-    add("--model", type=Path, help="folder of a saved ensemble, with --id and --ood")
-    add("--id", type=Path, help="file of ID samples")
-    add("--ood", type=Path, help="file of OOD samples")
-    add("--name", help="what to call the case")
     add("--budget", type=int, default=8)
     add("--samples", type=int, help="ID samples, and as many OOD samples; default: all there are")
     add("--scores", nargs="+", choices=SCORES, default=list(SCORES))
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     add("--ties", choices=("order", "likelihood"), help="default: that of the library; recorded results: order")
     add("--naive-steps", type=int, help="measure so many naive steps (at least 2) and extrapolate; default: all")
-    add("--image-size", type=int, default=112, help="of --scaling")
+    add("--image-size", type=int, default=112, help="of ViT-B/16")
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--output", type=Path, default=ROOT / "results" / "tables" / "circuits.csv")
     options = parser.parse_args(arguments)
-    if not (options.tiny or options.scaling or (options.model and options.id and options.ood)):
-        parser.error("give --tiny, --scaling, or --model with --id and --ood")
     stored = read_csv(options.output) if options.output.exists() else []
     rows = {tuple(row[key] for key in KEY): row for row in stored}
     for case in cases_of(options):

@@ -45,7 +45,7 @@ from studies.tables import read_csv, write_csv  # noqa: E402
 NAMES = (  # `hydra-kN`: pruned members above a trunk of N layers; `-last`: the last quarter of the layers
     *("single", "ours", "pruned", "mc-dropout", "lora", "lora-last", "batch-ensemble", "batch-ensemble-last"),
     *("batch-ensemble-inputs", "mimo", "packed", "oba", "laplace", "classifiers", "swag", "deep-last"),
-    *("deep-in-turn", "deep-stacked", "hydra-k0", "hydra-k4", "hydra-k6", "hydra-k8", "hydra-k10", "hydra-uneven"),
+    *("deep-in-turn", "deep-stacked", "hydra-k0", "hydra-k4", "hydra-k6", "hydra-k8", "hydra-k10"),
 )
 USUAL = ("single", "ours", "pruned", "mc-dropout", *NAMES[16:])
 GROWING = ("single", "hydra-k0", "hydra-k8", "deep-in-turn", "deep-stacked")
@@ -185,7 +185,7 @@ class Workshop:
         if name in ("ours", "oba"):  # zeros are stored and multiplied like other numbers
             return self.base.member(0)
         if name == "pruned":
-            return he.prune(self.base, self._heads("even", 0, 0))
+            return he.prune(self.base, self._heads(0, 0))
         if name in ("deep-stacked", "swag"):
             return he.Ensemble.stack([self._tuned(self.base.member(0), 0, member) for member in range(members)])
         if name == "packed":
@@ -196,9 +196,8 @@ class Workshop:
             trunk = layers - layers // 4 if name.endswith(LAST) else 0
             sharing = Sharing(**{group: group not in apart for group in ("stem", "attention", "mlp", "norms")})
             return cast(he.Ensemble, self._noisy(joined([self.base] * members, sharing, trunk), "baseline"))
-        trunk = int(name.removeprefix("hydra-k")) if name != "hydra-uneven" else 0
-        kind = "uneven" if name == "hydra-uneven" else "even"
-        pruned = [he.prune(self.base, self._heads(kind, trunk, member)) for member in range(members)]
+        trunk = int(name.removeprefix("hydra-k"))
+        pruned = [he.prune(self.base, self._heads(trunk, member)) for member in range(members)]
         return he.fuse([self._tuned(model, trunk, member) for member, model in enumerate(pruned)])
 
     def _tuned(self, ensemble: he.Ensemble, trunk: int, member: int) -> he.Ensemble:
@@ -219,14 +218,10 @@ class Workshop:
                     parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator, device=device))
         return model
 
-    def _heads(self, kind: str, trunk: int, member: int) -> list[tuple[int, int]]:
-        """A third of the heads: of every layer above the trunk, or (uneven) anywhere, like a circuit's."""
-        generator = self._generator(kind, member)
-        layers, heads = self.base.num_layers, self.base.num_heads
-        if kind == "uneven":
-            drawn = torch.randperm(layers * heads, generator=generator)[: layers * heads // 3].tolist()
-            return [divmod(index, heads) for index in drawn]
-        draws = [torch.randperm(heads, generator=generator)[: heads // 3].tolist() for _ in range(layers)]
+    def _heads(self, trunk: int, member: int) -> list[tuple[int, int]]:
+        """A third of the heads of every layer above the trunk."""
+        generator, heads = self._generator("even", member), self.base.num_heads
+        draws = [torch.randperm(heads, generator=generator)[: heads // 3].tolist() for _ in range(self.base.num_layers)]
         return [(layer, head) for layer, drawn in enumerate(draws) if layer >= trunk for head in drawn]
 
     def _generator(self, kind: str, index: int, device: torch.device | str = "cpu") -> torch.Generator:

@@ -40,7 +40,6 @@ from studies.tables import write_csv  # noqa: E402
 
 SIDE, WAIT_MS, BATCH = 256, 5.0, 16  # pixels of an upload; the server's settings
 NEAR = 1e-3  # tolerance of a confidence against `predict`: batches of other sizes round differently
-TARGETS = {"throughput.ratio": 0.9, "latency.p99_over_single": 2.5, "endurance.growth": 0.05}
 Answer = tuple[int, bytes]
 
 
@@ -239,7 +238,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts: dict[str, Any] = {"cores": os.cpu_count(), "torch": str(torch.__version__), "model": str(model)}
     for name, part in (("throughput", fast), ("latency", late), ("endurance", long)):
         facts |= {f"{name}.{key}": value for key, value in part.items()}
-    facts |= {f"target of {key}": value for key, value in TARGETS.items()}
     write_csv(options.output, [["key", "value"], *map(list, facts.items())])
     print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n")
 

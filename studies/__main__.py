@@ -149,7 +149,9 @@ def analyse(
 def tables(
     name: Annotated[str, typer.Argument(help="Stored study, or the folder of a run.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the CSV files.")] = Path("tables"),
-    results: Annotated[Path, typer.Option(help="Folder with rows/.")] = RESULTS,
+    publish: Annotated[
+        bool, typer.Option(help="Store a run in results/: its tables, and the rows users compare.")
+    ] = False,
 ) -> None:
     """Make every table of a study from its rows, on a CPU.
 
@@ -157,23 +159,14 @@ def tables(
     from `results/tables/`, which were made from all rows, by the luck of the draw.
     """
     run_folder = Path(name) / "rows.parquet"
-    study = Study(Rows.read(run_folder if run_folder.exists() else results / "rows" / f"{name}.parquet"))
-    looks = read_yaml("looks").get(study.name, {}).get("looks", 1)
-    for path in write_tables(study, output, int(looks)):
+    rows = Rows.read(run_folder if run_folder.exists() else RESULTS / "rows" / f"{name}.parquet")
+    study = Study(rows)
+    if publish:
+        target, output = RESULTS / "rows" / f"{study.name}.parquet", RESULTS / "tables"
+        write_rows(target, {key: value for key, value in rows.about.items() if key != "format"}, published(rows))
+        print(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB)")
+    for path in write_tables(study, output, int(read_yaml("looks").get(study.name, {}).get("looks", 1))):
         print(f"wrote {path}")
-
-
-@app.command()
-def publish(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    results: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
-) -> None:
-    """Store a run: tables from all its rows, and the rows of the methods that users compare."""
-    rows = Rows.read(folder / "rows.parquet")
-    target = results / "rows" / f"{rows.about['study']}.parquet"
-    write_rows(target, {key: value for key, value in rows.about.items() if key != "format"}, published(rows))
-    written = write_tables(Study(rows), results / "tables")
-    print(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB) and {len(written)} tables")
 
 
 @app.command()

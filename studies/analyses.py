@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -202,10 +202,10 @@ def last_vectors(model: he.Ensemble, batches: Iterable[Any]) -> dict[int, Tensor
     pooled = model.config.readout.pool in ("cls", "distilled", "cls_mean")
     for inputs, _ in batches:
         x, context = model.embed(*model.unpack(model.prepare(inputs)))  # [1, B, T, d]
-        for block in list(model.encoder.layers)[:last]:
+        *blocks, top = cast(list[Any], list(model.encoder.layers))
+        for block in blocks:
             x = block(x, context)
-        block: Any = model.encoder.layers[last]
-        z = attention_of(model, last).mix(block.attention_input(x), context).float().cpu()  # [B, T, H, d_k]
+        z = attention_of(model, last).mix(top.attention_input(x), context).float().cpu()  # [B, T, H, d_k]
         there = torch.ones(z.shape[:2]) if context.key_mask is None else context.key_mask.float().cpu()  # [B, T]
         weights = (there / there.sum(1, keepdim=True))[:, :, None, None]
         parts.append(z[:, 0] if pooled else (z * weights).sum(1))
@@ -246,19 +246,18 @@ def diversity(lab: ClassifierLab) -> Found:
     pool = round(plain["pool"] * prune)
     heads = sampled_members(lab.circuit("avg", pool), prune, pool, lab.members, lab.number)
 
-    def member(drawn: int, order: int, noise: int, again: int = 0) -> he.Ensemble:
+    def member(free: Sequence[int], again: int = 0) -> he.Ensemble:
         """One training; `again` numbers those with all seeds equal, which differ only by the hardware."""
+        drawn, order, noise = free
         draws = {"seed": lab.derived("noise", noise), "order_seed": lab.derived("order", order)}
         training = few_steps(lab, steps=plain["steps"], dropout=chosen["dropout"], **draws)
         name = f"diversity-{marked(lab, 'diversity')}-{drawn}{order}{noise}-{again}"
         return lab.trained(name, lambda: he.prune(base, heads[drawn]), training)
 
-    rows = {"Single": measured(lab, base), "one member": measured(lab, member(0, 0, 0))}
+    rows = {"Single": measured(lab, base), "one member": measured(lab, member((0, 0, 0)))}
     rows["Deep Ensembles"] = measured(lab, he.Ensemble.stack(lab.singles))
     for title, free in VARIANTS.items():
-        members = [
-            member(*(index * flag for flag in free), again=0 if any(free) else index) for index in range(lab.members)
-        ]
+        members = [member([index * flag for flag in free], 0 if any(free) else index) for index in range(lab.members)]
         rows[f"free: {title}"] = measured(lab, he.fuse(members, mlp="mean"))
     return rows
 

@@ -68,7 +68,7 @@ class Set:
 class Method:
     """A method: its model in a lab with a setting, and the full model trainings that it needs, including Single's."""
 
-    make: Callable[[Any, Setting], Any]
+    make: Callable[[Any, Any], Any]  # from a lab and a setting (zero-shot: class names)
     trainings: float = 1
     settings: Callable[[Any], Sequence[Setting]] = lambda _: ()  # that held-out data chooses from
     like: str | None = None  # the method whose setting it uses
@@ -216,7 +216,7 @@ def temperature_of(member_logits: Tensor, labels: Tensor) -> Calibration:
 
 def of_set(answers: Prediction, after: Prediction, labels: Tensor | None) -> dict[str, Array]:
     """The columns of a set, `[N]` each: scores, and with labels what is right and the losses; see `rows`."""
-    scores = () if answers.unfamiliarity is None else answers.unfamiliarity.score_names
+    scores: tuple[Any, ...] = () if answers.unfamiliarity is None else answers.unfamiliarity.score_names
     columns: dict[str, Tensor] = {"doubt": answers.score("msp")}
     columns |= {name: answers.score(name) for name in ("entropy", SPREAD, *scores)}
     if labels is not None:
@@ -271,7 +271,7 @@ def run(
                     if step is not None:
                         failed += attempted(step, lab, method, stage)
             if "cost" in stages and number == numbers[0]:
-                failed += attempted(lambda lab, *_: cost(lab, chosen), lab, "cost", "cost")
+                failed += attempted(lambda lab, method, stage: cost(lab, chosen), lab, "cost", "cost")
         gc.collect()
     if "tables" in stages:
         collect(task, folder)
@@ -377,7 +377,7 @@ def cost(lab: Lab, methods: Iterable[str]) -> None:
 def collect(task: Task, folder: Path) -> None:
     """Write the rows of all finished methods and seeds, and the tables made from them."""
     by_run: dict[tuple[str, int], dict[str, Array]] = {}
-    facts = []
+    facts: list[tuple[str, int, float, Any]] = []
     numbers = sorted(int(path.name.removeprefix("seed-")) for path in folder.glob("seed-*"))
     for method in task.methods:
         for number in numbers:
@@ -389,7 +389,7 @@ def collect(task: Task, folder: Path) -> None:
                 if columns:
                     by_run[method, number] = columns
                     facts.append(
-                        [method, number, task.methods[method].trainings, store.step(f"facts/{slug(method)}", dict)]
+                        (method, number, task.methods[method].trainings, store.step(f"facts/{slug(method)}", dict))
                     )
     if not by_run:
         raise DataError(f"{folder} has no finished methods; run the stage `report`")

@@ -1,10 +1,10 @@
 """Proposition 1 of the paper on real models (B.1): does pruning hurt more on noisy data, and do its conditions hold?
 
-A gate multiplies a head's part of the output projection: 1 is the unchanged model, 0 the model without the head, so
-pruning heads is a step from 1 to 0 in their gates. Gradient and Hessian of the loss in the gates, on clean test samples
-and on the same samples with noise (one of the fifteen corruptions each, in turn), give the conditions of the proposition and the second-order change of the loss gap for any set of
-heads. It is compared with the change measured by pruning: for sets that rankings choose, for random ones, and for
-random ones that meet the conditions, at a tenth of the step and at the whole step.
+A gate multiplies a head's output: 1 is the unchanged model, 0 the model without the head, so pruning heads is a step
+from 1 to 0 in their gates. Gradient and Hessian of the loss in the gates, on clean test images and on the same images
+with noise (one of the fifteen corruptions each, in turn), give the conditions of the proposition and the second-order
+change of the loss gap for any set of heads. It is compared with the change measured by pruning: for sets that rankings
+choose, for random ones, and for random ones that meet the conditions, at a tenth of the step and at the whole step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hydra_ensembles as he
 from hydra_ensembles.batches import move
 from hydra_ensembles.data.corruptions import CORRUPTIONS, corrupted
+from hydra_ensembles.heads.masking import attention_of
+from hydra_ensembles.model.layers import gating
 
 from .classifiers import ClassifierLab, ClassifierTask
 from .engine import precise_products
@@ -47,12 +48,8 @@ class Expansion:
 
 def gated_logits(model: he.Ensemble, gates: Tensor, inputs: Any) -> Tensor:
     """Logits `[B, C]` with gates `[L, H]` on the heads of an unpruned model with one member."""
-    names = [f"encoder.layers.{layer}.attention.out" for layer in range(model.num_layers)]
-    weights = {
-        name: model.get_parameter(name).detach() * gates[layer, :, None, None]  # [H, d_k, d]
-        for layer, name in enumerate(names)
-    }
-    return functional_call(model, weights, (inputs,))[0]  # [1, B, C] -> [B, C]
+    with gating({attention_of(model, layer): gates[layer] for layer in range(model.num_layers)}):
+        return model(inputs)[0]  # [1, B, C] -> [B, C]
 
 
 def measure(model: he.Ensemble, gates: Tensor, batches: Iterable[Batch]) -> dict[str, float]:
@@ -107,7 +104,7 @@ def gates_after(model: he.Ensemble, step: Tensor, share: float = 1.0) -> Tensor:
 
 
 def samples(task: ClassifierTask, severity: int) -> Batches:
-    """Test images, every fifteenth with the same corruption, grouped by corruption; severity 0 leaves them unchanged."""
+    """Test images, every fifteenth with the same corruption, grouped by it; severity 0 leaves them unchanged."""
     chosen = task.settings["analyses"]["noise"]
     images = at_most(task.source.images(task.suite.id), chosen["images"])
     parts = [images.select(np.arange(start, len(images), len(CORRUPTIONS))) for start in range(len(CORRUPTIONS))]

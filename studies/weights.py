@@ -3,7 +3,7 @@
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
@@ -158,7 +158,7 @@ def load_dual(source: str) -> DualEncoder:
         import open_clip
 
         model = open_clip.create_model_from_pretrained(architecture, weights, return_transform=False)
-        dual: DualEncoder = convert(model.eval())
+        dual = cast(DualEncoder, convert(model.eval()))
     else:
         dual = DualEncoder.from_pretrained(source)
     for name, tower in (("image", dual.image), ("text", dual.text)):

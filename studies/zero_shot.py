@@ -110,7 +110,7 @@ class ZeroShotTask(Task):
 
     def about(self) -> dict[str, Any]:
         tasks: dict[str, dict[str, list[str]]] = {}
-        chances = {}
+        chances: dict[str, float] = {}
         for one in self.sets("report"):
             if one.group == "id":
                 tasks[one.task] = {}

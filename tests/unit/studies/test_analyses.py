@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", analyses.ANALYSES)
 def test_every_analysis_ends_in_a_table(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = SmallTask(NAME, analyses=FEW)
+    task = SmallTask(NAME, analyses=FEW, taylor_batches=1)
     task.plain["recovery"]["prune"] = 4  # heads in each of four layers
     with opened(task, folder / NAME, 0) as lab:
         found = analyses.analyse(name, lab)  # type: ignore[arg-type]
