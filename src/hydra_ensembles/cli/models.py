@@ -210,15 +210,10 @@ def _facts(ensemble: Any) -> dict[str, Any]:
 
 
 def _described(title: str, ensemble: Any) -> str:
-    """The facts as text."""
+    """The facts as text, without empty ones."""
     facts = {name: value for name, value in _facts(ensemble).items() if name not in ("config", "history")}
-    encoder = ensemble.config.encoder
-    empty: tuple[Any, ...] = (None, "", [], {}, 0)
-    facts["encoder"] = f"{encoder.layers} layers of {encoder.heads} heads, width {encoder.width}"
-    rows = [(name, _value(value)) for name, value in facts.items() if value not in empty]
+    rows = [(name, _value(value)) for name, value in facts.items() if value not in (None, "", [], {})]
     rows += [("" if index else "history", line) for index, line in enumerate(ensemble.metadata.history)]
-    missing = [name for name in ("preprocessing", "calibration", "familiarity") if facts.get(name) in empty]
-    rows += [("without", ", ".join(missing))] if missing else []
     return "\n".join([title, *(f"  {name:<14} {value}" for name, value in rows)])
 
 

@@ -56,57 +56,31 @@ def build(
 ) -> Ensemble:
     """Make an ensemble from one model: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
 
-    Members train separately and are fused, or are fused and train together (`HydraConfig.training`). If the result is
-    significantly worse than the model itself, calibrated in the same way, in accuracy or NLL on held-out data, a
-    warning says so and the history records it.
-
-    Each stage leaves its product in `output`. Called again with the same arguments, an interrupted build resumes and
-    (on a CPU) gives a bit-identical result; a finished one is read back. To repeat a stage, delete its product and
-    those after it. The folder of another build is refused: held-out data are compared sample by sample; of `train`,
-    the length, the first batch, and all labels that the source has in memory.
-
-    For a dual encoder (CLIP), heads of both towers are ranked together and pruned, and members classify images
-    by class names, as in `zero_shot`. For the image tower alone, build from `zero_shot(dual, class_names)`.
+    Each step leaves its product in `output`. Called again with the same arguments, an interrupted build resumes and (on
+    a CPU) gives a bit-identical result; a finished one is read back, the folder of another one is refused. If the
+    result is significantly worse than the model itself on held-out data, a warning and the history say so.
 
     Args:
         model: A model that `convert` takes, or an `Ensemble` or a `DualEncoder` with one member. It is not changed.
         config: What to make.
-        train: Labelled training batches that can be read repeatedly, for fine-tuning and Taylor rankings. Images are
-            cropped and mirrored at random only if these do so, whatever the recipe says (`data.TrainTransform`).
-        id: Held-out labelled in-distribution batches, kept in memory. A half drawn by the seed ranks heads, the
-            other half calibrates (and chooses between learning rates), unless `validation` is given.
-        ood: Batches unlike the training data, for circuits, kept in memory. Use other data to report results. A mapping
-            from names to batches gives several sources of equal weight; `"synthetic"` makes them from `id`, see
-            `data.synthetic_ood`.
-        validation: Held-out labelled batches for calibration and for choices in fine-tuning.
+        train: Labelled training batches that can be read repeatedly, for fine-tuning and Taylor rankings.
+        id: Held-out labelled batches, kept in memory. A half drawn by the seed ranks heads, the other half calibrates.
+        ood: Batches unlike the training data, for circuits, kept in memory; by name for several sources of equal
+            weight; `"synthetic"` makes them from `id`, see `data.synthetic_ood`.
+        validation: Held-out labelled batches for calibration and choices in fine-tuning; all of `id` then ranks heads.
         output: Run folder; None keeps nothing.
         device: Where to compute; None stays where the model is.
         progress: Whether to show progress bars.
-        class_names: For a dual encoder: the names of the classes, in the order of the labels.
+        class_names: For a dual encoder, whose towers are ranked together: the names of the classes.
         templates: For a dual encoder: sentences with `{label}` in place of a name.
         pretrained: The model before its fine-tuning: members start from its layers above the trunk.
         preprocessing: Changes to the model's own preprocessing, as in `convert`.
 
-    Returns:
-        The fused ensemble, calibrated if there are data for it, in evaluation mode, ready to `predict`.
-
-    Raises:
-        HydraError: Config, model and data do not fit together (found before any long work, as far as possible);
-            `output` holds another build, or a product that this one did not make, or is in use.
-
     Examples:
-        Use your own model (from timm, transformers, ...) instead of `base`, and a `DataLoader` instead of `batches`:
-
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> config = he.HydraConfig(members=3, strategy="random", accepted_share=0.8)  # "circuit" needs ood=
         >>> hydra = he.build(base, config, id=batches, output="run", progress=False)
-        >>> answer = hydra.predict(torch.randn(5, 3, 64, 64))
-        >>> hydra.num_members, answer.accept.shape  # if it is False, `answer.reason` says why
+        >>> hydra.num_members, hydra.predict(torch.randn(5, 3, 64, 64)).accept.shape
         (3, torch.Size([5]))
-        >>> hydra.save_pretrained("my-hydra")
     """
     start = starting_model(model, class_names, templates, device, preprocessing)
     config = config.settled(start)

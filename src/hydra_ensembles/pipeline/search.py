@@ -90,32 +90,24 @@ def search(
     """Find the best ensemble for a price: build candidates, judge them on held-out data, choose.
 
     The choice has the lowest NLL of all that cost at most `cost` times as much as the given model and are not worse in
-    accuracy, NLL, selective risk (AURC) and OOD AUROC by both scores; if there is none, it is the given model
-    itself. These numbers made the choice, so report others, on data that the search has not seen. `why` says whether
-    its NLL is significantly lower; if it is not, there is also a warning.
-
-    Prices are measured before anything is trained: candidates above `cost` are not built. Called again with the same
-    arguments, an interrupted search resumes; a finished one is read back.
+    accuracy, NLL, selective risk (AURC) and OOD AUROC; if there is none, it is the given model itself. `why` says
+    whether its NLL is significantly lower. These numbers made the choice, so report others, on data that the search has
+    not seen. Prices are measured before anything is built; an interrupted search resumes with the same arguments.
 
     Args:
-        model: A trained classifier, as for `build`; it is always a candidate, with its calibration if it has one.
-            Its familiarity is fitted again, as for all candidates.
-        id: Held-out labelled ID batches, kept in memory. A half drawn by the seed is used to judge; of the other, one
-            half ranks heads and fits familiarity, the other calibrates.
-        ood: Batches unlike the training data, kept in memory, or `{name: batches}` of several sources of equal
-            weight. One half is for circuits, the other to judge. `"synthetic"` makes both from `id`, see
-            `data.synthetic_ood`: better than none, but results on real OOD inputs may differ.
+        model: A trained classifier, as for `build`; always a candidate, with its calibration if it has one.
+        id: Held-out labelled batches, kept in memory: half of them judge, a quarter ranks heads, a quarter calibrates.
+        ood: Batches unlike the training data, or `{name: batches}`: half for circuits, half to judge. `"synthetic"`
+            makes both from `id`: better than none, but results on real OOD inputs may differ.
         train: Labelled training batches that can be read repeatedly; without them no candidate is trained.
-        cost: The highest price, 1 or more; the given model costs 1. Three members above five sixths of the layers have
-            1.33 times its multiply-adds.
+        cost: The highest price, 1 or more; the given model costs 1.
         candidates: `HydraConfig`s, or mappings of their fields; None takes trunks of different depth, with and without
             pruned heads, trained in different ways.
         models: Further trainings of the model: candidates are also their soup, their Deep Ensemble, and all of them
-            fused, with the mean of their first five sixths of the layers and separate MLPs. Those of another library
-            are converted with the model's preprocessing, and with its class names if they have none.
+            fused above the mean of their first five sixths of the layers.
         pretrained: As for `build`, for all candidates that train.
         recipe: How to train candidates that have no recipe of their own; None takes `Recipe.preset("hydra")`.
-        judge_id: Labelled ID batches to judge on, instead of half of `id`.
+        judge_id: Labelled batches to judge on, instead of half of `id`.
         judge_ood: OOD batches to judge on, or `{name: batches}`, whose mean counts; instead of half of `ood`.
         familiarity: Feature score to judge by, in addition to the maximum softmax probability; None for none.
         tolerance: How much worse than the given model's accuracy, AURC and AUROCs of the choice may be.
@@ -128,17 +120,11 @@ def search(
         dry_run: Only measure what the candidates would cost: a result without numbers.
         progress: Whether to print the plan and show progress bars.
 
-    Raises:
-        HydraError: Model, candidates and data do not fit together, no candidate is within the price, or `output` holds
-            something else; found before any long work.
-
     Examples:
-        >>> import torch, hydra_ensembles as he
-        >>> from hydra_ensembles.demo import load_backbone
-        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
-        >>> batches = [(torch.randn(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # or a DataLoader
-        >>> settings = {"id": batches, "cost": 3.0, "price": "multiply_adds", "progress": False}  # better also ood=
-        >>> plan = he.search(base, candidates=[{"strategy": "random", "prune": 2}], dry_run=True, **settings)
+        >>> more = [(torch.randn(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # better also ood=
+        >>> few = [{"strategy": "random", "prune": 2, "shared_layers": 4}]
+        >>> settings = {"candidates": few, "cost": 3.0, "price": "multiply_adds", "progress": False}
+        >>> plan = he.search(base, id=more, dry_run=True, **settings)
         >>> [row.state for row in plan.rows]  # nothing is built yet; leave dry_run out, and plan.ensemble is the choice
         ['planned', 'planned']
     """

@@ -35,47 +35,37 @@ class HydraConfig(Checked):
     Attributes:
         prune: Heads each member loses; None takes 8 % of all heads, and at most a quarter of those above the trunk.
         members: Number of members.
-        strategy: How the members' heads are chosen: `"circuit"` (CircAvg, CircAcc, CircOOD, further ones
-            drawn from CircAvg), `"taylor"` (one Taylor ranking per member, each on other calibration
-            batches), `"sampled"` (all drawn from the first `pool` heads of CircAvg), `"random"` (a control),
-            `"branches"` (every member keeps all heads, and only training makes them differ: the other control).
-        whole: Whether the last member keeps all heads. If members start from pretrained layers (`pretrained` of
-            `build`), it is the given model, untrained.
+        strategy: How the members' heads are chosen: `"circuit"` (CircAvg, CircAcc, CircOOD, further ones drawn from
+            CircAvg), `"taylor"` (a ranking per member, on other batches), `"sampled"` (all drawn from the first `pool`
+            heads of CircAvg), `"random"` (a control), `"branches"` (all heads; only training makes members differ).
+        whole: Whether the last member keeps all heads; with `pretrained` of `build`, it is the given model, untrained.
         training: `"together"` trains the fused ensemble once, on the sum of its members' losses, including the trunk;
-            `"apart"` trains every member by itself before fusing; None is `"apart"` if there is a recipe, else no
-            training.
-        method: How circuits are extracted; see `extract_circuit`.
-        ties: Which head to remove if several leave the same score; see `extract_circuit`.
+            `"apart"` every member by itself before fusing; None is `"apart"` if there is a recipe, else no training.
+        method: How circuits are extracted; see `extract_circuit`, also for `ties` and `max_accuracy_loss`.
+        ties: Which head to remove if several leave the same score.
         max_accuracy_loss: Maximum share of accuracy that the circuit for OOD detection may lose; None for any.
-        pool: Heads to draw from, for `"sampled"` and for more than three circuit members; None takes the
-            paper's ratio of 100 to 48, or all heads if there are fewer.
+        pool: Heads to draw from; None takes the paper's ratio of 100 to 48, or all heads if there are fewer.
         taylor_scope: `"layer"` prunes equally many heads in every layer, `"global"` compares heads of all layers.
-        calibration_batches: Batches that a Taylor ranking reads; fewer than there are, or all members would be
-            ranked on the same ones.
+        calibration_batches: Batches that a Taylor ranking reads; fewer than there are, so that rankings differ.
         recipe: How to fine-tune; None leaves the members as pruned, or takes `Recipe.preset("hydra")` if `training`
             is set. Members that start equal, or from pretrained layers, get their own classifiers.
-        shared_layers: Number of first layers that stay whole and are shared by all members, so that they run once.
-            Members that train separately do not train them, nor the stem. None takes five sixths of the layers if
-            `prune` is not given either or the trunk is averaged, else none, with a warning. If you give `prune`, give
-            this too: 0 is the paper's way, and the most expensive.
-        average_trunk: Members that train apart also train these layers and the stem, and the trunk is their mean: a
-            Deep Ensemble's training, and most of its gain, at the price of a trunk.
-        stem: How the stems are fused; see `fuse`.
+        shared_layers: Number of first layers that all members share, whole, so that they run once; members that train
+            apart do not train them. None takes five sixths, but none (the paper's way) if `prune` is given.
+        average_trunk: Members that train apart also train these layers and the stem, and the trunk is their mean.
+        stem: How the stems are fused; see `fuse`, also for `mlp`, `norms` and `readout`.
         mlp: How the MLPs are fused.
         norms: How the norms are fused.
         readout: How poolers and classifiers are fused.
-        calibrate: Whether to fit a temperature and a threshold at the end.
+        calibrate: Whether to fit a temperature and thresholds at the end.
         per_member_temperature: One temperature per member instead of one for all.
         accepted_share: Share of in-distribution inputs that each threshold accepts.
         familiarity: Feature score for how familiar an input is, fitted on the half that ranks heads; see `calibrate`.
         seed: Seed for drawing halves, batches and members. Fine-tuning uses the seed of its recipe.
 
     Examples:
-        >>> import hydra_ensembles as he
         >>> config = he.HydraConfig(members=3, prune=24, shared_layers=0, strategy="taylor")
         >>> config.members, config.whole
         (3, False)
-        >>> together = he.HydraConfig(training="together", recipe=he.Recipe.preset("hydra"), whole=True)
     """
 
     prune: Whole | None = None
