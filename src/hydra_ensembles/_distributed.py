@@ -104,17 +104,14 @@ class Ranks:
             return own
         return parts[0] if any(self.gather(is_sharded(batches) or read() != own)) else own
 
-    def require_same(self, item: object, what: str, advice: str = "all ranks must be given the same") -> None:
-        """Raise if the ranks disagree."""
+    def require_same(self, item: object, what: str) -> None:
+        """Raise if the ranks disagree, as they do if a data set splits itself between processes."""
         items = self.gather(item)
         different = [rank for rank, other in enumerate(items) if other != items[0]]
         if different:
-            raise HydraError(f"rank {different[0]} has different {what} from rank 0; {advice}")
-
-    def require_same_data(self, item: object, what: str) -> None:
-        """Like `require_same`, for data sets, which may shard themselves: only their samples show it."""
-        itself = "if a data set splits itself between processes (datasets.distributed), turn that off"
-        self.require_same(item, what, f"give every rank all of them, since the batches are distributed here; {itself}")
+            raise HydraError(
+                f"rank {different[0]} has different {what} from rank 0; give every rank the same, and all of it"
+            )
 
 
 SINGLE_PROCESS = Ranks()

@@ -169,7 +169,7 @@ def extract_circuit(
             "removed": [str(head) for head in off],
             "candidates": to_plain(scope),
         }
-        ranks.require_same_data(identity["data"], "data")
+        ranks.require_same(identity["data"], "data")
         ranks.require_same((identity, budget), "model or settings")
         with ExitStack() as stack:
             store = ranks.all_or_none(lambda: stack.enter_context(Store(output, identity, "a circuit")))

@@ -36,19 +36,9 @@ def synthetic_ood(id_batches: Batches, *, seed: int = 0, model: Ensemble | None 
     half of them replaced by others of the vocabulary, all replaced by words that occur in no text. Special tokens and
     padding are kept.
 
-    The result depends only on the samples, their order and the seed.
-
-    Args:
-        id_batches: In-distribution batches, ready for a model; labels are not read. All are held in memory.
-        seed: Seed for everything that is random.
-        model: For texts: the model whose vocabulary and special tokens are used. Without one, replacement words have
-            ids up to the largest that occurs, and tokens that start or end every text are treated as special.
-
-    Returns:
-        Batches without labels, which can be iterated any number of times.
-
-    Raises:
-        DataError: The batches are neither images nor token ids.
+    The result depends only on the samples, their order and the seed, and is held in memory. For texts, `model` gives
+    vocabulary and special tokens; without one, replacement words have ids up to the largest that occurs, and tokens
+    that start or end every text are special.
     """
     with first_epoch(id_batches, derive_seed(seed, "synthetic")):
         numbered = [(index, inputs) for index, inputs, _ in iterate(id_batches, "id_batches", labelled=False)]

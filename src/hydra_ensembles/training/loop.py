@@ -328,7 +328,7 @@ def train_best(
             identity |= {"model": digest([to_plain(start.config), start]), **data}
         shared = replace(job, train=ranks.share_batches(job.train))
         # ranks with different steps would deadlock, or end with different weights
-        ranks.require_same_data((data, length_of(shared.train)), "training or validation data")
+        ranks.require_same((data, length_of(shared.train)), "training or validation data")
         ranks.require_same((identity, job.recipe.rates, job.checkpoint_every), "model or recipe")
         store = ranks.all_or_none(lambda: stack.enter_context(Store(job.folder, identity, "a training")))
         if job.recipe.compile:
