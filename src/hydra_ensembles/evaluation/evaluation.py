@@ -61,7 +61,7 @@ class Answers:
 
     group: Literal["id", "shift"] | OodGroup
     digest: str
-    columns: Mapping[str, Tensor] = field(repr=False)
+    columns: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
@@ -383,9 +383,9 @@ class Evaluation:
         tensors |= {f"{name}\nlogits": logits for name, logits in self.logits.items()}
         stored = {key: tensor.cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
         write_atomically(file.with_suffix(".safetensors"), to_bytes(stored))
-        sets = {name: {"group": one.group, "digest": one.digest} for name, one in self.sets.items()}
+        sets = {name: replace(one, columns={}) for name, one in self.sets.items()}
         about = {"format": FORMAT, "numbers": self.numbers(), "samples": self.samples, "columns": digest(stored)}
-        write_json(file, {**about, **to_plain(replace(self, sets={}, logits={})), "sets": sets})
+        write_json(file, {**about, **to_plain(replace(self, sets=sets, logits={}))})
 
     @classmethod
     def load(cls, path: str | Path) -> "Evaluation":
@@ -411,9 +411,12 @@ class Evaluation:
             name, _, column = key.partition("\n")
             columns.setdefault(name, {})[column] = tensor
         logits = {name: one.pop("logits") for name, one in columns.items() if "logits" in one}
-        sets = {name: Answers(columns=columns[name], **about) for name, about in plain.pop("sets").items()}
         kept = {key: value for key, value in plain.items() if key not in ("numbers", "samples")}
-        return replace(from_plain(cls, {**kept, "sets": {}}, str(file)), sets=sets, logits=logits)
+        found = from_plain(cls, kept, str(file))
+        if found.sets.keys() != columns.keys():
+            raise DataError(f"{file} and {beside.name} hold different sets; evaluate again")
+        sets = {name: replace(one, columns=columns[name]) for name, one in found.sets.items()}
+        return replace(found, sets=sets, logits=logits)
 
 
 def _by_set(statistic: Statistic, parts: list[Tensor]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Evaluating models: every number by its definition, what is accepted and refused, intervals, resuming and files."""
 
+import json
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from hydra_ensembles import metrics
 from hydra_ensembles.calibrate import calibrate
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraWarning
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import _Pass, evaluate
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.familiarity import fit_familiarity
@@ -155,6 +156,12 @@ def test_what_was_saved_comes_back(evaluation, tmp_path):
     assert (found.numbers(), found.model, found.samples) == (evaluation.numbers(), evaluation.model, evaluation.samples)
     assert torch.equal(found.logits["id"], GOOD)
     assert list(found.ood) == list(evaluation.ood)
+    written = json.loads(path.read_text())
+    for name in written.keys() - {"numbers", "samples", "name", "id_name"}:
+        path.write_text(json.dumps({**written, name: "other"}))
+        with pytest.raises(HydraError, match=r"run\."):
+            Evaluation.load(path)
+    path.write_text(json.dumps(written))
     other = evaluated(GOOD.flip(1), TARGETS, SUITE)
     other.save(tmp_path / "other.json")
     (tmp_path / "other.safetensors").rename(tmp_path / "run.safetensors")
