@@ -67,11 +67,15 @@ class Served:
         """Class names, or class indices if it has none."""
         return self.ensemble.metadata.labels or tuple(map(str, range(self.ensemble.num_classes)))
 
+    @cached_property
+    def _temperature(self) -> Array:
+        calibration = self.ensemble.metadata.calibration or Calibration()
+        return np.array(calibration.temperature)[:, None]  # [1 or M, 1]
+
     def plain(self, answer: Answer, notes: Sequence[str] = ()) -> dict[str, Any]:
         """An answer and any notes as JSON data, with class names for indices; members have the temperature, too."""
         labels, probs = self.labels, answer["probs"]
-        calibration = self.ensemble.metadata.calibration or Calibration()
-        logits = answer["member_logits"].astype(np.float64) / np.array(calibration.temperature)[:, None]  # [M, C]
+        logits = answer["member_logits"].astype(np.float64) / self._temperature  # [M, C]
         members = np.exp(logits - logits.max(axis=-1, keepdims=True))
         members /= members.sum(axis=-1, keepdims=True)
         numbers = {
