@@ -200,8 +200,8 @@ def serve(
       hydra-ensembles serve safe
       HYDRA_API_KEY=... hydra-ensembles serve safe --host 0.0.0.0 --max-batch 32
     """
-    from ..serve.app import ServeSettings
     from ..serve.app import serve as serving
+    from ..serve.engine import ServeSettings
 
     given: dict[str, Any] = {"host": host, "port": port, "uds": uds, "name": name}
     given |= {"max_batch": max_batch, "max_wait": max_wait, "precision": precision}

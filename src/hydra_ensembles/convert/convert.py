@@ -117,9 +117,6 @@ def convert(
     foreign: Any = model
     if not isinstance(foreign, nn.Module):
         raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}; load it first")
-    if preprocessing is not None and not isinstance(preprocessing, Mapping):
-        given = f"preprocessing takes changes, such as {{'max_length': 64}}, got a {type(preprocessing).__name__}"
-        raise ConversionError(f"{given}; a tokenizer or image processor is given by processor=")
     model = unwrapped(foreign)
     architecture: Architecture | DualArchitecture
     if declaration is not None:
