@@ -19,7 +19,7 @@ gc.set_threshold(20_000, 50, 50)  # imports create many long-lived objects: full
 TOGETHER = {name: name for name in ("contract", "circuit", "cli", "studies")}  # their files share slow fixtures;
 TOGETHER |= dict.fromkeys(("convert", "model"), "contract")  # these folders share models and libraries with contract
 FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # slow: first, so that no worker ends with one
-FIRST |= {"test_public_names", "test_checkpoint_saving", "test_every_function", "test_attack_deeds", "test_export"}
+FIRST |= {"test_public_names", "test_saved_models", "test_every_function", "test_attack_deeds", "test_export"}
 BESIDES = {"studies", "attack", "slow"}  # folders that the usual suite skips; tests of the first two have the mark ci
 
 
