@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from .._utils import unwrapped, warn
+from .._utils import unwrapped
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig
 from ..model.dropout import OurModel
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from ..model.layers import GroupedLinear, linear
-from ..model.metadata import Metadata, invalid_names
+from ..model.layers import linear
+from ..model.metadata import Metadata
 from ..model.stem_readout import Projections
 from ..preprocessing import TextPreprocessing
 from . import open_clip, timm_torchvision, transformers, transformers_dual, transformers_text
@@ -33,8 +33,8 @@ from .core import (
     translate,
 )
 from .declared import Declaration, read_declaration
-from .processors import is_for_images, size_of_images, with_changes, with_processor
-from .transformers_text import is_sentence_model, opened
+from .processors import is_for_images, size_of_images, with_preprocessing, with_processor
+from .transformers_text import opened
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *timm_torchvision.ARCHITECTURES,
@@ -48,20 +48,14 @@ _BY_CLASS: dict[str, Architecture | DualArchitecture] = {name: one for one in AR
 _BY_CLASS |= {name: one for one in DUAL_ARCHITECTURES for name in one.classes}
 _SCALES = ("logit_scale", "logit_bias")
 # Why common models have no table, by a word in the qualified name of their class.
+_RELATIVE, _NO_HEADS = "its attention depends on relative positions", "it has no attention heads"
+_DECODER = "it is a decoder, whose tokens see only earlier ones"
 _REASONS = {
     "swin": "its tokens are merged and its width changes from stage to stage",
-    "resnet": "it has no attention heads",
-    "convnext": "it has no attention heads",
-    "efficientnet": "it has no attention heads",
-    "deberta": "its attention scores depend on relative positions",
-    "beit": "its attention scores have a relative position bias",
-    "mpnet": "its attention scores have a relative position bias",
-    "t5": "its attention scores have a relative position bias",
-    "gpt": "it is a decoder, whose tokens see only earlier ones",
-    "llama": "it is a decoder, whose tokens see only earlier ones",
-    "qwen": "it is a decoder, whose tokens see only earlier ones",
+    **dict.fromkeys(("resnet", "convnext", "efficientnet"), _NO_HEADS),
+    **dict.fromkeys(("deberta", "beit", "mpnet", "t5"), _RELATIVE),
+    **dict.fromkeys(("gpt", "llama", "qwen"), _DECODER),
     "peft.": f"it is wrapped in adapters. {MERGE}",
-    "timm_wrapper": "only the model inside can be converted, model.timm_model",
     "ForMaskedLM": "its head has another task; convert model.base_model, with num_labels=",
 }
 
@@ -96,13 +90,6 @@ def convert(
         probe: Compare the answers of both models. False skips the comparison, for a model that cannot be run
             here or whose difference is known and intended.
 
-    Returns:
-        An `Ensemble`; for a dual encoder (CLIP) a `DualEncoder`, with the same features.
-
-    Raises:
-        ConversionError: There is no table for the model, or it does not fit; or the answers differ, and then it names
-            the first layer where they do.
-
     Examples:
         >>> import timm, torch, hydra_ensembles as he
         >>> model = timm.create_model("test_vit", num_classes=3).eval()  # with pretrained=True, or your own weights
@@ -111,33 +98,35 @@ def convert(
         >>> torch.allclose(base(images)[0], model(images), atol=1e-5)
         True
     """
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}; load it first")
     if preprocessing is not None and not isinstance(preprocessing, Mapping):
         given = f"preprocessing takes changes, such as {{'max_length': 64}}, got a {type(preprocessing).__name__}"
         raise ConversionError(f"{given}; a tokenizer or image processor is given by processor=")
-    foreign: Any = model
-    if not isinstance(foreign, nn.Module):
-        raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}; load it first")
-    model = unwrapped(foreign)
+    model = unwrapped(model)
     architecture: Architecture | DualArchitecture
     if declaration is not None:
         with prefix_errors(type(model).__name__):
             architecture = read_declaration(declaration, model, size_of_images(processor, preprocessing))
-    elif is_sentence_model(model):
+    elif type(model).__module__.startswith("sentence_transformers."):
         architecture, model = opened(model, table_of)
     else:
         architecture = table_of(type(model))
     with prefix_errors(architecture.name):
-        probe = probe and not any(parameter.is_meta for parameter in model.parameters())  # these cannot be run
         if isinstance(architecture, DualArchitecture):
-            if preprocessing is not None:
-                raise ConversionError("it has two towers; say what each reads with processor=")
-            if num_labels is not None or labels is not None:
-                raise ConversionError("it has no classifier; leave num_labels and labels out")
-            return _convert_dual(architecture, model, processor, probe)
-        pair = _converted(architecture, model, num_labels, labels, processor, preprocessing)
-        if probe:
-            require_same_answers(pair)
-        return pair.ensemble
+            if (num_labels, labels, preprocessing) != (None, None, None):
+                raise ConversionError("it has two towers and no classifier; give nothing but processor=")
+            pairs = _convert_dual(architecture, model, processor)
+        else:
+            pairs = [_converted(architecture, model, num_labels, labels, processor, preprocessing)]
+        if probe and not any(parameter.is_meta for parameter in model.parameters()):  # these cannot be run
+            for pair in pairs:
+                require_same_answers(pair)
+    if not isinstance(architecture, DualArchitecture):
+        return pairs[0].ensemble
+    scale, bias = (getattr(model, name, None) for name in _SCALES)
+    projections = Projections(pairs[0].projection, pairs[1].projection)
+    return DualEncoder(pairs[0].ensemble, pairs[1].ensemble, projections, scale, bias).eval()  # type: ignore[arg-type]
 
 
 def convert_if_needed(model: Any) -> Any:
@@ -167,38 +156,24 @@ def _converted(
     num_labels: int | None,
     labels: Sequence[str] | None,
     processor: Any,
-    preprocessing: Mapping[str, Any] | None,
+    changes: Mapping[str, Any] | None,
 ) -> ModelPair:
     """Convert a model, without comparing answers; the original in the result has a plain classifier."""
     plain, rates = with_plain_classifier(model) if architecture.classes else (model, [])
-    if architecture.projects:
-        _warn_of_projection(architecture, architecture.config(plain, None).readout.num_classes, num_labels)
     config = _with_dropout(architecture.config(plain, num_labels), rates)
+    state, fresh, frozen = translate(architecture, plain, config, may_be_fresh=num_labels is not None)
     stated = _read_metadata(architecture, config, plain, processor)
+    line = f"converted from {architecture.name}" + f", with a new classifier of {num_labels} classes" * fresh
     metadata = replace(
-        stated if preprocessing is None else with_changes(stated, preprocessing, config.stem),
+        stated,
         source=f"{architecture.name} ({qualified_name(model)})",
         labels=_labels(labels, stated, config.readout.num_classes),
-        history=(f"converted from {architecture.name}",),
+        history=(line,),
     )
-    state, fresh, frozen = translate(architecture, plain, config, may_be_fresh=num_labels is not None)
-    if fresh:
-        line = f"a new classifier of {num_labels} classes, untrained"
-        metadata = replace(metadata, history=(*metadata.history, line))
-    pair = ModelPair(architecture, plain, Ensemble.from_state(config, state, metadata), fresh)
+    ensemble = Ensemble.from_state(config, state, metadata)
     for name in frozen:
-        pair.ensemble.get_parameter(name).requires_grad_(False)
-    return pair
-
-
-def _warn_of_projection(architecture: Architecture, outputs: int, num_labels: int | None) -> None:
-    """Warn that a tower's projection is not a classifier; else `predict` would return its largest output as a class."""
-    told = f"its {outputs} outputs are a projection into an embedding, not classes"
-    way = "convert the tower without it (transformers: CLIPVisionModel, CLIPTextModel; open_clip: visual.proj = None)"
-    if outputs and num_labels is not None:
-        raise ConversionError(f"{told}, but num_labels={num_labels} was given; {way}")
-    if outputs:
-        warn(f"{architecture.name}: {told}; for a classifier {way}, with num_labels=, or use he.zero_shot")
+        ensemble.get_parameter(name).requires_grad_(False)
+    return ModelPair(architecture, plain, with_preprocessing(ensemble, changes or {}), fresh)
 
 
 def with_plain_classifier(model: nn.Module) -> tuple[nn.Module, list[float]]:
@@ -253,66 +228,55 @@ def _read_metadata(architecture: Architecture, config: EnsembleConfig, model: nn
 
 
 def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> tuple[str, ...]:
+    theirs = _disambiguate(metadata.labels) if len(metadata.labels) == classes else ()
     if labels is None:
-        return _disambiguate(metadata.labels) if len(metadata.labels) == classes else ()
+        return theirs
     names = tuple(labels)
-    if len(names) != classes:
-        raise ConversionError(f"{len(names)} labels were given for {classes} classes")
-    blank, twice = invalid_names(names)
-    if blank is not None:
-        raise ConversionError(f"labels[{blank}] is {names[blank]!r}; every class needs a name, which is a string")
-    if twice:
-        raise ConversionError(f"labels lists {twice[:5]} more than once; names must tell the classes apart")
-    theirs = _disambiguate(metadata.labels)
-    index = next((at for at, name in enumerate(names) if at < len(theirs) and name != theirs[at]), None)
-    if index is not None and set(names) == set(theirs):
+    if len(names) != classes or not all(isinstance(name, str) and name.strip() for name in names) or _twice(names):
+        raise ConversionError(f"labels must be {classes} names that tell the classes apart, got {names[:6]}")
+    if names != theirs and set(names) == set(theirs):
         raise ConversionError(
-            f"labels[{index}] is {names[index]!r}, but the model has the same names with {theirs[index]!r} there; "
-            "leave labels out, or, if the model is wrong, rename its classes afterwards: .with_metadata(labels=...)"
+            f"labels are the model's own names in another order ({theirs[:3]}, ...); leave them out, or, if the model "
+            "is wrong, rename its classes afterwards: .with_metadata(labels=...)"
         )
     return names
 
 
+def _twice(names: Sequence[str]) -> set[str]:
+    return {name for name in names if names.count(name) > 1}
+
+
 def _disambiguate(names: tuple[str, ...]) -> tuple[str, ...]:
     """Add the class number to names that are blank or occur twice (ImageNet has two classes `crane`)."""
-    again = set(invalid_names(names)[1])
+    again = _twice(names)
     return tuple(f"{name} ({i})".strip() if name in again or not name.strip() else name for i, name in enumerate(names))
 
 
 # --- dual encoders -------------------------------------------------------------------------------------------
 
 
-def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, probe: bool) -> DualEncoder:
-    """Convert both towers, with their projections, scale and bias."""
-    towers = _find_tower(dual, "image", model), _find_tower(dual, "text", model)
+def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any) -> list[ModelPair]:
+    """Convert the image tower and the text tower, with their projections."""
+    towers = _find_tower(dual.image, model), _find_tower(dual.text, model)
     paths = tuple(f"{path}." for path, _, _ in towers if path)
     if len(paths) == len(towers):  # a tower without a path of its own checks all tensors itself
         require_all_used((), [name for name in model.state_dict() if not name.startswith((*paths, *_SCALES))])
-    scale: Any = model.logit_scale
-    bias = getattr(model, "logit_bias", None)
-    for name, value in zip(_SCALES, (scale, bias), strict=True):
-        if value is not None:
-            require_finite_weights(value.detach(), name)
+    for name in _SCALES:
+        if getattr(model, name, None) is not None:
+            require_finite_weights(getattr(model, name).detach(), name)
     processors = [] if processor is None else list(processor) if isinstance(processor, list | tuple) else [processor]
     origin = Metadata(source=f"{dual.name} ({qualified_name(model)})", history=(f"converted from {dual.name}",))
-    pairs = [_convert_tower(architecture, tower, origin, processors) for _, tower, architecture in towers]
-    for pair in pairs if probe else ():
-        require_same_answers(pair)
-    image, text = pairs
-    projections = Projections(image.projection, text.projection)
-    return DualEncoder(image.ensemble, text.ensemble, projections, scale, bias).eval()
+    return [_convert_tower(architecture, tower, origin, processors) for _, tower, architecture in towers]
 
 
-def _find_tower(dual: DualArchitecture, kind: str, model: nn.Module) -> tuple[str, nn.Module, Architecture]:
+def _find_tower(options: Sequence[tuple[str, Architecture]], model: nn.Module) -> tuple[str, nn.Module, Architecture]:
     """Return the path of a tower in the model, the tower, and its table."""
-    options: tuple[tuple[str, Architecture], ...] = getattr(dual, kind)
     for path, architecture in options:
         tower: Any = getattr(model, path, None) if path else model
         if any(f"{base.__module__}.{base.__qualname__}" in architecture.classes for base in type(tower).__mro__):
             return path, tower, architecture
-    found = sorted({type(getattr(model, path, None)).__name__ for path, _ in options if path})
-    allowed = [name for _, architecture in options for name in architecture.classes]
-    raise ConversionError(f"the {kind} tower is a {', '.join(found)}; supported are {allowed}")
+    found = [type(getattr(model, path, model)).__name__ for path, _ in options]
+    raise ConversionError(f"a tower is a {found[0]}, not one of {[one.classes[0] for _, one in options]}. {WAYS}")
 
 
 def _convert_tower(
@@ -327,5 +291,5 @@ def _convert_tower(
     metadata = replace(origin, preprocessing=stated.preprocessing, preprocessing_from=stated.preprocessing_from)
     weight, bias = (state.pop(f"readout.classifier.{leaf}", None) for leaf in ("weight", "bias"))
     config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))
-    projection: GroupedLinear | None = None if weight is None else linear(weight, bias)
+    projection = None if weight is None else linear(weight, bias)
     return ModelPair(architecture, tower, Ensemble.from_state(config, state, metadata), projection=projection)

@@ -36,7 +36,8 @@ class Source:
 
 NamedTensors = Mapping[str, Tensor]  # `pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`
 Entry = str | Source
-Weights = Mapping[str, Entry | tuple[Entry, ...]]
+Entries = Entry | tuple[Entry, ...]
+Weights = Mapping[str, Entries]
 
 
 def as_stored(name: str) -> Source:
@@ -55,18 +56,15 @@ def concatenated(*names: str) -> Source:
 
 
 Order = Callable[[int], list[int]]  # head width -> the order in which the rows of a head are read
-POOLING = "readout.map.attention."
+POOLING = "readout.map.attention."  # place of attention pooling, instead of the attention of the blocks
 
 
 def attention(out: str, *qkv: str, order: Order | None = None, place: str = "encoder.layers.{i}.attention.") -> Weights:
     """Declare the attention of a layer, stored in the layout of `torch.nn.Linear`.
 
-    Args:
-        out: The output projection, `[d, H·d_k]`: a head is a block of columns.
-        qkv: Query, key and value, each with its heads in order, in three tensors, or in fewer that are stacked to
-            `[3·H·d_k, d]`. `*` stands for "weight" and "bias".
-        order: Order of the query and key rows of a head, if pairs that rotate together are not its halves.
-        place: Canonical prefix: the attention of the blocks, or attention pooling (`POOLING`).
+    In `out`, `[d, H·d_k]`, a head is a block of columns; `qkv` are three tensors, each with its heads in order, or
+    fewer that are stacked to `[3·H·d_k, d]` (`*` stands for "weight" and "bias"). `order` is that of the query and key
+    rows of a head, if pairs that rotate together are not its halves.
     """
     weights, biases = (tuple(name.replace("*", leaf) for name in qkv) for leaf in ("weight", "bias"))
     return {
@@ -75,6 +73,13 @@ def attention(out: str, *qkv: str, order: Order | None = None, place: str = "enc
         f"{place}out": out_by_head(f"{out}.weight"),
         f"{place}out_bias": f"{out}.bias",
     }
+
+
+def block(projections: Sequence[str], norms: tuple[str, str], mlp: tuple[Entries, Entries]) -> Weights:
+    """Declare a block: the arguments of `attention`, both norms, and the first and last layer of the MLP."""
+    layer = "encoder.layers.{i}."
+    parts: Weights = dict(zip(("norm1", "norm2", "mlp.up", "mlp.down"), (*norms, *mlp), strict=True))
+    return {**attention(*projections), **{layer + part: entry for part, entry in parts.items()}}
 
 
 def out_by_head(name: str) -> Source:
@@ -154,8 +159,6 @@ class Architecture:
     answer: Callable[[nn.Module, NamedTensors, bool], Tensor] = plain_answer
     masks: bool = True  # whether a text model gets an attention mask
     variant: Callable[[nn.Module], Weights] = lambda model: {}  # overrides of `weights` for this model
-    projects: bool = False  # whether a projection into an embedding is declared as its classifier
-    models: str = ""  # common names of the models of one class, if its name does not say
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ def either(*declarations: Weights) -> Weights:
     return {name: tuple(entry for w in declarations for entry in _alternatives(w[name])) for name in declarations[0]}
 
 
-def _alternatives(entry: Entry | tuple[Entry, ...]) -> tuple[Entry, ...]:
+def _alternatives(entry: Entries) -> tuple[Entry, ...]:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
@@ -270,12 +273,11 @@ def _require_numbers(model: nn.Module) -> None:
 
 def require_all_used(problems: Sequence[str], unused: Sequence[str]) -> None:
     """Raise if a model does not fit its table, and list the problems and the tensors that are left over at once."""
-    faults = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
-    if unused:
-        by_pattern = {re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)}
-        shown = sorted(by_pattern.values())[:_SHOWN]  # of names that differ only in numbers, one
-        more = f" and {len(unused) - len(shown)} more" if len(unused) > len(shown) else ""
-        faults.append(f"the model has parameters that have no canonical place: {shown}{more}")
+    by_pattern = {
+        re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)
+    }  # names alike but for numbers
+    left = f"the model has parameters that have no canonical place: {sorted(by_pattern.values())[:_SHOWN]}"
+    faults = [*problems[:_SHOWN], *([left] if unused else [])]
     if faults:
         raise ConversionError(f"{'; '.join(faults)}. {MERGE if any('lora_' in name for name in unused) else WAYS}")
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,32 +28,35 @@ from ..model.config import (
     RotaryConfig,
     TextStemConfig,
 )
-from .core import (
-    Architecture,
-    NamedTensors,
-    Source,
-    activation_of,
-    concatenated,
-    dropout_rate,
-    number_of_classes,
-    out_by_head,
-    pair,
-    perhaps_meant,
-    qkv_by_head,
-    refuse,
-    run,
-)
+from . import core
+from .core import Architecture, NamedTensors, Source, concatenated, pair, perhaps_meant, refuse
 
-_ImagePart = Literal["patch", "class_token", "registers", "position"]
-_TextPart = Literal["words", "segments", "embedding_norm", "embedding_projection"]
-_AttentionPart = Literal["attention", "norm1", "qkv", "query_norm", "key_norm", "out", "scale1"]
-_BlockPart = Literal["block", _AttentionPart, "norm2", "gate", "up", "down", "scale2"]
-Part = Literal[_ImagePart, _TextPart, "encoder", _BlockPart, "norm", "pooler", "classifier"]
-PARTS: tuple[Part, ...] = get_args(Part)
-IN_BLOCK: tuple[Part, ...] = get_args(_BlockPart)
 Place = str | tuple[str, ...] | Tensor
-MASKS = ("attention_mask", "token_type_ids")  # names that tokenizers use
-PADDING = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as in `torch.nn`
+_BLOCK = "encoder.layers.{i}"
+_CANONICAL: dict[str, str] = {  # part → canonical parameter; * for "weight" and "bias", else "_bias" is appended
+    "patch": "stem.patch",
+    "class_token": "stem.class_token",
+    "registers": "stem.register_tokens",
+    "words": "stem.words",
+    "segments": "stem.segments",
+    "embedding_norm": "stem.norm.*",
+    "embedding_projection": "stem.project.*",
+    "norm1": f"{_BLOCK}.norm1.*",
+    "qkv": f"{_BLOCK}.attention.qkv",
+    "query_norm": f"{_BLOCK}.attention.query_norm.*",
+    "key_norm": f"{_BLOCK}.attention.key_norm.*",
+    "out": f"{_BLOCK}.attention.out",
+    "scale1": f"{_BLOCK}.attention.scale",
+    "norm2": f"{_BLOCK}.norm2.*",
+    "up": f"{_BLOCK}.mlp.up.*",
+    "down": f"{_BLOCK}.mlp.down.*",
+    "scale2": f"{_BLOCK}.mlp.scale",
+    "norm": "readout.norm.*",
+    "pooler": "readout.hidden.*",
+    "classifier": "readout.classifier.*",
+}
+_PARTS = {**_CANONICAL, **dict.fromkeys(("attention", "block", "gate"), _BLOCK), "encoder": "", "position": ""}
+_MASKS = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as in `torch.nn`
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,8 @@ class Declaration:
         norm_kind: `"layer"` or `"rms"`, for norms that are not from `torch.nn`.
         norm_eps: Epsilon of the norms of a block, if these are not from `torch.nn`.
         pooler_activation: Activation after `pooler`.
-        image_size: Height and width of the images, or one number for both; by default that of the preprocessing if
-            the number of positions agrees, else a square, with a warning.
+        image_size: Height and width of the images, or one number for both; by default that of the preprocessing, else
+            a square, with a warning.
         resample: How positions are resampled for images of other sizes, as in `F.interpolate`.
         patch_order: How a linear layer flattens a patch: `"chw"` or `"hwc"`.
         embedding_scale: What word embeddings are multiplied by (often the square root of the width).
@@ -94,8 +97,7 @@ class Declaration:
             columns are counted in several ways, a `RotaryConfig`.
         rotary_pairs: Which numbers of a head rotate together: those of its two `"halves"`, or `"neighbours"`.
         max_tokens: Longest text, if there is no `position`, or the model accepts fewer tokens than it has positions.
-        dropout: Rate after embedding, attention and MLP in training. By default rates are read from layers and
-            attention from `torch.nn`; a warning names other modules with dropout.
+        dropout: Rate after embedding, attention and MLP in training; read from layers and attention of `torch.nn`.
         ignored: Prefixes of names of tensors that do not affect the answer.
         answer: How the model is called: the model and a batch (`pixel_values`, or `input_ids` with `attention_mask`, 1
             at tokens, and `token_type_ids`) in, logits `[B, C]` out. By default the model is called with the images
@@ -122,7 +124,7 @@ class Declaration:
         torch.Size([1, 2, 5])
     """
 
-    names: Mapping[Part, Place]
+    names: Mapping[str, Place]
     heads: int | None = None
     head_layout: str = "qkv h d"
     attention_scale: float | None = None
@@ -148,14 +150,14 @@ class Declaration:
 
     def __post_init__(self) -> None:
         for part, place in self.names.items():
-            if part not in PARTS:
-                meant = perhaps_meant(str(part), PARTS)
-                raise ConfigError(f"names has no part {part!r}{meant}; there are {', '.join(PARTS)}")
+            if part not in _PARTS:
+                meant = perhaps_meant(str(part), _PARTS)
+                raise ConfigError(f"names has no part {part!r}{meant}; there are {', '.join(_PARTS)}")
             if isinstance(place, tuple) and (part != "qkv" or len(place) != 3):
                 raise ConfigError(f"names[{part!r}] has {len(place)} paths; give one, or for qkv one or three")
             for path in paths(place):
-                if ("{i}" in path) != (part in IN_BLOCK):
-                    needs = "needs {i} for the number of the block" if part in IN_BLOCK else "exists once: no {i}"
+                if ("{i}" in path) != ("{i}" in _PARTS[part]):
+                    needs = "needs {i} for the number of the block" if "{i}" in _PARTS[part] else "exists once: no {i}"
                     raise ConfigError(f"names[{part!r}] is {path!r}, but this part {needs}")
         if ("patch" in self.names) == ("words" in self.names):
             raise ConfigError("names must have either patch (a model for images) or words (a model for text)")
@@ -183,7 +185,7 @@ def _is_masked(declaration: Declaration, model: nn.Module) -> bool:
     if declaration.masked is not None:
         return declaration.masked
     arguments = _arguments(model)
-    if declaration.answer is not None or any(name in arguments for name in ("attention_mask", *PADDING)):
+    if declaration.answer is not None or any(name in arguments for name in ("attention_mask", *_MASKS)):
         return True
     unknown = [name for name in arguments if "mask" in name]
     if unknown and "words" in declaration.names:
@@ -195,49 +197,22 @@ def _is_masked(declaration: Declaration, model: nn.Module) -> bool:
 def _called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> Tensor:
     """Call a model as the declaration says, or by the arguments of its `forward`, and return its logits."""
     if declaration.answer is not None:
-        answer: Any = declaration.answer(model, inputs)
-        if not isinstance(answer, Tensor):
-            raise TypeError(f"answer= returns a {type(answer).__name__}, but logits [B, C] are expected")
-        return answer
-    arguments, (main, *extra) = _arguments(model), inputs.items()
-    keywords = {name: tensor for name, tensor in extra if name in arguments}
-    padding = next((name for name in PADDING if name in arguments), None)
-    if padding is not None and "attention_mask" in inputs:
-        keywords[padding] = inputs["attention_mask"] == 0
-    output = run(model, main[1], **keywords)
-    if isinstance(output, Mapping):
-        output = output["logits"]
-    output = getattr(output, "logits", output)
+        output: Any = declaration.answer(model, inputs)
+    else:
+        arguments, (main, *extra) = _arguments(model), inputs.items()
+        keywords = {name: tensor for name, tensor in extra if name in arguments}
+        padding = next((name for name in _MASKS if name in arguments), None)
+        if padding is not None and "attention_mask" in inputs:
+            keywords[padding] = inputs["attention_mask"] == 0
+        output = core.run(model, main[1], **keywords)
+        output = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(output, Tensor):
-        raise TypeError(f"it returns a {type(output).__name__}; say with answer= where its logits are")
+        raise TypeError(f"it returns a {type(output).__name__}; say with answer= where its logits [B, C] are")
     return output
 
 
 # --- from a declaration to a table ---------------------------------------------------------------------------
 
-_BLOCK = "encoder.layers.{i}"
-_CANONICAL: dict[str, str] = {  # part → canonical parameter; * for "weight" and "bias", else "_bias" is appended
-    "patch": "stem.patch",
-    "class_token": "stem.class_token",
-    "registers": "stem.register_tokens",
-    "words": "stem.words",
-    "segments": "stem.segments",
-    "embedding_norm": "stem.norm.*",
-    "embedding_projection": "stem.project.*",
-    "norm1": f"{_BLOCK}.norm1.*",
-    "qkv": f"{_BLOCK}.attention.qkv",
-    "query_norm": f"{_BLOCK}.attention.query_norm.*",
-    "key_norm": f"{_BLOCK}.attention.key_norm.*",
-    "out": f"{_BLOCK}.attention.out",
-    "scale1": f"{_BLOCK}.attention.scale",
-    "norm2": f"{_BLOCK}.norm2.*",
-    "up": f"{_BLOCK}.mlp.up.*",
-    "down": f"{_BLOCK}.mlp.down.*",
-    "scale2": f"{_BLOCK}.mlp.scale",
-    "norm": "readout.norm.*",
-    "pooler": "readout.hidden.*",
-    "classifier": "readout.classifier.*",
-}
 _MATRICES = ("patch", "words", "out", "up", "down", "classifier")
 
 
@@ -297,9 +272,9 @@ class _Reader:
             layer = self._module("block", block, nn.TransformerEncoderLayer)
             parts = {"attention": "self_attn", "norm1": "norm1", "norm2": "norm2", "up": "linear1", "down": "linear2"}
             names |= {part: f"{block}.{path}" for part, path in parts.items()}  # type: ignore[misc]
-            settings = {"norm_first": bool(layer.norm_first), "activation": activation_of(layer.activation)}
+            settings = {"norm_first": bool(layer.norm_first), "activation": core.activation_of(layer.activation)}
             rates = {"activation": "dropout", "projection": "dropout1", "output": "dropout2"}
-            self.rates = {f"{site}_dropout": dropout_rate(getattr(layer, part)) for site, part in rates.items()}
+            self.rates = {f"{site}_dropout": core.dropout_rate(getattr(layer, part)) for site, part in rates.items()}
         if (attention := names.pop("attention", None)) is not None:
             module = self._module("attention", attention, nn.MultiheadAttention)
             if module.bias_k is not None or module.add_zero_attn:
@@ -312,7 +287,7 @@ class _Reader:
         unsaid = {name: value for name, value in settings.items() if getattr(declaration, name) is None}
         return replace(declaration, names=names, **unsaid)
 
-    def _module(self, part: Part, place: Place, kind: type[nn.Module]) -> Any:
+    def _module(self, part: str, place: Place, kind: type[nn.Module]) -> Any:
         path = str(place).replace("{i}", "0")
         if not isinstance(self.modules.get(path), kind):
             found = type(self.modules[path]).__name__ if path in self.modules else "missing"
@@ -328,10 +303,10 @@ class _Reader:
         head, weight, _ = self._weight(path).rpartition("weight")
         return f"{head}bias" if weight and f"{head}bias".replace("{i}", "0") in self.tensors else None
 
-    def _has_bias(self, *parts: Part) -> bool:
+    def _has_bias(self, *parts: str) -> bool:
         return any(self._bias(path) is not None for part in parts for path in paths(self.names.get(part, ())))
 
-    def _tensor(self, part: Part) -> Tensor:
+    def _tensor(self, part: str) -> Tensor:
         """Return the weights of a part in the first block; an empty matrix if the declaration has no such part."""
         place = self.names.get(part, ())
         if isinstance(place, Tensor):
@@ -342,7 +317,7 @@ class _Reader:
             raise ConversionError(f"{part} is a tensor {list(tensor.shape)}, but a matrix is expected")
         return tensor
 
-    def _rows(self, part: Part) -> int:
+    def _rows(self, part: str) -> int:
         """Return the number of rows in a table of embeddings; 0 if there is none."""
         tensor = self._tensor(part)
         return tensor.numel() // tensor.shape[-1]
@@ -354,7 +329,7 @@ class _Reader:
         positions = "stem.positions" if "words" in self.names else "stem.position"
         readers = {
             "patch": self._patches,
-            "out": out_by_head("").read,
+            "out": core.out_by_head("").read,
             "position": _first_rows,
             "words": lambda tensors, shape: (tensors[0] * self.declared.embedding_scale).reshape(shape),
             **dict.fromkeys(("query_norm", "key_norm"), self._rotated),
@@ -363,13 +338,13 @@ class _Reader:
             name = _CANONICAL.get(part, positions)
             weight, bias = name.replace("*", "weight"), name.replace("*", "bias") if "*" in name else f"{name}_bias"
             if isinstance(place, Tensor):  # computed by the model, which does not store it
-                yield weight, Source((), partial(_rows_of, place.to(self._tensor("norm1"))))
+                yield weight, Source((), partial(_first_rows, given=place.to(self._tensor("norm1"))))
             elif part == "qkv":
                 yield weight, Source(tuple(self._weight(path) for path in paths(place)), self._heads)
                 found = tuple(self._bias(path) or self._weight(path) for path in paths(place))
                 yield bias, Source(found, self._heads_of_vectors)
             elif part != "gate":
-                parts: tuple[Part, ...] = ("gate", "up") if part == "up" and "gate" in self.names else (part,)
+                parts: tuple[str, ...] = ("gate", "up") if part == "up" and "gate" in self.names else (part,)
                 places = [str(self.names[one]) for one in parts]
                 weights, biases = tuple(map(self._weight, places)), [self._bias(path) for path in places]
                 yield weight, Source(weights, readers.get(part, concatenated().read))
@@ -390,7 +365,7 @@ class _Reader:
 
     def _heads(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         """Return query, key and value of every head, `[H, 3, d_k, …]`, from rows in the declared order."""
-        heads = qkv_by_head(order=self._order, layout=self.declared.head_layout).read(tensors, shape)
+        heads = core.qkv_by_head(order=self._order, layout=self.declared.head_layout).read(tensors, shape)
         if self.declared.attention_scale is None:
             return heads
         factor = self.declared.attention_scale * shape[2] ** 0.5  # folded into the queries
@@ -438,7 +413,7 @@ class _Reader:
         stem = self._text_stem() if "words" in self.names else self._patch_stem()
         return EnsembleConfig(stem, encoder, self._readout(num_labels), encoder.all_heads())
 
-    def _norm(self, *parts: Part) -> tuple[NormKind, float]:
+    def _norm(self, *parts: str) -> tuple[NormKind, float]:
         """Return the kind and epsilon that the norms of these parts share; raise if they differ."""
         found = set[tuple[NormKind, float | None]]()
         for part in (name for name in parts if name in self.names):
@@ -457,11 +432,9 @@ class _Reader:
 
     def _embedded(self) -> dict[str, Any]:
         """Return the settings that image and text stems share."""
-        common = {"learned_positions": "position" in self.names, "dropout": self.declared.dropout or 0.0}
-        if "embedding_norm" not in self.names:
-            return {**common, "norm": False}
-        kind, eps = self._norm("embedding_norm")
-        return {**common, "norm": True, "norm_kind": kind, "norm_eps": eps}
+        kind, eps = self._norm("embedding_norm") if "embedding_norm" in self.names else ("layer", 1e-6)
+        settings = {"norm": "embedding_norm" in self.names, "norm_kind": kind, "norm_eps": eps}
+        return {**settings, "learned_positions": "position" in self.names, "dropout": self.declared.dropout or 0.0}
 
     def _text_stem(self) -> TextStemConfig:
         words, rows = self._tensor("words"), self._rows("position")
@@ -511,7 +484,7 @@ class _Reader:
         return ReadoutConfig(
             pool=self.declared.pool,
             pool_prefix=self.declared.pool_prefix,
-            num_classes=number_of_classes(len(self._tensor("classifier")), num_labels),
+            num_classes=core.number_of_classes(len(self._tensor("classifier")), num_labels),
             norm="none" if "norm" not in self.names else "pooled" if self.declared.norm_after_pool else "tokens",
             norm_eps=eps,
             hidden=self.declared.pooler_activation if "pooler" in self.names else None,
@@ -519,12 +492,9 @@ class _Reader:
         )
 
 
-def _rows_of(table: Tensor, _: Sequence[Tensor], shape: torch.Size) -> Tensor:
-    return _first_rows([table], shape)
-
-
-def _first_rows(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+def _first_rows(tensors: Sequence[Tensor], shape: torch.Size, given: Tensor | None = None) -> Tensor:
     """Return the first rows of a table, as many as the shape needs, ignoring axes of length one."""
-    if tensors[0].shape[-1:] != shape[-1:]:
-        raise RuntimeError(f"shape {list(tensors[0].shape)} is not [..., {shape[-1]}]")
-    return tensors[0].reshape(-1, shape[-1])[: shape[-2]].reshape(shape)
+    table = tensors[0] if given is None else given
+    if table.shape[-1:] != shape[-1:]:
+        raise RuntimeError(f"shape {list(table.shape)} is not [..., {shape[-1]}]")
+    return table.reshape(-1, shape[-1])[: shape[-2]].reshape(shape)

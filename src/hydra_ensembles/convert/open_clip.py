@@ -14,7 +14,7 @@ from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool,
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from . import core, timm_torchvision
-from .core import Architecture, DualArchitecture, Weights, attention, below, dropout_rate, is_identity, pair
+from .core import Architecture, DualArchitecture, Weights, below, block, dropout_rate, is_identity, pair
 from .processors import read_open_clip_tokenizer
 
 _MEAN = (0.48145466, 0.4578275, 0.40821073)  # open_clip's default normalisation
@@ -24,14 +24,10 @@ _VOCABULARY = 49408  # size of the vocabulary that OpenAI's CLIP and its success
 _LAYERS: Weights = below(
     "transformer.resblocks.{i}.",
     {
-        **attention("attn.out_proj", "attn.in_proj_*"),
-        "encoder.layers.{i}.norm1": "ln_1",
+        **block(("attn.out_proj", "attn.in_proj_*"), ("ln_1", "ln_2"), ("mlp.c_fc", "mlp.c_proj")),
         "encoder.layers.{i}.attention.query_norm": "attn.ln_q",
         "encoder.layers.{i}.attention.key_norm": "attn.ln_k",
         "encoder.layers.{i}.attention.scale": "ls_1.gamma",
-        "encoder.layers.{i}.norm2": "ln_2",
-        "encoder.layers.{i}.mlp.up": "mlp.c_fc",
-        "encoder.layers.{i}.mlp.down": "mlp.c_proj",
         "encoder.layers.{i}.mlp.scale": "ls_2.gamma",
     },
 )
@@ -174,7 +170,6 @@ _IMAGES = Architecture(
     config=_image_config,
     weights=_IMAGE_WEIGHTS,
     metadata=_image_metadata,
-    projects=True,
 )
 _IMAGES_FROM_TIMM = Architecture(
     name="open_clip image tower from timm",
@@ -186,7 +181,6 @@ _IMAGES_FROM_TIMM = Architecture(
     },
     metadata=_image_metadata,
     variant=lambda model: below("trunk.", _trunk(model).variant(model.trunk)),  # type: ignore[arg-type]
-    projects=True,
 )
 _TEXTS = Architecture(
     name="open_clip text transformer",
@@ -194,7 +188,6 @@ _TEXTS = Architecture(
     config=_text_config,
     weights=_TEXT_WEIGHTS,
     metadata=_text_metadata,
-    projects=True,
 )
 _TEXTS_IN_CLIP = replace(
     _TEXTS,

@@ -12,7 +12,7 @@ from ..errors import ConfigError, ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig, TextStemConfig
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
-from ..preprocessing import OTHER_CHANNELS, ImagePreprocessing, Interpolation, TextCleaning, TextPreprocessing
+from ..preprocessing import ImagePreprocessing, Interpolation, TextCleaning, TextPreprocessing
 from .core import pair, perhaps_meant, qualified_name
 
 _ACCEPTED = {
@@ -103,55 +103,37 @@ def _run(processor: Any, *inputs: Any, **settings: Any) -> Any:
 
 # --- changes by the user -------------------------------------------------------------------------------------
 
-IMAGE_SETTINGS = {
-    "image_size": "size",
-    "crop": "crop_fraction",
-    "mean": "mean",
-    "std": "std",
-    "interpolation": "interpolation",
-}
-TEXT_SETTINGS = {"max_length": "max_length"}
+_SETTINGS = {name: name for name in ("mean", "std", "interpolation")} | {"image_size": "size", "crop": "crop_fraction"}
 
 
-def with_changes(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStemConfig | TextStemConfig) -> Metadata:
-    """Change some settings of the preprocessing in the metadata, given by the names that users know.
+def with_preprocessing(ensemble: Ensemble, changes: Mapping[str, Any]) -> Ensemble:
+    """Return the ensemble with some settings of its preprocessing changed, by the names that users know.
 
-    If no image preprocessing is known, the user must give every setting that the model does not determine.
+    If no image preprocessing is known, mean and standard deviation must be among them.
     """
-    names = IMAGE_SETTINGS if isinstance(stem, PatchStemConfig) else TEXT_SETTINGS
+    stem, metadata = ensemble.config.stem, ensemble.metadata
+    for_images = isinstance(stem, PatchStemConfig)
+    names = _SETTINGS if for_images else {"max_length": "max_length"}
     for name in changes:
         if name not in names:
             meant = perhaps_meant(str(name), names)
             raise ConfigError(f"there is no preprocessing setting {name!r}{meant}; this model has {', '.join(names)}")
+    if not changes:
+        return ensemble
     settings = {names[name]: value for name, value in changes.items()}
-    if isinstance(stem, PatchStemConfig):
-        if "size" in settings:
-            settings["size"] = _sides(settings["size"])
-        for name in settings.keys() & {"mean", "std"}:
-            values = np.atleast_1d(settings[name]).astype(float).tolist()
-            settings[name] = tuple(values) * (stem.channels if len(values) == 1 else 1)
-    if not settings:
-        return metadata
-    origin = metadata.preprocessing_from or "unknown"
-    if metadata.preprocessing is not None:
-        changed: Any = replace(metadata.preprocessing, **settings)
-    elif isinstance(stem, TextStemConfig):
-        way = "give its tokenizer: processor=..., or save it in the model's folder"
-        raise ConfigError(f"the preprocessing of this model is not known; {way}")
-    elif stem.channels not in (1, 3):
-        raise ConfigError(f"this model reads {stem.channels} channels. {OTHER_CHANNELS}")
-    elif missing := [name for name in names if name not in changes and name != "image_size"]:
-        raise ConfigError(f"the preprocessing of this model is not known; also give {', '.join(missing)}")
-    else:
-        changed, origin = ImagePreprocessing(**{"size": stem.image_size, **settings}), "the user"
-    told = f"{origin}; said by the user: {', '.join(sorted(changes))}"
-    return replace(metadata, preprocessing=read_processor(changed, stem), preprocessing_from=told)
-
-
-def with_preprocessing(ensemble: Ensemble, changes: Mapping[str, Any]) -> Ensemble:
-    """Return the ensemble with some settings of its preprocessing changed; it shares the weights."""
-    metadata = with_changes(ensemble.metadata, changes, ensemble.config.stem)
-    return ensemble.with_metadata(preprocessing=metadata.preprocessing, preprocessing_from=metadata.preprocessing_from)
+    if "size" in settings:
+        settings["size"] = _sides(settings["size"])
+    for name in settings.keys() & {"mean", "std"}:
+        values = np.atleast_1d(settings[name]).astype(float).tolist()
+        settings[name] = tuple(values) * (stem.channels if len(values) == 1 else 1)  # type: ignore[union-attr]
+    known: Any = metadata.preprocessing
+    if known is None and not (for_images and {"mean", "std"} <= changes.keys()):
+        raise ConfigError(
+            "the preprocessing of this model is not known: give processor=, or for images mean and std too"
+        )
+    changed = replace(known or ImagePreprocessing(stem.image_size), **settings)  # type: ignore[union-attr]
+    told = f"{metadata.preprocessing_from or 'unknown'}; said by the user: {', '.join(sorted(changes))}"
+    return ensemble.with_metadata(preprocessing=read_processor(changed, stem), preprocessing_from=told)
 
 
 def _sides(size: Any) -> tuple[int, int]:

@@ -219,7 +219,6 @@ VISION_TRANSFORMER = Architecture(
     config=_config,
     weights=_WEIGHTS,
     metadata=_metadata,
-    models="ViT, AugReg, DeiT, DeiT-3, DINOv2 with and without registers, SwiGLU, CLIP and SigLIP image towers",
 )
 _DISTILLED = Architecture(
     name="timm VisionTransformerDistilled",
@@ -227,7 +226,6 @@ _DISTILLED = Architecture(
     config=partial(_config, distilled=True),
     weights={**_WEIGHTS, "stem.distillation_token": "dist_token", "readout.distillation_classifier": "head_dist"},
     metadata=_metadata,
-    models="DeiT with a teacher",
 )
 EVA = Architecture(
     name="timm Eva",
@@ -236,12 +234,13 @@ EVA = Architecture(
     weights=_WEIGHTS,
     metadata=_metadata,
     variant=_eva_attention,
-    models="EVA, EVA-02, DINOv3, PE",
 )
 
 # --- torchvision, whose attention is an `nn.MultiheadAttention` ------------------------------------------------
 
-_LAYER = "encoder.layers.encoder_layer_{i}"
+_TORCHVISION_LAYER = core.block(
+    ("self_attention.out_proj", "self_attention.in_proj_*"), ("ln_1", "ln_2"), ("mlp.0", "mlp.3")
+)
 
 
 def _torchvision_config(model: Any, num_labels: int | None) -> EnsembleConfig:
@@ -295,11 +294,7 @@ _TORCHVISION = Architecture(
         "stem.patch_bias": "conv_proj.bias",
         "stem.class_token": "class_token",
         "stem.position": "encoder.pos_embedding",
-        "encoder.layers.{i}.norm1": f"{_LAYER}.ln_1",
-        **attention(f"{_LAYER}.self_attention.out_proj", f"{_LAYER}.self_attention.in_proj_*"),
-        "encoder.layers.{i}.norm2": f"{_LAYER}.ln_2",
-        "encoder.layers.{i}.mlp.up": f"{_LAYER}.mlp.0",
-        "encoder.layers.{i}.mlp.down": f"{_LAYER}.mlp.3",
+        **below("encoder.layers.encoder_layer_{i}.", _TORCHVISION_LAYER),
         "readout.norm": "encoder.ln",
         "readout.classifier": "heads.head",
     },

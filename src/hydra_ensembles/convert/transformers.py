@@ -13,7 +13,7 @@ from ..errors import ConversionError
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool, ReadoutConfig, Resample, RotaryConfig
 from ..model.metadata import Metadata
 from . import core
-from .core import Architecture, NamedTensors, Weights, activation_of, attention, below, concatenated, either, pair, run
+from .core import Architecture, NamedTensors, Weights, attention, below, block, concatenated, either, pair, run
 
 # --- shared by all of them, and by texts and towers ------------------------------------------------------------
 
@@ -27,11 +27,12 @@ def read_encoder(config: Any, **settings: Any) -> EncoderConfig:
         "heads": heads,
         "head_dim": int(getattr(config, "head_dim", None) or width // heads),
         "mlp_width": int(settings.get("mlp_width") or config.intermediate_size),
-        "activation": settings.get("activation") or activation_of(config.hidden_act),
+        "activation": settings.get("activation") or core.activation_of(config.hidden_act),
         "norm_eps": float(settings.get("norm_eps") or config.layer_norm_eps),
     }
     if "attention_dropout" not in settings:
-        shared["attention_dropout"] = float(config.attention_probs_dropout_prob)
+        rate = getattr(config, "attention_probs_dropout_prob", None)
+        shared["attention_dropout"] = float(config.attention_dropout if rate is None else rate)
     return EncoderConfig(**{**shared, **settings})
 
 
@@ -116,15 +117,8 @@ def declare(
         metadata=metadata_of_classifier,
         answer=answer,
     )
-    bare = Architecture(
-        name=f"transformers {name} encoder",
-        classes=(f"{path}Model",),
-        config=config,
-        weights={**encoder, **readout},
-        ignored=ignored,
-        answer=answer,
-    )
-    return classifier, bare
+    weights, title = {**encoder, **readout}, f"transformers {name} encoder"
+    return classifier, Architecture(title, (f"{path}Model",), config, weights, ignored, answer=answer)
 
 
 # --- images --------------------------------------------------------------------------------------------------
@@ -139,22 +133,12 @@ _PATCHES: Weights = {
     "readout.norm": "layernorm",
 }
 # Releases of transformers 5 differ in the names of attention parameters, and of the layers of ViT.
-_ATTENTION = attention("attention.o_proj", *(f"attention.{part}_proj.*" for part in "qkv"))
+_ATTENTION = ("attention.o_proj", *(f"attention.{part}_proj.*" for part in "qkv"))
 WORDS = ("query", "key", "value")
-_OLD_ATTENTION = attention("attention.output.dense", *(f"attention.attention.{part}.*" for part in WORDS))
-_VIT_NORMS: Weights = {"encoder.layers.{i}.norm1": "layernorm_before", "encoder.layers.{i}.norm2": "layernorm_after"}
-_VIT_LAYER: Weights = {
-    **_ATTENTION,
-    **_VIT_NORMS,
-    "encoder.layers.{i}.mlp.up": "mlp.fc1",
-    "encoder.layers.{i}.mlp.down": "mlp.fc2",
-}
-_OLD_VIT_LAYER: Weights = {
-    **_OLD_ATTENTION,
-    **_VIT_NORMS,
-    "encoder.layers.{i}.mlp.up": "intermediate.dense",
-    "encoder.layers.{i}.mlp.down": "output.dense",
-}
+_OLD_ATTENTION = ("attention.output.dense", *(f"attention.attention.{part}.*" for part in WORDS))
+_VIT_NORMS = ("layernorm_before", "layernorm_after")
+_VIT_LAYER = block(_ATTENTION, _VIT_NORMS, ("mlp.fc1", "mlp.fc2"))
+_OLD_VIT_LAYER = block(_OLD_ATTENTION, _VIT_NORMS, ("intermediate.dense", "output.dense"))
 _VIT: Weights = {**_PATCHES, **either(below("layers.{i}.", _VIT_LAYER), below("encoder.layer.{i}.", _OLD_VIT_LAYER))}
 
 
@@ -170,7 +154,7 @@ def gated(*names: str) -> Weights:
 
 
 DINO_LAYER: Weights = {
-    **either(_ATTENTION, _OLD_ATTENTION),
+    **either(attention(*_ATTENTION), attention(*_OLD_ATTENTION)),
     "encoder.layers.{i}.norm1": "norm1",
     "encoder.layers.{i}.norm2": "norm2",
     "encoder.layers.{i}.attention.scale": "layer_scale1.lambda1",
@@ -264,7 +248,6 @@ def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         out_bias=bool(config.proj_bias),
         mlp_bias=bool(config.mlp_bias),
         layer_scale=True,
-        attention_dropout=float(config.attention_dropout),
         drop_path=(float(config.drop_path_rate),) * int(config.num_hidden_layers),
         rotary=RotaryConfig(
             float(config.rope_theta),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, ReadoutConfig
 from . import core
-from .core import Architecture, DualArchitecture, NamedTensors, Weights, attention, below, either, run
+from .core import Architecture, DualArchitecture, NamedTensors, Weights, attention, below, block, either, run
 from .transformers import metadata_of_classifier, patch_stem, read_classes, read_encoder
 from .transformers_text import text_stem
 
@@ -21,16 +21,12 @@ from .transformers_text import text_stem
 _FAMILIES = ("clip.modeling_clip.CLIP", "metaclip_2.modeling_metaclip_2.MetaClip2")
 _LEGACY_EOS = 2  # configurations with this id pool at the highest id of the vocabulary instead
 
-_LAYERS: Weights = below(
-    "encoder.layers.{i}.",
-    {
-        **attention("self_attn.out_proj", *(f"self_attn.{part}_proj.*" for part in "qkv")),
-        "encoder.layers.{i}.norm1": "layer_norm1",
-        "encoder.layers.{i}.norm2": "layer_norm2",
-        "encoder.layers.{i}.mlp.up": "mlp.fc1",
-        "encoder.layers.{i}.mlp.down": "mlp.fc2",
-    },
+_LAYER = block(
+    ("self_attn.out_proj", *(f"self_attn.{part}_proj.*" for part in "qkv")),
+    ("layer_norm1", "layer_norm2"),
+    ("mlp.fc1", "mlp.fc2"),
 )
+_LAYERS = below("encoder.layers.{i}.", _LAYER)
 _CLIP_IMAGE_TOWER: Weights = {
     "stem.patch": "embeddings.patch_embedding.weight",
     "stem.class_token": "embeddings.class_embedding",
@@ -63,7 +59,7 @@ def _clip_classes(*names: str) -> tuple[str, ...]:
 def _clip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = getattr(model.config, "vision_config", model.config)
     stem = patch_stem(config, "bicubic", patch_bias=False, norm=True, norm_eps=float(config.layer_norm_eps))
-    encoder = read_encoder(config, attention_dropout=float(config.attention_dropout))
+    encoder = read_encoder(config)
     readout = _clip_readout(getattr(model, "visual_projection", None), config, num_labels)
     if hasattr(model, "classifier"):  # it reads the mean of the patches, before the final norm
         classes, bias = read_classes(model, model.classifier, num_labels)
@@ -75,7 +71,7 @@ def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = getattr(model.config, "text_config", model.config)
     tables = getattr(model, "text_model", model).embeddings
     stem = text_stem(tables.token_embedding, tables.position_embedding, norm=False)
-    encoder = read_encoder(config, causal=True, attention_dropout=float(config.attention_dropout))
+    encoder = read_encoder(config, causal=True)
     end, words = config.eos_token_id, tables.token_embedding.num_embeddings
     if not isinstance(end, int) or not 0 <= end < words:
         problem = f"its eos_token_id, at which texts are read, is {end!r}, but the vocabulary has {words} tokens"
@@ -116,7 +112,6 @@ _CLIP_IMAGES = Architecture(
     config=_clip_image_config,
     weights=_CLIP_IMAGE_WEIGHTS,
     answer=_answer,
-    projects=True,
 )
 _CLIP_CLASSIFIER = Architecture(
     name="transformers CLIP image tower with classifier",
@@ -133,7 +128,6 @@ _CLIP_TEXTS = Architecture(
     config=_clip_text_config,
     weights=_CLIP_TEXT_WEIGHTS,
     answer=_answer,
-    projects=True,
 )
 # In the dual encoder both towers are attributes of the model; each declaration ignores tensors of the other.
 _CLIP_CLASSES = _clip_classes("Model")
@@ -168,7 +162,7 @@ _SIGLIP_TEXT_TOWER: Weights = {**_CLIP_TEXT_TOWER, "readout.classifier": "head"}
 def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = getattr(model.config, "vision_config", model.config)
     stem = patch_stem(config, "bicubic", class_token=False, position_prefix=0)
-    encoder = read_encoder(config, attention_dropout=float(config.attention_dropout))
+    encoder = read_encoder(config)
     if hasattr(model, "classifier"):  # it reads the mean of the patches: attention pooling is not used
         classes, bias = read_classes(model, model.classifier, num_labels)
         mean = ReadoutConfig(pool="mean", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
@@ -191,7 +185,7 @@ def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     model = getattr(model, "text_model", model)  # releases of transformers 5 differ, here and in their classes
     config = model.config
     stem = text_stem(model.embeddings.token_embedding, model.embeddings.position_embedding, norm=False)
-    encoder = read_encoder(config, attention_dropout=float(config.attention_dropout))
+    encoder = read_encoder(config)
     classes = core.number_of_classes(model.head.out_features, num_labels)
     bias = model.head.bias is not None
     readout = ReadoutConfig(pool="final", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
@@ -221,7 +215,6 @@ _SIGLIP_TEXTS = Architecture(
     weights=either(_SIGLIP_TEXT_TOWER, below("text_model.", _SIGLIP_TEXT_TOWER)),
     answer=_answer,
     masks=False,
-    projects=True,
 )
 _SIGLIP_DUAL = DualArchitecture(
     name="transformers SigLIP",

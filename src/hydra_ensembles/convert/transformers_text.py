@@ -11,7 +11,7 @@ from ..errors import ConversionError
 from ..model.config import EnsembleConfig, HiddenActivation, NormKind, Pool, ReadoutConfig, RotaryConfig, TextStemConfig
 from ..model.metadata import Metadata
 from . import core
-from .core import Architecture, NamedTensors, Weights, activation_of, attention, below
+from .core import Architecture, NamedTensors, Weights, activation_of, below, block
 from .processors import read_processor
 from .transformers import READOUT, WORDS, declare, gated, read_classes, read_encoder
 
@@ -24,29 +24,23 @@ _EMBEDDINGS: Weights = {
     "stem.norm": "embeddings.LayerNorm",
     "stem.project": "embeddings_project",
 }
-_BERT_LAYER: Weights = {
-    **attention("attention.output.dense", *(f"attention.self.{part}.*" for part in WORDS)),
-    "encoder.layers.{i}.norm1": "attention.output.LayerNorm",
-    "encoder.layers.{i}.mlp.up": "intermediate.dense",
-    "encoder.layers.{i}.mlp.down": "output.dense",
-    "encoder.layers.{i}.norm2": "output.LayerNorm",
-}
+_BERT_LAYER = block(
+    ("attention.output.dense", *(f"attention.self.{part}.*" for part in WORDS)),
+    ("attention.output.LayerNorm", "output.LayerNorm"),
+    ("intermediate.dense", "output.dense"),
+)
 _BERT: Weights = {**_EMBEDDINGS, **below("encoder.layer.{i}.", _BERT_LAYER)}
-_DISTILBERT_LAYER: Weights = {
-    **attention("attention.out_lin", *(f"attention.{part}_lin.*" for part in "qkv")),
-    "encoder.layers.{i}.norm1": "sa_layer_norm",
-    "encoder.layers.{i}.mlp.up": "ffn.lin1",
-    "encoder.layers.{i}.mlp.down": "ffn.lin2",
-    "encoder.layers.{i}.norm2": "output_layer_norm",
-}
+_DISTILBERT_LAYER = block(
+    ("attention.out_lin", *(f"attention.{part}_lin.*" for part in "qkv")),
+    ("sa_layer_norm", "output_layer_norm"),
+    ("ffn.lin1", "ffn.lin2"),
+)
 _DISTILBERT: Weights = {**_EMBEDDINGS, **below("transformer.layer.{i}.", _DISTILBERT_LAYER)}
-_ALBERT_LAYER: Weights = {
-    **attention("attention.dense", *(f"attention.{part}.*" for part in WORDS)),
-    "encoder.layers.{i}.norm1": "attention.LayerNorm",
-    "encoder.layers.{i}.mlp.up": "ffn",
-    "encoder.layers.{i}.mlp.down": "ffn_output",
-    "encoder.layers.{i}.norm2": "full_layer_layer_norm",
-}
+_ALBERT_LAYER = block(
+    ("attention.dense", *(f"attention.{part}.*" for part in WORDS)),
+    ("attention.LayerNorm", "full_layer_layer_norm"),
+    ("ffn", "ffn_output"),
+)
 _ALBERT: Weights = {
     **_EMBEDDINGS,
     "stem.project": "encoder.embedding_hidden_mapping_in",
@@ -83,7 +77,6 @@ def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         mlp_width=int(config.hidden_dim),
         norm_eps=eps,
         activation=activation_of(config.activation),  # the name it uses: a stray `hidden_act` has no effect
-        attention_dropout=float(config.attention_dropout),
         output_dropout=dropout,
     )
     readout = text_readout(model, num_labels, "relu", float(config.seq_classif_dropout), False)
@@ -136,20 +129,16 @@ def text_readout(
 
 # --- text: blocks as in BERT ----------------------------------------------------------------------------------
 
+_ROTARY_LAYER = block(
+    ("self_attn.o_proj", *(f"self_attn.{part}_proj.*" for part in "qkv")),
+    ("post_attention_layernorm", "post_mlp_layernorm"),
+    ("mlp.fc1", ("mlp.down_proj", "mlp.fc2")),
+)
 _ROTARY_BERT: Weights = {
     "stem.words": "embeddings.word_embeddings.weight",
     "stem.segments": "embeddings.token_type_embeddings.weight",
     "stem.norm": "embeddings.LayerNorm",
-    **below(
-        "layers.{i}.",
-        {
-            **attention("self_attn.o_proj", *(f"self_attn.{part}_proj.*" for part in "qkv")),
-            "encoder.layers.{i}.norm1": "post_attention_layernorm",
-            **gated("mlp.fc1"),
-            "encoder.layers.{i}.mlp.down": ("mlp.down_proj", "mlp.fc2"),
-            "encoder.layers.{i}.norm2": "post_mlp_layernorm",
-        },
-    ),
+    **below("layers.{i}.", {**_ROTARY_LAYER, **gated("mlp.fc1")}),
 }
 
 
@@ -195,19 +184,11 @@ def _rotary_bert_config(model: Any, num_labels: int | None, drops_first_token: b
 
 # --- text: ModernBERT ----------------------------------------------------------------------------------------
 
+_MODERNBERT_LAYER = block(("attn.Wo", "attn.Wqkv.*"), ("attn_norm", "mlp_norm"), ("mlp.Wi", "mlp.Wo"))
 _MODERNBERT: Weights = {
     "stem.words": "embeddings.tok_embeddings.weight",
     "stem.norm": "embeddings.norm",
-    **below(
-        "layers.{i}.",
-        {
-            **attention("attn.Wo", "attn.Wqkv.*"),
-            "encoder.layers.{i}.norm1": "attn_norm",
-            "encoder.layers.{i}.mlp.up": "mlp.Wi",
-            "encoder.layers.{i}.mlp.down": "mlp.Wo",
-            "encoder.layers.{i}.norm2": "mlp_norm",
-        },
-    ),
+    **below("layers.{i}.", _MODERNBERT_LAYER),
     "readout.norm": "final_norm",
 }
 
@@ -230,7 +211,6 @@ def _modernbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         qkv_bias=bool(config.attention_bias),
         out_bias=bool(config.attention_bias),
         mlp_bias=bool(config.mlp_bias),
-        attention_dropout=float(config.attention_dropout),
         projection_dropout=float(config.attention_dropout),
         activation_dropout=float(config.mlp_dropout),
         rotary=RotaryConfig(base, local_base=local_base),
@@ -285,11 +265,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 # --- sentence-transformers -----------------------------------------------------------------------------------
 
 _POOLS: dict[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-
-
-def is_sentence_model(model: object) -> bool:
-    """Whether a model is of sentence-transformers: a whole one, or the module that contains its encoder."""
-    return type(model).__module__.startswith("sentence_transformers.") and isinstance(model, nn.Module)
 
 
 def opened(model: Any, table_of: Callable[[type], Any]) -> tuple[Architecture, nn.Module]:
