@@ -211,7 +211,8 @@ class RopeBert(nn.Module):
 # --- their declarations --------------------------------------------------------------------------------------
 
 ENCODER_VIT = he.Declaration(
-    names={"patch": "patchify", "class_token": "cls", "position": "pos", "encoder": "encoder", "classifier": "head"}
+    names={"patch": "patchify", "class_token": "cls", "position": "pos", "encoder": "encoder", "classifier": "head"},
+    image_size=32,
 )
 ENCODER_TEXT = he.Declaration(
     names={"words": "embedding", "position": "pe", "encoder": "encoder", "classifier": "classify"},
@@ -237,6 +238,7 @@ OWN_VIT = he.Declaration(
     head_layout="h qkv d",
     norm_first=False,
     activation="relu",
+    image_size=32,
 )
 OWN_BERT = he.Declaration(
     names=_BERT_STEM | in_layers(qkv="query key value", **_BERT_BLOCK) | {"pooler": "pool", "classifier": "classify"},

@@ -7,7 +7,7 @@ another range), only in training, or only on another device is not compared.
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -88,21 +88,16 @@ def require_same_answers(pair: ModelPair) -> None:
             apart = _difference(pair.converted(inputs), expected)
             if by_tokens or not apart <= allowed:  # also if it is NaN
                 place = _first_difference(pair, inputs, allowed)
-                if place or not by_tokens:
-                    raise _difference_error(pair, inputs, apart, allowed, place)
-
-
-def _difference_error(
-    pair: ModelPair, inputs: NamedTensors, apart: float, allowed: float, place: str
-) -> ConversionError:
-    last = block_name(pair.architecture, pair.model, pair.ensemble.num_layers - 1)
-    place = place or f"after {last}, where tokens are pooled and classified"
-    what = "features" if pair.fresh else "answers"
-    said = "its class and its configuration say" if pair.architecture.classes else "the declaration says"
-    return ConversionError(
-        f"the {what} of the converted model differ by {apart:.2g} of their size ({allowed:g} is allowed) on a random "
-        f"batch {_shapes(inputs)}, first {place}: the model does not compute what {said}. {WAYS} (or probe=False)"
-    )
+                if by_tokens and not place:
+                    continue
+                last = block_name(pair.architecture, pair.model, pair.ensemble.num_layers - 1)
+                said = "its class and its configuration say" if pair.architecture.classes else "the declaration says"
+                raise ConversionError(
+                    f"the {'features' if pair.fresh else 'answers'} of the converted model differ by {apart:.2g} of "
+                    f"their size ({allowed:g} is allowed) on a random batch {_shapes(inputs)}, first "
+                    f"{place or f'after {last}, where tokens are pooled and classified'}: the model does not compute "
+                    f"what {said}. {WAYS} (or probe=False)"
+                )
 
 
 def _allowed(ensemble: Ensemble) -> float:
@@ -209,10 +204,16 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
 def _first_difference(pair: ModelPair, inputs: NamedTensors, allowed: float) -> str:
     """Describe the first place where the activations of both models differ; an empty string if all blocks agree."""
     names = [block_name(pair.architecture, pair.model, layer) for layer in range(pair.ensemble.num_layers)]
-    theirs = _their_tokens(pair, [pair.model.get_submodule(name) for name in names], inputs)
+    blocks = [pair.model.get_submodule(name) for name in names]
+    theirs = _tokens(blocks, pair, inputs)
     if not theirs:
         return f"somewhere ({names[0] or 'a block'} is not called as a module, so it is not observed)"
-    mask, ours = inputs.get("attention_mask"), _our_tokens(pair.ensemble, inputs)
+    x, context = pair.ensemble.embed(*pair.ensemble.unpack(dict(inputs)))
+    ours = [x[0]]  # all tokens: the last block of a forward pass computes only those that are read
+    for block in pair.ensemble.encoder.layers:
+        x = block(x, context)
+        ours.append(x[0])  # [B, T, d]
+    mask = inputs.get("attention_mask")
     as_layer = " as layer {}" if len(set(names)) < len(names) else ""  # of a block that several layers share
     places = [f"before {names[0]}, where the input is embedded"]
     places += [f"in {name}{as_layer.format(layer)}" for layer, name in enumerate(names)]
@@ -226,20 +227,9 @@ def _first_difference(pair: ModelPair, inputs: NamedTensors, allowed: float) -> 
     return places[len(theirs)] if len(theirs) < len(ours) else ""
 
 
-def _our_tokens(ensemble: Ensemble, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the input of the first block and the output of each block, `[B, T, d]`."""
-    x, context = ensemble.embed(*ensemble.unpack(dict(inputs), None, None))
-    tokens = [x[0]]
-    for block in ensemble.encoder.layers:
-        x = block(x, context)
-        tokens.append(x[0])
-    return tokens
-
-
-def _their_tokens(pair: ModelPair, blocks: Sequence[nn.Module], inputs: NamedTensors) -> list[Tensor]:
-    """Return the same for the original, assuming that its blocks run in this order."""
+def _tokens(blocks: Sequence[nn.Module], pair: ModelPair, inputs: NamedTensors) -> list[Tensor]:
+    """Return the input of the original's first block and the output of each, assuming that they run in this order."""
     tokens: list[Tensor] = []
-    blocks = list(dict.fromkeys(blocks))  # a block shared by several layers is hooked once
 
     def keep(x: Any) -> None:
         if isinstance(x, Tensor):
@@ -254,7 +244,7 @@ def _their_tokens(pair: ModelPair, blocks: Sequence[nn.Module], inputs: NamedTen
 
     with ExitStack() as hooks:
         hooks.enter_context(blocks[0].register_forward_pre_hook(before, with_kwargs=True))
-        for block in blocks:
+        for block in dict.fromkeys(blocks):  # one that several layers share is hooked once
             hooks.enter_context(block.register_forward_hook(after))
         pair.architecture.answer(pair.model, inputs, pair.fresh)
     return tokens

@@ -182,27 +182,17 @@ def with_plain_classifier(model: nn.Module) -> tuple[nn.Module, list[float]]:
     Users often replace a library's classifier like this, and torchvision's `heads` also by the linear layer itself. The
     result is a shallow copy that shares all parts, or the model itself if there is no such classifier.
     """
-    if hasattr(model, "head_dist"):  # DeiT's two classifiers have no dropout, whatever the model's rate
-        return model, []
-    for place in ("head", "classifier", "heads"):
+    for place in () if hasattr(model, "head_dist") else ("head", "classifier", "heads"):  # DeiT's two have no dropout
         part = model._modules.get(place)
-        *dropouts, last = _parts(part)
-        stands_there = part._modules.get("head") if place == "heads" and part is not None else part
+        *dropouts, last = list(part) if type(part) is nn.Sequential and len(part) else [part]
+        stands_there = part if place != "heads" else getattr(part, "head", None)
         plain = type(last) is nn.Linear or is_identity(last)
         if part is not None and plain and last is not stands_there and all(type(one) is nn.Dropout for one in dropouts):
             opened = copy(model)
-            opened._modules = {**model._modules, place: last}
-            if place == "heads":
-                opened._modules[place] = nn.Sequential(OrderedDict(head=last))
+            heads = nn.Sequential(OrderedDict(head=last)) if place == "heads" else last
+            opened._modules = {**model._modules, place: heads}
             return opened, [one.p for one in dropouts]
     return model, []
-
-
-def _parts(module: Any) -> list[Any]:
-    """Flatten nested `nn.Sequential`s into a list of modules."""
-    if type(module) is not nn.Sequential or not len(module):
-        return [module]
-    return [part for one in module for part in _parts(one)]
 
 
 def _with_dropout(config: EnsembleConfig, rates: Sequence[float]) -> EnsembleConfig:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .._utils import warn
 from ..errors import ConfigError, ConversionError
 from ..model.config import (
     Activation,
@@ -88,8 +87,7 @@ class Declaration:
         norm_kind: `"layer"` or `"rms"`, for norms that are not from `torch.nn`.
         norm_eps: Epsilon of the norms of a block, if these are not from `torch.nn`.
         pooler_activation: Activation after `pooler`.
-        image_size: Height and width of the images, or one number for both; by default that of the preprocessing, else
-            a square, with a warning.
+        image_size: Height and width of the images, or one number for both; by default that of the preprocessing.
         resample: How positions are resampled for images of other sizes, as in `F.interpolate`.
         patch_order: How a linear layer flattens a patch: `"chw"` or `"hwc"`.
         embedding_scale: What word embeddings are multiplied by (often the square root of the width).
@@ -222,9 +220,7 @@ def read_declaration(declaration: Declaration, model: nn.Module, size: tuple[int
     Raises:
         ConversionError: A part is not where the declaration says, or its shape does not fit.
     """
-    if declaration.image_size is None and {"patch", "position"} <= declaration.names.keys():
-        if size is None:
-            warn("the shape of its images is not known, so a square is assumed; give image_size= in the declaration")
+    if declaration.image_size is None:
         declaration = replace(declaration, image_size=size)
     reader = _Reader(declaration, model)
     return Architecture(
@@ -448,12 +444,8 @@ class _Reader:
         patch, registers, rows = self._tensor("patch"), self._rows("registers"), self._rows("position")
         prefix = registers + ("class_token" in self.names)
         size = (int(patch.shape[2]), int(patch.shape[3])) if patch.dim() == 4 else self._square_patch(patch.shape[1])
-        if self.declared.image_size is not None:
-            height, width = pair(self.declared.image_size)
-            grid = height // size[0], width // size[1]
-        else:  # a square, with as many tokens before it as possible
-            squares = (n for n in range(max(1, rows - prefix), rows + 1) if math.isqrt(n) ** 2 == n)
-            grid = (math.isqrt(next(squares, 0)),) * 2
+        height, width = pair(self.declared.image_size or 0)
+        grid = height // size[0], width // size[1]
         spare = rows - grid[0] * grid[1]
         if not all(grid) or (spare < 0 and rows):
             raise ConversionError(f"{rows} positions do not fit {grid[0]}x{grid[1]} patches; give image_size=")

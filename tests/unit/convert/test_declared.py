@@ -70,6 +70,7 @@ MULTIHEAD = he.Declaration(
     activation="relu",
     pool="mean",
     norm_after_pool=True,
+    image_size=32,
 )
 CASES: dict[str, tuple[Callable[[], nn.Module], he.Declaration, Any]] = {
     "encoder": (lambda: own(EncoderViT), ENCODER_VIT, IMAGES),
@@ -90,7 +91,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], he.Declaration, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore:.*a square is assumed")
 def test_answers_are_those_of_the_original(name: str) -> None:
     build, declaration, inputs = CASES[name]
     model = build()
@@ -106,7 +106,6 @@ def test_answers_are_those_of_the_original(name: str) -> None:
 
 
 SWAPPED = {"up": "layers.{i}.narrow", "down": "layers.{i}.wide"}
-ROTARY = {"rotary": he.RotaryConfig(100.0), "ignored": ("place",)}
 OTHER = around(EncoderViT, lambda model, images: images.flip(-1))  # the same modules, used differently
 SQUASHED = around(EncoderViT, after=torch.sigmoid)
 
@@ -132,7 +131,7 @@ class ReshapedViT(EncoderViT):
         (OwnViT, but(OWN_VIT, None, **SWAPPED), r"0\.wide\.weight.*mlp\.down\.weight.*shape \[64, 32\] is not"),
         (OwnViT, but(OWN_VIT, {"heads": None}), "heads is None"),
         (OwnViT, but(OWN_VIT, {"image_size": (64, 64)}), "16 positions do not fit 8x8"),
-        (OwnViT, but(OWN_VIT, ROTARY, position=None), "image_size="),
+        (OwnViT, but(OWN_VIT, {"image_size": None}), "image_size="),
         (EncoderViT, but(ENCODER_VIT, None, encoder="patchify"), "nn.TransformerEncoder"),
         (RopeBert, but(ROPE_BERT, {"max_tokens": None}), "max_tokens="),
         # the answers differ
@@ -141,13 +140,16 @@ class ReshapedViT(EncoderViT):
         (OwnViT, but(OWN_VIT, {"pool": "mean"}), "differ.*pooled"),
         (OwnViT, but(OWN_VIT, {"attention_scale": WIDTH**-0.5}), r"differ.*first in layers\.0"),
         (OwnBert, but(OWN_BERT, {"activation": "silu"}), r"differ.*layers\.0 is not called as a module"),
-        (OwnViT, but(OWN_VIT, {"answer": lambda model, batch: (model(batch["pixel_values"]),)}), "it returns a tuple.*answer="),
+        (
+            OwnViT,
+            but(OWN_VIT, {"answer": lambda model, batch: (model(batch["pixel_values"]),)}),
+            "it returns a tuple.*answer=",
+        ),
         (OTHER, ENCODER_VIT, "differ.*first before"),
         (SQUASHED, ENCODER_VIT, "differ.*pooled"),
         (ReshapedViT, ENCODER_VIT, "differ"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*a square is assumed")
 def test_a_declaration_that_is_wrong_is_refused(kind: Any, declaration: he.Declaration, token: str) -> None:
     refused(own(kind), token, declaration=declaration)
 
@@ -184,12 +186,13 @@ def test_an_argument_that_may_be_a_mask_is_asked_for() -> None:
 def test_images_that_are_no_square_are_those_of_the_processor() -> None:
     model, wide = own(EncoderViT), torch.randn(2, 3, 16, 64, generator=torch.Generator().manual_seed(3))
     look: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
-    ensemble = he.convert(model, declaration=ENCODER_VIT, processor=he.ImagePreprocessing(size=(16, 64), **look))
+    ensemble = he.convert(
+        model,
+        declaration=but(ENCODER_VIT, {"image_size": None}),
+        processor=he.ImagePreprocessing(size=(16, 64), **look),
+    )
     assert ensemble.config.stem.image_size == (16, 64)
     near(ensemble(wide)[0], model(wide))
-    with pytest.warns(he.HydraWarning, match="square") as caught:
-        assert he.convert(model, declaration=ENCODER_VIT).config.stem.image_size == (32, 32)
-    assert caught[0].filename == __file__
 
 
 def test_rates_are_read_off_layers_of_torch() -> None:
@@ -217,7 +220,6 @@ class AnySizeViT(EncoderViT):
         return torch.cat([(self.cls + self.pos[:, :1]).expand(len(x), -1, -1), x], dim=1)
 
 
-@pytest.mark.filterwarnings("ignore:.*a square is assumed")
 def test_other_sizes_are_answered_as_the_original_does_or_refused() -> None:
     model, larger = own(AnySizeViT, way="bilinear"), torch.randn(2, 3, 40, 56)
     refused(model, r"\[1, 3, 40, 48\].*first before", declaration=ENCODER_VIT)
