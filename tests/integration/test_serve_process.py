@@ -38,7 +38,7 @@ Runner.answers, Runner.warm_up = answers, warmed
 runpy.run_module("hydra_ensembles", run_name="__main__")
 """
 
-COMMON = ("--max-batch", 1, "--name", "one", "--timeout", LIMIT)
+COMMON = ("--max-batch", 1, "--name", "one", "--set", f"timeout={LIMIT}")
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """The files in examples/deploy: well-formed, hardened, and consistent with the server's options, ports and metrics."""
 
 import base64
+import inspect
 import json
 import re
 import runpy
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import httpx
 import pytest
 import yaml
 
+from hydra_ensembles.cli.answers import serve
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.engine import API_KEY, ServeSettings
@@ -20,7 +21,7 @@ from serving import opened, picture, settings, talk, turned
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "examples" / "deploy"
-OPTIONS = {f"--{one.name.replace('_', '-')}": one.name for one in fields(ServeSettings)}
+OPTIONS = {f"--{name.replace('_', '-')}": name for name in inspect.signature(serve).parameters}
 
 
 def document(name: str) -> Any:
