@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hydra_ensembles.data import load
 from studies.__main__ import app
-from studies.fetch import CIFAR100_EACH, CIFAR100_OTHERS, TINY_EACH, TINY_OTHERS, as_table, cifar100_names, prepare
+from studies.fetch import CIFAR100_EACH, CIFAR100_OTHERS, as_table, cifar100_names, prepare
 
 
 def photograph(path: Path, size: tuple[int, int] = (200, 150), shade: int = 90) -> None:
@@ -61,24 +61,3 @@ def test_new_images_of_cifar100_are_not_in_the_other_splits(tmp_path: Path) -> N
     for label in range(2):
         own = np.stack([pixels for pixels, one in found if one == label])
         assert np.array_equal(own, all_images[label, len(CIFAR100_OTHERS) :])
-
-
-def test_training_images_of_tinyimagenet_are_neither_twice_nor_in_the_test_set(tmp_path: Path) -> None:
-    source, folder = tmp_path / "tiny-imagenet-200", tmp_path / "data" / "images" / "tinyimagenet"
-    source.mkdir()
-    (source / "wnids.txt").write_text("n2\nn1\n")
-    (source / "words.txt").write_text("n1\tgoldfish, Carassius auratus\nn2\tbullfrog\nn3\tkoala\n")
-    for label, name in enumerate(("n1", "n2")):
-        for number in range(TINY_EACH + 2):
-            photograph(source / "train" / name / "images" / f"{number:03}.JPEG", (8 + number, 8 + label))
-    tested, twice = source / "train" / "n1" / "images" / "000.JPEG", source / "train" / "n2" / "images" / "101.JPEG"
-    twice.write_bytes((source / "train" / "n1" / "images" / "001.JPEG").read_bytes())
-    folder.mkdir(parents=True)
-    for split in TINY_OTHERS:
-        rows = [(tested.read_bytes(), 0)]
-        pq.write_table(as_table(rows, ["goldfish", "bullfrog"], split), folder / f"{split}.parquet")
-    written = prepare("tinyimagenet", tmp_path, tmp_path / "data")
-    assert [path.stem for path in written] == ["train-0", "train-1"]
-    found = [load(path) for path in written]
-    assert found[0].class_names == ("goldfish", "bullfrog")
-    assert [np.bincount(one.labels).tolist() for one in found] == [[TINY_EACH - 1, TINY_EACH], [2, 1]]

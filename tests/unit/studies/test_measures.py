@@ -13,7 +13,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from hydra_ensembles.errors import DataError
 from studies import paper
 from studies.measures import Difference, Number, numbers, plain_numbers
-from studies.rows import SINGLE, Rows, drawn, write_rows
+from studies.rows import SINGLE, Rows, write_rows
 from studies.tables import Study, judged, write_tables
 
 GROUPS = {"near": ["like"], "far": ["grey", "noise"]}
@@ -68,19 +68,6 @@ def test_influences_have_the_deviation_that_a_bootstrap_finds() -> None:
         replicates.append({key: found.value for key, found in differences(*taken).items()})
     for key, exact in differences(one, other).items():
         assert exact.deviation == pytest.approx(float(np.std([each[key] for each in replicates])), rel=0.25), key
-
-
-def test_influences_of_an_area_with_ties_are_what_samples_weigh() -> None:
-    """Measured by duplicating each sample."""
-    found = {key: one[:200].astype(float) for key, one in columns(1).items() if key.startswith("own|")}
-    found["own|doubt"] = np.round(found["own|doubt"], 1)  # seven distinct scores
-    exact = numbers(found, "own", {})["aurc"]
-    weighed = []
-    for row in range(200):
-        twice = {key: np.append(one, one[row]) for key, one in found.items()}
-        weighed.append(201 * (numbers(twice, "own", {})["aurc"].value - exact.value))
-    influence = exact.influences["own"]
-    np.testing.assert_allclose(np.array(weighed) - np.mean(weighed), influence, atol=0.03 * np.abs(influence).max())
 
 
 def test_intervals_have_seeds_and_samples() -> None:
@@ -145,12 +132,6 @@ def test_rows_come_back_as_written_and_give_tables(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"no rows")
     with pytest.raises(DataError, match="rows"):
         Rows.read(tmp_path / "rows.parquet")
-
-
-def test_the_drawn_samples_are_always_the_same() -> None:
-    assert len(drawn("a|a", 3000)) == 3000
-    assert (drawn("a|b", 3000) == drawn("c|d", 3000)).all()
-    assert len(set(drawn("a|b", 3000).tolist())) == 1000
 
 
 def test_the_papers_numbers() -> None:

@@ -1,7 +1,6 @@
 """The paper's tables with a user's own data and model: from stand-in files to the table."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from paper_files import save, write_lists
 
 from architectures import timm_model
 from architectures_transformers import TEXT, save_tokenizer, transformers_model
-from hydra_ensembles.training.recipe import RandAugment
 from pictures import encoded, picture
 from studies import __main__ as command
 from studies import paper_task
-from studies.paper_task import PaperFolder, PaperTask, methods_of_table, recipe
+from studies.paper_task import PaperFolder, PaperTask, methods_of_table, named, recipe, used
 from studies.rows import Rows
-from studies.sets import given
+from studies.sets import suite
 from studies.tables import read_csv
 from studies.weights import own_backbone
 
@@ -29,22 +26,20 @@ METHODS = ["Single", "Hydra (Circ)"]
 TEXTS = ("yelp", "amazon", "newsgroups20", "trec", "mnli", "rte", "wmt16")
 
 
-SPLITS = {  # images per class; a hundredth of ImageNet's `val` validates
-    "cifar100": {"train": 8, "val": 4, "test": 4},
-    "imagenet": {"train": 8, "val": 200},
-}
-
-
-def write_images(root: Path, name: str = "cifar100") -> None:
-    """CIFAR-100 or ImageNet, and CIFAR-10, in class folders, in two sizes; the other sets as OpenOOD lists them."""
-    for split, count in SPLITS[name].items():
+def write_images(root: Path) -> None:
+    """CIFAR-100 in class folders, in two sizes, and its OOD sets in folders of their names."""
+    for split, count in {"train": 8, "val": 4, "test": 4}.items():
         for label in ("apple", "bear", "road"):
             for number in range(count):
-                content = encoded(picture(len(label) * number, size=8 + number % 2))
-                save(root / name / split / label / f"{number}.png", content)
-    for number in range(6):
-        save(root / "cifar10" / f"{number}.png", encoded(picture(number, size=12)))
-    write_lists(root, images=6)
+                save(root / "cifar100" / split / label / f"{number}.png", len(label) * number, 8 + number % 2)
+    for reference in list(used(suite("paper-cifar100")))[1:]:
+        for number in range(6):
+            save(root / named(reference)[0] / f"{number}.png", number, 12)
+
+
+def save(path: Path, number: int, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded(picture(number, size=size)))
 
 
 def write_texts(root: Path) -> None:
@@ -99,29 +94,23 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     command.app(standalone_mode=False)
 
 
-TABLES = {  # the paper's accuracy, OOD sets, samples reported, and rates that are tried
-    "cifar100": ("92.11", [["cifar10"], ["mnist", "svhn", "textures", "places365"]], 12, [0.001, 0.003, 0.01, 0.03]),
-}
-
-
 def test_images_from_files_to_the_table(vit: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    accuracy, sets, samples, rates = TABLES["cifar100"]
-    write_images(tmp_path / "data", "cifar100")
+    write_images(tmp_path / "data")
     output = tmp_path / "run"
     options = ("--methods", ";".join(METHODS), "--seeds", "0", "-o", output)
     run(monkeypatch, "cifar100", "--model", f"timm:local-dir:{vit}", "--data", tmp_path / "data", *options)
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| Hydra (Circ) |")]
     assert len(table) == 1
-    assert f"({accuracy})" in table[0]  # the paper's beside ours
+    assert "(92.11)" in table[0]  # the paper's beside ours
     folder = output / "paper-cifar100"
     rows = Rows.read(folder / "rows.parquet")
     assert list(rows.runs) == METHODS
-    assert rows.about["tasks"] == {"cifar100": dict(zip(("near", "far"), sets, strict=True))}
-    assert len(rows.columns("Single", 0)["cifar100|cifar100|correct"]) == samples
+    assert rows.about["tasks"] == {"cifar100": {"near": ["cifar10"], "far": ["mnist", "svhn", "textures", "places365"]}}
+    assert len(rows.columns("Single", 0)["cifar100|cifar100|correct"]) == 12
     choices = [
         line for line in read_csv(folder / "tables" / "paper-cifar100_choices.csv") if line["method"] == "Single"
     ]
-    assert [float(line["setting"].split(": ")[1].strip("}")) for line in choices] == rates
+    assert [float(line["setting"].split(": ")[1].strip("}")) for line in choices] == [0.001, 0.003, 0.01, 0.03]
 
 
 def test_texts_from_files_to_the_table(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,21 +138,6 @@ def test_the_recipe_is_the_papers(name: str, steps: int | None, heads: int, seed
     printed = set(paper_task.paper_numbers("classifier", task.plain["paper"]))
     assert printed - set(methods_of_table(task)) == missing
     assert (task.recovery(learning_rate=0.1).rand_augment is not None) == (name == "imagenet")
-
-
-def test_images_are_cut_as_the_paper_does(vit: Path, tmp_path: Path) -> None:
-    """Whole images resized for evaluation; random crops for training, augmented if the recipe says so."""
-    write_images(tmp_path)
-    task = PaperTask("paper-cifar100", shortened(f"timm:local-dir:{vit}"), PaperFolder(tmp_path), CPU)
-    inputs, _ = task.train.batch(torch.arange(24), True)
-    pictures = [task.source.load(given(task.suite, "train"))[row][0] for row in range(24)]
-    expected = replace(task.preprocessing, crop_fraction=task.plain["crop"], resize_mode="squash")
-    assert torch.equal(inputs, expected(pictures))
-    for changed in (None, RandAugment(2, 12)):
-        lessons = task.lessons(replace(task.recovery(learning_rate=0.1), rand_augment=changed))
-        assert (len(lessons), lessons.preprocess.rand_augment) == (3, changed)
-        assert next(iter(lessons))[0].shape == (8, 3, 16, 16)
-    assert len(task.lessons(replace(task.recovery(learning_rate=0.1), batch_size=512))) == 1  # in a trial
 
 
 def test_models_of_ones_own(vit: Path, bert: Path, tmp_path: Path) -> None:

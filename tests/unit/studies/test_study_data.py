@@ -6,15 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from small_studies import CLASSES, CPU, Pictures, SmallZeroShot
-from torch.nn import functional as F
 
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
-from shared_paths import SHARED, shared
+from shared_paths import SHARED
 from studies.classifiers import ClassifierTask, recipe
-from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches, TextSamples
 from studies.sets import (
     NPM_LABELS,
     DataFolder,
@@ -26,7 +23,6 @@ from studies.sets import (
     overlapping,
     suite,
 )
-from zero_shot_models import word_tokenizer
 
 
 @pytest.fixture
@@ -43,17 +39,6 @@ def test_no_reported_set_chooses_anything(name: str) -> None:
     for one in (sets.train, sets.validation, sets.circuit_ood):
         assert not any(one.may_share_rows(other) for other in (*reported, *sets.apart))
     assert not any(one.may_share_rows(other) for one in held_out for other in (*reported, sets.circuit_ood))
-
-
-def test_no_reported_text_is_held_out() -> None:
-    data = DataFolder(shared("data/text").parents[1])
-    task = ClassifierTask("text-sst2", recipe(), data, CPU)
-    held_out, reported = (
-        {text for refs in task._foreign(stage).values() for ref in refs for text, _ in data.load(ref)}
-        for stage in ("held_out", "report")
-    )
-    assert held_out
-    assert not held_out & reported
 
 
 def test_cifar10_is_read_from_the_npm_package(tmp_path: Path) -> None:
@@ -107,48 +92,9 @@ def test_zero_shot_circuits_see_both_tasks_once_and_nothing_reported() -> None:
     assert set(sets.calibration().images.rows.tolist()) <= set(calibrates.rows.tolist())
 
 
-def test_evaluation_batches_are_resized_and_normalised(pictures: ImageDataset) -> None:
-    batches = list(SampleBatches(ImageSamples.read(pictures, 20, CPU), 8))
-    inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    assert torch.equal(labels, torch.arange(30) % 3)
-    pixels = torch.from_numpy(np.array(pictures[4][0])).permute(2, 0, 1)[None] / 255
-    wanted = F.interpolate(pixels, (20, 20), mode="bicubic", antialias=True).clamp(0, 1)
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
-    torch.testing.assert_close(inputs[4:5], (wanted - mean) / std)
-
-
 def test_held_out_sentences_share_no_words_in_a_row_with_what_is_trained_on() -> None:
     texts = ["a fine film", "fine film", "film", "dull", "a dull , slow plot", "slow plot", "fine film", "it moves"]
     dataset = TextDataset(texts, [1, 1, 1, 0, 0, 0, 1, 1], class_names=("no", "yes"))
     held_out, trained_on = apart_by_sentences(dataset, 1)
     assert [text for text, _ in held_out] == ["a fine film"]
     assert [text for text, _ in trained_on] == ["dull", "a dull , slow plot", "slow plot", "it moves"]
-
-
-def test_texts_that_were_tokenised_once_are_batches_as_if_each_were(tmp_path: Path) -> None:
-    words = ["a", "photo", "of", "the"]
-    data = TextDataset([" ".join(words * (row % 5) + words[: row % 3 + 1]) for row in range(40)], [0, 1] * 20)
-    prepare = replace(word_tokenizer(pad=3, mask=True), pad_to_max=False)
-    for _ in range(2):  # computed, then cached
-        once = TextSamples.read(data, prepare, CPU, tmp_path)
-        for rows in torch.randperm(40).split(7):
-            (inputs, labels), (wanted, _) = once.batch(rows, False), Prepared(data, prepare).batch(rows, False)
-            assert inputs.keys() == wanted.keys()
-            assert all(torch.equal(inputs[name], wanted[name]) for name in wanted)
-            assert torch.equal(labels, rows % 2)
-    assert len(list(tmp_path.glob("*.npy"))) == 1
-    TextSamples.read(data, replace(prepare, max_length=5), CPU, tmp_path)
-    assert len(list(tmp_path.glob("*.npy"))) == 2  # other preprocessing, other tokens
-
-
-def test_training_batches_are_shuffled_whole_and_repeatable(pictures: ImageDataset) -> None:
-    samples = ImageSamples.read(pictures, 16, CPU)
-    batches = SampleBatches(samples, 8, training=True)
-    torch.manual_seed(0)
-    assert len(batches) == 3  # the last, smaller one is dropped
-    passes = [torch.cat([inputs for inputs, _ in batches])]  # len() drew no random numbers
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        passes.append(torch.cat([inputs for inputs, _ in batches]))
-    assert torch.equal(passes[0], passes[1])
-    assert not torch.equal(passes[0], passes[2])
