@@ -38,7 +38,7 @@ def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add scripts and notebooks."""
-    beside = [*ROOT.glob("examples/*.py"), *ROOT.glob("results/analyses/*.svg")]
+    beside = [*ROOT.glob("examples/*.py"), ROOT / "results" / "README.md"]
     made: dict[str, str | bytes] = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in beside}
     for path in ROOT.glob("notebooks/*.ipynb"):
         page, pictures = notebook_page(path)
