@@ -109,12 +109,12 @@ def test_exact_circuits_are_the_naive_ones_and_taylor_ranks_them(case: Architect
         model = he.convert(original(case), num_labels=5)
     labels = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
     inside, outside = (varied(case.inputs(), count, seed=count) for count in (8, 6))
-    problem = Problem(model, [(inside, labels)], [outside])  # type: ignore[arg-type,list-item]
     budget, most = model.config.readout.map_heads - 1, sum(model.config.head_counts) - 1
     gone = [(layer, head) for layer in range(LAST) for head in (0, 2)]  # leaves few candidates
     for layers, count in ((None, most - len(gone)), ([LAST], budget), ([1, LAST], 2)):
-        options = {"budget": count, "layers": layers, "removed": () if layers else gone}
-        naive, exact = (problem.extract(method=how, **options) for how in ("naive", "exact"))
+        pruned = model if layers else he.prune(model, gone)
+        problem = Problem(pruned, [(inside, labels)], [outside])  # type: ignore[arg-type,list-item]
+        naive, exact = (problem.extract(method=how, budget=count, layers=layers) for how in ("naive", "exact"))
         assert evidence(exact) == evidence(naive)
         assert layers != [LAST] or {head.layer for head in exact.heads} == {LAST}
         assert layers or sum(head.layer == LAST for head in exact.heads) == budget

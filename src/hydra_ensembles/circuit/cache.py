@@ -20,9 +20,9 @@ from ..heads.ranking import Head
 from ..model.ensemble import Ensemble
 from ..model.layers import Attention, Block, Context, Read, select_queries
 from ..model.stem_readout import MapPool, Readout
-from .scores import CircuitData, Distance, IntArray, SampleAnswers, SampleGroup, parts, to_device
+from .scores import CircuitData, IntArray, SampleGroup, parts, to_device
 
-Recorder = Callable[[IntArray, IntArray, SampleAnswers], None]  # receives pairs of candidate and sample, and answers
+Recorder = Callable[[IntArray, IntArray, Tensor], None]  # receives pairs of candidate and sample, and their logits
 
 _ROWS = 1 << 14  # samples whose logits are in memory at once
 
@@ -40,10 +40,9 @@ class Work:
 class WorkingModel:
     """A private copy of a single-member model that can start at any block, and whose heads can be removed."""
 
-    def __init__(self, model: Ensemble, off: Sequence[Head], work: Work, distance: Distance | None = None) -> None:
+    def __init__(self, model: Ensemble, off: Sequence[Head], work: Work) -> None:
         self.ensemble = working_copy(model, None, None)
         self.work = work
-        self.distance = distance
         self.kept = [list(layer) for layer in model.config.heads[0]]  # original indices of remaining heads, by layer
         readout = self.ensemble.readout
         self.blocks: list[Block | PoolingBlock] = [cast(Block, block) for block in self.ensemble.encoder.layers]
@@ -84,9 +83,9 @@ class WorkingModel:
         readout = self.ensemble.readout
         return (readout.pool(x, key_mask, ids) if readout.map is None else readout.after_pool(x[:, :, 0]))[0]
 
-    def classify(self, features: Tensor) -> SampleAnswers:
-        """Compute the answers from pooled features `[B, d]`."""
-        return SampleAnswers.of(features, self.ensemble.readout.classify(features[None])[0], self.distance)
+    def classify(self, features: Tensor) -> Tensor:
+        """Compute the logits `[B, C]` (embeddings for a text tower) from pooled features `[B, d]`."""
+        return self.ensemble.readout.classify(features[None])[0]
 
     def drop(self, head: Head) -> None:
         """Remove a head: its rows are deleted from the projections, so later passes cost less."""
@@ -205,8 +204,8 @@ class CachedTower:
         """Return the positions of `heads` among the candidates."""
         return np.array([self.index_of[head] for head in heads], np.int64)
 
-    def answers(self) -> Iterator[tuple[IntArray, SampleAnswers]]:
-        """Yield sample numbers and the current model's answers, for all samples; no block is run."""
+    def answers(self) -> Iterator[tuple[IntArray, Tensor]]:
+        """Yield sample numbers and the current model's logits, for all samples; no block is run."""
         for features, group in zip(self.features, self.samples.groups, strict=True):
             for rows in parts(len(group), _ROWS):
                 yield group.numbers[rows], self.model.classify(features[rows])

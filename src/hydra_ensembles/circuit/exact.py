@@ -2,17 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .._distributed import Ranks
 from ..heads.masking import masked
 from ..heads.ranking import Head
 from ..model.ensemble import Ensemble
 from .cache import CachedTower, Work
-from .scores import NO_HEAD, CircuitData, Distance, IntArray, Objective, Result, SampleAnswers, Tally, parts
+from .scores import NO_HEAD, CircuitData, IntArray, Objective, Result, Tally, parts
 
 OnProgress = Callable[[int], None]  # receives the number of this rank's candidates decided so far in a step
 
@@ -47,7 +48,6 @@ class Naive(Search):
     work: Work
     batch_size: int
     off: Sequence[Head]  # removed so far
-    distance: Distance | None = field(default=None, kw_only=True)
 
     @property
     def result(self) -> Result:
@@ -72,25 +72,19 @@ class Naive(Search):
         off = [*self.off, *([] if head == NO_HEAD else [head])]
         return Tally(self.samples, self.objective, [head], self.model.dtype).result(self.answers(off))
 
-    def answers(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, SampleAnswers]]:
-        """Yield sample numbers and answers in batches, for all samples, with the heads in `off` masked."""
-        return run_without(self.model, off, self.samples, self.batch_size, self.work, self.distance)
+    def answers(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, Tensor]]:
+        """Yield sample numbers and logits in batches, for all samples, with the heads in `off` masked."""
+        return run_without(self.model, off, self.samples, self.batch_size, self.work)
 
 
 def run_without(
-    model: Ensemble,
-    off: Sequence[Head],
-    samples: CircuitData,
-    batch_size: int,
-    work: Work,
-    distance: Distance | None = None,
-) -> Iterator[tuple[IntArray, SampleAnswers]]:
-    """Run the whole model with some heads masked; yield sample numbers and answers in batches, for all samples."""
+    model: Ensemble, off: Sequence[Head], samples: CircuitData, batch_size: int, work: Work
+) -> Iterator[tuple[IntArray, Tensor]]:
+    """Run the whole model with some heads masked; yield sample numbers and logits in batches, for all samples."""
     with masked(model, [Head(head.layer, head.head) for head in off]):
         for group in samples.groups:
             for rows in parts(len(group), batch_size):
-                features, logits = (one[0] for one in model.features_and_logits(*group.take(rows)))  # [1, B, …]
-                yield group.numbers[rows], SampleAnswers.of(features, logits, distance)
+                yield group.numbers[rows], model._forward(*group.take(rows))[0]  # [1, B, C] to [B, C]
     work.blocks += len(samples.labels) * len(model.config.head_counts)
 
 
@@ -104,8 +98,7 @@ class Exact(Search):
     """Branch and bound over the candidates of this rank, in step with the other ranks.
 
     All candidates see the samples in the same order, hardest first. The integers of a candidate on the samples seen so
-    far are a lower bound of its result. A candidate is dropped once its bound exceeds a complete result, or once it
-    makes more errors than allowed.
+    far are a lower bound of its result. A candidate is dropped once its bound exceeds a complete result.
     """
 
     def __init__(self, tower: CachedTower, objective: Objective, ranks: Ranks) -> None:
@@ -143,7 +136,7 @@ class Exact(Search):
         bounds: dict[Head, Result] = {}
         self._advance(seen, bounds, dict.fromkeys(heads, self._chunk))
         while True:
-            done = {head for head, count in seen.items() if count == self.objective.samples or bounds[head].over}
+            done = {head for head, count in seen.items() if count == self.objective.samples}
             complete = [bounds[head] for head in heads if head in done]
             waiting = [bounds[head] for head in heads if head not in done]
             of_ranks = self.ranks.gather((min(complete, default=None), min(waiting, default=None)))
@@ -152,7 +145,7 @@ class Exact(Search):
             self.on_progress(len(complete) + sum(best is not None and bound > best for bound in waiting))
             if best is not None and (lowest_bound is None or best <= lowest_bound):
                 return best
-            self._advance(seen, bounds, self._next(sorted(waiting), None if best is None or best.over else best))
+            self._advance(seen, bounds, self._next(sorted(waiting), best))
 
     def _next(self, waiting: Sequence[Result], best: Result | None) -> dict[Head, int]:
         """Decide which candidates to evaluate next, and on how many more samples; `waiting` are bounds, smallest first.

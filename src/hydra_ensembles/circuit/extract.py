@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from .._distributed import Ranks, all_ranks, local_device
-from .._utils import require_device, warn, without_autocast
+from .._utils import require_device, without_autocast
 from ..batches import Batches, Sources
 from ..classes import in_model_order
 from ..data.synthetic import synthetic_ood
@@ -22,17 +21,17 @@ from ..digest import digest
 from ..errors import ConfigError, DataError
 from ..heads.masking import ONE_TOWER, checked_layers, max_removable, removable, split_heads, towers_of, working_copy
 from ..heads.members import Score
-from ..heads.ranking import Head, HeadLike, HeadRanking, require_budget
+from ..heads.ranking import Head, HeadRanking, require_budget
 from ..model.dual_encoder import DualEncoder, Tower
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_model
 from ..model.zero_shot import DEFAULT_TEMPLATES, Templates, checked_names, checked_templates, zero_shot
-from ..settings import Share, from_plain, require, to_plain
+from ..settings import from_plain, require, to_plain
 from ..store import Store
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size
 from .exact import Exact, Naive, Search
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
-from .scores import CircuitData, Distance, Method, Objective, OODScore, Ties, read_samples
+from .scores import CircuitData, Method, Objective, Ties, read_samples
 
 
 @without_autocast()
@@ -45,10 +44,7 @@ def extract_circuit(
     budget: int,
     method: Method = "exact",
     ties: Ties = "likelihood",
-    ood_score: OODScore = "msp",
-    max_accuracy_loss: float | None = None,
     layers: Iterable[int] | None = None,
-    removed: Iterable[HeadLike] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     max_memory: float | None = None,
@@ -85,14 +81,7 @@ def extract_circuit(
         ties: Of heads that leave the same S, remove the one with the larger summed log-likelihood of the labels of the
             ID samples, rounded to 1e-6 (`"likelihood"`); then, or at once (`"order"`, as in the paper), the first
             (layer, head).
-        ood_score: What detects OOD samples: the maximum softmax probability, or a feature distance that was
-            fitted to the ensemble (`fit_familiarity`), such as `"mahalanobis"`; its statistics stay those of the whole
-            model.
-        max_accuracy_loss: Share of its accuracy on the ID samples that the model may lose in total: from 90 %, 0.02
-            allows 88.2 %. A head that would cost more stays; if only such heads are left, the ranking ends there, with
-            a warning and fewer heads than the budget. None for no limit, as in the paper.
         layers: Layers whose heads are candidates; None for all, which is required if both towers have candidates.
-        removed: Heads that are off from the start.
         dtype: Precision of the evaluation; None for the model's own.
         device: Where to evaluate; None for where the model is. `"cuda"` is the GPU of the rank.
         max_memory: Bytes of activations to keep in addition to the embedded samples; None for half of the free memory
@@ -119,62 +108,68 @@ def extract_circuit(
     require_model(ensemble, "extract_circuit")
     for name, value, accepted in (("score", score, Score), ("method", method, Method), ("ties", ties, Ties)):
         require(name, value, accepted)
-    loss = require("max_accuracy_loss", max_accuracy_loss, Share | None)
     scope = _checked_scope(ensemble, class_names, templates, towers, layers)
-    familiarity = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
-    fitted = ["msp", *([] if familiarity is None else familiarity.settings.scores)]
-    if ood_score not in fitted:
-        raise ConfigError(f"ood_score must be one of {fitted}, got {ood_score!r}; fit_familiarity(...) fits others")
-    off, candidates = split_heads(ensemble, scope.towers, scope.layers, removed)
+    _, candidates = split_heads(ensemble, scope.towers, scope.layers)
     require_budget(budget, max_removable(ensemble, candidates))
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" needs OOD samples; give ood_batches, or "synthetic", or use score="acc"')
 
     dtype = dtype or ensemble.dtype
     device = local_device(require_device(device or ensemble.device))
-    dual = ensemble if isinstance(ensemble, DualEncoder) else None
+    dual = ensemble if isinstance(ensemble, DualEncoder) and "text" in scope.towers else None
     model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates, False)
     id_batches = in_model_order(id_batches, "id_batches", model)
     if isinstance(ood_batches, str) and score != "acc":
         id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches
         ood_batches = synthetic_ood(id_batches, seed=seed, model=model)
-    with all_ranks(device) as ranks:
-        distance = Distance(model, ood_score, dtype, device) if ood_score != "msp" and score != "acc" else None
+    with all_ranks(device) as ranks, ExitStack() as stack:
         model = working_copy(model, dtype, device)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
-        with_text = "text" in {*scope.towers, *(head.tower for head in off)}  # text heads are off, or candidates
-        run = Extraction(
-            method=method,
-            removed=off,
-            candidates=candidates,
-            max_accuracy_loss=loss,
-            model=model,
-            texts=read_texts(dual, scope.names, scope.templates, dtype, device) if dual and with_text else None,
-            samples=samples,
-            objective=Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties),
-            distance=distance,
-            ranks=ranks,
-            batch_size=batch_size or fitting_batch_size(model, samples),
-            max_memory=default_max_memory(device) if max_memory is None else int(max_memory),  # users write 2e9
-        )
         identity = {
             "model": digest([to_plain(ensemble.config), ensemble]),
             "data": samples.digest(),
             "score": score,
             "method": method,
             "ties": ties,
-            "ood_score": None if distance is None else distance.identity,
-            "max_accuracy_loss": loss,
             "dtype": str(dtype),
-            "removed": [str(head) for head in off],
             "candidates": to_plain(scope),
         }
         ranks.require_same(identity["data"], "data")
         ranks.require_same((identity, budget), "model or settings")
-        with ExitStack() as stack:
-            store = ranks.all_or_none(lambda: stack.enter_context(Store(output, identity, "a circuit")))
-            steps = run.steps(store, budget, progress)
-    return run.ranking(steps, scope, {"model": identity["model"], "data": identity["data"], "seed": seed}, budget)
+        store = ranks.all_or_none(lambda: stack.enter_context(Store(output, identity, "a circuit")))
+        run = Extraction(
+            method=method,
+            candidates=candidates,
+            model=model,
+            texts=None if dual is None else read_texts(dual, scope.names, scope.templates, dtype, device),
+            samples=samples,
+            objective=Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties),
+            ranks=ranks,
+            batch_size=batch_size or fitting_batch_size(model, samples),
+            max_memory=default_max_memory(device) if max_memory is None else int(max_memory),  # users write 2e9
+        )
+        start, *steps = run.steps(store, budget, progress)
+    objective = run.objective
+    return HeadRanking(
+        heads=tuple(step.head for step in steps if step.head is not None),
+        scores=tuple(objective.achieved(step.errors, step.discordance) for step in steps),
+        method=f"circuit/{method}",
+        score=score,
+        provenance={
+            **identity,
+            "seed": seed,
+            "device": device.type,
+            "layers": scope.layers,
+            "budget": budget,
+            "id_samples": objective.id_count,
+            "ood_samples": sum(objective.ood_sizes),
+            "ood_sources": samples.ood_sources,
+            "start": objective.achieved(start.errors, start.discordance),
+            "errors": [step.errors for step in steps],
+            "discordance": [step.discordance for step in steps],
+            "model_forwards": sum(step.blocks for step in (start, *steps)) / run.blocks_of_a_pass,
+        },
+    )
 
 
 class CircuitScope(NamedTuple):
@@ -182,8 +177,8 @@ class CircuitScope(NamedTuple):
 
     towers: tuple[str, ...]
     layers: tuple[int, ...] | None  # None for all layers of several towers
-    names: tuple[str, ...]  # of the classes; empty for an ensemble
-    templates: tuple[str, ...]
+    names: tuple[str, ...] = ()  # of the classes; empty for an ensemble
+    templates: tuple[str, ...] = ()
 
 
 def _checked_scope(
@@ -197,17 +192,15 @@ def _checked_scope(
     if model.num_members != 1:
         raise ConfigError(f"a circuit belongs to one model, got {model.num_members} members; give ensemble.member(i)")
     if isinstance(model, Ensemble):
-        if class_names is not None:
-            raise ConfigError("class_names are for dual encoders; an ensemble has its classes already")
         if model.num_classes < 2:
             raise ConfigError(f"a circuit needs answers to score, but this ensemble has {model.num_classes} classes")
-        return CircuitScope((ONE_TOWER,), checked_layers(model.config, layers), (), ())
+        return CircuitScope((ONE_TOWER,), checked_layers(model.config, layers))
     if class_names is None:
         raise ConfigError("a dual encoder needs the names of classes to answer; give class_names")
     prompts = checked_names(class_names), checked_templates(templates)
     chosen = tuple(tower for tower in sorted(get_args(Tower)) if tower in list(towers))
-    if not chosen or len(chosen) < len(towers):
-        raise ConfigError(f"towers must be some of {list(get_args(Tower))}, each once, got {list(towers)}")
+    if not chosen:
+        raise ConfigError(f"towers must be some of {list(get_args(Tower))}, got {list(towers)}")
     if len(chosen) == 1:
         return CircuitScope(chosen, checked_layers(towers_of(model)[chosen[0]].config, layers), *prompts)
     if layers is not None:
@@ -230,28 +223,31 @@ class Extraction:
     """The greedy steps of one run; fields without a comment are as in `extract_circuit`."""
 
     method: Method
-    removed: Sequence[Head]
     candidates: Sequence[Head]  # of the first step
-    max_accuracy_loss: float | None
     model: Ensemble  # a private copy of the classifier
-    texts: Texts | None  # for a dual encoder, if heads of the text tower may be off
+    texts: Texts | None  # for a dual encoder, if heads of the text tower are candidates
     samples: CircuitData
     objective: Objective
-    distance: Distance | None  # OOD score, if not the confidence
     ranks: Ranks
     batch_size: int
     max_memory: int
     work: Work = field(default_factory=Work)  # of this rank so far
 
+    @property
+    def blocks_of_a_pass(self) -> int:
+        """Blocks that one pass of the whole model over all samples runs."""
+        towers = [(self.model, self.samples)]
+        towers += [] if self.texts is None else [(self.texts.tower, self.texts.prompts)]
+        return sum(len(samples.labels) * len(model.config.head_counts) for model, samples in towers)
+
     def steps(self, store: Store, budget: int, progress: bool) -> list[Step]:
         """Take the steps that are not in the store yet, and return all up to the budget, after that of the start."""
-        rows = self.ranks.gather(store.rows("heads"))[0]
-        steps = [from_plain(Step, row, "step") for row in rows]
+        steps = [from_plain(Step, row, "step") for row in self.ranks.gather(store.rows("heads"))[0]]
         done = [step.head for step in steps if step.head is not None]
         if len(done) >= budget:
             return steps[: budget + 1]
         left = [head for head in self.candidates if head not in done]
-        search = self._search(left, [*self.removed, *done])
+        search = self._search(left, done)
 
         def take(step: Step) -> None:
             steps.append(step)
@@ -260,9 +256,6 @@ class Extraction:
         if not steps:
             start = search.result
             take(Step(None, start.errors, start.discordance))
-        if self.max_accuracy_loss is not None:  # as an exact decimal: 0.29 of 100 right answers is 29
-            right = self.objective.id_count - steps[0].errors
-            self.objective.most_errors = steps[0].errors + int(Fraction(str(self.max_accuracy_loss)) * right)
         shown = progress and self.ranks.rank == 0
         waiting = sum(len(left) - index for index in range(budget - len(done)))  # heads to decide in all steps
         begun, spent = time.monotonic(), 0
@@ -272,9 +265,6 @@ class Extraction:
                 decided, count = bar.n, len(left)  # heads decided before this step, and its candidates
                 search.on_progress = partial(self._advance, bar, decided, count)
                 choice = search.choose(removable(self.model, left))
-                if choice.over:
-                    self._warn_of_end(steps, budget)
-                    break
                 search.remove(choice.head)
                 search.on_progress(count)
                 left.remove(choice.head)
@@ -285,77 +275,31 @@ class Extraction:
                 bar.set_postfix(removed=f"{len(steps) - 1}/{budget}", score=f"{reached:.4f}", refresh=False)
                 if shown and not decided:
                     seconds = (time.monotonic() - begun) * waiting / bar.n
-                    tqdm.write(f"{name}: {budget} heads take up to {in_words(seconds)}", file=sys.stderr)
+                    tqdm.write(f"{name}: {budget} heads take up to {_in_words(seconds)}", file=sys.stderr)
         return steps
 
     def _advance(self, bar: Any, before: int, most: int, decided: int) -> None:
         """Move the progress bar to `decided` candidates of this rank in a step, never back."""
         bar.update(max(0, before + min(decided * self.ranks.size, most) - bar.n))
 
-    def _warn_of_end(self, steps: Sequence[Step], budget: int) -> None:
-        assert self.objective.most_errors is not None
-        least = 1 - self.objective.most_errors / self.objective.id_count
-        if self.ranks.rank == 0:
-            warn(
-                f"the circuit for {self.objective.score!r} ends after {len(steps) - 1} of {budget} heads: without any "
-                f"other the accuracy falls below {least:.4f} (max_accuracy_loss={self.max_accuracy_loss})"
-            )
-
     def _search(self, left: Sequence[Head], off: Sequence[Head]) -> Search:
         """Start the search with these candidates, after the heads in `off` were removed."""
         model, samples, texts = self.model, self.samples, self.texts
         if self.method == "naive":
             common = model, samples, self.objective, self.ranks, self.work, self.batch_size, off
-            return Naive(*common, distance=self.distance) if texts is None else JointNaive(*common, texts)
+            return Naive(*common) if texts is None else JointNaive(*common, texts)
 
-        def tower(model: Ensemble, samples: CircuitData, of_text: bool, share: float) -> CachedTower:
+        def cached(model: Ensemble, samples: CircuitData, of_text: bool, share: float) -> CachedTower:
             """A copy of a tower without the heads in `off`, with a share of the memory for cached activations."""
-            working = WorkingModel(model, of_tower(off, of_text), self.work, self.distance)
-            own = of_tower(left, of_text)
-            return CachedTower(
-                working, samples, own, self.ranks.share(own), self.batch_size, int(share * self.max_memory)
-            )
+            working, own = WorkingModel(model, of_tower(off, of_text), self.work), of_tower(left, of_text)
+            room = int(share * self.max_memory)
+            return CachedTower(working, samples, own, self.ranks.share(own), self.batch_size, room)
 
-        images = Exact(tower(model, samples, False, 1.0 if texts is None else 0.75), self.objective, self.ranks)
-        return images if texts is None else JointExact(images, texts, tower(texts.tower, texts.prompts, True, 0.25))
-
-    def ranking(self, steps: Sequence[Step], scope: CircuitScope, origin: dict[str, Any], budget: int) -> HeadRanking:
-        """Build the ranking from the steps, with its provenance."""
-        objective, (start, *removals) = self.objective, steps
-        whole_pass = len(self.samples.labels) * len(self.model.config.head_counts)  # in blocks
-        if self.texts is not None:
-            whole_pass += len(self.texts.prompts.labels) * len(self.texts.tower.config.head_counts)
-        settings: dict[str, Any] = {} if self.distance is None else {"ood_score": self.distance.name}
-        if scope.names:
-            settings |= {"towers": scope.towers, "classes": len(scope.names), "templates": scope.templates}
-        if self.max_accuracy_loss is not None:
-            settings |= {"max_accuracy_loss": self.max_accuracy_loss, "complete": len(removals) == budget}
-        return HeadRanking(
-            heads=tuple(step.head for step in removals if step.head is not None),
-            scores=tuple(objective.achieved(step.errors, step.discordance) for step in removals),
-            method=f"circuit/{self.method}",
-            score=objective.score,
-            provenance={
-                **origin,
-                "device": self.model.device.type,
-                "dtype": str(self.model.dtype),
-                "layers": scope.layers,
-                "removed": [str(head) for head in self.removed],
-                "budget": budget,
-                "ties": objective.ties,
-                **settings,
-                "id_samples": objective.id_count,
-                "ood_samples": sum(objective.ood_sizes),
-                "ood_sources": self.samples.ood_sources,
-                "start": objective.achieved(start.errors, start.discordance),
-                "errors": [step.errors for step in removals],
-                "discordance": [step.discordance for step in removals],
-                "model_forwards": sum(step.blocks for step in steps) / whole_pass,
-            },
-        )
+        images = Exact(cached(model, samples, False, 1.0 if texts is None else 0.75), self.objective, self.ranks)
+        return images if texts is None else JointExact(images, texts, cached(texts.tower, texts.prompts, True, 0.25))
 
 
-def in_words(seconds: float) -> str:
+def _in_words(seconds: float) -> str:
     """`20 s`, `3 min`, `2.5 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"

@@ -21,7 +21,7 @@ from ..model.stem_readout import compose
 from ..model.zero_shot import average_templates, prompts_of
 from .cache import CachedTower
 from .exact import Exact, Naive, Search, run_without
-from .scores import CircuitData, IntArray, Result, SampleAnswers, SampleGroup, Tally, to_device
+from .scores import CircuitData, IntArray, Result, SampleGroup, Tally, to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +80,12 @@ class JointNaive(Naive):
 
     texts: Texts
 
-    def answers(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, SampleAnswers]]:
+    def answers(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, Tensor]]:
         """Yield sample numbers and answers in batches, for all samples, with some heads of both towers masked."""
         of_text = of_tower(off, text=True)
         prompts = self.texts.prompts
         embedded = run_without(self.texts.tower, of_text, prompts, self.batch_size, self.work)
-        use_classes(self.model, self.texts.classes(torch.cat([answers.logits for _, answers in embedded])))
+        use_classes(self.model, self.texts.classes(torch.cat([rows for _, rows in embedded])))
         return super().answers(of_tower(off, text=False))
 
 
@@ -134,7 +134,7 @@ class JointExact(Search):
     @torch.no_grad()
     def _use_own_classes(self) -> None:
         """Classify by the class embeddings of the current text tower."""
-        self._current = self.texts.classes(self.tower.model.classify(torch.cat(self.tower.features)).logits)  # [C, e]
+        self._current = self.texts.classes(self.tower.model.classify(torch.cat(self.tower.features)))  # [C, e]
         use_classes(self._classifier, self._current)
         self.images.answer()
 
@@ -144,9 +144,9 @@ class JointExact(Search):
         index = self.tower.index(heads)  # ascending, like the candidates
         table = self._current.new_empty(len(heads), count, self._current.shape[1])  # [heads, prompts, e]
 
-        def record(candidates: IntArray, numbers: IntArray, embedded: SampleAnswers) -> None:
+        def record(candidates: IntArray, numbers: IntArray, embedded: Tensor) -> None:
             rows = to_device(np.searchsorted(index, candidates), table.device)
-            table[rows, to_device(numbers, table.device)] = embedded.logits
+            table[rows, to_device(numbers, table.device)] = embedded
 
         self.tower.run(np.repeat(index, count), np.tile(np.arange(count), len(heads)), record)
         self._classes |= {head: self.texts.classes(embeddings) for head, embeddings in zip(heads, table, strict=True)}

@@ -4,8 +4,6 @@ E is the number of misclassified ID samples. D is twice the number of pairs of a
 sample has the higher confidence, plus the number of tied pairs. With several OOD sources of n_s samples each, every D_s
 has weight L / n_s, where L is the least common multiple of all n_s: 1 - D / (2 · n · L · sources) is then the mean of
 their AUROCs. Integers compare exactly, so bounds on them are exact too.
-
-Confidence is the probability of the predicted class, or minus the distance of the features to those of familiar data.
 """
 
 import math
@@ -25,13 +23,11 @@ from ..digest import digest, require_other_samples, row_digests
 from ..errors import DataError
 from ..heads.members import Score
 from ..heads.ranking import Head
-from ..metrics.distance import FamiliarityName, ready, unfamiliarity
 from ..model.ensemble import Ensemble
 from ..model.inputs import Arguments
 
 Method = Literal["naive", "exact"]
 Ties = Literal["likelihood", "order"]
-OODScore = Literal["msp", FamiliarityName]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -161,12 +157,8 @@ def judge(logits: Tensor, labels: Tensor, step: float) -> tuple[Tensor, Tensor, 
     precise = logits.double()
     largest = precise.amax(-1, keepdim=True)
     answer = (precise >= largest - step / 256).int().argmax(-1)  # ties go to the first class
-    return answer != labels, in_steps(log_odds_of(precise, answer), step), precise.isfinite().all(-1)
-
-
-def in_steps(confidence: Tensor, step: float) -> Tensor:
-    """Round confidences `[B]` in float64 to the grid, as int64."""
-    return (confidence.clamp(-_LARGEST_LOG_ODDS, _LARGEST_LOG_ODDS) / step).round().nan_to_num().long()
+    confidence = log_odds_of(precise, answer).clamp(-_LARGEST_LOG_ODDS, _LARGEST_LOG_ODDS)
+    return answer != labels, (confidence / step).round().nan_to_num().long(), precise.isfinite().all(-1)
 
 
 def log_odds_of(logits: Tensor, classes: Tensor) -> Tensor:
@@ -174,35 +166,6 @@ def log_odds_of(logits: Tensor, classes: Tensor) -> Tensor:
     chosen = classes[..., None]
     others = logits.scatter(-1, chosen, -torch.inf).logsumexp(-1)
     return logits.gather(-1, chosen)[..., 0] - others
-
-
-class SampleAnswers(NamedTuple):
-    """The outputs of a model for B samples; with a feature score, also their distance from familiar data."""
-
-    logits: Tensor  # [B, C]; embeddings [B, e] for a text tower
-    distance: Tensor | None = None  # [B]
-
-    @classmethod
-    def of(cls, features: Tensor, logits: Tensor, distance: "Distance | None") -> "SampleAnswers":
-        """Build the answers from pooled features `[B, …]` and their logits."""
-        return cls(logits, None if distance is None else distance.of(features, logits))
-
-
-class Distance:
-    """A fitted feature distance used as OOD score; its statistics stay those of the whole model."""
-
-    def __init__(self, model: Ensemble, name: FamiliarityName, dtype: torch.dtype, device: torch.device) -> None:
-        fitted, self.name = model.metadata.familiarity, name
-        assert fitted is not None
-        self.neighbours = fitted.settings.neighbours
-        state = fitted.part(f"{name}.")
-        self.identity = [name, self.neighbours, digest(state)]
-        precise = torch.promote_types(dtype, torch.float32)
-        self.statistics = ready({key: value.to(device, precise) for key, value in state.items()})
-
-    def of(self, features: Tensor, logits: Tensor) -> Tensor:
-        """Compute the distance `[B]` of features `[B, …]` with logits `[B, C]`."""
-        return unfamiliarity(self.name, self.statistics, features.flatten(1)[None], logits[None], self.neighbours)[0]
 
 
 def losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -230,7 +193,6 @@ def require_finite(finite: Tensor, samples: CircuitData, head: Head) -> None:
 class Result(NamedTuple):
     """The integers of the model without one more head. Smaller is better, in the order of the fields."""
 
-    over: bool  # whether it makes more errors than allowed
     value: int
     loss: int  # summed over the labels, in steps of 1e-6; 0 if ties go to the first head
     head: Head
@@ -246,7 +208,6 @@ class Objective:
     id_count: int
     ood_sizes: tuple[int, ...] = ()  # samples of each OOD source; none for `acc`
     ties: Ties = "order"
-    most_errors: int | None = None  # candidates with more errors are rejected; set before the first choice
 
     def __post_init__(self) -> None:
         """Compute the weight of a pair of each source, and the effective number of OOD samples over all sources."""
@@ -272,8 +233,7 @@ class Objective:
         value = errors if self.score == "acc" else discordance
         if self.score == "avg":
             value += 2 * self.balanced * errors
-        over = self.most_errors is not None and errors > self.most_errors
-        return Result(over, value, loss, head, errors, discordance)
+        return Result(value, loss, head, errors, discordance)
 
     def achieved(self, errors: int, discordance: int) -> float:
         """Compute S: the accuracy, the AUROC (mean over OOD sources), or the mean of both."""
@@ -340,25 +300,20 @@ class Tally:
         if self.loss is not None:
             self.loss.zero_()
 
-    def record(self, models: IntArray, numbers: IntArray, answers: SampleAnswers) -> None:
-        """Store the answers to P pairs of model and sample; if there is a distance, it defines the confidence."""
+    def record(self, models: IntArray, numbers: IntArray, logits: Tensor) -> None:
+        """Store the logits `[P, C]` of pairs of model and sample."""
         device = self.wrong.device
-        logits = answers.logits.to(device)
+        logits = logits.to(device)
         cells = to_device(models, device), to_device(numbers, device)
         labels = self._labels[cells[1]]
-        self.wrong[cells], confidence, finite = judge(logits, labels, self.step)
-        if answers.distance is not None:
-            distance = answers.distance.to(device)
-            confidence = in_steps(-distance.double(), self.step)
-            finite = finite & distance.isfinite()
-        self.confidence[cells], self.finite[cells] = confidence, finite
+        self.wrong[cells], self.confidence[cells], self.finite[cells] = judge(logits, labels, self.step)
         if self.loss is not None:
             self.loss[cells] = losses(logits, labels)
 
-    def result(self, batches: Iterable[tuple[IntArray, SampleAnswers]]) -> Result:
-        """Compute the result of a single model from its answers to all samples, with their numbers."""
-        for numbers, answers in batches:
-            self.record(np.zeros_like(numbers), numbers, answers)
+    def result(self, batches: Iterable[tuple[IntArray, Tensor]]) -> Result:
+        """Compute the result of a single model from its logits for all samples, with their numbers."""
+        for numbers, logits in batches:
+            self.record(np.zeros_like(numbers), numbers, logits)
         return self.results(np.zeros(1, np.int64))[0]
 
     def results(self, models: IntArray) -> list[Result]:

@@ -113,10 +113,7 @@ class HeadRanking:
         if self.only is not None and count != self.only:
             raise HeadError(f"this {self.method} ranking is for exactly {self.only} heads; rank with budget={count}")
         if count > len(self):
-            remedy = "rank with a larger budget"
-            if self.provenance.get("complete") is False:
-                remedy = "another one would cost more than max_accuracy_loss; allow more, or prune fewer heads"
-            raise HeadError(f"{count} heads were requested, but the ranking has {len(self)}; {remedy}")
+            raise HeadError(f"{count} heads were requested, but the ranking has {len(self)}; rank with a larger budget")
         return self.heads[:count]
 
     def save(self, path: str | Path) -> None:

@@ -172,8 +172,7 @@ class Chain:
     def circuit(self, score: Score, budget: int) -> HeadRanking:
         """The circuit for a score; of builds that share a store, the first one extracts it."""
         config, start = self.config, self.start
-        limit = config.max_accuracy_loss if score == "ood" else None
-        settings: dict[str, Any] = {"method": config.method, "ties": config.ties, "max_accuracy_loss": limit}
+        settings: dict[str, Any] = {"method": config.method, "ties": config.ties}
         name = "-".join(map(str, ("rankings/" + score, *settings.values(), budget, "above", config.trunk)))
         if start.dual is not None:
             settings |= {"class_names": start.names, "templates": start.templates}

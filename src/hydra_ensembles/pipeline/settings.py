@@ -11,7 +11,7 @@ from ..fuse import Fusion, StemFusion
 from ..heads.members import CIRCUIT_ORDER
 from ..heads.taylor import Scope
 from ..metrics.distance import FamiliarityChoice
-from ..settings import Checked, Count, PositiveShare, Seed, Share, Whole
+from ..settings import Checked, Count, PositiveShare, Seed, Whole
 from ..training.recipe import Recipe
 from .data import BuildData, StartingModel
 
@@ -41,9 +41,8 @@ class HydraConfig(Checked):
         whole: Whether the last member keeps all heads; with `pretrained` of `build`, it is the given model, untrained.
         training: `"together"` trains the fused ensemble once, on the sum of its members' losses, including the trunk;
             `"apart"` every member by itself before fusing; None is `"apart"` if there is a recipe, else no training.
-        method: How circuits are extracted; see `extract_circuit`, also for `ties` and `max_accuracy_loss`.
+        method: How circuits are extracted; see `extract_circuit`, also for `ties`.
         ties: Which head to remove if several leave the same score.
-        max_accuracy_loss: Maximum share of accuracy that the circuit for OOD detection may lose; None for any.
         pool: Heads to draw from; None takes the paper's ratio of 100 to 48, or all heads if there are fewer.
         taylor_scope: `"layer"` prunes equally many heads in every layer, `"global"` compares heads of all layers.
         calibration_batches: Batches that a Taylor ranking reads; fewer than there are, so that rankings differ.
@@ -75,7 +74,6 @@ class HydraConfig(Checked):
     training: TrainingMode | None = None
     method: Method = "exact"
     ties: Ties = "likelihood"
-    max_accuracy_loss: Share | None = None
     pool: Whole | None = None
     taylor_scope: Scope = "layer"
     calibration_batches: Whole = 8

@@ -13,11 +13,11 @@ from hydra_ensembles.errors import DataError
 
 
 def test_what_the_ranking_says_about_itself() -> None:
-    ranking = random_problem().extract(method="naive", budget=2, layers=[1, 2], removed=[(1, 0)], seed=4)
+    ranking = random_problem().extract(method="naive", budget=2, layers=[1, 2], seed=4)
     assert (ranking.method, ranking.score) == ("circuit/naive", "avg")
     made = ranking.provenance
     assert (made["id_samples"], made["ood_samples"], made["dtype"]) == (11, 9, "torch.float64")
-    assert (made["budget"], made["layers"], made["removed"]) == (2, [1, 2], ["1.0"])
+    assert (made["budget"], made["layers"]) == (2, [1, 2])
     errors, discordance = made["errors"][-1], made["discordance"][-1]
     assert ranking.scores[-1] == pytest.approx((2 - errors / 11 - discordance / (2 * 11 * 9)) / 2)
 

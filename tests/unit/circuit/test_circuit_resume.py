@@ -28,8 +28,8 @@ def test_interrupted_anywhere_and_continued_with_a_larger_budget(tmp_path: Path,
 def test_the_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     problem = random_problem()
     problem.extract(budget=2, output=tmp_path)
-    changes: dict[str, Any] = {"score": "ood", "method": "naive", "layers": [0, 1], "removed": [(0, 0)]}
-    changes |= {"dtype": torch.float32, "ties": "order", "max_accuracy_loss": 0.5}
+    changes: dict[str, Any] = {"score": "ood", "method": "naive", "layers": [0, 1]}
+    changes |= {"dtype": torch.float32, "ties": "order"}
     for name, value in changes.items():
         with pytest.raises(CheckpointError, match={"layers": "candidates", "dtype": "data"}.get(name, name)):
             problem.extract(**{"budget": 2, "output": tmp_path, name: value})
@@ -64,7 +64,7 @@ def test_the_estimate_is_printed_after_the_first_head(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.count("heads take up to") == 1
 
 
-@pytest.mark.parametrize("setting", ["score", "method", "ties", "max_accuracy_loss"])
+@pytest.mark.parametrize("setting", ["score", "method", "ties"])
 def test_settings_out_of_range_are_refused(setting: str) -> None:
     """Otherwise "accuracy" would silently be a circuit for OOD detection."""
     with pytest.raises(ConfigError, match=setting):
