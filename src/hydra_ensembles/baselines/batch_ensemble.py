@@ -1,7 +1,7 @@
 """BatchEnsemble: members share their weights and differ in the scales of every input and output."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Unpack
+from typing import Annotated, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..model.config import Sharing
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
-from ..model.member_states import copies_of, place_of
+from ..model.member_states import copies_of
 from ..settings import END, Checked, NotNegative, Positive, Range, Whole
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import TrainOptions, trains
@@ -30,28 +30,16 @@ class BatchEnsemble(Checked):
 
     Attributes:
         members: Number of members.
-        scales: `"all"`: inputs and outputs of every linear map. `"inputs"`: only inputs of attention and MLP, which
-            are folded into the norms before them, so that attention and MLP are stored once; for pre-norm blocks.
         last_layers: Scale only this many last layers, and the classifier; those before run once for all members. None
             scales all layers.
-        start: Scales are drawn from `"normal"`, N(1, deviation), or are random `"signs"`.
-        deviation: Standard deviation of `"normal"`.
+        deviation: Scales are drawn from N(1, deviation).
         rate: Learning rate of the scales, as a multiple of that of the weights. Scales never decay.
     """
 
     members: Annotated[int, Range(2, END - 1)] = 3
-    scales: Literal["all", "inputs"] = "all"
     last_layers: Whole | None = None
-    start: Literal["normal", "signs"] = "normal"
     deviation: NotNegative = 0.1
     rate: Positive = 1.0
-
-    def check(self, model: Ensemble) -> None:
-        """Raise for more layers than the model has, and for folding scales in a post-norm model."""
-        if self.last_layers is not None and self.last_layers > model.num_layers:
-            raise ConfigError(f"last_layers is {self.last_layers}, but the model has {model.num_layers} layers")
-        if self.scales == "inputs" and not model.config.encoder.norm_first:
-            raise ConfigError("scales='inputs' needs norms before the maps; in this model they come after: use 'all'")
 
 
 @trains
@@ -65,29 +53,20 @@ def batch_ensemble(
 ) -> Ensemble:
     """Make members from one model by separate scales on shared weights; both train, every batch for all members.
 
-    At the end the scales are multiplied into the weights, or folded into norms: the forward pass is the ordinary one.
-    If weights are scaled on both sides, the result is as large as M copies of the layers above the trunk.
-    The loss is the sum over members, as for `finetune`; published code uses their mean, so with SGD its learning rates
-    are M times too high here.
-
-    The groups of the recipe say which weights and biases are trained; scales always are.
-
-    Examples:
-        >>> recipe, settings = he.Recipe(learning_rate=1e-4, steps=1), he.baselines.BatchEnsemble(members=2)
-        >>> he.baselines.batch_ensemble(base, batches, recipe, settings, progress=False).num_members
-        2
+    At the end the scales are multiplied into the weights: the result is as large as M copies of the layers above the
+    trunk, with the ordinary forward pass. The loss is the sum over members, as for `finetune`; published code uses
+    their mean, so with SGD its learning rates are M times too high here. The groups of the recipe say which weights and
+    biases are trained; scales always are.
     """
     require_single(model, "batch_ensemble")
-    settings.check(model)
+    if settings.last_layers is not None and settings.last_layers > model.num_layers:
+        raise ConfigError(f"last_layers is {settings.last_layers}, but the model has {model.num_layers} layers")
     trunk = 0 if settings.last_layers is None else model.num_layers - settings.last_layers
-    inputs = settings.scales == "inputs"
-    zero_shot = model.config.readout.cosine is not None
-    sharing = Sharing(stem=True, attention=inputs, mlp=inputs, norms=not inputs, readout=zero_shot)
+    sharing = Sharing(stem=True, norms=True, readout=model.config.readout.cosine is not None)
     start = joined([model] * settings.members, sharing, trunk)
     job = job_of(settings, recipe, train, validation, **run)
     seed = derive_seed(recipe.seed, "scales")
-    drawn = "random signs" if settings.start == "signs" else f"N(1, {settings.deviation:g})"
-    line = f"BatchEnsemble, scales of {settings.scales} from {drawn} above a trunk of {trunk}"
+    line = f"BatchEnsemble, scales from N(1, {settings.deviation:g}) above a trunk of {trunk}"
     parts = f"scales, {', '.join(recipe.train_groups)}"
     return warn_equal(train_parametrised(lambda copy: Scaled(copy, settings, recipe, seed), start, job, line, parts))
 
@@ -106,13 +85,11 @@ class Scaled(Parametrised):
         members = ensemble.num_members
 
         def scales(*shape: int) -> nn.Parameter:
-            noise = torch.randn(members, *shape, generator=generator)
-            values = noise.sign() if settings.start == "signs" else 1.0 + settings.deviation * noise
+            values = 1.0 + settings.deviation * torch.randn(members, *shape, generator=generator)
             return nn.Parameter(values.to(ensemble.device, ensemble.dtype))
 
         for name, parameter in ensemble.named_parameters():
-            group, layer = place_of(name)
-            if copies_of(ensemble.config, name) == 1 or (name.endswith("bias") and group != "norms"):
+            if copies_of(ensemble.config, name) == 1 or name.endswith("bias"):
                 continue
             key = name.replace(".", "/")
             weight = parameter[: len(parameter) // members].detach().clone()
@@ -126,8 +103,6 @@ class Scaled(Parametrised):
                 self.inputs[key], self.outputs[key] = scales(*weight.shape[:2], 1), scales(1, 1, weight.shape[2])
             elif name.endswith(".weight") and weight.dim() == 3:  # [1, out, in]
                 self.inputs[key], self.outputs[key] = scales(1, 1, weight.shape[2]), scales(1, weight.shape[1], 1)
-            elif layer is not None and name.endswith("weight") and group == "norms":  # input scales of the next map
-                self.inputs[key] = scales(1, weight.shape[1])
         scaled = [f"{part}.{key}" for part in ("inputs", "outputs") for key in getattr(self, part)]
         self.rates |= dict.fromkeys(scaled, settings.rate)
         self.spared = frozenset([*scaled, *(f"shared.{key}" for key in self.shared if "norm" in key)])
@@ -136,8 +111,7 @@ class Scaled(Parametrised):
         """The per-member parameters: members concatenated along the first axis."""
         stored: dict[str, Tensor] = {}
         for key, weight in self.shared.items():
-            scale = f"{key.removesuffix('bias')}weight" if key.endswith("bias") else key  # a norm's bias as its weight
-            many = weight[None] * self.inputs[scale] if scale in self.inputs else weight[None]  # [M or 1, …]
-            many = many * self.outputs[key] if key in self.outputs else many
+            scaled = key in self.inputs
+            many = weight[None] * self.inputs[key] * self.outputs[key] if scaled else weight[None]  # [M or 1, …]
             stored[key.replace("/", ".")] = many.expand(self.num_members, *weight.shape).flatten(0, 1)
         return stored

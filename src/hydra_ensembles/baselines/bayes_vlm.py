@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from ..model.config import Sharing
 from ..model.dropout import dropping
 from ..model.dual_encoder import DualEncoder, embed
 from ..model.ensemble import Ensemble
-from ..model.inputs import Given
 from ..model.kinds import require_model
 from ..model.layers import GroupedLinear, linear
 from ..model.metadata import Metadata
@@ -65,18 +64,8 @@ class BayesVLM(Checked):
 def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()) -> "VLMPosterior":  # noqa: B008
     """The posterior of both projections, from pairs of images and texts; nothing is trained.
 
-    Args:
-        dual: A dual encoder with one member and two projections; it is not changed, and later changes to it do not
-            affect the result.
-        pairs: Batches `(images, texts)`, as for `tune_text`, also with features instead of images; read once, and all
-            embeddings are held in memory.
-        settings: How much the pairs count, and the prior.
-
-    Examples:
-        >>> pairs = [(torch.randn(4, 3, 32, 32), ["a cat", "a dog", "a red bus", "a tree"])]
-        >>> posterior = he.baselines.bayes_vlm(dual, pairs)
-        >>> posterior.zero_shot(["cat", "dog"], members=5).num_members
-        5
+    `dual` has one member and two projections, and is copied. `pairs` are batches `(images, texts)`, as for `tune_text`,
+    also with features instead of images; read once, and all embeddings are held in memory.
     """
     projections = _projections(dual)
     images, texts = _inputs_of_projections(dual, pairs)
@@ -128,13 +117,9 @@ def kronecker_factors(
     p the probabilities of one sample over them, and J the derivative of `h / |h|`. The sum is expanded so that no
     matrix per sample is needed.
 
-    Args:
-        features: Inputs of the projection, `[n, d]`.
-        embedded: Embeddings `[n, e]`, before they are scaled to length one.
-        other: Embeddings of the other side, `[n, e]`.
-        scale: Scale of the cosines.
-        negatives: Number of samples that are compared with each other.
-        sigmoid: The logit bias for the loss of SigLIP, which judges each pair separately; None for softmax.
+    `features` `[n, d]` are the projection's inputs, `embedded` `[n, e]` its outputs, `other` `[n, e]` the other side's;
+    `negatives` samples are compared with each other. `sigmoid` is the logit bias for the loss of SigLIP, which
+    judges each pair separately; None for softmax.
     """
     count, width = embedded.shape
     outputs = embedded.new_zeros(width, width)
@@ -241,12 +226,7 @@ class VLMPosterior:
     ) -> Ensemble:
         """A zero-shot ensemble whose members have projections drawn from the posterior; towers are shared.
 
-        Args:
-            class_names: One per class, in the order of the logits.
-            templates: Sentences with `{label}`, as for `he.zero_shot`.
-            members: Number of projections to draw.
-            seed: Seed of the draw.
-            keep_text: Keep the text side, so that `retarget` can set other classes.
+        With `keep_text`, `retarget` can set other classes.
         """
         base = zero_shot(self.dual, class_names, templates, keep_text)
         image, text = _projections(self.dual)
@@ -271,14 +251,7 @@ class VLMPosterior:
 
     @without_autocast()
     def probit(self, class_names: Sequence[str], template: str = "A photo of a {label}.") -> "ProbitClassifier":
-        """The closed form: one pass, logits `μ / √(1 + π/8 σ²)` from mean and variance of every similarity.
-
-        Almost all of its work is the image tower's, which `optimize` makes faster, as for an `Ensemble`.
-
-        Args:
-            class_names: One per class, in the order of the logits.
-            template: One sentence with `{label}`.
-        """
+        """The closed form: one pass, logits `μ / √(1 + π/8 σ²)` from mean and variance of every similarity."""
         names = checked_names(class_names)
         return ProbitClassifier(self, names, self._texts(prompts_of(names, checked_templates(template))))
 
@@ -293,8 +266,6 @@ class VLMPosterior:
 
 class ProbitClassifier(View):
     """A zero-shot classifier of one member whose logits shrink with the uncertainty of image and class embeddings."""
-
-    optimized: Any = None  # what runs the image tower, if `optimize` made this one
 
     def __init__(self, posterior: VLMPosterior, names: Sequence[str], texts: Tensor) -> None:
         super().__init__()
@@ -318,16 +289,10 @@ class ProbitClassifier(View):
         }
         self.eval()
 
-    def optimize(self, example_inputs: Given | None = None, **options: Any) -> "ProbitClassifier":
-        """A copy for inference whose image tower is optimized; for the options see `OptimizedEnsemble`."""
-        faster = copy.deepcopy(self)
-        faster.optimized = self.model.optimize(example_inputs, **options)
-        return faster
-
     def similarities(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variance of the scaled similarities, `[B, C]` each, in float64."""
         with dropping(False):
-            features = embed(self.optimized or self.model, None, inputs, normalize=False)[0]
+            features = embed(self.model, None, inputs, normalize=False)[0]
         features = features.to(with_float64(features.device)).double()
         self.terms = {name: tensor.to(features.device) for name, tensor in self.terms.items()}  # kept there
         terms = self.terms

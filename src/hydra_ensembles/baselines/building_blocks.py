@@ -83,18 +83,8 @@ def shared_parts(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:
 
 
 def to_float32(model: Ensemble) -> Ensemble:
-    """The model with half precision cast to float32, for consecutive training runs.
-
-    Rounding between runs would lose every update below the spacing of the dtype. `in_dtypes_of` rounds at the end.
-    """
+    """The model in float32, for consecutive trainings: rounding between them would lose every small update."""
     return Ensemble.from_state(model.config, trainable_state(model, model.device), model.metadata)
-
-
-def in_dtypes_of(model: Ensemble, trained: Ensemble) -> Ensemble:
-    """An ensemble trained from `to_float32(model)`, rounded once to the dtypes of the model."""
-    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    rounded = {name: tensor.to(dtypes[name]) for name, tensor in trained.state_dict().items()}
-    return Ensemble.from_state(trained.config, rounded, trained.metadata)
 
 
 def require_trained(recipe: Recipe, start: Ensemble, names: Iterable[str], why: str) -> None:

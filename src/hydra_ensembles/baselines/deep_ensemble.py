@@ -9,7 +9,7 @@ from ..model.kinds import require_single
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .building_blocks import in_dtypes_of, joined, shared_parts, to_float32, warn_equal
+from .building_blocks import joined, shared_parts, to_float32, warn_equal
 
 
 @trains
@@ -29,20 +29,9 @@ def deep_ensemble(
     an ensemble of classifiers at the price of one model, `last_blocks` members above a common trunk. To combine
     separately pretrained models, use `Ensemble.stack`.
 
-    Args:
-        model: A classifier with one member; it is not changed.
-        train: Batches with labels that can be read repeatedly.
-        recipe: How to train; `reinit_classifier="random"` gives every member its own classifier to start from.
-        members: Number of members.
-        validation: Held-out batches with labels, as for `finetune`.
-        snapshots: Start each fine-tuning from the result of the previous one, with a high learning rate again: a
-            Snapshot Ensemble, for which each run may be short. Only the first starts with a new classifier.
-        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
-
-    Examples:
-        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
-        >>> he.baselines.deep_ensemble(base, batches, recipe, members=2, progress=False).num_members
-        2
+    `reinit_classifier="random"` gives every member its own classifier to start from. With `snapshots`, each fine-tuning
+    starts from the result of the previous one, with a high learning rate again: a Snapshot Ensemble, for which each run
+    may be short. Only the first starts with a new classifier.
     """
     require_single(model, "deep_ensemble")
     trained: list[Ensemble] = []
@@ -51,4 +40,4 @@ def deep_ensemble(
         trained.append(finetune(start, train, member_recipe, validation, index=index, **run))
         if snapshots:
             start, member_recipe = trained[-1], replace(recipe, reinit_classifier=None)
-    return warn_equal(joined([in_dtypes_of(model, member) for member in trained], *shared_parts(model, recipe)))
+    return warn_equal(joined(trained, *shared_parts(model, recipe)).to(model.dtype))

@@ -18,7 +18,6 @@ from ..settings import Checked, Positive, Seed, Whole
 from .building_blocks import append_one, joined, split_bias, with_bias
 
 Structure = Literal["kron", "diag", "full"]
-MOST_FULL = 20_000  # maximum number of parameters for a full covariance: 3.2 GB in float64
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,12 @@ class Laplace(Checked):
         structure: Structure of the curvature: `"kron"` (a Kronecker product), `"diag"`, or `"full"`, for small
             classifiers.
         prior_precision: Precision of a normal prior around zero; None maximises the marginal likelihood.
-        samples: Total number of training samples, if only some of them are given; None for as many as given.
         seed: Seed for drawing the classifiers.
     """
 
     members: Whole = 20
     structure: Structure = "kron"
     prior_precision: Positive | None = None
-    samples: Whole | None = None
     seed: Seed = 0
 
 
@@ -49,25 +46,13 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     The posterior is normal; its precision is the Gauss-Newton curvature of the cross-entropy on the training data plus
     that of the prior. All members cost little more than one: only the last layer differs.
 
-    Args:
-        model: A classifier with one member, trained on the same data; it is not changed.
-        batches: The training data, read once; labels are not used. If you give only a part, give their total number
-            as `samples`: with fewer samples the posterior is wider.
-        settings: Structure, prior, and number of members.
-
-    Examples:
-        >>> he.baselines.laplace(base, batches, he.baselines.Laplace(members=5)).num_members
-        5
+    `batches` are the training data of the model, read once; labels are not used.
     """
     require_single(model, "laplace")
     if model.readout.classifier is None or model.readout.distillation_classifier is not None:
         raise ConfigError("laplace takes a model with one linear classifier, not class embeddings or two classifiers")
     classifier = model.readout.classifier
     mean = with_bias(classifier)
-    if settings.structure == "full" and mean.numel() > MOST_FULL:
-        raise ConfigError(
-            f"a full covariance of {mean.numel()} parameters is too large (at most {MOST_FULL}); use structure='kron'"
-        )
     curvature = Curvature(settings.structure, *mean.shape)
     with dropping(False):
         for index, inputs, _ in iterate(batches, "batches", labelled=False):
@@ -75,10 +60,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
             penultimate = model.readout.penultimate(features)
             check_finite(logits, f"logits of batch {index}", "batches")
             curvature.add(penultimate[0].cpu().double(), logits[0].cpu().double())
-    if settings.samples is not None and settings.samples < curvature.samples:
-        fault = f"Laplace.samples is {settings.samples}, but {curvature.samples} samples are given"
-        raise ConfigError(f"{fault}; it counts all training samples: leave it out if these are all of them")
-    posterior = curvature.posterior(mean, settings.prior_precision, settings.samples)
+    posterior = curvature.posterior(mean, settings.prior_precision)
     classifiers = posterior.draw(settings.members, derive_seed(settings.seed, "laplace"))  # [S, C, d (+ 1)]
     many = joined([model] * settings.members, Sharing(stem=True, attention=True, mlp=True, norms=True))
     state = many.state_dict()
@@ -86,7 +68,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     state |= {name: tensor.to(state[name]) for name, tensor in drawn.items()}
     line = (
         f"{settings.members} classifiers of a last-layer Laplace approximation ({settings.structure}, prior precision "
-        f"{posterior.prior:.4g}, {settings.samples or curvature.samples} samples)"
+        f"{posterior.prior:.4g}, {curvature.samples} samples)"
     )
     return Ensemble.from_state(many.config, state, model.metadata.after(line))
 
@@ -119,8 +101,8 @@ class Curvature:
         spread = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None, :]  # [B, C, C]
         self.sums += torch.einsum("bce,bi,bj->ciej", spread, features, features)
 
-    def posterior(self, mean: Tensor, prior: float | None, samples: int | None = None) -> "Posterior":
-        """The normal distribution around `mean` `[C, d]`, with the prior (None: the likeliest), for so many samples."""
+    def posterior(self, mean: Tensor, prior: float | None) -> "Posterior":
+        """The normal distribution around `mean` `[C, d]`, with the prior (None: the likeliest)."""
         axes: tuple[Tensor, ...] = ()
         if self.structure == "diag":
             values = self.sums.flatten()
@@ -132,7 +114,7 @@ class Curvature:
             inputs, right = torch.linalg.eigh(self.inputs / self.samples)
             values = (outputs.clamp(min=0)[:, None] * inputs.clamp(min=0)).flatten()
             axes = (left, right)
-        values = values.clamp(min=0) * ((samples or self.samples) / self.samples)
+        values = values.clamp(min=0)
         return Posterior(mean, values, axes, likeliest_prior(values, mean) if prior is None else prior)
 
 

@@ -79,11 +79,6 @@ def lora_ensemble(
     classifiers; the rest is frozen. With `last_blocks`, earlier blocks run once for all members.
 
     `reinit_classifier="random"` gives every member its own classifier to start from.
-
-    Examples:
-        >>> recipe, settings = he.Recipe(learning_rate=1e-4, steps=1), he.baselines.LoRA(members=2, rank=2)
-        >>> he.baselines.lora_ensemble(base, batches, recipe, settings, progress=False).num_members
-        2
     """
     require_single(model, "lora_ensemble")
     settings.check(model)

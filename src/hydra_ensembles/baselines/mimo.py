@@ -57,11 +57,6 @@ def mimo(
 
     Each batch must have at least as many images as there are members. The groups of the recipe must include the stem,
     where members learn to tell their images apart; from scratch all.
-
-    Examples:
-        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
-        >>> he.baselines.mimo(base, batches, recipe, he.baselines.MIMO(members=2), progress=False).num_members
-        2
     """
     require_single(model, "mimo")
     start = wide(model, settings, recipe.seed)

@@ -50,10 +50,8 @@ class EmbeddedWords:
 def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates | None = None) -> EmbeddedWords:
     """Embed words once, for `neg_label` of all ensembles made from the same dual encoder.
 
-    Args:
-        ensemble: Made by `he.zero_shot` with `keep_text`, for any classes.
-        words: A large list; class names may be among them.
-        templates: Sentences with `{label}`; None for those of the classes.
+    `ensemble` is made by `he.zero_shot` with `keep_text`, for any classes; class names may be among the words.
+    `templates` are sentences with `{label}`; None for those of the classes.
     """
     embedding_statistics(ensemble, "embed_words")  # raises unless it is a zero-shot classifier
     side = text_side_of(ensemble)
@@ -77,18 +75,9 @@ def neg_label(
 
     No images are needed, and nothing is trained: the text tower embeds the words once.
 
-    Args:
-        ensemble: Made by `he.zero_shot` with `keep_text`; it is not changed.
-        words: A large list of nouns and adjectives, such as WordNet's; those that are class names are left out. If
-            several classifiers use the same words, embed them once with `embed_words`.
-        templates: Sentences with `{label}`, unless the words are embedded already; None for those of the classes.
-        settings: How words are chosen.
-
-    Examples:
-        >>> classifier, settings = he.zero_shot(dual, ["cat", "dog"]), he.baselines.NegLabel(share=1.0, groups=1)
-        >>> scored = he.baselines.neg_label(classifier, ["tree", "house", "boat"], settings=settings)
-        >>> scored.predict(torch.randn(2, 3, 32, 32)).score("neglabel").shape
-        torch.Size([2])
+    `ensemble` is made by `he.zero_shot` with `keep_text`; `words` are a large list of nouns and adjectives, such as
+    WordNet's, of which class names are left out. If several classifiers use the same words, embed them once with
+    `embed_words`; else `templates` are sentences with `{label}`, None for those of the classes.
     """
     statistics = embedding_statistics(ensemble, "neg_label")
     vocabulary = words if isinstance(words, EmbeddedWords) else embed_words(ensemble, words, templates)

@@ -70,10 +70,6 @@ def oba(
 
     Without a recipe the remaining weights are not trained. In several processes all prune the same weights: by the
     batches of the first, or by those of all if the loader is split between them. A resumed run prunes again.
-
-    Examples:
-        >>> he.baselines.oba(base, batches, settings=he.baselines.OBA(keep=0.9, steps=1)).metadata.history[-1]
-        'OBA: 90.0% of the parameters left after 1 steps'
     """
     require_single(model, "oba")
     settings.check(model)

@@ -17,7 +17,7 @@ from ..settings import END, Checked, NotNegative, Range, Whole
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .building_blocks import in_dtypes_of, joined, shared_parts, to_float32, warn_equal
+from .building_blocks import joined, shared_parts, to_float32, warn_equal
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,6 @@ def swag(
     train are the same in all members and stored once, as in `deep_ensemble`.
 
     The recipe trains from one point to the next: `schedule="constant"`, tens of steps or a part of an epoch.
-
-    Examples:
-        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1, schedule="constant", last_blocks=1)
-        >>> settings = he.baselines.SWAG(members=2, points=2, rank=2)
-        >>> he.baselines.swag(base, batches, recipe, settings, progress=False).num_members
-        2
     """
     require_single(model, "swag")
     sharing, trunk = shared_parts(model, recipe)
@@ -77,7 +71,7 @@ def swag(
         Ensemble.from_state(point.config, visited.draw(settings.scale, generator), point.metadata.after(line))
         for _ in range(settings.members)
     ]
-    return warn_equal(joined([in_dtypes_of(model, member) for member in members], sharing, trunk).to(point.device))
+    return warn_equal(joined(members, sharing, trunk).to(point.device, model.dtype))
 
 
 class Visited:

@@ -62,20 +62,9 @@ def vilu(
     Images are embedded once, and the network learns on the embeddings; neither the model nor its answers change. The
     score is minus the log-odds of being right, so `sigmoid(-score)` is a confidence.
 
-    Args:
-        ensemble: Made by `he.zero_shot`; every member gets its own network.
-        train: Labelled batches, read once.
-        recipe: How to train; None uses `ViLU.recipe()`. Settings of blocks and groups are ignored.
-        settings: Size of the network, and of batches.
-        validation: Held-out labelled batches; the best network, of all epochs and rates, is the one whose
-            confidence has the lowest NLL. It may be no better than a constant: look at `p.score("vilu")`.
-
-    Examples:
-        >>> recipe, settings = he.baselines.ViLU.recipe(epochs=1), he.baselines.ViLU(hidden=(8,))
-        >>> labelled = [(torch.randn(8, 3, 32, 32), torch.tensor([0, 1] * 4))]
-        >>> scored = he.baselines.vilu(he.zero_shot(dual, ["cat", "dog"]), labelled, recipe, settings, progress=False)
-        >>> scored.predict(labelled[0][0]).score("vilu").shape
-        torch.Size([8])
+    `ensemble` is made by `he.zero_shot`; every member gets its own network. `train` is read once. Settings of blocks
+    and groups of the recipe (None: `ViLU.recipe()`) are ignored. With `validation`, the best network, of all epochs and
+    rates, is the one whose confidence has the lowest NLL; it may be no better than a constant.
     """
     statistics = embedding_statistics(ensemble, "vilu")
     recipe = ViLU.recipe() if recipe is None else recipe

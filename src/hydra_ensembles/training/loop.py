@@ -6,9 +6,8 @@ there, rewritten every `checkpoint_every` updates; a run that was killed continu
 
 import json
 import math
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -166,20 +165,12 @@ def trains(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class TrainOptions(TypedDict, total=False):
-    """Options of every training besides model, data and recipe; all may be left out.
+    """Options of every training besides model, data and recipe; all may be left out."""
 
-    Attributes:
-        output: Folder for the state of the training; a run that was killed resumes from there. None, the default,
-            writes nothing.
-        progress: Whether to show a progress bar (default: yes).
-        device: Where to train; None, the default, stays on the model's device.
-        checkpoint_every: Updates between two writes of the state, by default 200.
-    """
-
-    output: str | Path | None
-    progress: bool
-    device: torch.device | str | None
-    checkpoint_every: int
+    output: str | Path | None  # folder for the state; a run that was killed resumes from there. None writes nothing
+    progress: bool  # whether to show a progress bar (default: yes)
+    device: torch.device | str | None  # where to train; None stays on the model's device
+    checkpoint_every: int  # updates between two writes of the state, by default 200
 
 
 @dataclass(frozen=True)
@@ -195,7 +186,6 @@ class Job:
     device: torch.device | str | None = None
     checkpoint_every: int = 200
     index: int = 0  # of the member; random numbers are derived from it
-    subfolder: str = "member-{}"  # of `output`, for the state; formatted with the index
     identity: Mapping[str, Any] = field(default_factory=dict)  # what else the run depends on, as plain data
 
     def __post_init__(self) -> None:
@@ -208,7 +198,7 @@ class Job:
     @property
     def folder(self) -> Path | None:
         """The folder of this training."""
-        return None if self.output is None else expanded(self.output) / self.subfolder.format(self.index)
+        return None if self.output is None else expanded(self.output) / f"member-{self.index}"
 
 
 # --- where a run stands, and its result ------------------------------------------------------------------------
@@ -283,7 +273,7 @@ class RunResult:
     weights: dict[str, Tensor]  # trained parameters by name
     end: Position
     rate: float
-    diverged: tuple[float, ...] = ()  # the other learning rates of the recipe that diverged
+    diverged: tuple[str, ...] = ()  # the other learning rates of the recipe that diverged
 
     def state_like(self, start: nn.Module) -> dict[str, Tensor]:
         """All weights of `start`, in its dtype and on its device, with trained ones replaced."""
@@ -296,7 +286,7 @@ class RunResult:
         """A history line: parts, steps, optimizer, learning rate, seed, and validation accuracy."""
         where = "" if recipe.last_blocks is None else f" of the last {recipe.last_blocks} blocks"
         chosen = f", chosen of {len(recipe.grid)}" if recipe.grid else ""
-        chosen += f" ({_listed(self.diverged)} diverged)" if self.diverged else ""
+        chosen += f" ({', '.join(self.diverged)} diverged)" if self.diverged else ""
         best = self.end.best
         quality = "" if best is None else f"; validation accuracy {best.accuracy:.4f} at step {best.step}"
         return (
@@ -332,7 +322,7 @@ def train_best(
         ranks.require_same((identity, job.recipe.rates, job.checkpoint_every), "model or recipe")
         store = ranks.all_or_none(lambda: stack.enter_context(Store(job.folder, identity, "a training")))
         if job.recipe.compile:
-            stack.enter_context(_compiling())
+            stack.enter_context(unlimited_recompiles())
 
         def trained(rate: float) -> RunResult:
             state = store.path(f"rate-{rate!r}.state")
@@ -343,7 +333,21 @@ def train_best(
                 remove(state)
             return RunResult(weights, end, rate)
 
-        return _best_of(trained, job.recipe)
+        results: list[RunResult] = []
+        diverged: dict[str, str] = {}  # messages only: the exceptions would keep models in memory
+        for rate in sorted(job.recipe.rates):
+            try:
+                results.append(trained(rate))
+            except DivergedError as error:
+                if len(job.recipe.rates) == 1:
+                    raise
+                diverged[f"{rate:g}"] = str(error)
+    if not results:
+        raise DivergedError(f"all learning rates diverged ({', '.join(diverged)}): {next(iter(diverged.values()))}")
+    for rate_name, message in diverged.items():
+        warn(f"the learning rate {rate_name} diverged and is dropped; the best of the others is used: {message}")
+    best = max(results, key=lambda result: () if result.end.best is None else result.end.best.merit)
+    return replace(best, diverged=tuple(diverged))
 
 
 def source_digest(batches: Batches, name: str, seed: int) -> str:
@@ -353,38 +357,6 @@ def source_digest(batches: Batches, name: str, seed: int) -> str:
     if first is None:
         raise DataError(f"{name} has no batches; check the loader")
     return digest([length_of(batches), first])
-
-
-def _best_of(train: Callable[[float], RunResult], recipe: Recipe) -> RunResult:
-    """Train at each rate of a recipe, from the lowest; return the best result."""
-    results: list[RunResult] = []
-    diverged: dict[float, str] = {}  # messages only: the exceptions would keep models in memory
-    for rate in sorted(recipe.rates):
-        try:
-            results.append(train(rate))
-        except DivergedError as error:
-            if len(recipe.rates) == 1:
-                raise
-            diverged[rate] = str(error)
-    if not results:
-        raise DivergedError(f"all learning rates diverged ({_listed(diverged)}); the lowest: {diverged[min(diverged)]}")
-    for rate, message in diverged.items():
-        warn(f"the learning rate {rate:g} diverged and is dropped; the best of the others is used: {message}")
-    best = max(results, key=lambda result: () if result.end.best is None else result.end.best.merit)
-    return replace(best, diverged=tuple(diverged))
-
-
-def _listed(rates: Iterable[float]) -> str:
-    return ", ".join(f"{rate:g}" for rate in rates)
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Allow as many recompilations as blocks need; silence compiler warnings on gradients and precision."""
-    with unlimited_recompiles(), warnings.catch_warnings():
-        for message in (r"The \.grad attribute of a Tensor that is not a leaf", "TensorFloat32 tensor cores"):
-            warnings.filterwarnings("ignore", message, UserWarning)
-        yield
 
 
 class Training(Generic[BatchT]):

@@ -280,7 +280,7 @@ def tune_text(
     if train_image_projection and dual.projections.image is None:
         raise ConfigError("train_image_projection is true, but this dual encoder has no image projection to train")
     identity = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
-    job = Job(recipe, train, validation, subfolder="text", identity=identity, **run)
+    job = Job(recipe, train, validation, identity=identity, **run)
     recipe.check(dual.text, train, validation)
     result = train_best(partial(TextLearner, dual, recipe, train_image_projection, projection_rate), dual, job)
     also = " and the image projection" if train_image_projection else ""

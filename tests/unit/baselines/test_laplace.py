@@ -9,16 +9,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.baselines.laplace import Curvature, Laplace, laplace
-from hydra_ensembles.errors import ConfigError
 
 SMALL = Laplace(members=4)
 
 
-def posterior(seen, logits, mean, structure, prior=None, samples=None):
+def posterior(seen, logits, mean, structure, prior=None):
     curvature = Curvature(structure, *mean.shape)
     for part in torch.arange(len(seen)).split(7):  # batches; the last is smaller
         curvature.add(seen[part], logits[part])
-    return curvature.posterior(mean, prior, samples)
+    return curvature.posterior(mean, prior)
 
 
 def precision(found):
@@ -108,15 +107,3 @@ def test_a_sure_prior_is_the_model_and_many_members_average_to_its_uncertainty()
     torch.testing.assert_close(sure(inputs), base(inputs).expand(3, -1, -1), atol=1e-5, rtol=0)
     open_minded = laplace(base, some(base), Laplace(members=50, prior_precision=1e-2)).predict(inputs)
     assert (open_minded.epistemic > sure.predict(inputs).epistemic).all()
-
-
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
-def test_a_part_of_the_data_stands_for_all(structure):
-    layer, seen, _, mean = case()
-    logits = layer(seen).detach()
-    whole = posterior(seen.repeat(3, 1), logits.repeat(3, 1), mean, structure)
-    part = posterior(seen, logits, mean, structure, samples=120)
-    assert part.prior == pytest.approx(whole.prior)
-    torch.testing.assert_close(precision(part), precision(whole))
-    with pytest.raises(ConfigError, match="15 samples are given"):
-        laplace(single(), some(single()), Laplace(samples=14))

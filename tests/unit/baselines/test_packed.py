@@ -10,7 +10,7 @@ from hydra_ensembles.baselines.packed import Packed, packed_ensemble
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.training.finetune import finetune
 
-FITTING = Packed(members=2, alpha=2.0, heads=5)
+FITTING = Packed(members=2, alpha=6.0)
 
 
 def train(model, settings=FITTING, recipe=QUICK, **options):
