@@ -12,7 +12,7 @@ from hydra_ensembles.evaluation.evaluation import Evaluation, ModelInfo
 from hydra_ensembles.model.config import KeptHeads
 from hydra_ensembles.model.cost import Cost
 from hydra_ensembles.model.metadata import Calibration
-from hydra_ensembles.report.table import Cell, Comparison
+from hydra_ensembles.report.compare import Cell, Comparison
 
 CLASSES, LAYERS, HEADS = 4, 3, 5
 CLASS_NAMES = ("ant", "bee", "cat", "dog & <b>fox</b>")

@@ -122,7 +122,7 @@ def _formatted(answers: Sequence[dict[str, Any]], format: str) -> Any:
     if format == "jsonl":
         return "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
     if format == "csv":
-        from ..report.table import csv_text
+        from ..report.compare import csv_text
 
         return csv_text(answers, list(answers[0]))
     from rich.box import SIMPLE
@@ -319,9 +319,8 @@ def report(
     from ..evaluation.evaluation import Evaluation
     from ..files import read_object
     from ..model.cost import Cost
-    from ..report.compare import compare, load_costs
+    from ..report.compare import compare, load_costs, to_rich
     from ..report.html import write_report
-    from ..report.table import to_rich
 
     evaluations, costs = list[Evaluation](), list[Cost]()
     for file in [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]:
@@ -356,7 +355,7 @@ def demo(
 
     folder = common.outside_of_data(output)
     table = run_demo(folder, seed=seed, progress=not quiet)
-    from ..report.table import to_rich
+    from ..report.compare import to_rich
 
     common.emit(to_rich(table))
     print(f"\nReport  {folder / 'report.html'}\nModel   {folder / 'model'}\n")

@@ -150,7 +150,7 @@ def search(
     from ..pipeline.build import RESULT
     from ..pipeline.search import search as searched
     from ..pipeline.settings import HydraConfig
-    from ..report.table import to_markdown, to_rich
+    from ..report.compare import to_markdown, to_rich
 
     given |= {"model": models[0], "models": models[1:]} if models else {}
     given["candidates"] = None if candidates is None else common.read_yaml(candidates)

@@ -14,9 +14,8 @@ from ..model.cost import measure_costs
 from ..model.ensemble import Ensemble
 from ..pipeline.build import build
 from ..pipeline.settings import HydraConfig
-from ..report.compare import compare, save_costs
+from ..report.compare import Comparison, compare, save_costs
 from ..report.html import write_report
-from ..report.table import Comparison
 from ..store import Store
 from ..training.recipe import Recipe
 from .embedded import ID_NAME, DemoSample, load_backbone, load_sample

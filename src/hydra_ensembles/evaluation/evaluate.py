@@ -4,7 +4,6 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .._utils import __version__, require_device, unwrapped, warn
+from .._utils import __version__, unwrapped, warn
 from ..batches import Batches, Inputs, iterate, length_of, move, require_labels, size_of, warn_if_cut
 from ..calibrate import REUSED
 from ..classes import renumbered
@@ -57,9 +56,7 @@ def evaluate(
     preprocess: Preprocess | None = None,
     batch_size: int = 64,
     num_workers: int = 0,
-    device: str | torch.device | None = None,
     bootstrap: int = 0,
-    keep_logits: bool = False,
     output: str | Path | None = None,
     progress: bool = True,
 ) -> Evaluation:
@@ -69,14 +66,14 @@ def evaluate(
         ensemble: An `Ensemble`, as it is or prepared by `optimize`; or anything that is called with the inputs of a
             batch and returns member logits `[M, B, C]` (`[B, C]` counts as one member; of an object, `.logits` is
             used; a mapping is passed as keywords if its `forward` accepts them). A module of another library is put
-            in evaluation mode meanwhile: do not train it in another thread. Ours change no flag.
+            in evaluation mode meanwhile.
         id_data: Labelled in-distribution set: batches, as from a `DataLoader`, or a data set of
             `hydra_ensembles.data`, which is batched with the model's preprocessing.
         ood: OOD sets, `{"near": {name: data}, "far": {...}}` as from `Suite.load`, or flat, `{name: data}`,
             for the mean over all sets only. The group `"apart"` is in no mean. Labels of OOD sets are not read.
         shift: `{name: data}` of labelled sets under distribution shift, such as corruptions.
         name: What tables call the model.
-        id_name: Name of the in-distribution set; not needed for a data set.
+        id_name: Name of the in-distribution set; a data set has its own.
         score: Score that detects OOD samples, of the mean over members.
         scores: Further scores to report; fitted ones (`fit_familiarity`) are always reported.
         convention: How AUPR and FPR95 are defined; see `hydra_ensembles.metrics.ood`.
@@ -84,19 +81,11 @@ def evaluate(
         preprocess: Turns a list of raw items into inputs; an ensemble has its own.
         batch_size: For data sets that are not in batches.
         num_workers: Worker processes for such data sets.
-        device: Where to run, if not where the model is; it is moved back. An optimized model cannot be moved.
         bootstrap: Number of resamples for confidence intervals; 0 for none. `metrics.bootstrap` says how often they
             contain the true number: with few samples they are too narrow.
-        keep_logits: Whether the result keeps the member logits, to be saved with it.
         output: Folder that keeps the answers of an `Ensemble` to every batch, whatever the settings: called again, an
             interrupted evaluation resumes, and one with other scores or another calibration is only computed.
         progress: Whether to show progress bars.
-
-    Raises:
-        DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice, also under
-            another name; the message names it. A `HydraWarning` is given for OOD sets with some ID samples, and for
-            samples that fitted the calibration.
-        ConfigError: A setting is not known.
 
     Examples:
         >>> noise = [(torch.rand(7, 3, 64, 64),)]
@@ -127,18 +116,17 @@ def evaluate(
     if rule.threshold is None and score in get_args(ScoreName):
         rule = replace(rule, score=cast(ScoreName, score), reference=None)
     preprocess = preprocess or metadata.preprocessing
-    answers, logits, rows, dtype = dict[str, Answers](), dict[str, Tensor](), dict[str, Tensor](), torch.float32
-    running = _running(model, None if device is None else require_device(device))
-    with Store(output, _identity(model, output), "an evaluation") as kept, running as (home, of_inputs):
+    answers, rows, shape = dict[str, Answers](), dict[str, Tensor](), torch.empty(0)
+    with Store(output, _identity(model, output), "an evaluation") as kept, torch.no_grad(), evaluating(model):
         weights = weights_of(model) if isinstance(model, Ensemble) else ""
         for key, group, data in sets:
             if isinstance(data, Dataset):
                 if preprocess is None:
                     raise ConfigError(f"set {key!r} holds raw items; pass preprocess=, or give batches (a DataLoader)")
                 data = make_batches(data, preprocess, batch_size, num_workers=num_workers)
-            one = _Pass(model, home, of_inputs, rule, familiarity, reported, kept, keep_logits, progress)
-            answers[key], rows[key], logits[key], dtype = one.over(data, key, group)
-            members, _, classes = require_like(logits[key], logits[id_name], key).shape
+            one = _Pass(model, rule, familiarity, reported, kept, progress)
+            answers[key], rows[key], found = one.over(data, key, group)
+            shape = require_like(found, shape if len(shape) else found, key)
     _require_fresh(id_name, rows, rule)
     threshold = None if familiarity is None else familiarity.settings.threshold
     evaluation = Evaluation(
@@ -148,19 +136,18 @@ def evaluate(
         convention,
         answers,
         replace(
-            _described(model, members, cast(int, classes)),
+            _described(model, len(shape), shape.shape[-1]),
             calibration=None if calibration is None else calibration.brief,
             familiarity=None if threshold is None else (fitted[0], threshold),
             weights=weights,
         ),
-        _provenance(home, dtype),
-        logits=logits if keep_logits else {},
+        _provenance(model, shape.dtype),
     )
     if not bootstrap:
         return evaluation
     detected = [f"{group}.{metric}" for group in (*MEANS, *answers) for metric in ("auroc", "fpr95", "aupr")]
-    found = {key: evaluation.interval(key, resamples=bootstrap) for key in (*_INTERVALS, *detected)}
-    return replace(evaluation, intervals={key: one for key, one in found.items() if one is not None})
+    intervals = {key: evaluation.interval(key, resamples=bootstrap) for key in (*_INTERVALS, *detected)}
+    return replace(evaluation, intervals={key: one for key, one in intervals.items() if one is not None})
 
 
 def _read_model(model: Any, calibration: Calibration | None) -> tuple[Any, Metadata, Calibration | None]:
@@ -225,28 +212,24 @@ class _Pass:
     """How a model is run over a set."""
 
     model: Any
-    device: torch.device | None  # device of the inputs; None leaves them where they are
-    dtype: torch.dtype | None  # floating dtype of the inputs; None leaves it
     calibration: Calibration
     familiarity: Familiarity | None
     scores: tuple[AnyScore, ...]
     kept: Store  # answers from before an interruption
-    keep_logits: bool
     progress: bool
 
     def over(
         self, batches: Batches, key: str, group: Literal["id", "shift"] | OodGroup
-    ) -> tuple[Answers, Tensor, Tensor, torch.dtype]:
-        """Answers to one set, digests of its samples `[B]`, member logits (of one sample, unless kept), their dtype."""
+    ) -> tuple[Answers, Tensor, Tensor]:
+        """Answers to one set, digests of its samples `[B]`, and member logits `[M, 1, C]` of one sample."""
         labelled, title = group in ("id", "shift"), f"set {key.removeprefix('ood.').removeprefix('shift.')!r}"
-        columns, rows, logits, dtype = dict[str, list[Tensor]](), list[Tensor](), list[Tensor](), torch.float32
+        columns, rows, first = dict[str, list[Tensor]](), list[Tensor](), list[Tensor]()
         source = iterate(batches, title, labelled)
         with tqdm(desc=key, total=length_of(batches), leave=False, disable=not self.progress, unit="batch") as bar:
             while chunk := list(islice(source, 1 if self.kept.folder is None else KEPT_AT_ONCE)):
                 contents = "" if self.kept.folder is None else digest([inputs for _, inputs, _ in chunk])
                 answer = partial(self._answers, [(index, inputs) for index, inputs, _ in chunk], title)
                 found = self.kept.step(f"answers/{contents[:32]}", answer, TENSORS)
-                dtype = found["logits"].dtype
                 raw = at_least_float32(found["logits"])  # [M, B, C]
                 labels = None
                 if labelled:
@@ -254,8 +237,8 @@ class _Pass:
                     labels = torch.cat([one.cpu() for one in wanted])
                 for name, column in columns_of(self._predicted(raw, found), self.scores, labels).items():
                     columns.setdefault(name, []).append(column)
-                require_like(raw, logits[0] if logits else raw, title)
-                logits.append(raw if self.keep_logits else raw[:, :1])
+                first = first or [found["logits"][:, :1].clone()]
+                require_like(raw, first[0], title)
                 rows += [sample_digests(inputs) for _, inputs, _ in chunk]
                 bar.update(len(chunk))
         joined = {name: torch.cat(parts, dim=-1) for name, parts in columns.items()}
@@ -265,7 +248,7 @@ class _Pass:
             same = f"{title}: all {len(samples)} labels are {int(joined['label'][0])}"
             raise DataError(f"{same}; accuracy and calibration need two classes: shuffle sorted data first")
         answers = Answers(group, digest(samples.sort().values), joined)
-        return answers, samples, torch.cat(logits, dim=1), dtype
+        return answers, samples, first[0]
 
     def _predicted(self, logits: Tensor, found: Mapping[str, Tensor]) -> Prediction:
         """A prediction from finite logits `[M, B, C]` and feature scores."""
@@ -296,8 +279,7 @@ class _Pass:
     def _answer(self, inputs: Inputs, where: str) -> tuple[Any, Tensor | None]:
         """What the model answers to one batch, and its feature scores, if they are wanted."""
         if not hasattr(self.model, "prepare"):  # not ours
-            moved = inputs if self.device is None else move(inputs, self.device, self.dtype)
-            return model_call(self.model, moved)(), None
+            return model_call(self.model, _moved(inputs, self.model))(), None
         try:
             prepared = self.model.prepare(inputs)
         except DataError as problem:
@@ -316,27 +298,14 @@ def require_like(logits: Tensor, like: Tensor, title: str) -> Tensor:
     return logits
 
 
-@contextmanager
-def _running(model: object, device: torch.device | None) -> Iterator[tuple[torch.device | None, torch.dtype | None]]:
-    """Evaluation mode, no gradients, on the requested device; yields device and floating dtype of the inputs."""
-    dtype = None
-    with ExitStack() as restoring:
-        restoring.enter_context(torch.no_grad())
-        if isinstance(model, OptimizedEnsemble):
-            home = model.device
-            if device is not None and (device.type != home.type or device.index not in (None, home.index)):
-                raise ConfigError(f"this ensemble was optimized for {home}, not for {device}; leave device out")
-            device, dtype = home, model.dtype
-        elif isinstance(model, nn.Module):
-            parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
-            if parameter is not None:
-                home, dtype = parameter.device, parameter.dtype
-                if device not in (None, home):
-                    restoring.callback(model.to, home)
-                    model.to(device)
-                device = device or home
-            restoring.enter_context(evaluating(model))
-        yield device, dtype
+def _moved(inputs: Inputs, model: object) -> Inputs:
+    """Inputs on the device and in the dtype of a module of another library."""
+    one = next((parameter for parameter in _parameters(model) if parameter.is_floating_point()), None)
+    return inputs if one is None else move(inputs, one.device, one.dtype)
+
+
+def _parameters(model: object) -> Iterator[nn.Parameter]:
+    return model.parameters() if isinstance(model, nn.Module) else iter(())
 
 
 def _require_fresh(id_name: str, rows: Mapping[str, Tensor], calibration: Calibration) -> None:
@@ -360,16 +329,17 @@ def _described(model: object, members: int, classes: int) -> ModelInfo:
         info = replace(info, kind=model.kind, class_names=metadata.labels, **vars(model.describe()))
         return replace(info, source=metadata.source, history=metadata.history)
     if isinstance(model, nn.Module):
-        counted = sum(parameter.numel() for parameter in model.parameters())
+        counted = sum(parameter.numel() for parameter in _parameters(model))
         return replace(info, parameters=counted, source=type(model).__qualname__)
     return replace(info, source=str(getattr(model, "__name__", type(model).__qualname__)))
 
 
-def _provenance(device: torch.device | None, dtype: torch.dtype) -> Provenance:
+def _provenance(model: object, dtype: torch.dtype) -> Provenance:
     """The libraries and the device of this run."""
     libraries = {"torch": str(torch.__version__), "numpy": np.__version__}
     versions = {"hydra_ensembles": __version__, "python": platform.python_version(), **libraries}
+    device = getattr(model, "device", None) or next((one.device for one in _parameters(model)), torch.device("cpu"))
     hardware = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
-    if device is not None and device.type != "cpu":
+    if device.type != "cpu":
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Provenance(versions, hardware, str(dtype).removeprefix("torch."))

@@ -55,8 +55,8 @@ class Answers:
             over all sets only).
         digest: Digest of the inputs as the model received them, in any order.
         columns: `predicted`, `confidence`, `mutual_information`, `disagreement` and `score:NAME` of each sample `[B]`;
-            `votes`, the label of each member `[M, B]`; with thresholds whether it is `sure` and `familiar`; and of
-            labelled sets `label`, `accuracy` (whether it is right), `nll` and `brier`.
+            with thresholds whether it is `sure` and `familiar`; and of labelled sets `label`, `accuracy` (whether it is
+            right), `nll` and `brier`.
     """
 
     group: Literal["id", "shift"] | OodGroup
@@ -83,7 +83,6 @@ def columns_of(prediction: Prediction, scores: tuple[AnyScore, ...], labels: Ten
         "confidence": prediction.confidence,
         "mutual_information": prediction.epistemic,
         "disagreement": prediction.disagreement,
-        "votes": prediction.member_probs.argmax(dim=-1),  # [M, B]
         **{f"score:{name}": prediction.score(name) for name in scores},
         **{name: one for name, one in zip(("sure", "familiar"), passed.values(), strict=True) if one is not None},
     }
@@ -216,7 +215,6 @@ class Evaluation:
         score: The score that detects OOD samples and orders the risk-coverage curve.
         sets: What was answered to each set: the in-distribution set under its name, `ood.NAME` and `shift.NAME`.
         intervals: Bootstrap intervals, under the names of `numbers`; empty unless asked for.
-        logits: Member logits `[M, B, C]` of each set, before any temperature; empty unless asked for.
 
     Examples:
         >>> found = he.evaluate(base, batches, {"noise": [(torch.rand(7, 3, 64, 64),)]}, progress=False)
@@ -234,7 +232,6 @@ class Evaluation:
     model: ModelInfo
     provenance: Provenance = field(repr=False)
     intervals: Mapping[str, Interval] = field(default_factory=dict, repr=False)
-    logits: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         numbers = self.numbers()
@@ -377,15 +374,14 @@ class Evaluation:
         return _by_set(_mean_over_sets, present) if present and len(present) == len(members) else None
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file with every number, and the columns (and logits) to a `.safetensors` file beside it."""
+        """Write a JSON file with every number, and the columns to a `.safetensors` file beside it."""
         file = expanded(path)
         tensors = {f"{name}\n{key}": column for name, one in self.sets.items() for key, column in one.columns.items()}
-        tensors |= {f"{name}\nlogits": logits for name, logits in self.logits.items()}
         stored = {key: tensor.cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
         write_atomically(file.with_suffix(".safetensors"), to_bytes(stored))
         sets = {name: replace(one, columns={}) for name, one in self.sets.items()}
         about = {"format": FORMAT, "numbers": self.numbers(), "samples": self.samples, "columns": digest(stored)}
-        write_json(file, {**about, **to_plain(replace(self, sets=sets, logits={}))})
+        write_json(file, {**about, **to_plain(replace(self, sets=sets))})
 
     @classmethod
     def load(cls, path: str | Path) -> "Evaluation":
@@ -410,13 +406,12 @@ class Evaluation:
         for key, tensor in tensors.items():
             name, _, column = key.partition("\n")
             columns.setdefault(name, {})[column] = tensor
-        logits = {name: one.pop("logits") for name, one in columns.items() if "logits" in one}
         kept = {key: value for key, value in plain.items() if key not in ("numbers", "samples")}
         found = from_plain(cls, kept, str(file))
         if found.sets.keys() != columns.keys():
             raise DataError(f"{file} and {beside.name} hold different sets; evaluate again")
         sets = {name: replace(one, columns=columns[name]) for name, one in found.sets.items()}
-        return replace(found, sets=sets, logits=logits)
+        return replace(found, sets=sets)
 
 
 def _by_set(statistic: Statistic, parts: list[Tensor]) -> dict[str, Any]:

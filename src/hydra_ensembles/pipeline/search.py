@@ -28,7 +28,7 @@ from ..model.cost import measure_costs
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import ENSEMBLE, Ensemble
 from ..model.zero_shot import DEFAULT_TEMPLATES
-from ..report.table import to_markdown
+from ..report.compare import to_markdown
 from ..settings import Checked, Range, Seed, Share, Whole, from_plain
 from ..store import Store
 from ..training.recipe import Recipe

@@ -8,8 +8,8 @@ from typing import Literal
 
 from ..files import expanded, read_object, write_json
 from ..model.ensemble import Ensemble
+from ..report.compare import Cell, Column, Comparison, tabulated
 from ..report.figures import draw_fronts
-from ..report.table import Cell, Column, Comparison, tabulated
 from ..settings import from_plain, to_plain
 from ..store import Form
 from .settings import HydraConfig

@@ -1,21 +1,190 @@
-"""Comparison of evaluations: the columns, checks that the data are the same, and the notes a reader needs."""
+"""Evaluations side by side: the one table and its writers, the columns, and checks that the data are the same."""
 
+import csv
+import io
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from .._utils import require
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import UNNAMED, Evaluation
 from ..files import expanded, read_object, write_json
 from ..model.cost import Cost
 from ..settings import from_plain, to_plain
-from .table import Cell, Column, Comparison, Direction, tabulated
+
+T = TypeVar("T")
+Rank = Literal["best", "second", ""]
+Direction = Literal["higher", "lower", "neither"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a comparison."""
+
+    key: str  # name of the number in `Evaluation.numbers`, a field of `Cost`, or `heads`
+    title: str  # heading
+    group: str = ""  # heading above several columns
+    better: Direction = "neither"
+    digits: int = 2  # after the point
+    scale: float = 1.0  # factor applied before printing: 100 for percent, 1e-6 for millions
+    suffix: str = ""  # printed after the number
+    ranked: bool = True  # whether to mark the best; False if the methods are not comparable
+
+    @property
+    def heading(self) -> str:
+        """Title with an arrow in the better direction."""
+        return self.title + {"higher": " ↑", "lower": " ↓", "neither": ""}[self.better]
+
+    def number(self, value: float) -> str:
+        """Format a number; small counts are not rounded to zero."""
+        text = f"{value * self.scale:.{self.digits}f}"
+        return f"{value * self.scale:.1g}" if value and self.scale < 1 and float(text) == 0 else text
+
+    def write(self, value: float, spread: float | None = None) -> str:
+        """Format a number, optionally with its spread."""
+        text = self.number(value)
+        return text + self.suffix if spread is None else f"{text} ± {spread * self.scale:.{self.digits}f}{self.suffix}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a comparison."""
+
+    text: str  # as shown; a dash if there is no number
+    value: float | None = None  # the number; the mean over several runs
+    spread: float | None = None  # standard deviation over the runs; None for one run
+    rank: Rank = ""  # the best or second best of its column; numbers that look equal share a rank
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method."""
+
+    name: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """A table of methods and metrics; printed it is Markdown, `to_csv` and `to_rich` write it otherwise."""
+
+    columns: tuple[Column, ...]  # that at least one method has a number for
+    rows: tuple[Row, ...]  # methods, in the order given
+    notes: tuple[str, ...]  # what a reader must know: the sets, the score, the convention, the number of runs
+
+    def __repr__(self) -> str:
+        return f"Comparison({', '.join(row.name for row in self.rows)}: {len(self.columns)} columns)"
+
+    def __str__(self) -> str:
+        return to_markdown(self)
+
+    _repr_markdown_ = __str__  # for notebooks
+
+
+def tabulated(
+    columns: Sequence[Column], rows: Mapping[str, T], cell: Callable[[Column, T], Cell], notes: tuple[str, ...]
+) -> Comparison:
+    """Make a table of `cell(column, row)` with ranks; columns without any number are left out."""
+    shown: list[tuple[Column, list[Cell]]] = []  # each column with its cells from top to bottom
+    for column in columns:
+        cells = [cell(column, row) for row in rows.values()]
+        if any(number.text != "–" for number in cells):
+            shown.append((column, rank_cells(cells, column)))
+    lines = tuple(Row(name, tuple(cells[index] for _, cells in shown)) for index, name in enumerate(rows))
+    return Comparison(tuple(column for column, _ in shown), lines, notes)
+
+
+def rank_cells(cells: list[Cell], column: Column) -> list[Cell]:
+    """Mark the best of the displayed numbers and, of three or more, the second best; nothing if all are equal."""
+    shown = [None if cell.value is None else float(column.number(cell.value)) for cell in cells]
+    distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
+    if column.better == "neither" or not column.ranked or len(distinct) < 2:
+        return cells
+    ranks: dict[float, Rank] = {distinct[0]: "best"}
+    if len(cells) > 2:
+        ranks[distinct[1]] = "second"
+    return [
+        cell if value is None else replace(cell, rank=ranks.get(value, ""))
+        for cell, value in zip(cells, shown, strict=True)
+    ]
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """A Markdown table: best bold, second best underlined, notes below.
+
+    Examples:
+        >>> table = he.compare({"whole": he.evaluate(base, batches, progress=False)})
+        >>> str(table).splitlines()[0].startswith("| Method |")
+        True
+    """
+    marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
+    headings = ["Method", *(f"{column.group} {column.heading}".strip() for column in comparison.columns)]
+    lines = [[_markdown(heading) for heading in headings], ["---", *["---:"] * len(comparison.columns)]]
+    for row in comparison.rows:
+        lines.append([_markdown(row.name), *(marks[cell.rank].format(_markdown(cell.text)) for cell in row.cells)])
+    table = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([*table, "", *map(_markdown, comparison.notes), ""])
+
+
+def _markdown(text: str) -> str:
+    """Text as a cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;")
+
+
+def to_csv(comparison: Comparison) -> str:
+    """Comma-separated values at full precision, under the names of `Evaluation.numbers`.
+
+    A column of standard deviations follows each column in which some method has several runs.
+    """
+    rows: list[dict[str, Any]] = []
+    for row in comparison.rows:
+        rows.append({"method": row.name})
+        for column, cell in zip(comparison.columns, row.cells, strict=True):
+            rows[-1][column.key] = cell.text if column.key == "heads" else cell.value
+            if cell.spread is not None:
+                rows[-1][f"{column.key}_sd"] = cell.spread
+    names = [f"{column.key}{end}" for column in comparison.columns for end in ("", "_sd")]
+    return csv_text(rows, ["method", *(name for name in names if any(name in row for row in rows))])
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """CSV text with a header."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, names, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def to_rich(comparison: Comparison, title: str | None = None) -> Any:
+    """A table for the terminal (for `rich.print`): best bold, second best underlined; with few methods on its side."""
+    rich = {name: require(f"rich.{name}", extra="report") for name in ("text", "box", "table", "console")}
+    styles = {"best": "bold green", "second": "underline", "": ""}
+    columns, rows = comparison.columns, comparison.rows
+    titles = [f"{column.group} {column.heading}".strip() for column in columns]
+    cells = [[rich["text"].Text(cell.text, style=styles[cell.rank]) for cell in row.cells] for row in rows]
+    on_its_side = len(columns) > len(rows)
+    headings, lines = [row.name for row in rows], dict(zip(titles, zip(*cells, strict=True), strict=True))
+    if not on_its_side:
+        headings, lines = titles, {row.name: line for row, line in zip(rows, cells, strict=True)}  # type: ignore[misc]
+    table = rich["table"].Table(title=title, box=rich["box"].SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("" if on_its_side else "Method", overflow="fold")
+    for heading in headings:
+        table.add_column(rich["text"].Text(heading), justify="right", overflow="fold", vertical="bottom")
+    for name, line in lines.items():
+        table.add_row(rich["text"].Text(name), *line)
+    return rich["console"].Group(table, rich["text"].Text("\n".join(comparison.notes), style="dim"))
+
+
+# --- comparing evaluations -------------------------------------------------------------------------------------------
 
 _BY_TEMPERATURE = ("brier", "nll", "ece", "aece")  # metrics that calibration changes
 
@@ -62,8 +231,7 @@ def set_columns(names: Sequence[str], fitted: Sequence[str] = ()) -> tuple[Colum
 def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> tuple[Column, ...]:
     """Default columns: `COLUMNS`, AUROC by fitted feature scores, and what models decline that abstain by them.
 
-    Declined shares are ranked only if all models promise to accept the same share. `sets` are OOD sets to show by
-    themselves.
+    Declined shares are not ranked: models may promise different shares. `sets` are OOD sets to show by themselves.
     """
     runs = list(evaluations)
     fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))
@@ -72,18 +240,9 @@ def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> 
     for score, (key, title) in product(fitted, _MEANS.items()):
         added.append(Column(f"{score}:{key}.auroc", title, f"AUROC by {score}", "higher", scale=100))
     if any(run.model.familiarity is not None for run in runs):
-        better: Direction = "higher" if len({promise(run) for run in runs} - {None}) == 1 else "neither"
         added.append(Column("selective.accepted", "ID", "Accepted %", scale=100))
-        added += (Column(f"{key}.abstained", title, "Declined %", better, scale=100) for key, title in titles.items())
+        added += (Column(f"{key}.abstained", title, "Declined %", scale=100) for key, title in titles.items())
     return (HEADS, *CLASSIFICATION, *OOD, SHIFT, *added, *COST, *set_columns(sets, fitted))
-
-
-def promise(run: Evaluation) -> tuple[float, int] | None:
-    """The share that each threshold of a model promises to accept, and its number of thresholds; None without any."""
-    calibration, by_features = run.model.calibration, run.model.familiarity is not None
-    if calibration is None or (calibration.threshold is None and not by_features):
-        return None
-    return calibration.accepted_share, (calibration.threshold is not None) + by_features
 
 
 def compare(
@@ -218,7 +377,7 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
     if any(len(runs) > 1 for runs in methods.values()):
         counts = ", ".join(f"{name}: {len(runs)}" for name, runs in methods.items())
         notes.append(f"Mean ± standard deviation over runs ({counts}).")
-    notes += [note for note in (_calibration_note(methods), _decline_note(methods)) if note]
+    notes += [note] if (note := _calibration_note(methods)) else []
     return tuple(dict.fromkeys(notes))
 
 
@@ -237,16 +396,6 @@ def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     listed = {kind: ", ".join(name for name in found if found[name] == which) for kind, which in kinds.items()}
     text = "; ".join(f"{kind}: {names}" for kind, names in listed.items() if names)
     return f"{text}. Compare Brier, NLL, ECE and aECE only among the calibrated, or only among the others."
-
-
-def _decline_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
-    """A note on declined shares, if a model can abstain for two reasons."""
-    runs = {name: runs[0] for name, runs in methods.items()}
-    if not any(run.model.familiarity is not None for run in runs.values()):
-        return ""
-    promises = {name: found for name, run in runs.items() if (found := promise(run)) is not None}
-    told = [f"{name} {100 * share:.4g} % by each of {count}" for name, (share, count) in promises.items()]
-    return f"Declined: unsure, or unfamiliar by a fitted score. Thresholds promise to accept: {', '.join(told)}."
 
 
 def _data_note(evaluation: Evaluation) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._utils import require
-from ..evaluation.evaluation import MEANS, Answers, Evaluation
+from ..evaluation.evaluation import Evaluation
 from ..metrics.ood import risk_curve, roc_curve
 from ..metrics.probabilities import reliability_bins
 
@@ -126,20 +126,6 @@ def draw_fronts(prices: Mapping[str, float], fronts: Fronts, *, chosen: str, giv
             axes.margins(x=0.12, y=0.18)
             axes.set(xlabel="price", ylabel=title)
         return _svg(figure)
-
-
-def agreement(answers: Sequence[Answers]) -> list[list[float]]:
-    """Share of samples on which two members predict the same class, `[M][M]`, mean over sets."""
-    votes = [one["votes"] for one in answers]  # [M, B] each
-    pairs = [torch.stack([(vote == row).double().mean(dim=1) for row in vote]) for vote in votes]
-    return torch.stack(pairs).mean(dim=0).tolist()
-
-
-def agreements(evaluation: Evaluation) -> dict[str, list[list[float]]]:
-    """Agreement of members in and out of distribution, by title."""
-    outside = [one for one in evaluation.sets.values() if one.group in MEANS["all"]]
-    found = {f"in distribution ({evaluation.id_name})": agreement([evaluation.sets[evaluation.id_name]])}
-    return found | ({"out of distribution (mean of the sets)": agreement(outside)} if outside else {})
 
 
 def _line(axes: Any, x: Tensor, y: Tensor, series: int, focus: bool) -> None:

@@ -17,8 +17,7 @@ from ..files import expanded, write_atomically
 from ..model.cost import Cost
 from ..model.metadata import ACCEPTS_ALL
 from . import figures
-from .compare import Runs, columns_for, compare, group_runs
-from .table import Column, Comparison, to_csv, to_markdown
+from .compare import Column, Comparison, Runs, columns_for, compare, group_runs, to_csv, to_markdown
 
 ONE_TABLE = 12  # maximum number of columns before the results are split into two tables
 FIRST_RUNS = "Figures, and the numbers beside them, are of the first run of each method."
@@ -111,8 +110,6 @@ def write_report(
             runs=runs,
             detection={name: _detection(runs, name) for name in shown.ood},
             shifts=list(dict.fromkeys(name for run in runs.values() for name in run.shift)),
-            heads=_head_map(shown),
-            disagreement=shown.numbers().get("all.disagreement"),
             gallery=[one for name, items in (data or {}).items() for one in _gallery(shown, name, items)],
         )
     )
@@ -170,24 +167,6 @@ def _detection(runs: Mapping[str, Evaluation], name: str) -> dict[str, Any]:
     columns = [column for column in columns_for(evaluated.values(), [name]) if f"ood.{name}." in column.key]
     comparison = compare(evaluated, columns=columns, allow_mismatch=True)
     return _table(comparison, comparison.columns)
-
-
-def _head_map(run: Evaluation) -> dict[str, Any] | None:
-    """Which members keep which head, `[layer][head]`; the evaluation has `[member][layer]`."""
-    heads, per_layer, pooling = run.model.heads, run.model.heads_per_layer, run.model.pooling_heads
-    if heads is None or per_layer is None:
-        return None
-    counts = [per_layer] * (len(heads[0]) - bool(pooling)) + ([pooling] if pooling else [])
-    cells = []
-    for layer, count in enumerate(counts):
-        kept_by = [[member for member, layers in enumerate(heads) if head in layers[layer]] for head in range(count)]
-        cells.append(kept_by)
-    return {
-        "cells": cells,
-        "kept": [(f"c{member % len(figures.SERIES)}", sum(map(len, layers))) for member, layers in enumerate(heads)],
-        "total": sum(counts),
-        "common": sum(len(keepers) == len(heads) for row in cells for keepers in row),
-    }
 
 
 def _gallery(run: Evaluation, name: str, data: Any) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import build as chain
 from hydra_ensembles.pipeline import search as searching
 from hydra_ensembles.pipeline.search_result import DEEP, FUSED, SOUP, YOURS, SearchResult, SearchRow
-from hydra_ensembles.report.table import to_markdown
+from hydra_ensembles.report.compare import to_markdown
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
 from unit.training.training_cases import tiny_dual

@@ -16,12 +16,17 @@ from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.report.compare import (
     CLASSIFICATION,
     COLUMNS,
+    Cell,
+    Column,
     columns_for,
     compare,
     load_costs,
+    rank_cells,
     save_costs,
+    to_csv,
+    to_markdown,
+    to_rich,
 )
-from hydra_ensembles.report.table import Cell, Column, rank_cells, to_csv, to_markdown, to_rich
 from random_ensembles import noisy, small
 from sample_evaluations import cells, costs, evaluated, evaluation, methods
 

@@ -56,7 +56,7 @@ def text(render) -> str:
 def test_every_figure_is_there_with_a_text_alternative_and_nothing_is_loaded_or_run(text):
     page = Page(text)
     assert page.figures() == {
-        "reliability": 3, "histogram": 3, "roc": 3, "risk": 1, "headmap": 1, "agreement": 2
+        "reliability": 3, "histogram": 3, "roc": 3, "risk": 1
     }  # fmt: skip
     images = [attrs for tag, attrs in page.tags if tag == "img"]
     assert len(images) == 10
@@ -84,7 +84,7 @@ def test_what_came_from_outside_is_escaped(render):
 
 def test_one_evaluation_without_sets_makes_a_report_and_several_runs_show_a_spread(render):
     text = render([evaluation("Crowd", members=9, ood=False, shift=False)])
-    assert Page(text).figures() == {"reliability": 1, "risk": 1, "headmap": 1, "agreement": 1}
+    assert Page(text).figures() == {"reliability": 1, "risk": 1}
     runs = [evaluation(name, seed=seed, ood=False) for seed, name in enumerate("ABA")]
     text = render(runs, focus="A", baseline="B")
     assert all(words in text for words in (" ± ", "of the first run of each method", "vs B"))
