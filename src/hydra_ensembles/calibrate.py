@@ -11,15 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._utils import warn, without_autocast
-from .batches import Batches, warn_if_cut
-from .classes import a_few
+from .batches import Batches, a_few, warn_if_cut
 from .errors import DataError, TooFewSamplesError
 from .familiarity import PER_THRESHOLD, Answered, copied_with, fit_on, read_answers, recognised, some_rows, with_earlier
 from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice
-from .metrics.inputs import check_labels, mean
 from .metrics.ood import aurc
-from .metrics.probabilities import log_mean_probs
+from .metrics.probabilities import check_labels, log_mean_probs, mean
 from .model.ensemble import Ensemble, weights_of
 from .model.kinds import require_ensemble
 from .model.metadata import ACCEPTS_ALL, Calibration, Familiarity

@@ -43,7 +43,7 @@ def _update(found: Any, value: Any) -> None:
         value = torch.from_numpy(np.ascontiguousarray(value))
     if isinstance(value, Tensor):
         found.update(f"tensor {value.dtype} {list(value.shape)}:".encode())
-        found.update(_bytes_of(value))
+        found.update(hashlib.blake2b(_bytes_of(value)).digest())  # the faster hash on most CPUs
     elif isinstance(value, Mapping):
         found.update(f"mapping {len(value)}:".encode())
         for key in sorted(value, key=str):

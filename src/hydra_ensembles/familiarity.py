@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from ._utils import warn, without_autocast
-from .batches import Batches, Inputs, first_epoch, iterate, require_labels, size_of
-from .classes import a_few, in_model_order
+from .batches import Batches, Inputs, a_few, first_epoch, in_model_order, iterate, require_labels, size_of
 from .digest import row_digests
 from .errors import ConfigError, DataError, TooFewSamplesError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_relative, prepared
-from .metrics.inputs import check_finite
+from .metrics.probabilities import check_finite
 from .model.dropout import dropping
 from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble

@@ -17,9 +17,8 @@ from torch import Tensor
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
 from .metrics.distance import FittedName
-from .metrics.inputs import at_least_float32
-from .metrics.inputs import check_finite as require_finite
-from .metrics.probabilities import EntropyParts, differing_pairs, log_mean_probs, split_entropy
+from .metrics.probabilities import EntropyParts, at_least_float32, differing_pairs, log_mean_probs, split_entropy
+from .metrics.probabilities import check_finite as require_finite
 
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
 AnyScore = Literal[ScoreName, FittedName]

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import hydra_ensembles as he
-from hydra_ensembles.classes import class_names_in, renumbered, same_names
+from hydra_ensembles.batches import class_names_in, renumbered, same_names
 from hydra_ensembles.data import BatchLoader, ImageDataset, batches
 from hydra_ensembles.errors import DataError
 from random_ensembles import noisy, small

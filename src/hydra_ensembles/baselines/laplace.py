@@ -9,7 +9,7 @@ from torch import Tensor
 from .._utils import derive_seed, without_autocast
 from ..batches import Batches, iterate
 from ..errors import ConfigError
-from ..metrics.inputs import check_finite
+from ..metrics.probabilities import check_finite
 from ..model.config import Sharing
 from ..model.dropout import dropping
 from ..model.ensemble import Ensemble

@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._distributed import is_sharded
 from .._utils import derive_seed
-from ..batches import Batches, Inputs, epoch_of, labelled, require_rereadable, restored
-from ..classes import in_model_order
+from ..batches import Batches, Inputs, epoch_of, in_model_order, labelled, require_rereadable, restored
 from ..errors import ConfigError, DataError
 from ..model.dropout import dropping
 from ..model.ensemble import Ensemble

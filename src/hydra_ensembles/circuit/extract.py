@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from .._distributed import Ranks, all_ranks, local_device
 from .._utils import require_device, without_autocast
-from ..batches import Batches, Sources
-from ..classes import in_model_order
+from ..batches import Batches, Sources, in_model_order
 from ..data.synthetic import synthetic_ood
 from ..digest import digest
 from ..errors import ConfigError, DataError

@@ -262,8 +262,8 @@ def calibrate(
       hydra-ensembles calibrate base --data val/ -o safe
       hydra-ensembles calibrate my-bert --data val.csv --share 0.9 -o safe
     """
+    from ..batches import class_names_in
     from ..calibrate import calibrate as calibrated
-    from ..classes import class_names_in
 
     folder = common.new_folder(output, data)
     ensemble = common.load_model(model, device)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..classes import why_not_exclusive
+from ..batches import why_not_exclusive
 from ..errors import ConversionError
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool, ReadoutConfig, Resample, RotaryConfig
 from ..model.metadata import Metadata

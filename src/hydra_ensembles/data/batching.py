@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .._utils import require as library
-from ..classes import a_few
+from ..batches import a_few
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, Interpolation, require_channels, to_grey, to_rgb
 from ..settings import Checked, Positive, PositiveShare, Share, Whole, require, short

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset as TorchDataset
 
 from .._utils import require
-from ..classes import a_few, same_names
+from ..batches import a_few, same_names
 from ..errors import CheckpointError, DataError
 from ..files import read_file
 from ..preprocessing import to_rgb

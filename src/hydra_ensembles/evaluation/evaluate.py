@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .._utils import __version__, unwrapped, warn
-from ..batches import Batches, Inputs, iterate, length_of, move, require_labels, size_of, warn_if_cut
+from ..batches import Batches, Inputs, iterate, length_of, move, renumbered, require_labels, size_of, warn_if_cut
 from ..calibrate import REUSED
-from ..classes import renumbered
 from ..data.batching import Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..digest import digest, require_other_samples
 from ..errors import ConfigError, DataError
 from ..familiarity import recognised, sample_digests
-from ..metrics.inputs import Convention, at_least_float32
+from ..metrics.probabilities import Convention, at_least_float32
 from ..model.dropout import evaluating
 from ..model.ensemble import Ensemble, warn_if_edited, weights_of
 from ..model.inputs import model_call

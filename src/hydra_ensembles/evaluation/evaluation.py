@@ -21,12 +21,13 @@ from ..errors import DataError
 from ..files import expanded, read_file, read_object, write_atomically, write_json
 from ..metrics.bootstrap import Interval, Statistic, paired
 from ..metrics.distance import FittedName
-from ..metrics.inputs import Convention, mean
 from ..metrics.ood import OodMetric, detection, flagged, of_counts, risk_curve, weighted_aurc
 from ..metrics.probabilities import (
+    Convention,
     adaptive_ece_of_confidence,
     at_labels,
     ece_of_confidence,
+    mean,
     squared_errors,
     weighted_adaptive_ece,
     weighted_ece,

@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 from .._distributed import check_unsharded, with_batches
 from .._utils import require_device, torch_seeded, without_autocast
-from ..batches import Batches, Inputs, begin_epoch, length_of, read_batch, require_labels, restored
-from ..classes import in_model_order
+from ..batches import Batches, Inputs, begin_epoch, in_model_order, length_of, read_batch, require_labels, restored
 from ..digest import digest
 from ..errors import DataError, HeadError
 from ..model.ensemble import Ensemble

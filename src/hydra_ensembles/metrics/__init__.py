@@ -2,9 +2,9 @@
 
 from .bootstrap import Interval, paired
 from .conformal import LabelSets, Reference, conformal_threshold, fit_sets, label_scores, p_values
-from .inputs import Convention
 from .ood import OodMetric, aupr, aurc, auroc, discordance, fpr95, risk_at_coverage, risk_coverage, roc_curve
 from .probabilities import (
+    Convention,
     accuracy,
     adaptive_ece,
     adaptive_ece_of_confidence,

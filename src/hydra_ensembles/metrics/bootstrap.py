@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from .inputs import check_same_length
+from .probabilities import check_same_length
 
 _DRAWS_AT_ONCE = 4_000_000  # held in memory: a thousand resamples of ten thousand samples are split into such pieces
 _CALIBRATED = 200  # simulations of a perfectly calibrated model, to see how large its error is by chance

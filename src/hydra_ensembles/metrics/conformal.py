@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, DataError
 from ..settings import END, PositiveShare, require
-from .inputs import Labels, check_probs, check_rows, check_scores
+from .probabilities import Labels, check_probs, check_rows, check_scores
 
 SetKind = Literal["lac", "aps", "raps"]
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..settings import PositiveShare, require
-from .inputs import Convention, check_finite, check_same_length, check_scores
+from .probabilities import Convention, check_finite, check_same_length, check_scores
 
 OodMetric = Literal["auroc", "aupr", "fpr95"]
 

@@ -20,11 +20,11 @@ from ..batches import (
     first_epoch,
     iterate,
     named_sources,
+    renumbered,
     require_labels,
     require_rereadable,
     size_of,
 )
-from ..classes import renumbered
 from ..convert.convert import convert
 from ..convert.processors import with_preprocessing
 from ..data.synthetic import synthetic_ood

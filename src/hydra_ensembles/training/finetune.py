@@ -16,8 +16,17 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded, with_float64
-from ..batches import Batches, Inputs, changed, labelled, read_batch, require_labels, size_of
-from ..classes import class_names_in, renumbered
+from ..batches import (
+    Batches,
+    Inputs,
+    changed,
+    class_names_in,
+    labelled,
+    read_batch,
+    renumbered,
+    require_labels,
+    size_of,
+)
 from ..errors import DataError
 from ..metrics.probabilities import log_mean_probs
 from ..model.ensemble import Ensemble
