@@ -85,7 +85,7 @@ def test_what_cannot_be_fused_averaged_or_pruned_is_refused(
 @pytest.mark.parametrize("other", [{"dtype": torch.float64}, {"device": "meta"}], ids=["dtype", "device"])
 def test_members_of_different_dtypes_or_devices_are_refused_by_number(join: Join, other: dict[str, Any]) -> None:
     base = small()
-    with pytest.raises(ConfigError, match=r"torch\.float32 on cpu, member 2"):
+    with pytest.raises(ConfigError, match="in member 2"):
         join([base, tuned(base, 0), tuned(base, 1).to(**other)])
     assert join([base.double(), tuned(base, 0).double()]).dtype == torch.float64
 
