@@ -98,23 +98,17 @@ class Saved(ABC):
         cls,
         source: str | Path,
         *,
-        revision: str | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
-        token: str | None = None,
+        **hub: Any,
     ) -> Self:
-        """Load what `save_pretrained` or `push_to_hub` wrote, in evaluation mode; no code is run.
-
-        Arguments and errors are those of `he.load`, which reads models of any kind; one of another class is refused.
-        """
-        return cls._restored(load_checkpoint(source, (cls._kind,), revision=revision, token=token), device, dtype)
+        """Load what `save_pretrained` or `push_to_hub` wrote, like `he.load`, but refuse models of another class."""
+        return cls._restored(load_checkpoint(source, (cls._kind,), **hub), device, dtype)
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
     ) -> str:
         """Publish on the hub as `owner/name`, in one commit; returns the URL of that commit."""
-        if not HUB_ID.fullmatch(repo_id):
-            raise CheckpointError(f"{repo_id!r} is not a hub id; it has the form 'owner/name'")
         with tempfile.TemporaryDirectory() as folder:
             save_checkpoint(folder, self._contents(repo_id))
             api = huggingface_hub.HfApi(token=token)
@@ -123,7 +117,7 @@ class Saved(ABC):
                 api.create_repo(repo_id, private=private, exist_ok=True)
                 commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
             except Exception as error:  # the hub client passes on any error of its HTTP library
-                problem = f"uploading to {repo_id!r} failed: {_first_line(error)}"
+                problem = f"uploading to {repo_id!r} failed ({error})"
                 raise CheckpointError(f"{problem}; check the name, the connection and the token") from error
         return str(commit.commit_url)
 
@@ -235,18 +229,15 @@ def _flush(path: Path) -> None:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def locate(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
+def locate(source: str | Path, **hub: Any) -> Path:
     """The folder that contains a checkpoint: `source` itself, or the hub's cache after downloading its files.
 
-    An existing folder takes precedence; of a build's folder without a model of its own it is the finished ensemble.
-    Otherwise a string like `owner/name` is a hub id; `hub:owner/name`, the form used on the command line, always is.
+    Of a build's folder it is the finished ensemble. `owner/name` is a hub id unless there is such a folder.
     """
     folder = files.expanded(source)
     if isinstance(source, str) and source.startswith(HUB):
         source, folder = source.removeprefix(HUB), Path(source)
     if folder.is_dir():
-        if revision is not None:
-            raise CheckpointError(f"revision is {revision!r}, but {source} is a folder; revisions belong to hub ids")
         is_run = (folder / IDENTITY).is_file() and not (folder / CONFIG).is_file()
         return folder / RESULT if is_run and (folder / RESULT / CONFIG).is_file() else folder
     if isinstance(source, Path) or folder.exists() or not HUB_ID.fullmatch(source):
@@ -254,21 +245,19 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
         raise CheckpointError(f"{source} {problem}; give the folder that save_pretrained wrote, or 'hub:owner/name'")
     names = [CONFIG, WEIGHTS, TOKENIZER, CARD]
     try:
-        return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=names))
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=names, **hub))
     except Exception as error:  # the hub client passes on any error of its HTTP library
-        wanted = f"{source!r} is no folder here, and revision {revision or 'main'!r} cannot be loaded from the hub"
+        wanted = f"{source!r} is no folder here, and its revision {hub.get('revision') or 'main'!r} is not on the hub"
         advice = "check the name, the connection and, for a private model, the token"
-        raise CheckpointError(f"{wanted}: {_first_line(error)}; {advice}") from error
+        raise CheckpointError(f"{wanted} or cannot be read ({error}); {advice}") from error
 
 
-def load_checkpoint(
-    source: str | Path, kinds: Collection[str], *, revision: str | None = None, token: str | None = None
-) -> Contents:
+def load_checkpoint(source: str | Path, kinds: Collection[str], **hub: Any) -> Contents:
     """Read the checkpoint of a model of one of these kinds, every file compared with its digest.
 
-    The tensors may still be memory-mapped: `placed` copies them.
+    The tensors may still be memory-mapped: `placed` copies them. `hub` are arguments of the hub's download.
     """
-    folder = locate(source, revision, token)
+    folder = locate(source, **hub)
     with _reading(folder, CONFIG) as path:
         record = files.read_object(path)
         if record.get("format") != FORMAT:
@@ -329,9 +318,3 @@ def _missing(folder: Path, name: str) -> str:
     if name == WEIGHTS and any(file.endswith(PICKLES) for file in names):
         remedy = "pickles can run code and are never read: load the model with its own library, convert and save it"
     return f"there is no {name} (the folder has {names[:8] or 'no files'}); {remedy}"
-
-
-def _first_line(error: Exception) -> str:
-    """Type and first line of another library's error, for our own message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no further details'}"

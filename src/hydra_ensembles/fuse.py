@@ -14,7 +14,7 @@ from .errors import ConfigError
 from .model.config import KeptHeads, Sharing
 from .model.dual_encoder import DualEncoder
 from .model.ensemble import Ensemble, singles
-from .model.kinds import require_model, require_single
+from .model.kinds import require_ensemble, require_model, require_single
 from .model.layers import GroupedLinear, linear
 from .model.member_states import (
     common_layers,
@@ -72,24 +72,10 @@ def fuse(
             no layer, or to all, is refused. With `mlp="separate"`, for several fine-tunings of one model, this
             keeps most of the gain of an ensemble, at little more than the price of one model.
 
-    Raises:
-        ConfigError: Members of different architectures, dtypes, devices or class names, unequal stems with
-            `stem="shared"`, layers to average that lost different heads, or a share of none or all of the layers.
-        ConversionError: A model of another library that cannot be converted.
-
     Examples:
         >>> hydra = he.fuse([he.prune(base, [(5, head)]) for head in range(3)])
         >>> hydra.num_members, hydra.config.trunk  # five layers are the same in all members and run once
         (3, 5)
-
-        Fine-tunings differ in every layer. Average the first ones:
-
-        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
-        >>> tuned = [he.finetune(base, batches, recipe, index=index, progress=False) for index in range(2)]
-        >>> he.fuse(tuned, mlp="separate", average=0.8).config.trunk  # a share: 4.8 of 6 layers, rounded
-        5
-        >>> he.fuse(tuned, mlp="separate", average=1).config.trunk  # a number: one layer
-        1
     """
     models: list[Ensemble | DualEncoder] = [convert_if_needed(model) for model in listed(members, "fuse")]
     for member in models:
@@ -101,7 +87,7 @@ def fuse(
     duals = [member for member in models if isinstance(member, DualEncoder)]
     ensembles = [member for member in models if isinstance(member, Ensemble)]
     if duals and ensembles:
-        raise ConfigError("fuse takes members of one kind, got ['DualEncoder', 'Ensemble']")
+        raise ConfigError("fuse takes members of one kind, not a DualEncoder and an Ensemble")
     if duals and average:
         raise ConfigError(f"average (got {average}) is for classifiers; dual encoders keep their layers per member")
     if trunk is None:
@@ -143,10 +129,8 @@ def _single_members(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[obje
 
 def stack(members: Iterable[Ensemble | nn.Module]) -> Ensemble:
     """`Ensemble.stack`: all members in one ensemble that shares nothing."""
-    ensembles = [convert_if_needed(member) for member in listed(members, "Ensemble.stack")]
-    strange = sorted({type(ensemble).__name__ for ensemble in ensembles if not isinstance(ensemble, Ensemble)})
-    if strange:
-        raise ConfigError(f"Ensemble.stack takes classifiers, got {strange}; dual encoders are fused: he.fuse(…)")
+    models = listed(members, "Ensemble.stack")
+    ensembles = [require_ensemble(convert_if_needed(model), "Ensemble.stack") for model in models]
     states, heads, metadata = singles(ensembles)
     warn_if_equal(list(zip(heads, states, strict=True)), "Ensemble.stack")
     config = replace(member_config(ensembles[0].config, 0), heads=heads)
@@ -158,12 +142,6 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
 
     The mean makes no sense for models without a common start; a `HydraWarning` says so. They may have been trained
     with different dropout, as in `fuse`. Calibrate the result (`calibrate`): it may be far too unsure of its answers.
-
-    Args:
-        models: At least one; models that `convert` takes, or ensembles with one member, all of one kind.
-
-    Raises:
-        ConfigError: Models of different architectures, heads, dtypes, devices or class names.
 
     Examples:
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from .errors import HeadError
-from .heads.masking import Model, tower_of, towers_of
+from .heads.masking import Model, head_rows, tower_of, towers_of
 from .heads.ranking import Head, HeadLike, as_heads
 from .model.dual_encoder import DualEncoder
 from .model.ensemble import Ensemble
@@ -19,16 +19,8 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
 
     The bias of the output projection stays, also in a layer that loses its last head. Heads keep the indices they
     had in the original model, so pruning in two steps and pruning at once name the same heads. Those of an attention
-    that pools the tokens (SigLIP) are heads of layer `num_layers`; one of them must stay.
-
-    Args:
-        ensemble: An ensemble or a dual encoder with one member. Prune members before fusing them;
-            `fused.member(i)` takes one out again.
-        heads: `Head(layer, head)` or `(layer, head)`, original indices; of a dual encoder with the tower,
-            `Head(layer, head, "image")` or `(layer, head, "text")`.
-
-    Raises:
-        HeadError: A head does not exist, was pruned before, is listed twice, or is the last that pools the tokens.
+    that pools the tokens (SigLIP) are heads of layer `num_layers`; one of them must stay. Heads of a dual encoder are
+    given with their tower, `(layer, head, "image")`. Prune members before fusing them.
 
     Examples:
         >>> member = he.prune(base, [(4, 0), (5, 1), (5, 2)])
@@ -39,35 +31,33 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     if ensemble.num_members != 1:
         raise HeadError(f"prune takes one member, got {ensemble.num_members}; prune each model.member(i), then fuse")
     gone = as_heads(heads)
-    kept = {name: [list(layer) for layer in tower.config.heads[0]] for name, tower in towers_of(ensemble).items()}
     for head in gone:
-        tower = tower_of(ensemble, head)
-        layers = kept[head.tower]
-        if not 0 <= head.layer < len(layers) or head.head not in layers[head.layer]:
-            present = f"{layers[head.layer]} in its layer" if 0 <= head.layer < len(layers) else f"{len(layers)} layers"
-            raise HeadError(f"head {head} is not in this model; it has {present}")
-        layers[head.layer].remove(head.head)
-        if not layers[head.layer] and head.layer == tower.num_layers:
-            raise HeadError(f"head {head} is the last that pools the tokens, and must stay")
-    lost = {name: [head for head in gone if head.tower == name] for name in kept}
-    towers = {name: _keep(tower, kept[name], lost[name]) for name, tower in towers_of(ensemble).items()}
+        head_rows(tower_of(ensemble, head).config, head)  # raises if it does not exist
+    towers = {
+        name: _without(tower, [head for head in gone if head.tower == name])
+        for name, tower in towers_of(ensemble).items()
+    }
     if isinstance(ensemble, Ensemble):
         return next(iter(towers.values()))
     projections = ensemble.projections.member(0)
     return DualEncoder(towers["image"], towers["text"], projections, ensemble.logit_scale, ensemble.logit_bias).eval()
 
 
-def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head]) -> Ensemble:
-    """A copy with only these heads in every layer; its history lists the removed ones."""
+def _without(ensemble: Ensemble, gone: Sequence[Head]) -> Ensemble:
+    """A copy without these heads, which its history lists."""
+    config, lost = ensemble.config, {head[:2] for head in gone}
+    kept = [[head for head in heads if (layer, head) not in lost] for layer, heads in enumerate(config.heads[0])]
+    if config.pooling is not None and not kept[-1]:
+        raise HeadError("one of the heads that pool the tokens must stay")
     state = {}
     for name, tensor in ensemble.whole_state().items():
-        layer = head_axis(ensemble.config, name)
+        layer = head_axis(config, name)
         if layer is not None:
-            rows = [row for row, head in enumerate(ensemble.config.heads[0][layer]) if head in kept[layer]]
+            rows = [row for row, head in enumerate(config.heads[0][layer]) if head in kept[layer]]
             tensor = tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
         state[name] = tensor
     metadata = ensemble.metadata
     if gone:
-        metadata = metadata.after(f"pruned {len(gone)} heads (layer.head): {' '.join(str(head) for head in gone)}")
-    config = replace(ensemble.config, heads=(tuple(tuple(layer) for layer in kept),))
+        metadata = metadata.after(f"pruned {len(gone)} heads (layer.head): {' '.join(map(str, gone))}")
+    config = replace(config, heads=(tuple(map(tuple, kept)),))
     return Ensemble.from_state(config, state, metadata, ensemble.frozen)

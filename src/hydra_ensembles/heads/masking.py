@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, HeadError
+from ..errors import HeadError
 from ..model.config import EnsembleConfig
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
@@ -29,20 +29,13 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
     """Switch heads off within a `with` block, by a gate on their outputs; no weight is changed.
 
     Only calls of this thread inside the block lack the heads, and what they computed can be differentiated later.
-    Anything made or saved inside is whole: calibrate outside. Blocks may be nested, may name the same head, and may end
-    in any order.
+    Anything made or saved inside is whole: calibrate outside. Blocks may be nested and may end in any order.
 
     Args:
         ensemble: An ensemble or a dual encoder.
         heads: Heads by layer and original index; those of a dual encoder with their tower, `"image"` or `"text"`.
         member: The member to switch them off in, if members do not share the attention, negative ones counted from
             the last; None for every member that has the head.
-
-    Yields:
-        The model itself.
-
-    Raises:
-        HeadError: A head does not exist, or was pruned.
 
     Examples:
         >>> images = torch.randn(2, 3, 64, 64)
@@ -68,35 +61,31 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
 
 
 def towers_of(model: Ensemble | DualEncoder) -> dict[str, Ensemble]:
-    """Return the transformers of a model, keyed by tower name."""
+    """The transformers of a model, keyed by tower name."""
     return {ONE_TOWER: model} if isinstance(model, Ensemble) else {"image": model.image, "text": model.text}
 
 
 def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
-    """Return the transformer that contains a head."""
+    """The transformer that contains a head."""
     towers = towers_of(model)
     if head.tower not in towers:
-        examples = " or ".join(f"Head({head.layer}, {head.head}, {name!r})" for name in towers)
-        kind = "a dual encoder" if isinstance(model, DualEncoder) else "an ensemble"
-        raise HeadError(f"head {head} is in tower {head.tower!r}; {kind} has {list(towers)}, such as {examples}")
+        raise HeadError(f"head {head} is in tower {head.tower!r}, and the model has {list(towers)}: Head(3, 7, tower)")
     return towers[head.tower]
 
 
 def split_heads(
     model: Ensemble | DualEncoder, towers: Iterable[str], layers: Iterable[int] | None, removed: Iterable[HeadLike] = ()
 ) -> tuple[tuple[Head, ...], list[Head]]:
-    """Return the `removed` heads, checked to exist, and the heads left in `layers` (None: all) of `towers`."""
-    off = as_heads(removed)
-    by_name = towers_of(model)
+    """The `removed` heads, checked to exist, and the heads left in `layers` (None: all) of `towers`."""
+    off, chosen = as_heads(removed), None if layers is None else tuple(layers)
     for head in off:
         head_rows(tower_of(model, head).config, head)
-    chosen = None if layers is None else tuple(layers)
-    existing = (head for name in towers for head in existing_heads(by_name[name].config, chosen, tower=name))
+    existing = (head for name in towers for head in existing_heads(towers_of(model)[name].config, chosen, tower=name))
     return off, [head for head in existing if head not in off]
 
 
 def pooling_of(model: Ensemble | DualEncoder, heads: Iterable[Head]) -> list[Head]:
-    """Return the heads of attention pooling among `heads`; one of them must stay, or nothing would be read."""
+    """The heads of attention pooling among `heads`; one of them must stay, or nothing would be read."""
     tower = model.image if isinstance(model, DualEncoder) else model
     if tower.config.pooling is None:
         return []
@@ -110,29 +99,24 @@ def removable(model: Ensemble | DualEncoder, left: Sequence[Head]) -> list[Head]
 
 
 def max_removable(model: Ensemble | DualEncoder, left: Sequence[Head]) -> int:
-    """Count how many of the remaining heads may be removed in total."""
+    """How many of the remaining heads may be removed in total."""
     return len(left) - bool(pooling_of(model, left))
 
 
 def attention_of(ensemble: Ensemble, layer: int) -> Attention:
-    """Return the attention sublayer of a layer; layer `num_layers` is attention pooling, if the model has it."""
+    """The attention sublayer of a layer; layer `num_layers` is attention pooling, if the model has it."""
     if layer == ensemble.num_layers and ensemble.readout.map is not None:
         return ensemble.readout.map.attention
     return cast(Attention, ensemble.encoder.layers[layer].attention)
 
 
 def working_copy(ensemble: Ensemble, dtype: torch.dtype | None, device: torch.device | None) -> Ensemble:
-    """Return a private copy in evaluation mode, free to be modified; None keeps the original's dtype or device."""
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype must be a floating-point type such as torch.float32, got {dtype}")
+    """A private copy in evaluation mode, free to be modified; None keeps the original's dtype or device."""
     return Ensemble.from_state(ensemble.config, ensemble.whole_state()).to(device, dtype).requires_grad_(False)
 
 
 def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> tuple[int, ...]:
-    """Return the indices of a head on the head axis of its layer's `attention.qkv` and `attention.out`.
-
-    One row for one member; with `member=None`, one for each stored copy that has the head. Raises if there is none.
-    """
+    """The rows of a head in its layer's `attention.qkv` and `out`: of one member, or of all stored copies (None)."""
     member = None if member is None else member_index(member, config.members)
     counts = config.head_counts
     if not 0 <= head.layer < len(counts):
@@ -148,27 +132,23 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
         start += len(kept)
     if not rows:
         problem = "was pruned" if 0 <= head.head < counts[head.layer] else "does not exist"
-        members = range(config.members) if member is None else (member,)
-        remaining = "; ".join(f"member {index}: {list(config.heads[index][head.layer])}" for index in members)
-        raise HeadError(f"head {head} {problem}. Heads in layer {head.layer} of {remaining}")
+        left = [list(kept[head.layer]) for kept in config.heads]
+        raise HeadError(f"head {head} {problem}; its layer has the heads {left[0] if member is None else left[member]}")
     return tuple(rows)
 
 
 def existing_heads(
     config: EnsembleConfig, layers: Iterable[int] | None = None, tower: str = ONE_TOWER
 ) -> tuple[Head, ...]:
-    """Return the heads that the first member keeps in the given layers (None: all), in layer order."""
+    """The heads that the first member keeps in the given layers (None: all), in layer order."""
     chosen = checked_layers(config, layers)
     return tuple(Head(layer, head, tower) for layer in chosen for head in config.heads[0][layer])
 
 
 def checked_layers(config: EnsembleConfig, layers: Iterable[int] | None) -> tuple[int, ...]:
-    """Check that the layers exist and are distinct, and return them in ascending order; None means all."""
+    """Layers in ascending order, None for all; refused if one does not exist or is listed twice."""
     count = len(config.head_counts)
-    if layers is None:
-        return tuple(range(count))
-    chosen = tuple(layers)
-    exist = all(layer in range(count) and not isinstance(layer, bool | float) for layer in chosen)
-    if not exist or not chosen or len(set(chosen)) != len(chosen):
-        raise HeadError(f"layers must be distinct numbers from 0 to {count - 1}, at least one, got {list(chosen)}")
-    return tuple(sorted(map(int, chosen)))
+    chosen = list(range(count)) if layers is None else [int(layer) for layer in layers]
+    if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= layer < count for layer in chosen):
+        raise HeadError(f"layers must be distinct numbers from 0 to {count - 1}, at least one, got {chosen}")
+    return tuple(sorted(chosen))

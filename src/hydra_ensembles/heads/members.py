@@ -29,20 +29,12 @@ def circuit_members(
     """Members from the circuits for `"avg"`, `"acc"` and `"ood"`, in this order, then draws from the `"avg"` ranking.
 
     If a circuit repeats an earlier member, its last head is replaced by a later one of its ranking, if there is one.
-
-    Args:
-        rankings: Circuits by score: `"avg"`, from two members on `"acc"`, from three on `"ood"`.
-        prune: Heads each member loses.
-        members: Number of members. Those after the third lose `prune` heads drawn from the pool.
-        pool: The pool is the first `pool` heads of the `"avg"` ranking; None for all of them.
-        seed: Draws the members after the third.
+    Members after the third lose heads drawn with the seed from the first `pool` of the `"avg"` ranking (None: all).
     """
     needed = CIRCUIT_ORDER[:members]
-    for score in needed:
-        if score not in rankings:
-            raise HeadError(f"{members} circuit members need rankings for {list(needed)}, got {sorted(rankings)}")
-        if rankings[score].score != score:
-            raise HeadError(f"rankings[{score!r}] is a ranking for {rankings[score].score!r}; swap them")
+    if any(score not in rankings or rankings[score].score != score for score in needed):
+        found = {score: ranking.score for score, ranking in rankings.items()}
+        raise HeadError(f"{members} circuit members need rankings for {list(needed)}, got {found}")
     if len({rankings[score].provenance.get("model") for score in needed} - {None}) > 1:
         raise HeadError("members of one ensemble need rankings of one model; these are of several")
     chosen: list[tuple[Head, ...]] = []
@@ -63,7 +55,7 @@ def circuit_members(
 
 
 def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int) -> list[tuple[int, HeadRanking]]:
-    """Return one (draw, Taylor ranking) pair per member; no two rankings remove the same `prune` heads.
+    """One (draw, Taylor ranking) pair per member; no two rankings remove the same `prune` heads.
 
     `rank` computes the ranking of draw 0, 1, 2, …, each with its own seed. A draw that repeats an earlier member is
     skipped. Raises `SameMembersError` if `TAYLOR_DRAWS` draws per member do not give enough distinct ones.
@@ -80,30 +72,14 @@ def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int
 
 
 def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, seed: int = 0) -> Members:
-    """Members that each lose `prune` heads drawn at random from the first `pool` of one ranking.
-
-    Args:
-        ranking: Usually the circuit for both goals, with a budget of at least `pool`.
-        prune: Heads each member loses, listed in removal order.
-        pool: Size of the pool; larger than `prune`, or every draw is the same.
-        members: Number of members.
-        seed: The pruning seed.
-    """
+    """Members that each lose `prune` heads, in removal order, drawn at random from the first `pool` of one ranking."""
     return tuple(_draw_distinct(ranking.first(pool), prune, members, seed, "pool"))
 
 
 def random_members(
     model: Ensemble | DualEncoder, prune: int, members: int, seed: int = 0, layers: Iterable[int] | None = None
 ) -> Members:
-    """Members that lose `prune` heads drawn from all heads: the control every ranking has to beat.
-
-    Args:
-        model: The model to be pruned, with one member; for a dual encoder, heads are drawn from both towers.
-        prune: Heads each member loses, listed in layer order.
-        members: Number of members.
-        seed: Draws the heads.
-        layers: Layers to draw from (of each tower); None for all of them.
-    """
+    """Members that lose `prune` heads drawn from all heads of the layers: the control every ranking has to beat."""
     if model.num_members != 1:
         raise ConfigError(f"random_members takes one model, got {model.num_members} members; give model.member(i)")
     _, heads = split_heads(model, towers_of(model), layers)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..digest import digest
 from ..errors import HeadError
 from ..files import expanded, read_object, write_json
-from ..settings import Count, from_plain, require, short, to_plain
+from ..settings import Count, from_plain, require, to_plain
 from ..store import Form
 
 
@@ -41,19 +41,15 @@ HeadLike = Head | tuple[int, int] | tuple[int, int, str] | Sequence[int]
 
 def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
     """Read heads from `Head`s or tuples, keeping their order; the same head twice is an error."""
-    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
-        raise HeadError(f"heads must be a list of Head(layer, head), such as ranking.first(count), got {short(values)}")
     heads = tuple(_as_head(value) for value in values)
-    twice = [head for head, times in Counter(heads).items() if times > 1]
-    if twice:
-        raise HeadError(f"head {twice[0]} is listed twice")
+    if len(set(heads)) < len(heads):
+        raise HeadError(f"a head is listed twice: {' '.join(map(str, heads))}")
     return heads
 
 
 def _as_head(value: HeadLike) -> Head:
     parts = tuple(value) if isinstance(value, list | tuple) else ()
-    integers = len(parts) in (2, 3) and all(isinstance(p, Integral) and not isinstance(p, bool) for p in parts[:2])
-    if not integers or not all(isinstance(tower, str) for tower in parts[2:]):
+    if len(parts) not in (2, 3) or not all(isinstance(part, Integral) for part in parts[:2]):
         raise HeadError(f"a head is Head(layer, head) or a tuple (layer, head), got {value!r}")
     return Head(int(parts[0]), int(parts[1]), *parts[2:])  # NumPy integers become Python ones
 
@@ -69,7 +65,6 @@ class HeadRanking:
     """Heads in removal order, least useful first.
 
     Attributes:
-        heads: The heads, in the order in which they were removed.
         scores: For a circuit, the score of the model after each removal; for Taylor, the importance of the head.
         method: How the order was found, such as `"circuit/exact"` or `"taylor/layer"`.
         score: What was scored: `"acc"`, `"ood"`, `"avg"`, or `"taylor"`.

@@ -71,18 +71,11 @@ def taylor(
         layers: Layers whose heads may be removed; None for all of them, with the global scope including an attention
             that pools the tokens (layer `num_layers`).
         removed: Heads that are already off; they are not candidates.
-        seed: Seed for drawing the calibration batches, by which the members of a Taylor ensemble differ.
-        calibration_batches: How many batches to draw. None uses all: then the seed changes nothing.
+        seed: Draws the calibration batches, by which the members of a Taylor ensemble differ.
+        calibration_batches: How many batches to draw; None for all.
         dtype: Precision of the passes; None for the ensemble's own. Gradients add up in float32 at least.
         device: Where to compute; None for where the ensemble is.
         progress: Show a progress bar.
-
-    Returns:
-        The ranking; `scores` are the importances the heads had when they were chosen.
-
-    Raises:
-        HydraError: More than one member, no classifier, a budget the layers do not have or cannot share
-            evenly, layers or heads that do not exist, no data, wrong labels, a loss that is not finite.
 
     Examples:
         >>> ranking = he.taylor(base, batches, budget=12, scope="global")
@@ -136,7 +129,7 @@ def taylor(
 
 
 def head_importance(model: Ensemble, batches: LabelledBatches, heads: Sequence[Head]) -> list[float]:
-    """Return the Taylor scores of `heads` after one pass over the batches. Changes `requires_grad` of the model."""
+    """The Taylor scores of `heads` after one pass over the batches. Changes `requires_grad` of the model."""
     weights = {head.layer: attention_of(model, head.layer).qkv for head in heads}
     gradients = gradients_of_mean_loss(model, batches, list(weights.values()))
     pairs = zip(weights.items(), gradients, strict=True)
@@ -145,7 +138,7 @@ def head_importance(model: Ensemble, batches: LabelledBatches, heads: Sequence[H
 
 
 def layer_scores(weight: Tensor, gradient: Tensor) -> Tensor:
-    """Return head scores `[K]` of a layer: mean |W · dL/dW| over the query, key and value weights `[K, 3, d_k, d]`."""
+    """Head scores `[K]` of a layer: mean |W · dL/dW| over the query, key and value weights `[K, 3, d_k, d]`."""
     sensitivity = (weight.detach().cpu().double() * gradient.cpu().double()).abs()
     scores = sensitivity.mean((2, 3)).mean(1)  # [K, 3] for query, key, value -> [K]
     if not scores.isfinite().all():
@@ -154,7 +147,7 @@ def layer_scores(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the mean cross-entropy over all samples with respect to `weights`; one member.
+    """The gradients of the mean cross-entropy over all samples with respect to `weights`; one member.
 
     All other parameters have `requires_grad=False` afterwards: autograd records nothing below the first of `weights`.
     """
@@ -187,7 +180,7 @@ def _counted(batches: LabelledBatches, bar: Any) -> Iterator[tuple[int, Inputs, 
 def _steps(
     model: Ensemble, candidates: list[Head], layers: Sequence[int], budget: int, scope: Scope
 ) -> list[tuple[list[Head], int]]:
-    """Return one entry per gradient pass: the heads it scores, and how many of them it ranks."""
+    """One entry per gradient pass: the heads it scores, and how many of them it ranks."""
     require_budget(budget, max_removable(model, candidates))
     if scope == "global":
         return [(candidates, len(candidates))]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from .._utils import few_digits
 from ..batches import move
-from ..errors import ConfigError, DataError
 from .config import EncoderConfig, EnsembleConfig, KeptHeads, PatchStemConfig
 from .dropout import evaluating
 from .inputs import Given, model_call
@@ -23,13 +22,9 @@ Name = TypeVar("Name", bound=str)
 class Description:
     """Counts of an ensemble; print it for a summary and a table of the heads kept.
 
-    Attributes:
-        parameters: Stored parameters, shared ones counted once.
-        multiply_adds: Of one forward pass of one input with `tokens` tokens: every matrix product and the patch
-            convolution; biases, norms, softmax and activations are not counted.
-        heads: Original indices of the heads kept, `[member][layer]`.
-        heads_per_layer: Heads per layer before pruning.
-        pooling_heads: Heads of the attention that pools the tokens, which is last in `heads`; 0 without one.
+    Shared parameters count once. `multiply_adds` are those of one input with `tokens` tokens: matrix products and the
+    patch convolution, no biases, norms, softmax and activations. `heads` are the original indices of those kept,
+    `[member][layer]`; `pooling_heads` the number of heads of an attention that pools, which is last in it.
     """
 
     parameters: int
@@ -61,11 +56,7 @@ def describe(config: EnsembleConfig, parameters: int) -> Description:
 
 
 def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
-    """Multiply-adds of one forward pass of one input, with all tokens computed in every block.
-
-    Layers that all members share count once. The shortcut of the last block (only the tokens that the readout uses) is
-    ignored, so that the number is comparable with those of other libraries.
-    """
+    """Multiply-adds of one input; the shortcut of the last block is ignored, for comparison with other libraries."""
     encoder, stem = config.encoder, config.stem
     total = 0
     branches = config.copies("stem")
@@ -111,16 +102,10 @@ def _readout(config: EnsembleConfig) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """Measured cost of one model.
+    """Measured cost of one model, for a batch of `batch` inputs; latencies are the median and the quartiles.
 
-    Attributes:
-        parameters: Stored parameters; None for a function that is not a module.
-        multiply_adds: For one input, as the model describes itself; None if it does not.
-        latency_ms: Median time of a batch; `latency_low_ms` and `latency_high_ms` are the quartiles.
-        latency_ratio: Median divided by that of the first model.
-        peak_memory_bytes: Weights plus the peak allocation of a forward pass; None on a CPU.
-        batch: Inputs per batch.
-        repeats: How often each model ran.
+    `latency_ratio` is the median divided by that of the first model; `peak_memory_bytes` the weights plus the peak
+    allocation of a forward pass, on a GPU. Parameters and multiply-adds (of one input) are None where unknown.
     """
 
     name: str
@@ -139,23 +124,10 @@ class Cost:
 def measure_costs(
     models: Mapping[str, Callable[[Any], Any]], inputs: Given, *, repeats: int = 20, warmup: int = 3
 ) -> tuple[Cost, ...]:
-    """Measure models on one batch of inputs, all of them on the device of the inputs.
-
-    Args:
-        models: By name; ratios are relative to the first. Modules run in evaluation mode.
-        inputs: One batch: a tensor, or a mapping of tensors.
-        repeats: Timed runs of each model.
-        warmup: Runs of each model before the clock starts.
-    """
-    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
-    if not tensors or not all(isinstance(tensor, Tensor) and tensor.dim() and len(tensor) for tensor in tensors):
-        raise DataError("inputs must be one batch, not empty: a tensor [B, ...], or a mapping of such tensors")
-    if not models:
-        raise ConfigError("got no models to measure; give {name: model}")
-    example = tensors[0]
-    modules = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
+    """Measure models by name on one batch of inputs, in evaluation mode, alternately, on the device of the inputs."""
+    example = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
     runs = {name: model_call(model, inputs) for name, model in models.items()}
-    with evaluating(*modules.values()), torch.no_grad():
+    with evaluating(*models.values()), torch.no_grad():
         interleaved_times(runs, warmup, example.device)
         times = interleaved_times(runs, repeats, example.device)
         memory = {name: _peak_memory(model, inputs, example.device) for name, model in models.items()}
@@ -165,22 +137,17 @@ def measure_costs(
     for name, model in models.items():
         median = statistics.median(times[name])
         low, _, high = statistics.quantiles(times[name], method="inclusive") if repeats > 1 else (median,) * 3
-        latency = (1e3 * median, 1e3 * low, 1e3 * high)
-        ratio = median / reference if reference else 1.0
         parameters = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None
-        describing = getattr(model, "describe", None)
-        counted = getattr(describing() if callable(describing) else None, "multiply_adds", None)
-        costs.append(Cost(name, parameters, counted, *latency, ratio, memory[name], len(example), where, repeats))
+        work = model.describe().multiply_adds if hasattr(model, "describe") else None
+        latency = (1e3 * median, 1e3 * low, 1e3 * high, median / reference)
+        costs.append(Cost(name, parameters, work, *latency, memory[name], len(example), where, repeats))
     return tuple(costs)
 
 
 def interleaved_times(
     runs: Mapping[Name, Callable[[], object]], repeats: int, device: torch.device
 ) -> dict[Name, list[float]]:
-    """Time each run `repeats` times, in seconds.
-
-    Runs alternate, and each round starts with another one, so that a temporarily busy machine slows all of them.
-    """
+    """Time each run `repeats` times, in seconds, alternately: a machine that is busy for a while slows all of them."""
     names = list(runs)
     times: dict[Name, list[float]] = {name: [] for name in names}
     for turn in range(repeats):

@@ -67,21 +67,13 @@ def build_with_state(build: Callable[[], Model], state: Mapping[str, Tensor], fr
 
 
 def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tensor]) -> None:
-    """Refuse weights with other names or shapes than the configuration, naming the first, and sharded weights."""
-    if any(hasattr(tensor, "full_tensor") for tensor in state.values()):
-        raise ConfigError(
-            "the weights are sharded across processes (FSDP); gather them with full_tensor() on every entry of "
-            "state_dict(), and build a model from them: he.Ensemble.from_state(model.config, state, metadata)"
-        )
+    """Refuse weights with other names or shapes than the configuration, naming the first."""
     found = {name: tensor.shape for name, tensor in state.items()}
-    odd = sorted(expected.items() ^ found.items())
-    if odd:
+    if odd := sorted(expected.items() ^ found.items()):
         name = odd[0][0]
         said, got = (list(shapes[name]) if name in shapes else "none" for shapes in (expected, found))
-        raise ConfigError(
-            f"the weight {name} does not match the configuration (shape {said} expected, got {got}); give weights that "
-            "match, or undo what was changed (torch.nn.utils.prune.remove, parametrize.remove_parametrizations)"
-        )
+        problem = f"the weight {name} does not match the configuration (shape {said} expected, got {got})"
+        raise ConfigError(f"{problem}; undo what was changed, such as parametrizations")
 
 
 @lru_cache(maxsize=1024)  # called whenever all weights are used
@@ -105,20 +97,12 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
     whose members share nothing, a Hydra Ensemble one whose members share stem and MLPs.
 
     The first axis of every parameter holds copies, also for norms and biases, `[G, d]`: in your own training loop,
-    rules based on the number of axes (`ndim <= 1` for weight decay, 2 for Muon) must use names instead.
+    rules based on the number of axes (`ndim <= 1` for weight decay, 2 for Muon) must use names instead. If you change
+    weights in place, what was measured with them (calibration, familiarity, metrics) is out of date; functions that
+    return new weights drop it.
 
-    Attributes:
-        config: Configuration of stem, encoder, readout and members.
-        metadata: Labels, preprocessing, calibration, history. If you change weights in place, what was measured with
-            them (calibration, familiarity, metrics) is out of date; functions that return new weights drop it.
-        kind: `"image"` or `"text"`.
-        num_members: Number of members, M.
-        num_classes: Number of classes; 0 when there is no classifier.
-        num_layers: Number of transformer blocks.
-        num_heads: Heads per layer before pruning.
-        head_dim: Width of a head.
-        heads: Original indices of the heads kept in the blocks, `heads[member][layer]`. `config.heads` also has, as the
-            last layer, those of an attention that pools the tokens; for pruning that is layer `num_layers`.
+    `heads[member][layer]` are the original indices of the heads kept in the blocks; `config.heads` also has, as the
+    last layer, those of an attention that pools the tokens, which for pruning is layer `num_layers`.
 
     Examples:
         >>> hydra = he.fuse([he.prune(base, [(5, 0)]), he.prune(base, [(5, 1)])])
@@ -181,27 +165,19 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
     # --- running -----------------------------------------------------------------------------------------
 
     def forward(
-        self,
-        inputs: Any = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **named: Any,
+        self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
     ) -> Tensor:
-        """Member logits `[M, B, C]`.
-
-        `nn.DataParallel` concatenates the outputs of its GPUs along the first axis, which holds members, not
-        samples: use `DistributedDataParallel`, or wrap the ensemble in a module that returns samples first. The
-        `Trainer` of transformers does the same, and also writes to `config`: give it a module without a `config` that
-        returns a loss.
+        """Member logits `[M, B, C]`, with members on the first axis (`nn.DataParallel` would join that of samples).
 
         Args:
             inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping from a tokenizer or image processor
-                (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`); or raw inputs, as for
-                `predict`; or what `prepare` returned, which is not read and checked again.
+                (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`); or raw inputs, which go
+                through the saved preprocessing: a PIL image, a string, or a list of them, in which a tuple of two
+                strings is a pair; or what `prepare` returned, which is not read and checked again.
             attention_mask: `[B, T]`, 1 at tokens and 0 at padding.
             token_type_ids: `[B, T]`, the segment of each token.
             named: The same as keywords: `ensemble(**tokenizer(texts, return_tensors="pt"))`. Keywords that do not
-                affect the answer (`labels`, see `inputs.IGNORED`) are ignored; all others are refused.
+                affect the answer (`inputs.IGNORED`) are ignored; all others are refused.
         """
         return self._forward(*self.unpack(inputs, attention_mask, token_type_ids, **named))
 
@@ -210,36 +186,18 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         return self._per_member(self.readout.pool(*self._encoded(*self.unpack(*inputs, **named))))
 
     @torch.no_grad()
-    def predict(
-        self,
-        inputs: Any = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        *,
-        check_finite: bool = True,
-        **named: Any,
-    ) -> Prediction:
-        """Label, confidence and uncertainty of a batch, with the saved calibration applied.
+    def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Prediction:
+        """Label, confidence and uncertainty of inputs as for `forward`, with the saved calibration applied.
 
         The answer is always that of evaluation mode, and no flag is changed: threads may share the model.
-
-        Args:
-            inputs: As for `forward`; or raw inputs, which go through the saved preprocessing: a PIL
-                image, a string, or a list of them, in which a tuple of two strings is a pair.
-            attention_mask: As for `forward`, like `token_type_ids`.
-            token_type_ids: The segment of each token.
-            check_finite: Refuse logits that are NaN or infinite. On a GPU this waits for them; nothing else does.
-            named: As keywords, as for `forward`: `ensemble.predict(**tokenizer(texts, return_tensors="pt"))`.
+        `check_finite` refuses logits that are NaN or infinite; on a GPU it waits for them, which nothing else does.
         """
         with dropping(False):
-            answers = self.answers(inputs, attention_mask, token_type_ids, **named)
+            answers = self.answers(*inputs, **named)
         return self.prediction(*answers, check_finite=check_finite)
 
     def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
-        """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`.
-
-        Arguments of this and of `features_and_logits` are as for `forward`.
-        """
+        """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
         familiarity = self.metadata.familiarity
         if familiarity is None:
             return self(*inputs, **named), None
@@ -265,11 +223,7 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         return calibration.prediction(logits, metadata.labels or None, check_finite, about)
 
     def unpack(
-        self,
-        inputs: Any = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **named: Any,
+        self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
     ) -> Arguments:
         """What `prepare` does, as a tuple: images or token ids, attention mask, segments."""
         if isinstance(inputs, Prepared):
@@ -291,9 +245,8 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         """Pictures or texts as tensors."""
         preprocessing = self.metadata.preprocessing
         if preprocessing is None:
-            why = f" ({self.metadata.preprocessing_from})" if self.metadata.preprocessing_from else ""
-            advice = "give tensors, or convert the model with processor="
-            raise DataError(f"got {type(raw).__name__}, but there is no saved preprocessing{why}; {advice}")
+            problem = f"got {type(raw).__name__}, but there is no saved preprocessing"
+            raise DataError(f"{problem}; give tensors, or convert the model with processor=")
         if self.kind == "text" and isinstance(raw, tuple):  # a DataLoader gives batches of texts as tuples
             raise DataError("got a tuple of texts; write a pair as [(first, second)], and separate texts as a list")
         return preprocessing(raw)

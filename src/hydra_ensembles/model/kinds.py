@@ -14,28 +14,15 @@ from .ensemble import Ensemble
 
 
 def load(
-    source: str | Path,
-    *,
-    revision: str | None = None,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    token: str | None = None,
+    source: str | Path, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None, **hub: Any
 ) -> Ensemble | Any:
-    """Load a saved model from a folder or the hub: an `Ensemble` or a `DualEncoder`, ready to use.
-
-    `he.load("my-hydra").predict(inputs)` returns answers and `he.load("my-hydra")(inputs)` member logits, for tensors
-    and, if the preprocessing was saved, for texts and pictures. To type checkers it is an `Ensemble`, unless
-    `isinstance` says otherwise; `DualEncoder.from_pretrained` reads only the other kind.
+    """Load a saved model: an `Ensemble` or a `DualEncoder`, ready to answer tensors, texts and pictures.
 
     Args:
         source: A folder of `save_pretrained` or of a build, or a name on the hub, `owner/name` or `hub:owner/name`.
-        revision: Branch, tag or commit of the hub.
         device: Where the weights go; None is the CPU.
         dtype: Floating type of the weights; None is that of the file.
-        token: For private models of the hub.
-
-    Raises:
-        CheckpointError: There is no such model, or its files are damaged or do not fit together.
+        hub: `revision`, `token` and other arguments of `huggingface_hub.snapshot_download`.
 
     Examples:
         >>> base.save_pretrained("my-model")
@@ -45,7 +32,7 @@ def load(
         True
     """
     kinds: dict[str, Any] = {kind._kind: kind for kind in (Ensemble, DualEncoder)}
-    contents = load_checkpoint(source, kinds, revision=revision, token=token)
+    contents = load_checkpoint(source, kinds, **hub)
     return kinds[contents.kind]._restored(contents, device, dtype)
 
 

@@ -4,13 +4,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._utils import warn
 from ..errors import ConfigError
 from ..metrics.conformal import Reference
 from ..metrics.distance import FittedName, Statistics, ready, unfamiliarity
@@ -150,18 +149,11 @@ class Familiarity:
 
 @dataclass(frozen=True)
 class Metadata(Checked):
-    """Everything about an ensemble that is not needed to compute its logits.
+    """Everything about an ensemble that is not needed to compute its logits; what is unknown is empty or None.
 
-    Attributes:
-        source: Library and class the model was converted from.
-        labels: Class names in the order of the logits; empty when unknown.
-        preprocessing: How raw inputs become tensors; None when unknown.
-        calibration: Temperature and abstention threshold; None before calibration.
-        history: What was done to the model, one readable line per step, oldest first.
-        metrics: Measured numbers worth showing on the model card.
-        text_side: For a zero-shot ensemble, the text towers that `retarget` needs; None if there are none.
-        familiarity: Fitted statistics for how familiar an input is; None if nothing was fitted.
-        preprocessing_from: Where the preprocessing was taken from, or why there is none; empty when unknown.
+    `labels` are in the order of the logits, `history` has a line for each change, oldest first, `metrics` are numbers
+    for the model card, and `text_side` is what `retarget` needs. `preprocessing_from` says where the preprocessing
+    was taken from, or why there is none.
     """
 
     source: str = ""
@@ -223,13 +215,9 @@ def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:
 def common_metadata(members: Sequence[Metadata]) -> Metadata:
     """Metadata of an ensemble made from members: what they agree on, without calibration, with joined text sides."""
     labels = _common([member.labels for member in members], "labels")  # classes are averaged by position
+    labels = labels if all(member.labels for member in members) else ()
     preprocessing = _common([member.preprocessing for member in members], "preprocessing")  # all get the same tensors
     origin = next((member for member in members if member.preprocessing), members[0]).preprocessing_from
-    bare = next((index for index, member in enumerate(members) if not member.labels), None)
-    if labels and bare is not None:
-        labels = ()
-        advice = "give it those of the others with .with_metadata(labels=...), if it numbers classes in the same way"
-        warn(f"member {bare} has no class names, so all have none; {advice}")
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
     side = join_text_sides([member.text_side for member in members])
     common = replace(members[0].unmeasured, labels=labels, preprocessing=preprocessing, history=history, text_side=side)
@@ -238,15 +226,14 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
 
 def _common(values: Sequence[T], name: str) -> T:
     """The value of a field of those members that have one; refused if two differ."""
-    known = {index: value for index, value in enumerate(values) if value}
-    first, common = next(iter(known.items()), (0, values[0]))
-    for index, value in known.items():
-        if value != common:
-            ours, theirs = (vars(one) if is_dataclass(one) else {name: one} for one in (common, value))
-            both = [f"{key} {short(ours[key])} and {short(theirs[key])}" for key in ours if ours[key] != theirs[key]]
-            advice = f"if they mean the same, give both one by .with_metadata({name}=...)"
-            raise ConfigError(f"members {first} and {index} have different {', '.join(both)}; {advice}")
-    return common
+    known = [(index, value) for index, value in enumerate(values) if value]
+    for index, value in known:
+        if value != known[0][1]:
+            problem = (
+                f"members {known[0][0]} and {index} have different {name}: {short(known[0][1])} and {short(value)}"
+            )
+            raise ConfigError(f"{problem}; if they mean the same, give both one by .with_metadata({name}=...)")
+    return known[0][1] if known else values[0]
 
 
 def invalid_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
@@ -263,14 +250,8 @@ def invalid_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
 class TextSide:
     """What turns class names into class embeddings: a text tower with its tokenizer, on the CPU, and a projection.
 
-    Tower, projection, scale and bias are there once, or once per member. It takes no part in inference.
-
-    Attributes:
-        tower: The text tower; its preprocessing has the tokenizer.
-        projection: Map of its features into the common embedding; None if they are the embedding.
-        logit_scale: Logarithm of the scale, as in a dual encoder.
-        logit_bias: Added to the scaled cosines; None for no bias.
-        templates: Sentences with `{label}`.
+    Tower, projection (None if the features are the embedding), scale (its logarithm) and bias are those of a dual
+    encoder, there once or once per member; `templates` are sentences with `{label}`.
     """
 
     tower: "Ensemble"
@@ -286,14 +267,13 @@ class TextSide:
         return ours.keys() == theirs.keys() and not differing_names([ours, theirs])
 
     @property
+    def _plain(self) -> tuple[object, ...]:
+        return self.tower.config, self.tower.metadata, self.logit_scale, self.logit_bias, self.templates
+
+    @property
     def _weights(self) -> dict[str, Tensor]:
         projection = {} if self.projection is None else self.projection.state_dict(prefix="projection.")
         return {**self.tower.state_dict(), **projection}
-
-    @property
-    def _plain(self) -> tuple[object, ...]:
-        """Everything but the weights."""
-        return self.tower.config, self.tower.metadata, self.logit_scale, self.logit_bias, self.templates
 
     @property
     def members(self) -> int:
@@ -324,21 +304,16 @@ def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
     if not present or len(present) < len(sides):
         return None
     first, towers = present[0], [side.tower for side in present]
-    projections = [side.projection for side in present]
 
-    def fits(side: TextSide) -> bool:
-        same_words = side.templates == first.templates and _words(side) == _words(first)
-        parts = zip((side.projection, side.logit_bias), (first.projection, first.logit_bias), strict=True)
-        return (
-            same_words
-            and not first.tower.config.differences(side.tower.config)
-            and all((one is None) == (other is None) for one, other in parts)
-        )
+    def reads(side: TextSide) -> object:
+        """What must be the same in all of them."""
+        parts = side.templates, side.tower.metadata.preprocessing, side.projection is None, side.logit_bias is None
+        return parts, first.tower.config.differences(side.tower.config)
 
-    if not all(map(fits, present)):
+    if any(reads(side) != reads(first) for side in present):
         return None
     config, state = join_equal([tower.config for tower in towers], [tower.whole_state() for tower in towers])
-    maps = [projection for projection in projections if projection is not None]
+    maps = [side.projection for side in present if side.projection is not None]
     if maps and not differing_names([projection.state_dict() for projection in maps]):
         maps = maps[:1]
     biases: list[Tensor] = [projection.bias for projection in maps if projection.bias is not None]
@@ -346,11 +321,6 @@ def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
     scale = _once_if_equal([side.logit_scale for side in present])
     bias = _once_if_equal([side.logit_bias or () for side in present]) or None
     return TextSide(first.tower.from_state(config, state, first.tower.metadata), joined, scale, bias, first.templates)
-
-
-def _words(side: TextSide) -> object:
-    """How a text side reads texts."""
-    return side.tower.metadata.preprocessing
 
 
 def _of_member(copies: tuple[float, ...], index: int) -> tuple[float, ...]:

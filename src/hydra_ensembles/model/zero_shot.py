@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from .._utils import without_autocast
 from ..errors import ConfigError, DataError
 from ..preprocessing import TextPreprocessing
+from ..settings import short
 from .config import CosineConfig, EnsembleConfig, Sharing
 from .dropout import dropping
 from .dual_encoder import DualEncoder, embed
@@ -40,24 +41,17 @@ def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
     """Class names, checked: at least two, all different."""
     names = tuple(class_names)
     blank, twice = invalid_names(names)
-    if blank is not None:
-        raise DataError(f"class_names[{blank}] is {names[blank]!r}; every class needs a name")
-    if len(names) < 2 or twice:
-        raise DataError(f"class_names has {len(names)} names (twice: {twice[:5]}); give at least two, all different")
+    if len(names) < 2 or blank is not None or twice:
+        raise DataError(f"class_names needs two names or more, none blank or twice, got {short(names)}")
     return names
 
 
 def checked_templates(templates: Templates) -> tuple[str, ...]:
     """Templates, checked: at least one, each with a placeholder; CLIP's `{}` becomes `{label}`."""
     given = (templates,) if isinstance(templates, str) else tuple(templates)
-    if not given:
-        raise DataError("templates is empty; give at least one sentence such as 'A photo of a {label}.'")
-    for index, sentence in enumerate(given):
-        if not isinstance(sentence, str) or (LABEL not in sentence and "{}" not in sentence):
-            raise DataError(f"templates[{index}] is {sentence!r}; it needs {LABEL} or {{}} for the class name")
     sentences = tuple(one if LABEL in one else one.replace("{}", LABEL) for one in given)
-    if len(set(sentences)) < len(sentences):
-        raise DataError("templates lists a sentence twice; remove one of them")
+    if not sentences or len(set(sentences)) < len(sentences) or any(LABEL not in one for one in sentences):
+        raise DataError(f"templates needs sentences with {LABEL}, each once, got {short(given)}")
     return sentences
 
 
@@ -76,17 +70,6 @@ def class_embeddings(
         batches = (prompts[start : start + _PROMPTS_AT_ONCE] for start in range(0, len(prompts), _PROMPTS_AT_ONCE))
         embedded = torch.cat([embed(tower, projection, batch, normalize=True) for batch in batches], dim=1)
     return average_templates(embedded, len(templates))
-
-
-def require_distinct(tower: Ensemble, names: Sequence[str], templates: Sequence[str]) -> None:
-    """Refuse class names with the same tokens, naming two: no member can distinguish them."""
-    ids = tower.unpack(prompts_of(names, templates))[0]  # [C·templates, T]
-    by_tokens: dict[bytes, str] = {}
-    for name, tokens in zip(names, ids.cpu().unflatten(0, (len(names), -1)), strict=True):
-        earlier = by_tokens.setdefault(tokens.numpy().tobytes(), name)
-        if earlier != name:
-            problem = f"the classes {earlier!r} and {name!r} have the same tokens"
-            raise DataError(f"{problem}; use words that the tokenizer knows, and shorter templates")
 
 
 def average_templates(embedded: Tensor, templates: int) -> Tensor:
@@ -108,16 +91,11 @@ def zero_shot(
     Each member's text tower embeds the names once, here; the result is an ensemble like any other.
 
     Args:
-        dual: One member or several; it is not changed. Its text tower must have a tokenizer.
-        class_names: One per class, in the order of the logits.
+        dual: One member or several. Its text tower must have a tokenizer.
+        class_names: In the order of the logits.
         templates: Sentences with `{label}` (or `{}`) in place of the name. With several, the embeddings of a class are
             averaged: each is scaled to length one, and so is their mean.
-        keep_text: Keep text towers and tokenizer, also in `save_pretrained`, so that `retarget` can set other
-            classes. They stay on the CPU and take no part in inference.
-
-    Raises:
-        HydraError: Names or templates that are missing, empty or listed twice, classes that become the same tokens, a
-            dual encoder without tokenizer, or an image tower that has no single feature vector.
+        keep_text: Keep text towers and tokenizer on the CPU, also in files, so that `retarget` can set other classes.
 
     Examples:
         >>> classifier = he.zero_shot(dual, ["cat", "dog", "red bus"], "a photo of the {label}")
@@ -145,20 +123,16 @@ def zero_shot(
     images, texts = dual.image.metadata.history, dual.text.metadata.history
     history = (*images, *(f"text tower: {line}" for line in texts if line not in images))
     line = f"zero-shot classifier of {len(names)} classes, {len(sentences)} templates"
-    metadata = replace(dual.image.metadata, history=history).after(
-        line, labels=names, text_side=_kept(side) if keep_text else None
-    )
+    kept = _kept(side) if keep_text else None
+    metadata = replace(dual.image.metadata, history=history).after(line, labels=names, text_side=kept)
     return Ensemble.from_state(config, state, metadata)
 
 
 @without_autocast()
 def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Templates | None = None) -> Ensemble:
-    """The same zero-shot ensemble for other classes, from the text towers it kept; the calibration is dropped.
+    """The same zero-shot ensemble for other classes, from the text towers it kept, without its calibration.
 
-    Args:
-        ensemble: Made by `zero_shot` with `keep_text`, perhaps pruned, fused, saved and loaded since.
-        class_names: The new classes.
-        templates: The new templates; None for the same as before.
+    It may have been pruned, fused, saved and loaded since. `templates` are those of before unless given.
 
     Examples:
         >>> classifier = he.zero_shot(dual, ["cat", "dog"])
@@ -184,18 +158,17 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
 
 def _kept(side: TextSide) -> TextSide:
     """A copy of a text side on the CPU, with what its tower needs to read texts."""
-    tower = Ensemble.from_state(
-        side.tower.config, side.tower.whole_state(), Metadata(preprocessing=side.tower.metadata.preprocessing)
-    )
-    return replace(
-        side, tower=tower.cpu(), projection=None if side.projection is None else deepcopy(side.projection).cpu()
-    )
+    known = Metadata(preprocessing=side.tower.metadata.preprocessing)
+    tower = Ensemble.from_state(side.tower.config, side.tower.whole_state(), known).cpu()
+    return replace(side, tower=tower, projection=None if side.projection is None else deepcopy(side.projection).cpu())
 
 
 def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
     """Weights of the readout: class embeddings times the logit scale `[G, C, e]`, and a bias per class `[G, C]`."""
     side = side.on(device)
-    require_distinct(side.tower, names, side.templates)
+    ids = side.tower.unpack(prompts_of(names, side.templates))[0].unflatten(0, (len(names), -1))  # [C, templates, T]
+    if len(ids.flatten(1).unique(dim=0)) < len(names):
+        raise DataError("some classes have the same tokens; use words that the tokenizer knows, and shorter templates")
     classes = class_embeddings(side.tower, side.projection, names, side.templates)
     dtype = torch.promote_types(classes.dtype, torch.float32)  # the scale is large: half precision would round it
     weight = classes * torch.tensor(side.logit_scale, dtype=dtype, device=device).exp()[:, None, None]

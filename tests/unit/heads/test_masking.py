@@ -114,7 +114,7 @@ def test_each_member_answers_as_it_does_alone_without_its_heads(
 @pytest.mark.parametrize(
     ("heads", "member", "error", "token"),
     [
-        ([(0, 9)], None, HeadError, r"0\.9 does not exist.*\[0, 2\].*\[1, 2, 3\]"),
+        ([(0, 9)], None, HeadError, r"0\.9 does not exist.*\[0, 2\]"),
         ([(0, 3)], 0, HeadError, r"0\.3 was pruned.*\[0, 2\]"),
         ([(0, 2, "text")], None, HeadError, "'text'"),
         ([(0, 2)], 2, ConfigError, "member 2"),

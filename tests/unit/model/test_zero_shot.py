@@ -138,10 +138,10 @@ def test_it_runs_and_is_re_targeted_in_bfloat16() -> None:
 @pytest.mark.parametrize(
     ("names", "templates", "token"),
     [
-        (["cat"], "{label}", "1 names"),
+        (["cat"], "{label}", "two names"),
         (["cat", "dog", "cat"], "{label}", "twice"),
-        (NAMES, ["a photo"], r"templates\[0\]"),
-        (["cat", "green okapi", "dog", "green quokka"], "{label}", "green okapi.*green quokka"),  # unknown words
+        (NAMES, ["a photo"], "templates"),
+        (["cat", "green okapi", "dog", "green quokka"], "{label}", "same tokens"),  # unknown words
     ],
 )
 def test_names_and_templates_are_checked(names: Any, templates: Any, token: str) -> None:
