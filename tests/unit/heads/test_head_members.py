@@ -113,7 +113,7 @@ SOME = {"ranking": ranking(EVERY), "prune": 48, "pool": 100, "members": 3}
     ("choose", "options", "token"),
     [
         (circuit_members, {"rankings": {"avg": circuits()["avg"]}, "prune": 48, "members": 4}, "'acc', 'ood'"),
-        (circuit_members, {"rankings": circuits() | {"acc": circuits()["ood"]}, "prune": 48, "members": 2}, "need rankings"),
+        (circuit_members, {"rankings": circuits() | {"acc": circuits()["ood"]}, "prune": 48, "members": 2}, "need"),
         (circuit_members, {"rankings": OF_TWO_MODELS, "prune": 48, "members": 2}, "one model"),
         (sampled_members, SOME | {"pool": 47}, "prune is 48, but there are 47 heads"),
         (random_members, {"model": ONE, "prune": 4, "members": 2, "layers": [1]}, "`layers`"),
