@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run, "load_sample", few)
-        patched.setattr(run, "demo_config", lambda seed, epochs, usual=run.demo_config: usual(seed, 1))
+        patched.setattr(run, "demo_config", lambda seed, epochs, usual=run.demo_config: usual(seed, 3))
         told = succeed("demo", "--output", place, "--quiet")
         assert run.HYDRA in told
         assert str(place / "report.html") in told
