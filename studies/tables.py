@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from hydra_ensembles.files import write_atomically
 
 from . import paper
-from .measures import LEARNED, SEVERITIES, SHIFT, Difference, Number, further_numbers, numbers, shift_numbers
+from .measures import LEARNED, SEVERITIES, Difference, Number, further_numbers, numbers, shift_numbers
 from .rows import SINGLE, Array, Rows
 
 UNSEEN = "unseen"
@@ -289,6 +289,3 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     """The lines of a table."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-__all__ = ["SHIFT", "Study", "beside_paper", "read_csv", "write_csv", "write_tables"]
