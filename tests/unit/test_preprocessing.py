@@ -141,19 +141,6 @@ def test_texts_that_are_cut_or_without_a_word_are_warned_of() -> None:
     assert said(lambda: prepare(["cat"]))[1] == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"), [({}, True), ({"attention_mask": True}, False), ({"pad_to_max": True}, False)]
-)
-def test_padding_that_a_model_is_not_told_of_is_warned_of(changes: dict[str, Any], told: bool) -> None:
-    """Padded to the longest text without a mask, an answer depends on the other texts; with a fixed length, not."""
-    words = Tokenizer(WordLevel({"[PAD]": 0, "cat": 1}))
-    words.pre_tokenizer = Whitespace()
-    prepare = TextPreprocessing(**{"max_length": 4, "attention_mask": False, "tokenizer": words.to_str()} | changes)
-    for texts, padded in ((["cat cat", "cat", "cat"], told), (["cat", "cat"], False)):
-        messages = said(lambda texts=texts: prepare(texts))[1]
-        assert ["at least one text is padded" in message for message in messages] == [True] * padded
-
-
 def test_texts_that_cannot_be_read_are_refused() -> None:
     texts = TextPreprocessing(max_length=5, tokenizer=TOKENIZER)
     with pytest.raises(DataError, match="text 0 is a set"):  # answers in which order?

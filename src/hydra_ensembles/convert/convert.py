@@ -18,7 +18,7 @@ from ..model.layers import linear
 from ..model.metadata import Metadata
 from ..model.stem_readout import Projections
 from ..preprocessing import TextPreprocessing
-from . import open_clip, timm_torchvision, transformers, transformers_dual, transformers_text
+from . import clip, timm_torchvision, transformers, transformers_text
 from .compare import ModelPair, require_same_answers
 from .core import (
     MERGE,
@@ -40,12 +40,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *timm_torchvision.ARCHITECTURES,
     *transformers.ARCHITECTURES,
     *transformers_text.ARCHITECTURES,
-    *transformers_dual.ARCHITECTURES,
-    *open_clip.ARCHITECTURES,
+    *clip.ARCHITECTURES,
 )
-DUAL_ARCHITECTURES = (*transformers_dual.DUAL_ARCHITECTURES, *open_clip.DUAL_ARCHITECTURES)
 _BY_CLASS: dict[str, Architecture | DualArchitecture] = {name: one for one in ARCHITECTURES for name in one.classes}
-_BY_CLASS |= {name: one for one in DUAL_ARCHITECTURES for name in one.classes}
+_BY_CLASS |= {name: one for one in clip.DUAL_ARCHITECTURES for name in one.classes}
 _SCALES = ("logit_scale", "logit_bias")
 # Why common models have no table, by a word in the qualified name of their class.
 _RELATIVE, _NO_HEADS = "its attention depends on relative positions", "it has no attention heads"

@@ -384,9 +384,7 @@ class _Reader:
         heads, rotary = declared.heads, declared.rotary
         if heads is None or heads < 1 or out.shape[-1] % heads:
             raise ConversionError(f"heads is {heads}; give the number that divides the {out.shape[-1]} columns of out")
-        if declared.attention_scale is not None and "query_norm" in self.names:
-            raise ConversionError("attention_scale is given, but a norm of queries would undo it")
-        kind, eps = self._norm("norm1", "norm2", "query_norm", "key_norm")
+        kind, eps = self._norm("norm1")
         encoder = EncoderConfig(
             width=self._tensor("norm1").numel(),
             layers=self.layers,
@@ -409,22 +407,14 @@ class _Reader:
         stem = self._text_stem() if "words" in self.names else self._patch_stem()
         return EnsembleConfig(stem, encoder, self._readout(num_labels), encoder.all_heads())
 
-    def _norm(self, *parts: str) -> tuple[NormKind, float]:
-        """Return the kind and epsilon that the norms of these parts share; raise if they differ."""
-        found = set[tuple[NormKind, float | None]]()
-        for part in (name for name in parts if name in self.names):
-            for layer in range(self.layers):
-                module = self.modules.get(str(self.names[part]).replace("{i}", str(layer)))
-                rms = isinstance(module, nn.RMSNorm)
-                eps = getattr(module, "eps", self.declared.norm_eps)
-                eps = torch.finfo(self._tensor(part).dtype).eps if rms and eps is None else eps
-                found.add(("rms" if rms else self.declared.norm_kind, eps))
-        (kind, eps), *others = found
-        if others or eps is None:
-            raise ConversionError(
-                f"the norms {', '.join(parts)} must agree in kind and eps, got {found}; give norm_eps="
-            )
-        return kind, float(eps)
+    def _norm(self, part: str) -> tuple[NormKind, float]:
+        """Return the kind and epsilon of a norm; those of the first block stand for all."""
+        module = self.modules.get(str(self.names[part]).replace("{i}", "0"))
+        kind = "rms" if isinstance(module, nn.RMSNorm) else self.declared.norm_kind
+        eps = getattr(module, "eps", self.declared.norm_eps)
+        if eps is None and kind == "layer":
+            raise ConversionError(f"the eps of {part} is not known; give norm_eps=")
+        return kind, torch.finfo(self._tensor(part).dtype).eps if eps is None else float(eps)
 
     def _embedded(self) -> dict[str, Any]:
         """Return the settings that image and text stems share."""
@@ -470,9 +460,7 @@ class _Reader:
         raise refuse(f"a patch of {numbers} numbers is not a square with 1 or 3 channels")
 
     def _readout(self, num_labels: int | None) -> ReadoutConfig:
-        kind, eps = self._norm("norm") if "norm" in self.names else (None, 1e-6)
-        if kind not in (None, self._norm("norm1")[0]):
-            raise refuse(f"norm is of the kind {kind!r}, unlike those of the blocks")
+        _, eps = self._norm("norm" if "norm" in self.names else "norm1")
         return ReadoutConfig(
             pool=self.declared.pool,
             pool_prefix=self.declared.pool_prefix,

@@ -262,26 +262,18 @@ def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-_DINOV3 = Architecture(
-    name="transformers DINOv3 encoder",
-    classes=("transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTModel",),
-    config=_dinov3_config,
-    weights={
-        "stem.patch": "embeddings.patch_embeddings.weight",
-        "stem.patch_bias": "embeddings.patch_embeddings.bias",
-        "stem.class_token": "embeddings.cls_token",
-        "stem.register_tokens": "embeddings.register_tokens",
-        **either(below("model.layer.{i}.", _DINOV3_LAYER), below("layer.{i}.", _DINOV3_LAYER)),  # releases differ
-        "readout.norm": "norm",
-    },
-    ignored=("embeddings.mask_token", "embeddings.register_tokens"),  # empty if there are no registers
-    answer=lambda model, inputs, fresh: run(model, **inputs).last_hidden_state[:, 0],
-)
-
-
+_DINOV3: Weights = {
+    "stem.patch": "embeddings.patch_embeddings.weight",
+    "stem.patch_bias": "embeddings.patch_embeddings.bias",
+    "stem.class_token": "embeddings.cls_token",
+    "stem.register_tokens": "embeddings.register_tokens",
+    **either(below("model.layer.{i}.", _DINOV3_LAYER), below("layer.{i}.", _DINOV3_LAYER)),  # releases differ
+    "readout.norm": "norm",
+}
 _IMAGES = ("ForImageClassification",)
 # A mask token is used only in pre-training, a pooler only for the features of a bare encoder.
 _UNREAD = ("embeddings.mask_token", "pooler.")
+_NO_REGISTERS = ("embeddings.mask_token", "embeddings.register_tokens")  # the latter is then an empty tensor
 _MEAN = partial(answer, pool="mean")
 _WITH_MEAN = partial(answer, pool="cls_mean")
 _TEACHER = (*_IMAGES, "ForImageClassificationWithTeacher")
@@ -299,9 +291,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         partial(_dinov2_config, resample="bicubic_antialias"),
         _DINOV2,
         _IMAGES,
-        (*_UNREAD, "embeddings.register_tokens"),  # an empty tensor if there are no registers
+        (*_UNREAD, *_NO_REGISTERS),
         module="dinov2_with_registers",
         answer=_WITH_MEAN,
     ),
-    _DINOV3,
+    declare("DINOv3", "DINOv3ViT", _dinov3_config, _DINOV3, (), _NO_REGISTERS, "dinov3_vit")[1],
 )

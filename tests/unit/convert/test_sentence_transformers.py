@@ -52,11 +52,6 @@ def test_a_classifier_reads_features_before_they_are_scaled(folder: Path) -> Non
     refused(plain, "cut to 8 numbers.*num_labels")
 
 
-def test_what_is_not_known_around_the_encoder_is_refused(folder: Path) -> None:
-    for model, token in ((sentence_model(folder, "mean", "dense"), "Dense"), (sentence_model(folder, "max"), "max")):
-        refused(model, token)
-
-
 @pytest.mark.parametrize("pooling", ["mean", "lasttoken"])
 def test_padding_may_stand_on_the_left(folder: Path, pooling: str) -> None:
     model = sentence_model(folder, pooling)

@@ -1,6 +1,5 @@
 """What the tables read from a model: variants, training settings, class names; and what has no table."""
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,9 +11,8 @@ from torch import nn
 
 import hydra_ensembles as he
 from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
-from architectures_clip import SIGLIP_IMAGE, TOWER_VARIANTS, open_clip_model, transformers_clip
+from architectures_clip import TOWER_VARIANTS, open_clip_model, transformers_clip
 from architectures_transformers import DINOV3, DISTILBERT, TEXT, VARIANTS, VISION, token_batch, transformers_model
-from hydra_ensembles.errors import HydraWarning
 from hydra_ensembles.model.dropout import dropping
 
 CASES = [*VISION_VARIANTS, *VARIANTS, *TOWER_VARIANTS]
@@ -123,23 +121,11 @@ def test_dropout_before_a_replaced_classifier_is_that_of_the_original() -> None:
     assert he.convert(timm_model("deit_base_distilled_patch16_224", drop_rate=0.5)).config.readout.dropout == 0.0
 
 
-@torch.no_grad()
-def test_vit_reads_its_pooler_for_features_only() -> None:
-    model, inputs = transformers_model("ViTModel", VISION), images(32, 32)
-    token = model(**inputs).last_hidden_state[:, 0]
-    alike(he.convert(model, num_labels=3).features(inputs)[0], token)
-    unpooled = transformers_model("ViTModel", VISION, add_pooling_layer=False)
-    alike(he.convert(unpooled)(inputs)[0], unpooled(**inputs).last_hidden_state[:, 0])
-    other = transformers_model("ViTModel", {**VISION, "pooler_act": "sigmoid"})
-    refused(other, "sigmoid")
-    assert he.convert(other, num_labels=3).num_classes == 3  # the family's classifier does not use it
-
-
 def test_labels_are_taken_when_they_are_names() -> None:
     names = ["cat", "dog", "bird", "fish", "ant"]
     model = build("vit", id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
     assert he.convert(model).metadata.labels == tuple(names)
-    refused(model, r"labels\[0\].*with_metadata", labels=names[::-1])
+    refused(model, "another order.*with_metadata", labels=names[::-1])
     assert he.convert(model, labels=("a", "b", "c", "d", "e")).metadata.labels == ("a", "b", "c", "d", "e")
     assert he.convert(build("vit")).metadata.labels == ()  # LABEL_0, LABEL_1, …
     model.config.id2label = dict(enumerate(["crane", "dog", "crane", "", "ant"]))
@@ -199,10 +185,9 @@ def bert(**changes: Any) -> Any:
     return hf("BertForSequenceClassification", TEXT, **changes)
 
 
-def with_adapters(inside: bool) -> Any:
+def with_adapters() -> Any:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    wrapped = peft.get_peft_model(bert(), peft.LoraConfig(r=2, target_modules=["query", "value"]))
-    return wrapped.base_model.model if inside else wrapped
+    return peft.get_peft_model(bert(), peft.LoraConfig(r=2, target_modules=["query", "value"]))
 
 
 EXTRA, NAN, INF = nn.Parameter(torch.zeros(3)), float("nan"), float("inf")
@@ -214,22 +199,17 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: timm_tiny("swin_tiny_patch4_window7_224"), r"no table for timm\.models\.swin.*stage.*docs/models\.md"),
     (lambda: hf("BertForMaskedLM", TEXT), "base_model.*num_labels"),
     (lambda: nn.LSTM(3, 4), r"no table.*he\.Declaration.*docs/models\.md.*calibrate"),
-    (lambda: with_adapters(inside=False), "peft.*merge_and_unload"),
-    (lambda: with_adapters(inside=True), "merge_and_unload"),
-    (lambda: vit(num_classes=1), "one output"),
+    (with_adapters, "peft.*merge_and_unload"),
+    (lambda: with_adapters().base_model.model, "merge_and_unload"),
     (lambda: changed(vit(), "head.bias", nn.Parameter(torch.tensor([0, 1, NAN, 2, INF]))), "2 of the 5 values of head"),
     (lambda: changed(vit(), "head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
     (lambda: changed(vit(), "blocks.1", vit().blocks[1].to("meta")), r"blocks\.1\..* meta device"),
     (lambda: changed(vit(), "norm", nn.LayerNorm(32).bfloat16()), r"different types.*model\.float\(\)"),
     (lambda: changed(bert(), "bert.encoder.layer.0.attention.self.key", HALF), "different types"),  # joined with others
-    (lambda: timm_model("eva02_base_patch14_224", scale_attn_inner=True), r"no canonical place.*attn\.norm"),
     (lambda: hf("GteModel", TEXT, rope_parameters=LINEAR_ROPE), "linear"),
-    (lambda: hf("AlbertModel", TEXT, embedding_size=16, num_hidden_groups=2), "canonical place.*layer_groups.1"),
     (lambda: bert(is_decoder=True), r"differ.*first in bert\.encoder\.layer\.0"),
-    (lambda: bert(hidden_act="mish"), "mish"),
-    (lambda: vit(img_size=36, patch_size=8), "cannot answer.*36"),
     (lambda: hf("ViTForImageClassification", VISION, problem_type="multi_label_classification"), "multi_label"),
-    (lambda: open_clip_model({"layers": (1, 1, 1, 1)}), "the image tower is a ModifiedResNet"),
+    (lambda: open_clip_model({"layers": (1, 1, 1, 1)}), "a tower is a ModifiedResNet"),
     (lambda: open_clip_model(text={"pool_type": "none"}), "table does not fit.*'none'"),
     (lambda: transformers_clip({}, {"eos_token_id": 49407}), "eos_token_id.*49407"),
     (lambda: changed(open_clip_model(), "adapter", EXTRA), r"no canonical place: \['adapter'\]"),
@@ -241,28 +221,9 @@ def test_what_cannot_be_converted_is_refused_with_what_works(build: Any, token: 
     refused(build(), token)
 
 
-def test_images_of_broken_patches_are_told_where_the_model_takes_others() -> None:
-    """As in SigLIP with 384 pixels and patches of 14: the convolution ignores the remainder; images must omit it."""
-    model = hf("SiglipVisionModel", SIGLIP_IMAGE, image_size=36, patch_size=8)
-    with pytest.warns(HydraWarning, match="36x36 is not a multiple.*give it images of 32x32"):
-        converted = he.convert(model, num_labels=5)
-    assert converted(torch.zeros(1, 3, 32, 32)).shape[-1] == 5
-
-
 def test_settings_that_do_not_fit_the_model_are_refused() -> None:
     refused(bert(), r"5 classes.*model\.base_model", num_labels=3)
     other = bert(problem_type="multi_label_classification").base_model
     refused(other, "at least 2", num_labels=1)
     assert he.convert(other, num_labels=3).num_classes == 3  # its training task does not matter
     refused(open_clip_model(), "no classifier", num_labels=3)
-
-
-def test_the_embedding_of_a_tower_is_not_taken_for_classes_without_a_word() -> None:
-    tower: Any = open_clip_model().visual
-    with pytest.warns(HydraWarning, match="outputs are a projection"):
-        he.convert(tower)
-    refused(tower, r"projection.*num_labels=3 was given.*proj = None", num_labels=3)
-    tower.proj = None
-    with warnings.catch_warnings(action="error"):
-        assert he.convert(tower, num_labels=3).num_classes == 3
-        he.convert(open_clip_model())  # a dual encoder's projections are expected
