@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .._distributed import is_sharded
 from .._utils import derive_seed
 from ..batches import Batches, Inputs, epoch_of, in_model_order, labelled, require_rereadable, restored
 from ..errors import ConfigError, DataError
@@ -67,8 +66,8 @@ def oba(
     remaining weights: zeros stay zeros (a `finetune` afterwards would change them). The result takes as much time and
     memory as the whole model.
 
-    Without a recipe the remaining weights are not trained. In several processes all prune the same weights: by the
-    batches of the first, or by those of all if the loader is split between them. A resumed run prunes again.
+    Without a recipe the remaining weights are not trained. In several processes all prune by the batches of the first.
+    A resumed run prunes again.
     """
     require_single(model, "oba")
     settings.check(model)
@@ -159,10 +158,7 @@ def kept(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], count: int) 
 def pruned_masks(
     model: Ensemble, train: Batches, settings: OBA, seed: int, device: torch.device | str | None
 ) -> dict[str, Tensor]:
-    """Prune step by step; returns the mask of every removable tensor.
-
-    All ranks get the masks of rank 0. If the loader gives each rank its own batches, those of all ranks count.
-    """
+    """Prune step by step; returns the mask of every removable tensor, on all ranks that of rank 0."""
     with restored(train), training_runtime(device, model.device) as runtime:
         ranks = runtime.ranks
         copy = Ensemble.from_state(model.config, trainable_state(model, runtime.device))
@@ -174,8 +170,6 @@ def pruned_masks(
             with epoch_of(train, step, seed, runtime.device):
                 batches = islice(labelled(train, copy.num_classes, "train", whole=False), settings.batches)
                 curved = ranks.all_or_none(partial(curvature, copy, batches, weights))
-            if is_sharded(train):
-                curved = {name: ranks.total(values) for name, values in curved.items()}
             scores = importances(curved, {name: weight.detach() for name, weight in weights.items()})
             count = round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed
             masks = {name: ranks.rows(mask)[0] for name, mask in kept(scores, masks, count).items()}

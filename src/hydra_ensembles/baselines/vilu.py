@@ -139,7 +139,7 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
             weight = mistake_weights(right)
             loss = F.binary_cross_entropy_with_logits(odds, right.float(), weight, reduction="none").mean(1).sum()
             share = loss * (odds.shape[1] / samples)
-            self.scaler.scale(share).backward()
+            share.backward()
             total += share.detach()
         return total
 

@@ -57,30 +57,29 @@ def extract_circuit(
 ) -> HeadRanking:
     """Rank heads by Algorithm 1 of the paper: every step switches off the head without which the score S is highest.
 
-    S is the accuracy on ID data (`"acc"`), the AUROC of the maximum softmax probability between ID and OOD
-    data (`"ood"`, ties count half; with several OOD sources the mean of their AUROCs), or the mean of both (`"avg"`).
+    S is the accuracy on the labelled `id_batches` (`"acc"`), the AUROC of the maximum softmax probability between them
+    and `ood_batches` (`"ood"`, ties count half), or the mean of both (`"avg"`). `ood_batches` may be a mapping from
+    names to batches: sources of equal weight, however many samples each has; `"synthetic"` makes them of the ID
+    samples. All samples are held in memory.
 
     `method="naive"` runs the whole model for every head: the reference. `"exact"` makes the same choices with a small
     part of the work. In float64 the result equals the naive one; in float32 rounding may decide between heads that are
-    a few integer units apart.
+    a few integer units apart. Of heads that leave the same S, `ties="likelihood"` removes the one with the larger
+    summed log-likelihood of the labels, rounded to 1e-6; then, or at once with `"order"` (the paper's way), the first.
 
-    For a dual encoder, the heads of both towers are candidates together, and images are classified by class names
-    as in `zero_shot`. Under `torchrun` or `accelerate launch` the heads are divided among the ranks, and every rank
-    returns the same ranking. Dropout is off. The model is not changed.
+    The model has one member; heads that are pruned are no candidates. For a dual encoder, the heads of both `towers`
+    are candidates together, and images are classified by `class_names` in sentences, as in `zero_shot`. Under
+    `torchrun` or `accelerate launch` the heads are divided among the ranks, and every rank returns the same ranking.
 
     Args:
-        ensemble: An ensemble with a classifier, or a dual encoder; one member. Pruned heads are not candidates.
-        id_batches: Labelled in-distribution batches. All samples are held in memory.
-        ood_batches: OOD batches, needed for `"ood"` and `"avg"`; labels are ignored. Or a mapping from
-            names to batches: sources of equal weight, however many samples each of them has. `"synthetic"` makes them
-            from `id_batches`, see `data.synthetic_ood`.
+        ensemble: An ensemble with a classifier, or a dual encoder; it is not changed.
+        id_batches: Labelled in-distribution batches.
+        ood_batches: OOD batches, for `"ood"` and `"avg"`.
         score: What to maximise.
         budget: Heads to remove.
         method: How to find the best head of each step.
-        ties: Of heads that leave the same S, remove the one with the larger summed log-likelihood of the labels of the
-            ID samples, rounded to 1e-6 (`"likelihood"`); then, or at once (`"order"`, as in the paper), the first
-            (layer, head).
-        layers: Layers whose heads are candidates; None for all, which is required if both towers have candidates.
+        ties: Which of equally good heads to remove.
+        layers: Layers whose heads are candidates; None for all.
         dtype: Precision of the evaluation; None for the model's own.
         device: Where to evaluate; None for where the model is. `"cuda"` is the GPU of the rank.
         max_memory: Bytes of activations to keep in addition to the embedded samples; None for half of the free memory
@@ -94,9 +93,8 @@ def extract_circuit(
         towers: For a dual encoder: the towers whose heads are candidates.
 
     Returns:
-        The heads in removal order; `scores` are S after each removal. `provenance` holds the integers behind S, the
-        digests of model and data, and the work done (`model_forwards`: blocks run, in units of one pass of the whole
-        model over all samples).
+        The heads in removal order, with S after each removal; `provenance` holds the integers behind S, and the work in
+        blocks, in units of one pass of the whole model over all samples (`model_forwards`).
 
     Examples:
         >>> known, odd = [(torch.rand(7, 3, 64, 64), torch.arange(7))], [torch.rand(7, 3, 64, 64)]

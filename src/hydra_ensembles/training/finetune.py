@@ -152,7 +152,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
                 flat, classes = logits.flatten(0, 1), targets.to(device).flatten()  # [M·B, C], [M·B]
                 loss = F.cross_entropy(flat, classes, label_smoothing=self.recipe.label_smoothing) * len(logits)
                 share = loss * (len(labels) / samples)
-                self.scaler.scale(share).backward()
+                share.backward()
                 total += share.detach()
         return total
 

@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from tqdm import tqdm
 
 from .._distributed import SINGLE_PROCESS, Ranks, all_ranks, check_unsharded, launched, local_device
@@ -38,7 +37,6 @@ from .recipe import Recipe, make_optimizer
 BatchT = TypeVar("BatchT")
 P = ParamSpec("P")
 R = TypeVar("R")
-_AUTOCAST: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ class Learner(ABC, Generic[BatchT]):
         self.recipe, self.runtime = recipe, runtime
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.optimizer = make_optimizer(self.trained, recipe, shares, spared)
-        self.scaler = GradScaler(runtime.device.type, enabled=recipe.precision == "fp16")
         if recipe.compile:
             for block in (module for module in model.modules() if isinstance(module, Block)):
                 block.compile()
@@ -90,7 +87,7 @@ class Learner(ABC, Generic[BatchT]):
 
     @abstractmethod
     def backward(self, group: list[BatchT], seed: int) -> Tensor:
-        """Accumulate the scaled gradients of `group`, whose batches count as one; return the mean loss.
+        """Accumulate the gradients of `group`, whose batches count as one; return the mean loss.
 
         `seed` is for the dropout of this update; every rank derives its own.
         """
@@ -101,8 +98,8 @@ class Learner(ABC, Generic[BatchT]):
 
     def autocast(self) -> torch.autocast:
         """Autocast with the precision of the recipe."""
-        dtype = _AUTOCAST[self.recipe.precision]
-        return torch.autocast(self.runtime.device.type, dtype=dtype, enabled=dtype is not None)
+        enabled = self.recipe.precision == "bf16"
+        return torch.autocast(self.runtime.device.type, dtype=torch.bfloat16 if enabled else None, enabled=enabled)
 
     def update(self, group: list[BatchT], rate: float, seed: int) -> float:
         """One step on batches that count as one; return the mean loss, or raise `FloatingPointError` before the step.
@@ -113,16 +110,13 @@ class Learner(ABC, Generic[BatchT]):
             parameters["lr"] = rate * parameters["share"]
         ranks = self.runtime.ranks
         loss = ranks.total(self.backward(group, seed)).item() / ranks.size
-        self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        finite = self.scaler.is_enabled() or math.isfinite(norm.item())  # the scaler skips such steps itself
-        if not math.isfinite(loss) or not finite:
+        if not math.isfinite(loss) or not math.isfinite(norm.item()):
             raise FloatingPointError(f"the loss is {loss} and the norm of the gradient {norm.item()}")
         if self.recipe.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.trained.values(), self.recipe.clip_norm, norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss
 
@@ -131,16 +125,12 @@ class Learner(ABC, Generic[BatchT]):
         return {name: parameter.detach().clone() for name, parameter in self.trained.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything to save: weights, optimizer state and scaler."""
+        """Everything to save: weights and optimizer state."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.trained.items():
             state = self.optimizer.state.get(parameter, {}).items()
             tensors |= {f"optimizer/{name}/{key}": value for key, value in state if isinstance(value, Tensor)}
             tensors[f"weights/{name}"] = parameter
-        if self.scaler.is_enabled():
-            scaler = self.scaler.state_dict()
-            tensors["scaler/scale"] = torch.tensor(scaler["scale"], dtype=torch.float64)
-            tensors["scaler/growth_tracker"] = torch.tensor(scaler["_growth_tracker"])
         return tensors
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -154,9 +144,6 @@ class Learner(ABC, Generic[BatchT]):
                 self.optimizer.state[parameter] = {
                     key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
                 }
-        if self.scaler.is_enabled():
-            scale, growth = tensors["scaler/scale"].item(), tensors["scaler/growth_tracker"].item()
-            self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": growth})
 
 
 def trains(function: Callable[P, R]) -> Callable[P, R]:

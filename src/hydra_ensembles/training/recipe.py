@@ -19,7 +19,7 @@ from ..model.member_states import place_of
 from ..settings import Checked, NotNegative, Positive, Range, Rate, Seed, Share, Whole, from_plain
 
 OptimizerName = Literal["sgd", "adamw"]
-Precision = Literal["float32", "bf16", "fp16"]
+Precision = Literal["float32", "bf16"]
 Schedule = Literal["cosine", "linear", "constant"]
 ALTERNATIVES = (("learning_rate", "grid", ()), ("steps", "epochs", None))  # exactly one of each pair is given
 
@@ -30,20 +30,14 @@ class Recipe(Checked):
 
     Attributes:
         optimizer: `"sgd"` or `"adamw"` (decoupled weight decay).
-        learning_rate: Peak learning rate.
         classifier_rate: Learning rate of the classifier, as a multiple of the others'; not for class embeddings.
         grid: Peak learning rates to try; the one with the best validation accuracy wins. One that diverges is left
             out, with a warning.
-        steps: Total number of weight updates; with gradient accumulation each reads several batches.
-        epochs: Passes over the training data.
-        momentum: Momentum of SGD.
-        betas: Betas of AdamW.
-        weight_decay: As the optimizer applies it.
+        steps: Number of weight updates; with `gradient_accumulation` each reads several batches.
         no_decay_on_bias_and_norm: Whether biases and norm weights are exempt from it.
         warmup: Updates (a whole number), or a fraction of all updates (a float below 1).
         schedule: How the rate falls after the warm-up.
         floor: Final rate, as a fraction of the peak.
-        label_smoothing: Label smoothing of the cross-entropy.
         dropout: Rate after attention projection, MLP activation and MLP output of every layer in training. 0
             switches off all dropout, including stochastic depth; None keeps the model's own.
         clip_norm: Largest norm of the whole gradient, of all members that train together; None for no clipping.
@@ -55,10 +49,9 @@ class Recipe(Checked):
         patience: Evaluations without improvement after which training stops; None never stops early.
         min_delta: Validation accuracy must rise by more than this to count as an improvement.
         evaluate_every: Updates between evaluations; None evaluates after every epoch.
-        precision: `"bf16"` and `"fp16"` compute in mixed precision; the weights stay in float32.
+        precision: `"bf16"` computes in mixed precision; the weights stay in float32.
         compile: Whether to compile blocks: a few seconds once for each kind of block, then faster steps on a
             GPU. The numbers are the same up to rounding, but dropout draws differently.
-        gradient_accumulation: Batches per update.
         seed: Seed for the order of the data, random augmentation and dropout.
         order_seed: Separate seed for the order of the data and their augmentation, then the same for every member,
             while `seed` is used for dropout; None uses `seed` for both.

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -36,8 +35,6 @@ def image_features(dual: DualEncoder, batches: Batches) -> Tensor:
     """
     with dropping(False):
         parts = [features_of(dual.image, images, f"batch {index}") for index, images in enumerate(batches)]
-    if not parts:
-        raise DataError("there are no batches to compute image features from; check the data")
     return torch.cat(parts)
 
 
@@ -99,18 +96,12 @@ def read_pairs(raw: Any, name: str, index: int = 0) -> Pairs:
         raise DataError(f"{where} is a {type(raw).__name__}; expected (images, texts, labels), or (images, texts)")
     images, texts, labels = (*raw, None)[:3]
     texts = list(texts) if isinstance(texts, tuple) else texts
-    pictures, sentences = _count(images, f"images of {where}"), _count(texts, f"texts of {where}")
+    pictures, sentences = (
+        len(next(iter(side.values()))) if isinstance(side, Mapping) else len(side) for side in (images, texts)
+    )
     if pictures != sentences or not sentences:
         raise DataError(f"{where} has {pictures} images, {sentences} texts; every image needs one text")
     return images, texts, None if labels is None else read_labels(labels, sentences, where)
-
-
-def _count(samples: Any, what: str) -> int:
-    """Number of samples in a list, a tensor, or a mapping of them."""
-    first = next(iter(samples.values()), ()) if isinstance(samples, Mapping) else samples
-    if isinstance(first, list | tuple) or (isinstance(first, Tensor | np.ndarray) and first.ndim):
-        return len(first)
-    raise DataError(f"the {what} are a {type(samples).__name__}; give a list, a tensor or a mapping")
 
 
 class TextLearner(Learner[Pairs]):
@@ -205,7 +196,7 @@ class TextLearner(Learner[Pairs]):
         images, texts = (torch.cat(rows).requires_grad_() for rows in of_ranks)  # [N, e] each
         labels = None if labels is None else torch.cat(ranks.rows(labels))
         loss = contrastive_loss(images, texts, self.model.logit_scale, labels, self.recipe.label_smoothing)
-        self.scaler.scale(loss).backward()
+        loss.backward()
         start = sum(len(rows) for rows in of_ranks[0][: ranks.rank])
         own = slice(start, start + sum(sizes))
         gradients = [torch.zeros_like(side) if side.grad is None else side.grad for side in (images, texts)]

@@ -97,15 +97,6 @@ def test_the_best_network_is_that_of_the_lowest_nll_on_held_out_samples(tmp_path
     assert F.binary_cross_entropy_with_logits(-said.score("vilu"), right).item() == pytest.approx(lowest, rel=1e-4)
 
 
-def test_it_is_calibrated_and_evaluated():
-    found, images = fitted(zero_shot(members=2)), pair_samples(5, seed=3)[0]
-    calibrated = he.calibrate(found, data(40, seed=5), share=0.8)
-    assert calibrated.metadata.familiarity.settings.threshold is not None
-    assert calibrated.predict(images).accept is not None
-    result = he.evaluate(found, data(seed=4), ood={"near": {"x": data(seed=6)}}, scores=("vilu", "msp"))
-    assert {"near.auroc", "vilu:near.auroc"} <= result.numbers().keys()
-
-
 def test_scores_of_before_stay_the_new_one_decides_and_features_are_fitted_anew():
     images = pair_samples(5, seed=3)[0]
     first = he.fit_familiarity(zero_shot(members=2), data(48), "knn")

@@ -18,7 +18,7 @@ RECIPE = Recipe(optimizer="adamw", learning_rate=0.003, steps=8, clip_norm=1.0)
 TEXT = Recipe(optimizer="sgd", learning_rate=0.02, epochs=2, schedule="constant", gradient_accumulation=3)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_a_gpu_trains_like_the_cpu(precision):
     member, data = tiny(members=2), batches()
     on_cpu = finetune(member, data, RECIPE, data, progress=False)
@@ -48,7 +48,7 @@ def test_compiled_blocks_train_with_stochastic_depth_and_batches_of_two_sizes():
     assert not torch.allclose(trained(images), member(images), atol=1e-3)
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_a_run_on_a_gpu_is_repeatable_resumable_and_leaves_no_trace(tmp_path, precision):
     member = tiny(dropout=0.2).to("cuda")
     recipe = replace(RECIPE, precision=precision)
@@ -80,12 +80,11 @@ def test_a_gpu_tunes_as_the_cpu_does():
     assert largest_gap(expected, found) < 1e-4
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_on_features_that_lie_on_the_gpu(precision):
+def test_mixed_precision_on_features_that_lie_on_the_gpu():
     dual = tiny_dual().to("cuda")
     features = image_features(dual, [images for images, _, _ in pairs()]).split(8)
     data = [(feature, texts, labels) for feature, (_, texts, labels) in zip(features, pairs(), strict=True)]
-    tuned = tune_text(dual, data, replace(TEXT, precision=precision), validation=data, progress=False)
+    tuned = tune_text(dual, data, replace(TEXT, precision="bf16"), validation=data, progress=False)
     assert tuned.device.type == "cuda"
     exact = tune_text(dual, data, TEXT, validation=data, progress=False)
     assert largest_gap(dual, tuned) > 0

@@ -171,7 +171,7 @@ def test_a_killed_process_is_resumed(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "precision", "stops"),
-    [("list", "float32", (1, 3, 7, 12)), ("list", "fp16", (9,)), ("augmented", "float32", (5, 11))],
+    [("list", "float32", (1, 3, 7, 12)), ("list", "bf16", (9,)), ("augmented", "float32", (5, 11))],
 )
 def test_wherever_a_run_stops_it_goes_on_exactly(tmp_path, kind, precision, stops):
     held = batches(12, 4)  # 3 batches
