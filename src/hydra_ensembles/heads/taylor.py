@@ -96,10 +96,9 @@ def taylor(
         data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
         stack.enter_context(masked(model, off))
-        total = len(steps) * len(samples) if isinstance(samples, list) else calibration_batches or length_of(batches)
-        bar = stack.enter_context(tqdm(total=total, desc=f"taylor/{scope}", unit="batch", disable=not progress))
-        for heads, count in steps:
-            scores = head_importance(model, _counted(samples, bar), heads)
+        for step, (heads, count) in enumerate(steps, start=1):
+            name, total = f"taylor {step}/{len(steps)}", calibration_batches or length_of(batches)
+            scores = head_importance(model, tqdm(samples, name, total, unit="batch", disable=not progress), heads)
             lowest = sorted(zip(scores, heads, strict=True))[:count]  # ties go to the first head
             order += lowest
             if len(steps) > 1:
@@ -168,13 +167,6 @@ def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: S
             total += gradient
         samples += len(labels)
     return [total / samples for total in totals]
-
-
-def _counted(batches: LabelledBatches, bar: Any) -> Iterator[tuple[int, Inputs, Tensor]]:
-    """Yield the batches, and advance the bar when the next one is requested."""
-    for batch in batches:
-        yield batch
-        bar.update()
 
 
 def _steps(

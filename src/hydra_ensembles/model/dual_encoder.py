@@ -13,7 +13,6 @@ from ..checkpoint import Contents, Saved, placed
 from ..model_card import dual_model_card
 from ..settings import from_plain, to_plain
 from .config import DualEncoderConfig, output_width
-from .cost import Description
 from .dropout import OurModel
 from .ensemble import Ensemble, build_with_state, copied
 from .layers import GroupedLinear
@@ -146,10 +145,6 @@ class DualEncoder(OurModel, Saved):
         )
         state = placed(contents.tensors, device, dtype)
         return build_with_state(lambda: cls._empty(config, image, text), state)
-
-    def describe_towers(self) -> dict[Tower, Description]:
-        """Parameters, multiply-adds and heads kept of each tower; print them."""
-        return {"image": self.image.describe(), "text": self.text.describe()}
 
     def __repr__(self) -> str:
         sizes = f"members={self.num_members}, embedding={self.embedding_width}"

@@ -68,18 +68,11 @@ class Calibration(Checked):
 
 @dataclass(frozen=True)
 class FamiliaritySettings(Checked):
-    """Settings of fitted familiarity scores, without their tensors.
+    """Settings of fitted familiarity scores, without their tensors; `threshold` and p-values are for the first score.
 
-    Attributes:
-        scores: The scores; threshold and p-values are for the first.
-        width: Length of the features.
-        samples: Number of samples that fitted the statistics.
-        neighbours: For `knn`: which neighbour counts.
-        threshold: Inputs whose score is above it are unfamiliar; None before calibration.
-        accepted_share: The share of familiar inputs that the threshold accepts.
-        reference: Scores of other samples, which did not fit the statistics.
-        rows: Digests of some of the samples that fitted them: most of these must not set a threshold.
-        halved: Whether one half of the data of `calibrate` fitted them: given the same data again, it fits them again.
+    `samples` fitted the statistics, and `rows` are digests of some of them; `reference` has the scores of others.
+    `neighbours` is for `knn`. `halved` says that one half of the data of `calibrate` fitted them: given the same data
+    again, it fits them again.
     """
 
     scores: tuple[FittedName, ...]
