@@ -181,7 +181,7 @@ def with_plain_classifier(model: nn.Module) -> tuple[nn.Module, list[float]]:
     result is a shallow copy that shares all parts, or the model itself if there is no such classifier.
     """
     for place in () if hasattr(model, "head_dist") else ("head", "classifier", "heads"):  # DeiT's two have no dropout
-        part = model._modules.get(place)
+        part: Any = model._modules.get(place)
         *dropouts, last = list(part) if type(part) is nn.Sequential and len(part) else [part]
         stands_there = part if place != "heads" else getattr(part, "head", None)
         plain = type(last) is nn.Linear or is_identity(last)

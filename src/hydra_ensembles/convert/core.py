@@ -273,9 +273,7 @@ def _require_numbers(model: nn.Module) -> None:
 
 def require_all_used(problems: Sequence[str], unused: Sequence[str]) -> None:
     """Raise if a model does not fit its table, and list the problems and the tensors that are left over at once."""
-    by_pattern = {
-        re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)
-    }  # names alike but for numbers
+    by_pattern = {re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)}  # numbers apart
     left = f"the model has parameters that have no canonical place: {sorted(by_pattern.values())[:_SHOWN]}"
     faults = [*problems[:_SHOWN], *([left] if unused else [])]
     if faults:

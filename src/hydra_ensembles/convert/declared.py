@@ -75,8 +75,8 @@ class Declaration:
             block, `block` names an `nn.TransformerEncoderLayer`; instead of all of them, `encoder` names an
             `nn.TransformerEncoder`. After the blocks: `norm`, `pooler`, `classifier`.
         heads: Attention heads of a block; not needed for modules from `torch.nn`.
-        head_layout: How the rows of `qkv` are ordered, outermost first: `"qkv h d"` (all queries, then all keys, then
-            all values) or any other order of the three; without `qkv` if there are three tensors.
+        head_layout: How the rows of `qkv` are ordered, outermost first: `"qkv h d"` (all queries, all keys, all values)
+            or any other order of the three; without `qkv` if there are three tensors.
         attention_scale: What scores are multiplied by, if not by one over the square root of the head width.
         norm_first: Pre-norm (True, usual for images) or post-norm; read from a `block` or `encoder`.
         activation: Activation of the MLP, by default `"gelu"`; read from a `block` or `encoder`.
@@ -151,8 +151,6 @@ class Declaration:
             if part not in _PARTS:
                 meant = perhaps_meant(str(part), _PARTS)
                 raise ConfigError(f"names has no part {part!r}{meant}; there are {', '.join(_PARTS)}")
-            if isinstance(place, tuple) and (part != "qkv" or len(place) != 3):
-                raise ConfigError(f"names[{part!r}] has {len(place)} paths; give one, or for qkv one or three")
             for path in paths(place):
                 if ("{i}" in path) != ("{i}" in _PARTS[part]):
                     needs = "needs {i} for the number of the block" if "{i}" in _PARTS[part] else "exists once: no {i}"
@@ -215,11 +213,7 @@ _MATRICES = ("patch", "words", "out", "up", "down", "classifier")
 
 
 def read_declaration(declaration: Declaration, model: nn.Module, size: tuple[int, int] | None) -> Architecture:
-    """Turn a user's declaration into a table for this model; `size` is that of its images, if the declaration has none.
-
-    Raises:
-        ConversionError: A part is not where the declaration says, or its shape does not fit.
-    """
+    """Turn a declaration into a table for this model; `size` is that of its images, if the declaration has none."""
     if declaration.image_size is None:
         declaration = replace(declaration, image_size=size)
     reader = _Reader(declaration, model)
@@ -267,14 +261,12 @@ class _Reader:
         if (block := names.pop("block", None)) is not None:
             layer = self._module("block", block, nn.TransformerEncoderLayer)
             parts = {"attention": "self_attn", "norm1": "norm1", "norm2": "norm2", "up": "linear1", "down": "linear2"}
-            names |= {part: f"{block}.{path}" for part, path in parts.items()}  # type: ignore[misc]
+            names |= {part: f"{block}.{path}" for part, path in parts.items()}
             settings = {"norm_first": bool(layer.norm_first), "activation": core.activation_of(layer.activation)}
             rates = {"activation": "dropout", "projection": "dropout1", "output": "dropout2"}
             self.rates = {f"{site}_dropout": core.dropout_rate(getattr(layer, part)) for site, part in rates.items()}
         if (attention := names.pop("attention", None)) is not None:
             module = self._module("attention", attention, nn.MultiheadAttention)
-            if module.bias_k is not None or module.add_zero_attn:
-                raise refuse(f"{attention} adds keys of its own")
             names |= {"qkv": f"{attention}.in_proj_weight", "out": f"{attention}.out_proj"}
             settings["heads"] = int(module.num_heads)
             self.rates["attention_dropout"] = float(module.dropout)
@@ -285,10 +277,10 @@ class _Reader:
 
     def _module(self, part: str, place: Place, kind: type[nn.Module]) -> Any:
         path = str(place).replace("{i}", "0")
-        if not isinstance(self.modules.get(path), kind):
-            found = type(self.modules[path]).__name__ if path in self.modules else "missing"
-            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but is {found}")
-        return self.modules[path]
+        module = self.modules.get(path)
+        if not isinstance(module, kind):
+            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but is a {type(module).__name__}")
+        return module
 
     def _weight(self, path: str) -> str:
         """Return the name of the tensor that a path denotes: a tensor itself, or the weight of a module."""
@@ -315,8 +307,7 @@ class _Reader:
 
     def _rows(self, part: str) -> int:
         """Return the number of rows in a table of embeddings; 0 if there is none."""
-        tensor = self._tensor(part)
-        return tensor.numel() // tensor.shape[-1]
+        return self._tensor(part).numel() // self._tensor(part).shape[-1]
 
     # --- where the canonical parameters come from ------------------------------------------------------------
 

@@ -40,11 +40,7 @@ def with_processor(metadata: Metadata, processor: Any, config: EnsembleConfig, m
 
 
 def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> ImagePreprocessing | TextPreprocessing:
-    """Read the preprocessing that turns raw inputs into tensors for a stem; raise if it does not fit the stem.
-
-    The processor is one of those in `_ACCEPTED`, or one that contains both kinds. A processor that does something our
-    description cannot express raises a `ConversionError`.
-    """
+    """Read the preprocessing that turns raw inputs into tensors for a stem; raise if it does not fit the stem."""
     processor = _part_for(stem, processor)
     if isinstance(stem, TextStemConfig):
         text = _read_tokenizer(processor, stem)

@@ -9,9 +9,7 @@ from convert_cases import vit
 from PIL import Image
 
 import hydra_ensembles as he
-from architectures_transformers import TEXT, VISION, transformers_model
-
-MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+from architectures_transformers import TEXT, transformers_model
 
 
 @pytest.mark.parametrize(
@@ -35,7 +33,7 @@ def test_of_torchvision_it_is_that_of_the_weights_of_this_shape(model: str, weig
         ({"crop_mode": "squash", "interpolation": "bilinear"}, 3, (0.5,) * 3, "pretrained_cfg"),
         ({"mean": None, "std": None, "interpolation": None}, 3, (0.5,) * 3, "assumed"),
         ({}, 1, (0.5,), "pretrained_cfg"),
-        ({"mean": MEAN}, 1, None, ""),
+        ({"mean": (0.1, 0.2, 0.3)}, 1, None, ""),
     ],
 )
 def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], channels: int, mean: Any, told: str) -> None:
@@ -67,15 +65,6 @@ def test_settings_are_changed_by_name_and_that_is_said() -> None:
     assert all(name in ours.preprocessing_from for name in changes)
     with pytest.raises(he.HydraError, match=r"'crops' .did you mean crop"):
         he.convert(vit(), preprocessing={"crops": 0.8})
-
-
-def test_of_a_model_that_says_nothing_all_must_be_said() -> None:
-    complete = {"mean": MEAN, "std": STD, "crop": 0.9, "interpolation": "bilinear"}
-    unknown = transformers_model("ViTForImageClassification", VISION)
-    found = he.convert(unknown, preprocessing=complete).metadata.preprocessing
-    assert found == he.ImagePreprocessing((32, 32), MEAN, STD, "bilinear", 0.9)
-    with pytest.raises(he.HydraError, match="mean and std"):
-        he.convert(unknown, preprocessing={"mean": MEAN, "crop": 0.9})
 
 
 def test_texts_may_be_cut_shorter() -> None:

@@ -10,7 +10,7 @@ from convert_cases import near, refused
 from torch import nn
 
 import hydra_ensembles as he
-from architectures_transformers import MODERNBERT, TEXT, save_tokenizer, sentence_model, transformers_model
+from architectures_transformers import TEXT, save_tokenizer, sentence_model, transformers_model
 
 SENTENCES = ["a b c", "d e f g h a b", "c"]
 
@@ -26,13 +26,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def embeds_alike(base: he.Ensemble, model: Any, prompt: str = "") -> None:
     found = base.features(base.prepare([prompt + sentence for sentence in SENTENCES]))[0]
     near(found, model.encode(SENTENCES, convert_to_tensor=True))
-
-
-def test_the_norm_after_the_last_block_comes_before_pooling(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    transformers_model("ModernBertModel", MODERNBERT).save_pretrained(tmp_path)
-    model = sentence_model(tmp_path, "mean")
-    embeds_alike(he.convert(model), model)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
