@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from ..errors import ConfigError
 from ..settings import Checked, Count, InnerShare, NotNegative, Range, Rate, Whole
 
-Size = Copies = Whole
+Size = Whole
+Copies = Whole
 SizeOrZero = Count
 Epsilon = InnerShare
 Base = Annotated[float, Range(1)]

@@ -192,9 +192,9 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         The answer is always that of evaluation mode, and no flag is changed: threads may share the model.
         `check_finite` refuses logits that are NaN or infinite; on a GPU it waits for them, which nothing else does.
         """
+        prepared = self.prepare(*inputs, **named)
         with dropping(False):
-            answers = self.answers(*inputs, **named)
-        return self.prediction(*answers, check_finite=check_finite)
+            return self.prediction(*self.answers(prepared), check_finite=check_finite)
 
     def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
