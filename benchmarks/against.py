@@ -208,8 +208,8 @@ def prepare_circuit(device: str, score: str) -> Measure:
 
     import hydra_ensembles as he
 
-    size, side, samples, budget = ("base", 224, 128, 8) if device == "cuda" else ("tiny", 112, 8, 3)
-    model = he.convert(vit(f"vit_{size}_patch16_224", img_size=side, num_classes=10)).to(device)
+    size, side, depth, samples, budget = ("base", 224, 12, 128, 8) if device == "cuda" else ("tiny", 112, 6, 8, 3)
+    model = he.convert(vit(f"vit_{size}_patch16_224", img_size=side, depth=depth, num_classes=10)).to(device)
     draws = torch.Generator().manual_seed(2)
     images = torch.randn(2 * samples, 3, side, side, generator=draws)
     labels = torch.randint(0, 10, (samples,), generator=draws)
