@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import mean
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -202,7 +202,7 @@ def last_vectors(model: he.Ensemble, batches: Iterable[Any]) -> dict[int, Tensor
     pooled = model.config.readout.pool in ("cls", "distilled", "cls_mean")
     for inputs, _ in batches:
         x, context = model.embed(*model.unpack(model.prepare(inputs)))  # [1, B, T, d]
-        *blocks, top = cast(list[Any], list(model.encoder.layers))
+        *blocks, top = list(model.encoder.layers)
         for block in blocks:
             x = block(x, context)
         z = attention_of(model, last).mix(top.attention_input(x), context).float().cpu()  # [B, T, H, d_k]

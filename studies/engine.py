@@ -263,6 +263,10 @@ def run(
     chosen = [method for method in task.methods if not methods or method in methods]
     by_method = {method: list(seeds or task.seeds_of(method)) for method in chosen}
     numbers = sorted({seed for one in by_method.values() for seed in one})
+
+    def costs(lab: Lab, *_: str) -> None:
+        cost(lab, chosen)
+
     for number in numbers:
         with opened(task, folder, number) as lab:
             for method in (method for method in chosen if number in by_method[method]):
@@ -271,7 +275,7 @@ def run(
                     if step is not None:
                         failed += attempted(step, lab, method, stage)
             if "cost" in stages and number == numbers[0]:
-                failed += attempted(lambda lab, method, stage: cost(lab, chosen), lab, "cost", "cost")
+                failed += attempted(costs, lab, "cost", "")
         gc.collect()
     if "tables" in stages:
         collect(task, folder)
