@@ -46,13 +46,11 @@ _BY_CLASS: dict[str, Architecture | DualArchitecture] = {name: one for one in AR
 _BY_CLASS |= {name: one for one in clip.DUAL_ARCHITECTURES for name in one.classes}
 _SCALES = ("logit_scale", "logit_bias")
 # Why common models have no table, by a word in the qualified name of their class.
-_RELATIVE, _NO_HEADS = "its attention depends on relative positions", "it has no attention heads"
-_DECODER = "it is a decoder, whose tokens see only earlier ones"
 _REASONS = {
     "swin": "its tokens are merged and its width changes from stage to stage",
-    **dict.fromkeys(("resnet", "convnext", "efficientnet"), _NO_HEADS),
-    **dict.fromkeys(("deberta", "beit", "mpnet", "t5"), _RELATIVE),
-    **dict.fromkeys(("gpt", "llama", "qwen"), _DECODER),
+    **dict.fromkeys(("resnet", "convnext", "efficientnet"), "it has no attention heads"),
+    **dict.fromkeys(("deberta", "beit", "mpnet", "t5"), "its attention depends on relative positions"),
+    **dict.fromkeys(("gpt", "llama", "qwen"), "it is a decoder, whose tokens see only earlier ones"),
     "peft.": f"it is wrapped in adapters. {MERGE}",
     "ForMaskedLM": "its head has another task; convert model.base_model, with num_labels=",
 }

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._utils import warn
 from ..errors import ConfigError, ConversionError
 from ..model.config import Activation, EnsembleConfig
 from ..model.ensemble import shapes_of
@@ -377,14 +376,6 @@ def is_identity(module: Any) -> bool:
 def pair(size: Any) -> tuple[int, int]:
     """Height and width from a number or a pair."""
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
-
-
-def warn_of_broken_patches(image: tuple[int, int], patch: tuple[int, int]) -> None:
-    """Warn if the model's images are not whole patches, of which the canonical encoder takes no others."""
-    height, width = (side - side % step for side, step in zip(image, patch, strict=True))
-    if (height, width) != image:
-        what = f"its image_size {image[0]}x{image[1]} is not a multiple of its patch_size {patch[0]}x{patch[1]}"
-        warn(f"for this model, {what}; where you prepare images yourself, give it images of {height}x{width}")
 
 
 def read_classifier(module: Any, num_labels: int | None) -> tuple[int, bool]:

@@ -78,7 +78,6 @@ def _config(model: Any, num_labels: int | None, distilled: bool = False) -> Ense
 
 def _stem(model: Any, distilled: bool) -> PatchStemConfig:
     patch, normed = model.patch_embed, not is_identity(model.norm_pre)
-    core.warn_of_broken_patches(pair(patch.img_size), pair(patch.patch_size))
     return PatchStemConfig(
         patch_size=pair(patch.patch_size),
         grid=pair(patch.grid_size),

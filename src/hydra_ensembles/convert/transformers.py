@@ -39,7 +39,6 @@ def read_encoder(config: Any, **settings: Any) -> EncoderConfig:
 def patch_stem(config: Any, resample: Resample, **settings: Any) -> PatchStemConfig:
     """Read the patch stem from a configuration; `settings` are those that a family reads in its own way."""
     patch, image = pair(config.patch_size), pair(config.image_size)
-    core.warn_of_broken_patches(image, patch)
     grid = image[0] // patch[0], image[1] // patch[1]
     return PatchStemConfig(patch, grid, channels=int(config.num_channels), resample=resample, **settings)
 
@@ -94,9 +93,9 @@ def declare(
     encoder: Weights,
     classifiers: tuple[str, ...],
     ignored: tuple[str, ...] = (),
-    module: str | None = None,
+    module: str = "",
     answer: Callable[[Any, NamedTensors, bool], Tensor] = answer,
-    inside: str | None = None,
+    inside: str = "",
     readout: Weights = READOUT,
 ) -> tuple[Architecture, Architecture]:
     """Declare a family: its classifiers, which contain the encoder under the name of the module, and its bare encoder.
