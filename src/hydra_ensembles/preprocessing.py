@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 TextCleaning = Literal["none", "whitespace", "lower", "canonicalize"]
-MOST_PIXELS = 1 << 16  # per side of a prepared image
-Pixels = Annotated[int, Range(1, MOST_PIXELS)]
+Pixels = Annotated[int, Range(1, 1 << 16)]  # per side of a prepared image
 MOST_STORED = 178_956_970  # pixels of a picture, as in Pillow: some kilobytes of a file may be gigabytes of pixels
 MAX_ASPECT = 100  # of its sides: the shorter one is scaled up to the input size
 OTHER_CHANNELS = "Images are grey or RGB: a model with other channels takes tensors, prepared as in training"
@@ -34,11 +33,10 @@ OTHER_CHANNELS = "Images are grey or RGB: a model with other channels takes tens
 class ImagePreprocessing(Checked):
     """Resize, crop and normalise images.
 
-    `resize_mode="shortest"` scales the short side to `size / crop_fraction`, `"squash"` scales both sides to
-    it and ignores the aspect ratio; then the centre is cropped to `size`. Fractions of a pixel are dropped, as in the
-    original libraries; for a `size` that is not square, `"shortest"` rounds the other side, as timm and open_clip do.
-    If the crop cannot be centred exactly, its corner is rounded half to even (`"round"`: torchvision, timm, open_clip)
-    or down (`"floor"`: transformers).
+    `resize_mode="shortest"` scales the short side to `size / crop_fraction`, `"squash"` scales both sides to it; then
+    the centre is cropped to `size`. Fractions of a pixel are dropped, as in the original libraries; for a `size` that
+    is not square, `"shortest"` rounds the other side, as timm and open_clip do. If the crop cannot be centred exactly,
+    its corner is rounded half to even (`"round"`: torchvision, timm, open_clip) or down (`"floor"`: transformers).
 
     Examples:
         >>> import hydra_ensembles as he
@@ -61,9 +59,6 @@ class ImagePreprocessing(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_channels(self.mean, self.std)
-        largest = max(self.size) / self.crop_fraction
-        if largest > MOST_PIXELS:
-            raise ConfigError(f"crop_fraction {self.crop_fraction:g} of {self.size} makes images of {largest:g} pixels")
 
     def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
         """Turn PIL images into a tensor `[B, channels, height, width]`, ready for the model."""
@@ -305,22 +300,16 @@ def _repair(text: str) -> str:
     unescape, lines = True, []
     for line in re.split(r"(?<=\n)", text):
         unescape = unescape and "<" not in line
-        lines.append(_repair_line(line, unescape))
+        before = None
+        while line != before:  # one repair may expose another
+            before = line
+            line = _ENTITY.sub(_unescape, line) if unescape else line
+            line = _LINE_BREAK.sub("\n", _TERMINAL_ESCAPE.sub("", line).translate(_REPAIRS))
+            # surrogate pairs become the character they encode, lone ones the replacement character
+            line = line.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+            line = unicodedata.normalize("NFC", line)
+        lines.append(line)
     return "".join(lines)
-
-
-def _repair_line(text: str, unescape: bool) -> str:
-    """Apply all repairs until nothing changes: one repair may expose another."""
-    before = None
-    while text != before:
-        before = text
-        if unescape:
-            text = _ENTITY.sub(_unescape, text)
-        text = _LINE_BREAK.sub("\n", _TERMINAL_ESCAPE.sub("", text).translate(_REPAIRS))
-        # surrogate pairs become the character they encode, lone ones the replacement character
-        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        text = unicodedata.normalize("NFC", text)
-    return text
 
 
 def _unescape(entity: re.Match[str]) -> str:
