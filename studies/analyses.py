@@ -202,10 +202,10 @@ def last_vectors(model: he.Ensemble, batches: Iterable[Any]) -> dict[int, Tensor
     pooled = model.config.readout.pool in ("cls", "distilled", "cls_mean")
     for inputs, _ in batches:
         x, context = model.embed(*model.unpack(model.prepare(inputs)))  # [1, B, T, d]
-        *blocks, top = list(model.encoder.layers)
-        for block in blocks:
+        blocks: Any = model.encoder.layers
+        for block in blocks[:-1]:
             x = block(x, context)
-        z = attention_of(model, last).mix(top.attention_input(x), context).float().cpu()  # [B, T, H, d_k]
+        z = attention_of(model, last).mix(blocks[-1].attention_input(x), context).float().cpu()  # [B, T, H, d_k]
         there = torch.ones(z.shape[:2]) if context.key_mask is None else context.key_mask.float().cpu()  # [B, T]
         weights = (there / there.sum(1, keepdim=True))[:, :, None, None]
         parts.append(z[:, 0] if pooled else (z * weights).sum(1))

@@ -263,19 +263,15 @@ def run(
     chosen = [method for method in task.methods if not methods or method in methods]
     by_method = {method: list(seeds or task.seeds_of(method)) for method in chosen}
     numbers = sorted({seed for one in by_method.values() for seed in one})
-
-    def costs(lab: Lab, *_: str) -> None:
-        cost(lab, chosen)
-
+    steps: dict[str, Callable[[Lab, str, Any], None]] = {"choose": choose, "report": report, "shift": report}
     for number in numbers:
         with opened(task, folder, number) as lab:
             for method in (method for method in chosen if number in by_method[method]):
                 for stage in stages:
-                    step = {"choose": choose, "report": report, "shift": report}.get(stage)
-                    if step is not None:
-                        failed += attempted(step, lab, method, stage)
+                    if stage in steps:
+                        failed += attempted(steps[stage], lab, method, stage)
             if "cost" in stages and number == numbers[0]:
-                failed += attempted(costs, lab, "cost", "")
+                failed += attempted(lambda lab, *_: cost(lab, chosen), lab, "cost", "")
         gc.collect()
     if "tables" in stages:
         collect(task, folder)
