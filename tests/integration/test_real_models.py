@@ -12,7 +12,7 @@ from hydra_ensembles.data.loading import load
 from hydra_ensembles.heads.masking import existing_heads
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import SHARED, shared
-from studies.weights import DINOV2, minilm, minilm_folder, pretrained, tokenizer, untrained_dual
+from studies.weights import DINOV2, minilm, minilm_folder, pretrained, tokenizer
 from zero_shot_models import relative_error
 
 
@@ -81,19 +81,6 @@ def test_logits_of_minilm_for_tokens_and_strings_padded_or_not(minilm_and_tokeni
     preprocessing = ensemble.metadata.preprocessing
     assert preprocessing.max_length == 512
     assert relative_error(ensemble(preprocessing(sentences))[0], expected) < 1e-5
-
-
-@torch.no_grad()
-def test_a_dual_encoder_embeds_texts_as_sentence_transformers_does(minilm_and_tokenizer: tuple[Any, Any]) -> None:
-    shared(str(DINOV2))
-    bare, tokens = minilm_and_tokenizer
-    texts = ["A photo of a cat.", "a much longer picture of a construction crane beside two lorries", "dog"]
-    inputs = tokens(texts, padding=True, truncation=True, return_tensors="pt")
-    mask = inputs["attention_mask"][..., None].float()
-    answered = bare(**inputs).last_hidden_state  # [B, T, d]
-    expected = nn.functional.normalize((answered * mask).sum(1) / mask.sum(1), dim=-1)
-    found = untrained_dual(SHARED, input_size=56, seed=0).encode_text(texts)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -187,7 +187,7 @@ def with_plain_classifier(model: nn.Module) -> tuple[nn.Module, list[float]]:
             opened = copy(model)
             heads = nn.Sequential(OrderedDict(head=last)) if place == "heads" else last
             opened._modules = {**model._modules, place: heads}
-            return opened, [one.p for one in dropouts]
+            return opened, [float(one.p) for one in dropouts]
     return model, []
 
 

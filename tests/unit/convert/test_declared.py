@@ -195,6 +195,12 @@ def test_images_that_are_no_square_are_those_of_the_processor() -> None:
     near(ensemble(wide)[0], model(wide))
 
 
+def test_rates_are_read_off_layers_of_torch() -> None:
+    encoder = he.convert(own(EncoderText), declaration=ENCODER_TEXT).config.encoder
+    assert {encoder.attention_dropout, encoder.projection_dropout, encoder.activation_dropout} == {0.1}
+    assert he.convert(own(EncoderText), declaration=replace(ENCODER_TEXT, dropout=0.2)).config.stem.dropout == 0.2
+
+
 class AnySizeViT(EncoderViT):
     """Resamples its positions to the size of the image."""
 

@@ -45,17 +45,6 @@ def test_a_classifier_reads_features_before_they_are_scaled(folder: Path) -> Non
     refused(plain, "cut to 8 numbers.*num_labels")
 
 
-@pytest.mark.parametrize("pooling", ["mean", "lasttoken"])
-def test_padding_may_stand_on_the_left(folder: Path, pooling: str) -> None:
-    model = sentence_model(folder, pooling)
-    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1], [1, 1, 1, 0, 0, 0]])
-    inputs = {"input_ids": torch.arange(24).reshape(4, 6) % 8 + 4, "attention_mask": mask}
-    with torch.no_grad():
-        expected = model(dict(inputs))["sentence_embedding"]
-    for ours in (he.convert(model), he.convert(model).optimize()):
-        near(ours(**inputs)[0], expected)
-
-
 def test_a_prompt_before_every_text_is_refused(folder: Path) -> None:
     model = sentence_model(folder, "mean")
     model.prompts, model.default_prompt_name = {"query": "a b "}, "query"
