@@ -180,14 +180,15 @@ def with_plain_classifier(model: nn.Module) -> tuple[nn.Module, list[float]]:
     """
     for place in () if hasattr(model, "head_dist") else ("head", "classifier", "heads"):  # DeiT's two have no dropout
         part: Any = model._modules.get(place)
-        *dropouts, last = list(part) if type(part) is nn.Sequential and len(part) else [part]
+        parts: list[Any] = list(part) if type(part) is nn.Sequential and len(part) else [part]
+        *dropouts, last = parts
         stands_there = part if place != "heads" else getattr(part, "head", None)
         plain = type(last) is nn.Linear or is_identity(last)
         if part is not None and plain and last is not stands_there and all(type(one) is nn.Dropout for one in dropouts):
             opened = copy(model)
             heads = nn.Sequential(OrderedDict(head=last)) if place == "heads" else last
             opened._modules = {**model._modules, place: heads}
-            return opened, [float(one.p) for one in dropouts]
+            return opened, [one.p for one in dropouts]
     return model, []
 
 
