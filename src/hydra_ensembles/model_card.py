@@ -18,21 +18,16 @@ def model_card(name: str, model: "Ensemble") -> str:
     """Text of the model card: what the model is, what was pruned, how to load it (as `name`), and its metrics."""
     image = model.kind == "image"
     task = f"{model.kind}-classification" if model.num_classes else f"{'image-' if image else ''}feature-extraction"
-    summary = f"An ensemble with one member{_origin(model.metadata)}"
-    if model.num_members > 1:
-        summary = (
-            f"{model.num_members} transformers{_origin(model.metadata)} that answer in one forward pass, with the "
-        )
-        summary += "logits of every member, so that each prediction comes with its uncertainty"
+    members = "one member" if model.num_members == 1 else f"{model.num_members} members that answer in one forward pass"
+    summary = f"An ensemble with {members}{_origin(model.metadata)}"
     call = f"{'predict' if model.num_classes else 'features'}({model.kind}s)"
     return _card(name, "Ensemble", call, task, summary, _sections("model", "", model))
 
 
 def dual_model_card(name: str, model: "DualEncoder") -> str:
     """Text of the model card of a dual encoder: like `model_card`, tower by tower."""
-    in_members = f", for {model.num_members} members in one pass per tower" if model.num_members > 1 else ""
-    summary = f"A dual encoder{_origin(model.image.metadata)}: images and texts in one embedding of width "
-    summary += f"{model.embedding_width}{in_members}"
+    summary = f"A dual encoder of {model.num_members} members{_origin(model.image.metadata)}: images and texts in one "
+    summary += f"embedding of width {model.embedding_width}"
     towers = (("image", model.image), ("text", model.text))
     sections = "\n\n".join(_sections(f"{tower} tower", f", {tower} tower", one) for tower, one in towers)
     return _card(name, "DualEncoder", "encode_image(images)", "zero-shot-image-classification", summary, sections)
@@ -50,7 +45,7 @@ def _card(name: str, class_name: str, call: str, task: str, summary: str, sectio
 
 
 def _origin(metadata: Metadata) -> str:
-    return f" made from {one_line(metadata.source)}" if metadata.source else ""
+    return f", made from {one_line(metadata.source)}" if metadata.source else ""
 
 
 def _table(*rows: Sequence[object]) -> str:
