@@ -28,8 +28,7 @@ from ..model.zero_shot import DEFAULT_TEMPLATES, Templates, checked_names, check
 from ..settings import from_plain, require, to_plain
 from ..store import Store
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size
-from .exact import Exact, Naive, Search
-from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
+from .exact import Exact, JointExact, JointNaive, Naive, Search, Texts, of_tower, read_texts
 from .scores import CircuitData, Method, Objective, Ties, read_samples
 
 
