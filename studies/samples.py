@@ -18,15 +18,14 @@ from torchvision.transforms import v2
 
 from hydra_ensembles.data.dataset import AnyDataset, ImageDataset, TextDataset
 from hydra_ensembles.preprocessing import TextPreprocessing
-from hydra_ensembles.training.recipe import RandAugment
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 SMALLEST_CROP = 0.7  # of the side, in training
 ALIKE = 8  # images of a batch that RandAugment changes in the same way
 
-Augment = bool | RandAugment
-"""Whether samples are augmented; if a `RandAugment`, it is applied first."""
+Augment = bool | tuple[int, int]
+"""Whether samples are augmented; if operations and magnitude of RandAugment are given, it is applied first."""
 
 
 class Samples(ABC):
@@ -98,7 +97,7 @@ class ImageSamples(Samples):
     def batch(self, rows: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
         """Inputs `[B, 3, size, size]` on the device and labels `[B]` on the CPU."""
         raw = self.pixels[rows.to(self.pixels.device)]
-        pixels = (randomly_changed(raw, augment) if isinstance(augment, RandAugment) else raw).float() / 255
+        pixels = (randomly_changed(raw, augment) if isinstance(augment, tuple) else raw).float() / 255
         sized = augmented(pixels, self.size) if augment else resized(pixels, self.size)
         return normalised(sized), self.labels[rows]
 
@@ -115,9 +114,9 @@ def decoded(dataset: ImageDataset) -> npt.NDArray[np.uint8]:
         return np.stack(list(pool.map(pixels, range(len(dataset)))))
 
 
-def randomly_changed(pixels: Tensor, settings: RandAugment) -> Tensor:
+def randomly_changed(pixels: Tensor, settings: tuple[int, int]) -> Tensor:
     """RandAugment of uint8 images `[B, 3, h, w]`, a few at a time, which is fast on a GPU."""
-    change = v2.RandAugment(settings.operations, settings.magnitude)
+    change = v2.RandAugment(*settings)
     return torch.cat([change(part) for part in pixels.split(ALIKE)])
 
 

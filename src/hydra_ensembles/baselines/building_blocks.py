@@ -141,10 +141,8 @@ def append_one(features: Tensor, biased: bool) -> Tensor:
 
 def with_bias(linear: GroupedLinear) -> Tensor:
     """A copy of the map `[e, d (+ 1)]` of one member, a bias as its last column, in float64 on the CPU."""
-    weight = linear.weight[0].detach().cpu().to(torch.float64, copy=True)
-    return (
-        weight if linear.bias is None else torch.cat([weight, linear.bias[0].detach().cpu().to(weight)[:, None]], dim=1)
-    )
+    weight, bias = linear.weight[0].detach().cpu().to(torch.float64, copy=True), linear.bias
+    return weight if bias is None else torch.cat([weight, bias[0].detach().cpu().to(weight)[:, None]], dim=1)
 
 
 def split_bias(maps: Tensor, linear: GroupedLinear) -> dict[str, Tensor]:

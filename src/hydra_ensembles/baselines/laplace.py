@@ -56,7 +56,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     curvature = Curvature(settings.structure, *mean.shape)
     with dropping(False):
         for index, inputs, _ in iterate(batches, "batches", labelled=False):
-            features, logits = model.features_and_logits(model.prepare(inputs))  # [1, B, d], [1, B, C]
+            features, logits = model.features_and_logits(inputs)  # [1, B, d], [1, B, C]
             penultimate = model.readout.penultimate(features)
             check_finite(logits, f"logits of batch {index}", "batches")
             curvature.add(penultimate[0].cpu().double(), logits[0].cpu().double())

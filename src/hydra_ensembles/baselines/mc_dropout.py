@@ -1,7 +1,7 @@
 """MC Dropout as an ensemble: the members are forward passes of one model with different dropout masks."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,9 +49,8 @@ class MCDropout(View):
         self.p, self.passes, self.seed = require("p", p, Rate), require("passes", passes, Whole), seed
         config = _with_dropout(ensemble.config, p)
         self.metadata = replace(ensemble.metadata, calibration=None, familiarity=None)
-        self.model = build_with_state(
-            lambda: Ensemble(config, self.metadata), ensemble.state_dict(), ensemble.frozen
-        )  # weights shared
+        weights = ensemble.state_dict()  # shared, not copied
+        self.model = build_with_state(lambda: Ensemble(config, self.metadata), weights, ensemble.frozen)
         self.kind, self.num_members = ensemble.kind, self.passes * ensemble.num_members
         self.num_classes = ensemble.num_classes
         self.eval()
@@ -60,10 +59,10 @@ class MCDropout(View):
         """Member logits `[M·passes, B, C]` for the inputs of an ensemble; the passes of a member are consecutive."""
         arguments = self.model.unpack(*given, **named)
         if self.p == 0.0:  # every pass is the same
-            return cast(Tensor, self.model(*arguments)).repeat_interleave(self.passes, dim=0)
+            return self.model._forward(*arguments).repeat_interleave(self.passes, dim=0)
         many = (None if x is None else torch.cat([x] * self.passes) for x in arguments)  # [passes·B, …] each
         with dropping(torch.Generator(self.device).manual_seed(self.seed)):
-            logits = cast(Tensor, self.model(*many))  # [M, passes·B, C]
+            logits = self.model._forward(*many)  # [M, passes·B, C]
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
 
 

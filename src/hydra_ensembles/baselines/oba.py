@@ -126,7 +126,7 @@ def curvature(
     sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     with dropping(False), sdpa_kernel(SDPBackend.MATH):  # faster kernels have no second derivative
         for index, inputs, labels in batches:
-            logits = model(model.prepare(inputs))[0]  # [B, C]
+            logits = model(inputs)[0]  # [B, C]
             loss = F.cross_entropy(logits, labels.to(logits.device))
             if not loss.isfinite():
                 raise DataError(f"batch {index} of train gives a loss of {loss.item()}; look for bad values in it")

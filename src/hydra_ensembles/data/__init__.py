@@ -1,7 +1,6 @@
 """Data for tests, studies and training: loading, subsets, batches, near and far suites, corruptions."""
 
 from ..preprocessing import to_rgb
-from ..training.recipe import RandAugment
 from .batching import BatchLoader, TrainTransform, batches
 from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
 from .dataset import Dataset, ImageDataset, TextDataset, keyed_order, only_classes, split, subset, without_classes
@@ -10,7 +9,7 @@ from .suites import SetRef, Suite, all_suites, suite
 from .synthetic import synthetic_ood
 
 __all__ = [
-    "CORRUPTIONS", "SEVERITIES", "BatchLoader", "Columns", "Dataset", "ImageDataset", "RandAugment",
+    "CORRUPTIONS", "SEVERITIES", "BatchLoader", "Columns", "Dataset", "ImageDataset",
     "SetRef", "Suite", "TextDataset", "TrainTransform", "all_suites", "batches", "corrupt", "corrupted",
     "keyed_order", "load", "only_classes", "split", "subset", "suite", "synthetic_ood", "to_rgb", "without_classes",
 ]  # fmt: skip

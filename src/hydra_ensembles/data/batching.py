@@ -17,7 +17,6 @@ from ..batches import a_few
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, Interpolation, require_channels, to_grey, to_rgb
 from ..settings import Checked, Positive, PositiveShare, Share, Whole, require, short
-from ..training.recipe import RandAugment
 from .dataset import Dataset, Items, hash_key, keyed_order
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ class TrainTransform(Checked):
         size: Height and width of the result.
         crop_scale: Smallest and largest share of the image's area that a crop may take.
         flip_probability: Probability of mirroring left and right.
-        rand_augment: Settings of RandAugment, or `None`.
+        rand_augment: Operations and magnitude of RandAugment, or None.
         mean, std: Mean and standard deviation of each channel, for the normalisation; one value each for grey images.
         interpolation: How crops are resized.
     """
@@ -168,7 +167,7 @@ class TrainTransform(Checked):
     size: tuple[Whole, Whole] = (224, 224)
     crop_scale: tuple[PositiveShare, PositiveShare] = (0.08, 1.0)
     flip_probability: Share = 0.5
-    rand_augment: RandAugment | None = field(default_factory=RandAugment)
+    rand_augment: tuple[int, int] | None = (2, 12)
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
     interpolation: Interpolation = "bilinear"
@@ -201,7 +200,7 @@ class TrainTransform(Checked):
                     self.size, scale=self.crop_scale, interpolation=transforms.InterpolationMode(self.interpolation)
                 ),
                 transforms.RandomHorizontalFlip(self.flip_probability),
-                *([] if augment is None else [transforms.RandAugment(augment.operations, augment.magnitude)]),
+                *([] if augment is None else [transforms.RandAugment(*augment)]),
                 transforms.ToImage(),
                 transforms.ToDtype(torch.float32, scale=True),
                 transforms.Normalize(list(self.mean), list(self.std)),

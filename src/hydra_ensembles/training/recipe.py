@@ -195,26 +195,18 @@ class Recipe(Checked):
 
 
 @dataclass(frozen=True)
-class RandAugment(Checked):
-    """RandAugment settings for the data pipeline: operations per image, and their magnitude."""
-
-    operations: Whole = 2
-    magnitude: Annotated[int, Range(0, 30)] = 12  # torchvision's range
-
-
-@dataclass(frozen=True)
 class DataRecipe(Recipe):
     """A recipe that also says how its data should be read: for commands, which make the loader themselves.
 
     Attributes:
         batch_size: Samples per batch.
         augment: Whether images are cropped and mirrored at random.
-        rand_augment: RandAugment in addition.
+        rand_augment: Operations and magnitude of torchvision's RandAugment, in addition.
     """
 
     batch_size: Whole | None = None
     augment: bool = False
-    rand_augment: RandAugment | None = None
+    rand_augment: tuple[Whole, Annotated[int, Range(0, 30)]] | None = None
 
 
 @cache

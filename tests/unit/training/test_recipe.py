@@ -9,7 +9,7 @@ from training_cases import LAYERS, batches, tiny
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.config import GROUPS
 from hydra_ensembles.settings import from_plain, to_plain
-from hydra_ensembles.training.recipe import DataRecipe, RandAugment, Recipe, read_recipe
+from hydra_ensembles.training.recipe import DataRecipe, Recipe, read_recipe
 
 AFTER_PRUNING = ("attention", "mlp", "norms", "readout")
 
@@ -17,7 +17,7 @@ AFTER_PRUNING = ("attention", "mlp", "norms", "readout")
 IMAGE = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0, "schedule": "cosine", "augment": True}
 CIFAR100 = {**IMAGE, "rand_augment": None, "grid": (0.001, 0.003, 0.01, 0.03), "warmup": 500, "steps": 10_000}
 PRUNED, FRESH = {"floor": 1e-5, "label_smoothing": 0.1}, {"reinit_classifier": "zeros"}
-LONG = {"grid": (0.003, 0.01, 0.03, 0.06), "warmup": 5_000, "steps": 120_000, "rand_augment": RandAugment(2, 12)}
+LONG = {"grid": (0.003, 0.01, 0.03, 0.06), "warmup": 5_000, "steps": 120_000, "rand_augment": (2, 12)}
 TEXT = {"optimizer": "adamw", "warmup": 0.1, "schedule": "linear", "floor": 0.0, "clip_norm": 1.0, "augment": False}
 APPENDIX = {
     "imagenet-base": {**IMAGE, "grid": (0.003, 0.01, 0.03, 0.06), "warmup": 500, "steps": 20_000, "dropout": 0.0},
