@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hydra_ensembles import DualEncoder, Recipe, tune_text
-from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.data.loading import SetRef
 from hydra_ensembles.model.zero_shot import LABEL
 from hydra_ensembles.training.text import image_features
 

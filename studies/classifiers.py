@@ -14,7 +14,7 @@ from hydra_ensembles.batches import move
 from hydra_ensembles.data import split
 from hydra_ensembles.data.corruptions import CORRUPTIONS, SEVERITIES, corrupted
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
-from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.data.loading import SetRef
 from hydra_ensembles.heads.members import (
     CIRCUIT_ORDER,
     Members,

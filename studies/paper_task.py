@@ -16,7 +16,7 @@ from typing import Any, cast
 import hydra_ensembles as he
 from hydra_ensembles.data import Columns, Suite, TrainTransform, batches
 from hydra_ensembles.data.dataset import AnyDataset
-from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.data.loading import SetRef
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.training.recipe import DataRecipe
 

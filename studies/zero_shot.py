@@ -23,7 +23,7 @@ from hydra_ensembles import DualEncoder, HeadRanking, Prediction, TextPreprocess
 from hydra_ensembles._utils import derive_seed
 from hydra_ensembles.batches import move
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.data.loading import SetRef
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.familiarity import with_score
 from hydra_ensembles.heads.members import CIRCUIT_ORDER, Members, Score, circuit_members, random_members

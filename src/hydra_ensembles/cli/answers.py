@@ -293,7 +293,7 @@ def _grouped(specs: Sequence[str]) -> Iterator[tuple[str, str, str]]:
 
 def _of_suite(name: str | None) -> list[str]:
     """The OOD sets of a suite, by group."""
-    from ..data.suites import suite
+    from ..data.loading import suite
 
     if name is None:
         return []

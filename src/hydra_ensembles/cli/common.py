@@ -220,7 +220,7 @@ class Reading:
 
 def suite_sets(name: str) -> dict[str, Any]:
     """The sets of a suite: by role, the others by name."""
-    from ..data.suites import suite
+    from ..data.loading import suite
 
     found = suite(name)
     sets = {"test": found.id, "circuit_ood": found.circuit_ood, "train": found.train, "validation": found.validation}

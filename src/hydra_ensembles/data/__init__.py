@@ -4,8 +4,7 @@ from ..preprocessing import to_rgb
 from .batching import BatchLoader, TrainTransform, batches
 from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
 from .dataset import Dataset, ImageDataset, TextDataset, keyed_order, only_classes, split, subset, without_classes
-from .loading import Columns, load
-from .suites import SetRef, Suite, all_suites, suite
+from .loading import Columns, SetRef, Suite, all_suites, load, suite
 from .synthetic import synthetic_ood
 
 __all__ = [

@@ -1,11 +1,10 @@
-"""Load data sets from folders, image lists, tables, torchvision and the hub, through Hugging Face `datasets`."""
+"""Load data sets, through Hugging Face `datasets` and torchvision, and the suites of ID and OOD sets of the paper."""
 
-import inspect
 import re
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from .._utils import require
 from ..errors import DataError
 from ..files import expanded
 from ..preprocessing import to_rgb
+from ..settings import from_plain
 from .dataset import (
     IMAGE_SUFFIXES,
     UNLABELLED,
@@ -24,16 +24,25 @@ from .dataset import (
     LabelArray,
     Picture,
     Rows,
+    SomeDataset,
     Text,
     TextDataset,
+    cut_position,
     decode_image,
     images_below,
     is_litter,
+    keyed_order,
     read_image,
+    without_classes,
 )
 
 LabelPolicy = Literal["required", "optional"]
 TORCHVISION, HUB = "torchvision:", "hub:"
+TORCHVISION_SETS = {  # how each one names its parts
+    **dict.fromkeys(("CIFAR10", "CIFAR100", "FashionMNIST", "MNIST"), "train"),
+    **dict.fromkeys(("DTD", "Food101", "ImageNet", "OxfordIIITPet", "SVHN"), "split"),
+    **dict.fromkeys(("Caltech101", "EuroSAT"), None),
+}
 # How `datasets` reads each kind of table: CSV fields may be quoted, TSV fields never, and no word means "missing".
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
@@ -42,7 +51,6 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".ndjson": ("json", {}),
 }
-TABLE_SUFFIXES = tuple(READERS)
 SPLIT_NAMES = ("dev", "test", "train", "training", "val", "valid", "validation")
 MOST_CLASSES = 1 << 20  # larger numbers are ids
 _SHARD = re.compile(r"-\d{5}-of-(\d{5}).*$")
@@ -83,27 +91,21 @@ def load(
     `hub:OWNER/NAME`. Classes are numbered in the order of `class_names`, else as the data say, else sorted by name.
     Tables are converted once into the cache of `datasets` (`HF_DATASETS_CACHE`).
 
-    Args:
-        name_or_path: What to load.
-        split: Which part, such as `"test"`. May be left out if there is only one.
-        root: Folder that relative paths start from; for torchvision, the folder of its data.
-        columns: Names of the columns of a table, if they differ from `image`, `text`, `text_pair`, `label`.
-        labels: `"optional"` for OOD data, whose labels are not used; loose images of a folder are then loaded as well.
-        class_names: Names in label order, if the data do not contain them.
-        config: Configuration of a hub data set (`"sst2"` of `"glue"`).
-        images: For an image list, the folder its paths are relative to (the list's own, if not given).
-        download: Whether torchvision may download what is missing.
-
-    Raises:
-        DataError: The path, split, columns or labels are missing; the message lists what was found.
+    `split` may be left out if there is only one. `root` is the folder that relative paths, and torchvision's data,
+    start from; `images` the folder of an image list's paths, if not the list's own; `config` a configuration of a hub
+    data set (`"sst2"` of `"glue"`). With `labels="optional"`, for OOD data, labels may be missing, and loose images of
+    a folder are loaded as well.
     """
     name, base = str(name_or_path), expanded(root or "")
     if name.startswith(TORCHVISION):
         return _load_torchvision(name.removeprefix(TORCHVISION), split, base, download)
     path = base / expanded(name)
     if name.startswith(HUB):
-        data = _from_hub(name.removeprefix(HUB), config, split)
-        return _dataset(data, name, name.removeprefix(HUB), columns or Columns(), labels, class_names)
+        title = name.removeprefix(HUB)
+        problem = f"{name}, split {split!r}, cannot be loaded (a data set that needs a script never can)"
+        data = _loaded(title, problem, name=config, split=split)
+        data = data[_choose(None, data, name)] if split is None else data
+        return _dataset(data, name, title, columns or Columns(), labels, class_names)
     if not path.exists():
         raise DataError(f"{path} does not exist; check the path, or write 'hub:owner/name' for a data set on the hub")
     if path.is_file() and split not in (None, path.stem):
@@ -139,13 +141,13 @@ def _choose(split: str | None, splits: Collection[str], where: Path | str) -> st
 def _tables_in(folder: Path) -> dict[str, list[Path]]:
     """Tables of one format in a folder, or in its `data/`, by split: `test.csv`, `train-00000-of-00002.parquet`."""
     for parent, suffix in product((folder, folder / "data"), READERS):
-        splits: dict[str, list[Path]] = {}
-        for file in sorted(parent.glob(f"*{suffix}")):
-            if not is_litter(file.name):
-                splits.setdefault(_SHARD.sub("", file.stem), []).append(file)
-        for split, files in splits.items():
-            if any(int(shard[1]) != len(files) for file in files if (shard := _SHARD.search(file.stem))):
-                raise DataError(f"{parent} has {len(files)} shards of {split}, not all: {files[0].name}, …")
+        files = [file for file in sorted(parent.glob(f"*{suffix}")) if not is_litter(file.name)]
+        splits = {_SHARD.sub("", file.stem): list[Path]() for file in files}
+        for file in files:
+            splits[_SHARD.sub("", file.stem)].append(file)
+        for split, shards in splits.items():
+            if (number := _SHARD.search(shards[0].stem)) and int(number[1]) != len(shards):
+                raise DataError(f"{parent} has {len(shards)} shards of {split}, not all: {shards[0].name}, …")
         if splits:
             return splits
     return {}
@@ -157,14 +159,6 @@ def _read_tables(files: Sequence[Path]) -> Any:
         raise DataError(f"{files[0]} has an unknown suffix; accepted are {', '.join((*READERS, '.txt'))}")
     kind, options = READERS[files[0].suffix.lower()]
     return _loaded(kind, f"{files[0]} cannot be read", data_files=[*map(str, files)], split="train", **options)
-
-
-def _from_hub(name: str, config: str | None, split: str | None) -> Any:
-    """One split of a data set on the hub, downloaded or from the cache."""
-    where = f"hub data set {name!r}" + (f" ({config})" if config else "")
-    problem = f"{where}, split {split!r}, cannot be loaded (a data set that needs a script never can)"
-    data = _loaded(name, problem, name=config, split=split)
-    return data[_choose(None, data, where)] if split is None else data
 
 
 def _loaded(path: str, problem: str, **options: Any) -> Any:
@@ -300,9 +294,8 @@ def _load_folder(
     if not listed:
         problem = f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {_subfolders(folder)}"
         raise DataError(f"{problem}; images without a class are for OOD data ({_OPTIONAL})")
-    files = [file.absolute() for file, _ in listed]
-    source = Rows(len(files), partial(_file, files))
-    return ImageDataset(source, [label for _, label in listed], names, title)
+    files, numbers = zip(*((file.absolute(), label) for file, label in listed), strict=True)
+    return ImageDataset(Rows(len(files), partial(_file, files)), numbers, names, title)
 
 
 def _file(files: Sequence[Path], row: int) -> Picture:
@@ -334,37 +327,163 @@ def _read_list(list_file: Path, images: Path) -> Any:
 
 
 def _load_torchvision(name: str, split: str | None, root: Path, download: bool) -> ImageDataset:
-    """Load a data set of torchvision; `split` is its `split`, its `train`, or both (EMNIST): `letters-test`."""
-    library = require("torchvision.datasets", extra="data")
-    factory = getattr(library, name, None)
-    if not inspect.isclass(factory) or name.startswith("_"):
-        raise DataError(f"torchvision has no data set {name!r}; known: {', '.join(sorted(library.__all__))}")
-    accepted = {key for base in inspect.getmro(factory)[:-1] for key in inspect.signature(base).parameters}
-    settings: dict[str, Any] = {"root": root, "download": download}
-    part = split
-    if {"split", "train"} <= accepted:
-        settings["split"], _, part = (split or "").rpartition("-")
-    elif "split" in accepted and split is not None:
+    """Load a data set of torchvision; `split` is its `split`, or its `train`."""
+    if name not in TORCHVISION_SETS:
+        raise DataError(f"torchvision:{name} cannot be read; known are {', '.join(TORCHVISION_SETS)}")
+    settings: dict[str, Any] = {"download": True} if download else {}
+    if TORCHVISION_SETS[name] == "train":
+        settings["train"] = _choose(split, ("test", "train"), f"torchvision:{name}") == "train"
+    elif split is not None:
         settings["split"] = split
-    if "train" in accepted:
-        settings["train"] = _choose(part, ("test", "train"), f"torchvision:{name}") == "train"
-    elif split is not None and "split" not in accepted:
-        raise DataError(f"torchvision:{name} has no splits, got split={split!r}; leave it out")
     try:
-        data: Any = factory(**{key: value for key, value in settings.items() if key in accepted})
+        data: Any = getattr(require("torchvision.datasets", extra="data"), name)(root, **settings)
     except (RuntimeError, ValueError, FileNotFoundError, TypeError) as error:
         where = f"torchvision:{name} (split {split!r})"
         raise DataError(f"{where} cannot be loaded from {root}: {error}. Check root=, or pass download=True") from error
     attributes = ("targets", "labels", "_labels", "y")  # torchvision's various names for the labels
-    labels = next((getattr(data, key) for key in attributes if hasattr(data, key)), None)
-    labels = [data[row][1] for row in range(len(data))] if labels is None else labels
+    labels = next(getattr(data, key) for key in attributes if hasattr(data, key))
     names = next((getattr(data, key) for key in ("classes", "categories") if hasattr(data, key)), ())
-    class_names = [", ".join(entry) if isinstance(entry, tuple) else str(entry) for entry in names]
-    images = Rows(len(data), partial(_torchvision_image, data))
-    return ImageDataset(images, [int(label) for label in labels], class_names, f"torchvision:{name}")
+    return ImageDataset(
+        Rows(len(data), partial(_torchvision_image, data)),
+        labels,
+        [", ".join(entry) if isinstance(entry, tuple) else entry for entry in names],
+        f"torchvision:{name}",
+    )
 
 
 def _torchvision_image(data: Any, row: int) -> Picture:
-    image, _ = data[row]
-    image.load()  # some data sets return a lazily opened file
-    return to_rgb(image)
+    return to_rgb(data[row][0])
+
+
+# --- suites: tasks with their near and far OOD sets; the paper's are declared in `suites.yaml` ---------------
+
+SHARE_SEED = 0
+"""Seed of the order in which `SetRef.share` cuts a data set, fixed so that everybody gets the same parts."""
+
+
+@dataclass(frozen=True)
+class SetRef:
+    """A data set by reference: what to load (as in `load`), and which part of it.
+
+    Attributes:
+        source: Path below the root, or a name.
+        rows: First row and the row after the last; either may be `None` (open), or negative (from the end).
+        share: Start and end of a part as fractions of the data set, shuffled with a fixed seed.
+        without: Classes left out because they overlap the in-distribution task.
+        folder: Folder below the root: torchvision's root, or the folder of a list's images.
+    """
+
+    name: str
+    source: str
+    split: str | None = None
+    rows: tuple[int | None, int | None] | None = None
+    share: tuple[float, float] | None = None
+    without: tuple[str, ...] = ()
+    folder: str = ""
+    columns: Columns = field(default_factory=Columns)
+    config: str | None = None
+    labels: LabelPolicy = "required"
+    class_names: tuple[str, ...] = ()
+
+    def load(self, root: str | Path | None = None) -> AnyDataset:
+        """Load the data set from a root folder; a hub data set from a copy in the folder of its name, if any."""
+        is_list = self.source.endswith(".txt")
+        base = expanded(root or "")
+        copied = root is not None and self.source.startswith(HUB) and (base / self.name).is_dir()
+        data = load(
+            self.name if copied else self.source,
+            self.split,
+            root=base if is_list else base / self.folder,
+            columns=self.columns,
+            labels=self.labels,
+            class_names=self.class_names or None,
+            config=self.config,
+            images=self.folder if is_list else None,
+        )
+        return self.part_of(data)
+
+    def part_of(self, data: SomeDataset) -> SomeDataset:
+        """Select the rows of loaded data that belong to this set."""
+        positions = np.arange(len(data))[slice(*(self.rows or (None,)))]
+        if self.share is not None:
+            start, stop = (cut_position(fraction, len(data)) for fraction in self.share)
+            positions = positions[np.isin(positions, keyed_order(len(data), SHARE_SEED)[start:stop])]
+        return without_classes(data.select(positions, name=self.name), self.without)
+
+    def may_share_rows(self, other: "SetRef") -> bool:
+        """Whether some rows may be in both sets, regardless of their names and the classes left out.
+
+        The number of rows is unknown, so rows counted from the start and from the end may coincide. An unnamed split
+        may be any split, except for torchvision, which has a default.
+        """
+        if (self.source, self.config) != (other.source, other.config):
+            return False
+        unnamed = None in (self.split, other.split) and not self.source.startswith("torchvision:")
+        if self.split != other.split and not unnamed:
+            return False
+        return not (self._ends_before(other) or other._ends_before(self))
+
+    def _ends_before(self, later: "SetRef") -> bool:
+        """Whether this part certainly ends before another begins."""
+        stop, start = (self.rows or (None, None))[1], (later.rows or (None, None))[0] or 0
+        apart = stop is not None and (stop < 0) == (start < 0) and stop <= start
+        return apart or (self.share or (0.0, 1.0))[1] <= (later.share or (0.0, 1.0))[0]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A task with its near and far OOD sets.
+
+    Attributes:
+        id: Test set of the task.
+        circuit_ood: OOD set on which circuits are chosen; no row of it is reported.
+        notes: What a reader of the results must know.
+        apart: Further OOD sets, reported separately and included in no mean.
+        tasks: Further classification tasks (zero-shot suites), without OOD sets of their own.
+    """
+
+    name: str
+    id: SetRef
+    circuit_ood: SetRef
+    near: tuple[SetRef, ...]
+    far: tuple[SetRef, ...]
+    notes: str
+    train: SetRef | None = None
+    validation: SetRef | None = None
+    apart: tuple[SetRef, ...] = ()
+    tasks: tuple[SetRef, ...] = ()
+
+    def __post_init__(self) -> None:
+        reported = (*self.near, *self.far, *self.apart)
+        names = sorted(ref.name for ref in reported)
+        if len(set(names)) != len(names):
+            raise DataError(f"suite {self.name!r} names a set twice: {names}")
+        sealed = [ref.name for ref in (self.id, *reported, *self.tasks) if ref.may_share_rows(self.circuit_ood)]
+        used = [ref.name for ref in (self.train, self.validation) if ref is not None and ref.may_share_rows(self.id)]
+        if sealed or used:
+            both = f"reports {sealed}, which may share rows with the data that choose its circuits"
+            both = both if sealed else f"tests on {self.id.name}, which may share rows with {used}"
+            raise DataError(f"suite {self.name!r} {both}; give other sets, or rows or shares that do not overlap")
+        if not self.near or not self.far:
+            raise DataError(f"suite {self.name!r} needs at least one near and one far set")
+
+    def load(self, root: str | Path | None = None) -> dict[str, dict[str, AnyDataset]]:
+        """Load the OOD sets: `{"near": {name: data}, "far": {name: data}}`, as `evaluate` takes them."""
+        groups = {"near": self.near, "far": self.far}
+        return {group: {ref.name: ref.load(root) for ref in refs} for group, refs in groups.items()}
+
+
+def suite(name: str) -> Suite:
+    """Return a suite by name; the `DataError` for an unknown one lists all of them."""
+    suites = all_suites()
+    if name not in suites:
+        raise DataError(f"no suite {name!r}; choose one of {', '.join(suites)}")
+    return suites[name]
+
+
+@cache
+def all_suites() -> dict[str, Suite]:
+    """The suites of `suites.yaml` by name."""
+    file = Path(__file__).with_name("suites.yaml")
+    declared = require("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
+    return {name: from_plain(Suite, {"name": name, **plain}, name) for name, plain in declared.items()}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hydra_ensembles.data.dataset import TextDataset
-from hydra_ensembles.data.suites import SetRef, Suite, all_suites, suite
+from hydra_ensembles.data.loading import SetRef, Suite, all_suites, suite
 from hydra_ensembles.errors import DataError
 from pictures import WriteParquet, encoded, picture
 

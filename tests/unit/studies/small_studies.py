@@ -13,7 +13,7 @@ from PIL import Image
 import hydra_ensembles as he
 from architectures_clip import transformers_clip
 from hydra_ensembles.data.dataset import ImageDataset, without_classes
-from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.data.loading import SetRef
 from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import noisy, small
 from studies import analyses
