@@ -57,12 +57,13 @@ class MCDropout(View):
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Member logits `[M·passes, B, C]` for the inputs of an ensemble; the passes of a member are consecutive."""
-        arguments = self.model.unpack(*given, **named)
+        inputs, *extra = self.model.unpack(*given, **named)
         if self.p == 0.0:  # every pass is the same
-            return self.model._forward(*arguments).repeat_interleave(self.passes, dim=0)
-        many = (None if x is None else torch.cat([x] * self.passes) for x in arguments)  # [passes·B, …] each
+            return self.model._forward(inputs, *extra).repeat_interleave(self.passes, dim=0)
+        many = torch.cat([inputs] * self.passes)  # [passes·B, …], like the mask and the segments
+        extra = [None if x is None else torch.cat([x] * self.passes) for x in extra]
         with dropping(torch.Generator(self.device).manual_seed(self.seed)):
-            logits = self.model._forward(*many)  # [M, passes·B, C]
+            logits = self.model._forward(many, *extra)  # [M, passes·B, C]
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
 
 

@@ -246,16 +246,11 @@ def tune_text(
     `readout`. With `validation`, the weights are kept with which the text nearest to an image is most often of its
     class; a grid of learning rates is decided in the same way.
 
-    Args:
-        dual: One member, perhaps pruned in either tower. Train members one by one and fuse them afterwards.
-        train: Batches `(images, texts, labels)` that can be read repeatedly. Images as for `encode_image`,
-            or features `[B, d]` computed once by `image_features`; texts as for `encode_text`; labels `[B]`
-            or None, or left out: then each text belongs only to its own image.
-        recipe: How to train.
-        validation: Held-out batches of the same kind.
-        train_image_projection: Whether to train the image projection, too, if it is new.
-        projection_rate: Learning rate of image projection and logit scale, as a multiple of the recipe's.
-        run: `output`, `progress`, `device`, `checkpoint_every`, as for `finetune`.
+    `dual` has one member, perhaps pruned in either tower; train members one by one and fuse them afterwards. `train`
+    and `validation` are batches `(images, texts, labels)` that can be read repeatedly: images as for `encode_image`, or
+    features `[B, d]` computed once by `image_features`; texts as for `encode_text`; labels `[B]`, or None or left out:
+    then each text belongs only to its own image. With `train_image_projection` the image projection trains, too, for
+    one that is new; it and the logit scale have `projection_rate` times the learning rate. `run` as for `finetune`.
 
     Examples:
         >>> pairs = [(torch.randn(4, 3, 32, 32), ["a cat", "a dog", "a red bus", "a tree"], torch.arange(4))]
