@@ -27,7 +27,7 @@ _in_evaluation: dict[nn.Module, tuple[int, bool]] = {}  # in `evaluation_mode`: 
 __version__ = "0.1.0"
 
 
-def require(module: str, extra: str) -> ModuleType:
+def library(module: str, extra: str) -> ModuleType:
     """Import an optional library, or say which extra of `hydra-ensembles` installs it."""
     try:
         return importlib.import_module(module)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._utils import require, warn
+from ._utils import library, warn
 from .errors import ConfigError, DataError
 from .settings import Checked, Count, Positive, PositiveShare, Range
 
@@ -62,7 +62,7 @@ class ImagePreprocessing(Checked):
 
     def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
         """Turn PIL images into a tensor `[B, channels, height, width]`, ready for the model."""
-        image_module = require("PIL.Image", extra="data")
+        image_module = library("PIL.Image", extra="data")
         batch = _items(images, image_module.Image, str, np.ndarray)
         if not batch:
             raise DataError("got no images; give at least one")
@@ -77,8 +77,8 @@ class ImagePreprocessing(Checked):
 
     def _pixels(self, image: Any, which: str) -> Tensor:
         """Return the pixels of an image in [0, 1], `[C, H, W]`."""
-        library = require("PIL.Image", extra="data")
-        if not isinstance(image, library.Image):
+        pillow = library("PIL.Image", extra="data")
+        if not isinstance(image, pillow.Image):
             got = repr(image) if isinstance(image, str) else f"a {type(image).__name__}"
             advice = "give PIL.Image.open(path), or normalised images as one tensor [B, channels, H, W]"
             raise DataError(f"{which} is {got}, expected a PIL image; {advice}")
@@ -93,7 +93,7 @@ class ImagePreprocessing(Checked):
             raise DataError(f"{which} cannot be read: {error}") from error
         height, width = self.size
         resized = self._resized(image.width, image.height)
-        image = image.resize(resized, library.Resampling[self.interpolation.upper()])
+        image = image.resize(resized, pillow.Resampling[self.interpolation.upper()])
         half = round if self.crop_corner == "round" else int
         left, top = half((image.width - width) / 2), half((image.height - height) / 2)
         image = image.crop((left, top, left + width, top + height))
@@ -197,9 +197,9 @@ def _items(inputs: Any, *single: type) -> list[Any]:
 @lru_cache(maxsize=8)
 def _tokenizer(settings: TextPreprocessing) -> Any:
     """Parse a `tokenizer.json` once per setting: parsing takes longer than tokenising a batch."""
-    library = require("tokenizers", extra="text")
+    tokenizers = library("tokenizers", extra="text")
     with _tokenizing():
-        tokenizer = library.Tokenizer.from_str(settings.tokenizer)
+        tokenizer = tokenizers.Tokenizer.from_str(settings.tokenizer)
         side = (tokenizer.truncation or {}).get("direction", "right")  # on which long texts are cut
         tokenizer.enable_truncation(settings.max_length, direction=side)
         length = settings.max_length if settings.pad_to_max else None
@@ -243,7 +243,7 @@ def _plain(image: "Image") -> "Image":
     """Convert the image to a mode that Pillow converts further without clipping or warning."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BITS):
         pixels = np.asarray(image, dtype=np.uint16)
-        return require("PIL.Image", extra="data").fromarray((pixels >> 8).astype(np.uint8))
+        return library("PIL.Image", extra="data").fromarray((pixels >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise DataError(f"the mode {image.mode} is 32-bit greyscale; give 8-bit or 16-bit images")
     if image.mode == "P" and "transparency" in image.info:

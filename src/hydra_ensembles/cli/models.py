@@ -70,7 +70,7 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
 
 def _foreign(source: str, weights: Path | None, options: dict[str, Any]) -> tuple[Any, Any]:
     """A model of another library and its processor, from a folder, `timm:NAME` or `hub:OWNER/NAME`."""
-    from .._utils import require
+    from .._utils import library
     from ..files import expanded, read_object
 
     kind, _, name = source.partition(":")
@@ -78,7 +78,7 @@ def _foreign(source: str, weights: Path | None, options: dict[str, Any]) -> tupl
     if kind == "timm":
         return _timm(name, weights, options), None
     if kind == "hub":
-        hub = require("huggingface_hub", extra="transformers")
+        hub = library("huggingface_hub", extra="transformers")
         try:
             config = read_object(Path(hub.hf_hub_download(name, "config.json")))
         except Exception as error:  # the hub client also raises errors of its HTTP library
@@ -89,8 +89,8 @@ def _foreign(source: str, weights: Path | None, options: dict[str, Any]) -> tupl
     elif folder.is_dir():
         name, place = str(folder), f"local-dir:{folder}"
         if (folder / "modules.json").is_file():
-            library = require("sentence_transformers", extra="transformers")
-            return library.SentenceTransformer(name, device="cpu", trust_remote_code=False), None
+            sentences = library("sentence_transformers", extra="transformers")
+            return sentences.SentenceTransformer(name, device="cpu", trust_remote_code=False), None
         if (folder / "adapter_config.json").is_file():
             raise ConversionError(
                 f"{source} holds only adapters; load it with peft and give it to he.convert in Python"
@@ -111,10 +111,10 @@ def _timm(name: str, weights: Path | None, options: dict[str, Any]) -> Any:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from .._utils import require
+    from .._utils import library
     from ..files import expanded
 
-    timm = require("timm", extra="timm")
+    timm = library("timm", extra="timm")
     if ":" not in name and name.partition(".")[0] not in timm.list_models():
         raise CheckpointError(f"timm has no model {name!r}{common.did_you_mean(name, timm.list_models())}")
     if weights is None and "num_classes" in options:
@@ -135,9 +135,9 @@ def _timm(name: str, weights: Path | None, options: dict[str, Any]) -> Any:
 
 def _transformers(source: str, config: dict[str, Any]) -> tuple[Any, Any]:
     """A classifier of transformers, with its tokenizer or image processor."""
-    from .._utils import require
+    from .._utils import library
 
-    transformers = require("transformers", extra="transformers")
+    transformers = library("transformers", extra="transformers")
     if config.get("auto_map"):
         advice = "if you trust it, load it in Python and give it to he.convert(model, processor=...)"
         raise CheckpointError(f"{source} brings code of its own (auto_map), which is never run here; {advice}")

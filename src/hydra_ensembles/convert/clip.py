@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._utils import require
+from .._utils import library
 from ..errors import ConversionError
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool, ReadoutConfig, TextStemConfig
 from ..model.metadata import Metadata
@@ -372,7 +372,7 @@ def _open_text_metadata(model: Any) -> Metadata:
     """CLIP's own tokenizer, for text transformers with a vocabulary of that size."""
     if int(model.token_embedding.num_embeddings) != _VOCABULARY:
         return Metadata()
-    tokenizer = require("open_clip", extra="open-clip").tokenizer.SimpleTokenizer(context_length=model.context_length)
+    tokenizer = library("open_clip", extra="open-clip").tokenizer.SimpleTokenizer(context_length=model.context_length)
     return Metadata(preprocessing=read_open_clip_tokenizer(tokenizer), preprocessing_from="open_clip's own tokenizer")
 
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from .._utils import require, warn
+from .._utils import library, warn
 from ..errors import ConfigError, ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig, TextStemConfig
 from ..model.ensemble import Ensemble
@@ -192,7 +192,7 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
     if highest >= stem.vocabulary:
         problem = f"the tokenizer gives ids up to {highest}, the model has {stem.vocabulary} word embeddings"
         raise ConversionError(f"{problem}; give its own tokenizer, or resize its embeddings first")
-    copied = require("tokenizers", extra="text").Tokenizer.from_str(processor.backend_tokenizer.to_str())
+    copied = library("tokenizers", extra="text").Tokenizer.from_str(processor.backend_tokenizer.to_str())
     copied.no_padding()  # settings left by its last call
     copied.no_truncation()
     most = min(int(processor.model_max_length), stem.max_tokens)
@@ -228,24 +228,25 @@ def read_open_clip_tokenizer(tokenizer: Any) -> TextPreprocessing:
     """
     if tokenizer.reduction_fn is not None:
         raise ConversionError("this tokenizer shortens texts in a way of its own (reduction_fn); set it to None first")
-    library = require("tokenizers", extra="text")
+    tokenizers = library("tokenizers", extra="text")
     cleaning, length = _cleaning(tokenizer), int(tokenizer.context_length)
     vocabulary = dict(tokenizer.encoder)
     names = {index: token for token, index in vocabulary.items()}
     start, end, *others = (names[index] for index in tokenizer.all_special_ids)
-    built = library.Tokenizer(library.models.BPE(vocabulary, list(tokenizer.bpe_ranks), end_of_word_suffix="</w>"))
-    norms, splits = library.normalizers, library.pre_tokenizers
-    steps = [norms.NFC(), norms.Replace(library.Regex(r"\s+"), " "), norms.Strip()]
+    model = tokenizers.models.BPE(vocabulary, list(tokenizer.bpe_ranks), end_of_word_suffix="</w>")
+    built = tokenizers.Tokenizer(model)
+    norms, splits = tokenizers.normalizers, tokenizers.pre_tokenizers
+    steps = [norms.NFC(), norms.Replace(tokenizers.Regex(r"\s+"), " "), norms.Strip()]
     built.normalizer = norms.Sequence(steps if cleaning == "whitespace" else [*steps, norms.Lowercase()])
-    words = splits.Split(library.Regex(_WORDS), behavior="removed", invert=True)
+    words = splits.Split(tokenizers.Regex(_WORDS), behavior="removed", invert=True)
     built.pre_tokenizer = splits.Sequence([words, splits.ByteLevel(add_prefix_space=False, use_regex=False)])
-    built.post_processor = library.processors.TemplateProcessing(
+    built.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"{start} $A {end}",
         pair=f"{start} $A {end} $B {end}",
         special_tokens=[(token, vocabulary[token]) for token in (start, end)],
     )
-    built.decoder = library.decoders.ByteLevel()
-    built.add_special_tokens([library.AddedToken(token, normalized=True) for token in (start, end, *others)])
+    built.decoder = tokenizers.decoders.ByteLevel()
+    built.add_special_tokens([tokenizers.AddedToken(token, normalized=True) for token in (start, end, *others)])
     built.enable_truncation(length)
     built.enable_padding(pad_id=0, pad_token=names[0], length=length)
     settings: Any = {"pad_token": names[0], "pad_to_max": True, "attention_mask": False, "cleaning": cleaning}
@@ -274,7 +275,7 @@ def _read_image_processor(processor: Any) -> ImagePreprocessing:
         read = _read_composed(processor)
     for size in ((2 * read.size[0] + 1, 3 * read.size[1]), (81, 53)):  # larger than what is read, and smaller
         noise = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
-        picture = require("PIL.Image", extra="data").fromarray(noise).convert("L" if len(read.mean) == 1 else "RGB")
+        picture = library("PIL.Image", extra="data").fromarray(noise).convert("L" if len(read.mean) == 1 else "RGB")
         if hasattr(processor, "image_mean"):
             theirs = torch.as_tensor(_run(processor, picture, return_tensors="pt")["pixel_values"])
         else:

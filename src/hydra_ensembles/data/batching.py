@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .._utils import require as library
+from .._utils import library
 from ..batches import a_few
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, Interpolation, require_channels, to_grey, to_rgb

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from .._utils import require
+from .._utils import library
 from ..errors import DataError
 from ..preprocessing import to_rgb
 from .dataset import ImageDataset, Rows, hash_key
@@ -27,8 +27,8 @@ Published = dict[str, dict[ParameterSet, list[list[float]]]]
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
-_pillow = partial(require, "PIL.Image", extra="data")
-_scipy = partial(require, "scipy.ndimage", extra="data")
+_pillow = partial(library, "PIL.Image", extra="data")
+_scipy = partial(library, "scipy.ndimage", extra="data")
 
 
 def corrupt(image: "Image", name: str, severity: int, seed: int, parameters: ParameterSet = "imagenet") -> "Image":
@@ -82,7 +82,7 @@ def _values(name: str, severity: int, parameters: ParameterSet) -> list[float]:
 def published_numbers() -> Published:
     """The parameters of every corruption, by parameter set and severity, from `corruptions.yaml`."""
     file = Path(__file__).with_name("corruptions.yaml")
-    return require("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
+    return library("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
 
 
 # --- the corruptions: each takes pixels [H, W, 3] in 0..255, a generator, and the parameters of a severity ------

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset as TorchDataset
 
-from .._utils import require
+from .._utils import library
 from ..batches import a_few, same_names
 from ..errors import CheckpointError, DataError
 from ..files import read_file
@@ -175,7 +175,7 @@ def decode_image(content: bytes, where: str, formats: Sequence[str] | None = Non
 
     Only `formats` (Pillow's names) are tried; None tries all. Of several frames the first is read.
     """
-    pillow = require("PIL.Image", extra="data")
+    pillow = library("PIL.Image", extra="data")
     try:
         image = pillow.open(io.BytesIO(content), formats=formats)
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its name is known

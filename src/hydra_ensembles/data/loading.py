@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._utils import require
+from .._utils import library
 from ..errors import DataError
 from ..files import expanded
 from ..preprocessing import to_rgb
@@ -113,7 +113,7 @@ def load(
     if path.is_dir() and (tables := _tables_in(path)):
         data = _read_tables(tables[_choose(split, tables, path)])
     elif path.is_dir() and any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
-        data = require("datasets", extra="data").load_from_disk(str(path))
+        data = library("datasets", extra="data").load_from_disk(str(path))
         data = data[_choose(split, data, path)] if isinstance(data, dict) else data
     elif path.is_dir():
         return _load_folder(path, split, labels, class_names)
@@ -163,18 +163,18 @@ def _read_tables(files: Sequence[Path]) -> Any:
 
 def _loaded(path: str, problem: str, **options: Any) -> Any:
     """What `datasets.load_dataset` returns, without progress bars."""
-    library = require("datasets", extra="data")
-    showed = not library.are_progress_bars_disabled()
-    library.disable_progress_bars()
+    datasets = library("datasets", extra="data")
+    showed = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Length of header")  # pandas would drop a field of every row
-            return library.load_dataset(path, **options)
-    except (ValueError, OSError, RuntimeError, library.exceptions.DatasetsError) as error:
+            return datasets.load_dataset(path, **options)
+    except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{problem}: {error.__cause__ or error}") from error
     finally:
         if showed:
-            library.enable_progress_bars()
+            datasets.enable_progress_bars()
 
 
 def _dataset(
@@ -195,7 +195,7 @@ def _dataset(
     numbers, names = _labels(data, columns.label, policy, class_names, where)
     is_text = columns.image not in data.column_names or (columns.text != "text" and columns.text in data.column_names)
     if not is_text:
-        features = require("datasets", extra="data").features
+        features = library("datasets", extra="data").features
         if isinstance(data.features[columns.image], features.Image):
             data = data.cast_column(columns.image, features.Image(decode=False))
         folder = path if path.is_dir() else path.parent
@@ -320,7 +320,7 @@ def _read_list(list_file: Path, images: Path) -> Any:
         "image": [str((images / match["path"]).absolute()) for match in listed],
         "label": [match["label"] and int(match["label"]) for match in listed],
     }
-    return require("datasets", extra="data").Dataset.from_dict(cells)
+    return library("datasets", extra="data").Dataset.from_dict(cells)
 
 
 # --- torchvision -------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
     elif split is not None:
         settings["split"] = split
     try:
-        data: Any = getattr(require("torchvision.datasets", extra="data"), name)(root, **settings)
+        data: Any = getattr(library("torchvision.datasets", extra="data"), name)(root, **settings)
     except (RuntimeError, ValueError, FileNotFoundError, TypeError) as error:
         where = f"torchvision:{name} (split {split!r})"
         raise DataError(f"{where} cannot be loaded from {root}: {error}. Check root=, or pass download=True") from error
@@ -485,5 +485,5 @@ def suite(name: str) -> Suite:
 def all_suites() -> dict[str, Suite]:
     """The suites of `suites.yaml` by name."""
     file = Path(__file__).with_name("suites.yaml")
-    declared = require("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
+    declared = library("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
     return {name: from_plain(Suite, {"name": name, **plain}, name) for name, plain in declared.items()}

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from .._utils import require
+from .._utils import library
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import UNNAMED, Evaluation
 from ..files import expanded, read_object, write_json
@@ -166,7 +166,7 @@ def csv_text(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
 
 def to_rich(comparison: Comparison, title: str | None = None) -> Any:
     """A table for the terminal (for `rich.print`): best bold, second best underlined; with few methods on its side."""
-    rich = {name: require(f"rich.{name}", extra="report") for name in ("text", "box", "table", "console")}
+    rich = {name: library(f"rich.{name}", extra="report") for name in ("text", "box", "table", "console")}
     styles = {"best": "bold green", "second": "underline", "": ""}
     columns, rows = comparison.columns, comparison.rows
     titles = [f"{column.group} {column.heading}".strip() for column in columns]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._utils import require
+from .._utils import library
 from ..evaluation.evaluation import Evaluation
 from ..metrics.ood import risk_curve, roc_curve
 from ..metrics.probabilities import reliability_bins
@@ -25,14 +25,14 @@ Fronts = Mapping[str, tuple[Mapping[str, float], Sequence[str]]]  # by title: va
 @contextmanager
 def _drawn(width: float, height: float, rows: int = 1, ratios: Sequence[float] | None = None) -> Iterator[Any]:
     """A figure with plots below each other, in matplotlib's default style whatever the user's is; text stays text."""
-    matplotlib = require("matplotlib", extra="report")
+    matplotlib = library("matplotlib", extra="report")
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         text = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "text.parse_math": False}
         axes = {"axes.edgecolor": _SOFT, "axes.grid": True, "axes.axisbelow": True, "grid.color": _RULE}
         matplotlib.rcParams.update({**text, **axes, "axes.spines.top": False, "axes.spines.right": False})
         size = (width / 72, height / 72)
-        figure = require("matplotlib.figure", extra="report").Figure(figsize=size)
+        figure = library("matplotlib.figure", extra="report").Figure(figsize=size)
         figure.subplots_adjust(
             left=48 / width, right=1 - 8 / width, bottom=40 / height, top=1 - 12 / height, hspace=0.35
         )

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .._utils import __version__, require
+from .._utils import __version__, library
 from ..errors import ConfigError
 from ..evaluation.evaluation import Evaluation
 from ..files import expanded, write_atomically
@@ -90,7 +90,7 @@ def write_report(
     for cost in [*measured.values()][:1]:
         further.append(f"Latency: median of {cost.repeats} runs of a batch of {cost.batch} on {cost.device}, by turns.")
     shown = runs[focus]
-    jinja = require("jinja2", extra="report")
+    jinja = library("jinja2", extra="report")
     loader = jinja.FileSystemLoader(Path(__file__).parent)
     strict = {"autoescape": True, "undefined": jinja.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     page = (

@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl
 
 import torch
 
-from .._utils import __version__, require
+from .._utils import __version__, library
 from ..errors import DataError, RequestError, StorageError
 from ..files import expanded
 from ..model.ensemble import Ensemble
@@ -78,7 +78,7 @@ def make_app(
         >>> "/v1/predict" in {route.path for route in app.routes if hasattr(route, "path")}
         True
     """
-    fastapi = require("fastapi", extra="serve")
+    fastapi = library("fastapi", extra="serve")
     settings = settings or ServeSettings()
     backend: Engine = LocalEngine(require_ensemble(model, "make_app"), settings) if engine is None else engine
     server, name = _Server(model, settings, backend, key or key_from_environment()), settings.name
@@ -449,8 +449,8 @@ def serve(model: Ensemble | str | Path, settings: ServeSettings | None = None) -
     """
     settings = settings or ServeSettings()
     for name in ("fastapi", "prometheus_client", "python_multipart"):  # fail before the model is loaded
-        require(name, extra="serve")
-    uvicorn = require("uvicorn", extra="serve")
+        library(name, extra="serve")
+    uvicorn = library("uvicorn", extra="serve")
     torch.set_num_threads(min(torch.get_num_threads(), cores()))
     log_to_stdout()
     loaded = model if isinstance(model, Ensemble) else Ensemble.from_pretrained(model)

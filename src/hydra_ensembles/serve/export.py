@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._utils import __version__, require, without_autocast
+from .._utils import __version__, library, without_autocast
 from ..errors import ConfigError, ConversionError, DataError
 from ..files import expanded, write_json, writing
 from ..model.config import PatchStemConfig
@@ -86,8 +86,8 @@ def export(
     ensemble = require_ensemble(ensemble, "export")
     outputs = output_fields(ensemble)
     if format == "onnx":
-        for library in ("onnx", "onnxscript", "onnxruntime"):
-            require(library, extra="onnx")
+        for name in ("onnx", "onnxscript", "onnxruntime"):
+            library(name, extra="onnx")
         if ensemble.dtype != torch.float32:
             raise ConfigError(f"the ensemble is {ensemble.dtype}; ONNX Runtime runs float32 here: use ensemble.float()")
     allowed = TOLERANCES[ensemble.dtype] if tolerance is None else tolerance
@@ -289,7 +289,7 @@ def _name_data(file: Path) -> None:
     written = file.with_name(f"{file.name}{DATA}")
     if not written.exists():
         return
-    onnx = require("onnx", extra="onnx")
+    onnx = library("onnx", extra="onnx")
     name = f"{file.name}.{checksum(written)[:16]}{DATA}"
     model = onnx.load(file, load_external_data=False)
     for entry in (entry for tensor in model.graph.initializer for entry in tensor.external_data):
@@ -312,7 +312,7 @@ def checksum(file: Path) -> str:
 
 def _translations() -> dict[Any, Any]:
     """Operators that the ONNX exporter does not know, or translates wrongly."""
-    op = require("onnxscript", extra="onnx").opset20
+    op = library("onnxscript", extra="onnx").opset20
 
     def entropy(x):  # type: ignore[no-untyped-def]  # -x log x, and 0 at 0
         one = op.CastLike(op.Constant(value_float=1.0), x)
@@ -328,10 +328,10 @@ def _translations() -> dict[Any, Any]:
 
 
 def _run_onnx(file: Path) -> RunFile:
-    library = require("onnxruntime", extra="onnx")
-    options = library.SessionOptions()
+    runtime = library("onnxruntime", extra="onnx")
+    options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors
-    session = library.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    session = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return lambda inputs: dict(zip(names, session.run(None, _arrays(inputs)), strict=True))
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._utils import require
+from .._utils import library
 from ..errors import ConfigError, RequestError
 from ..files import expanded
 from ..model.ensemble import Ensemble
@@ -42,7 +42,7 @@ def ray_app(
         cpus: CPUs of a replica.
         gpus: GPUs of a replica; a part of one is enough for a small model.
     """
-    serve = require("ray.serve", extra="ray")
+    serve = library("ray.serve", extra="ray")
     used = settings or ServeSettings()
     if max_replicas < min_replicas:
         raise ConfigError(f"max_replicas is {max_replicas}, less than min_replicas, {min_replicas}; raise it")
@@ -138,7 +138,7 @@ class _Replicas:
 
     async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         """Call a replica; if it dies with the call unanswered, retry with another one after a pause."""
-        died, serving = require("ray.exceptions", extra="ray"), require("ray.serve.exceptions", extra="ray")
+        died, serving = library("ray.exceptions", extra="ray"), library("ray.serve.exceptions", extra="ray")
         for attempt in range(ATTEMPTS):
             await asyncio.sleep(PAUSE * 2 ** (attempt - 1) if attempt else 0)
             try:

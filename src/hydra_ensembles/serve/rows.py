@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import collect_warnings, require
+from .._utils import collect_warnings, library
 from ..batches import READ
 from ..data.dataset import IMAGE_SUFFIXES, is_litter
 from ..errors import DataError, HydraError, RequestError, StorageError
@@ -166,7 +166,7 @@ class Reader:
         if isinstance(raw, bytes):
             raw = opened(raw, most)
         elif isinstance(raw, np.ndarray):
-            raw = require("PIL.Image", extra="data").fromarray(raw)
+            raw = library("PIL.Image", extra="data").fromarray(raw)
         return {self._main: self.preprocessing([raw])[0].to(self.dtype)}, raw.width * raw.height
 
     def _text(self, raw: Any) -> dict[str, Tensor]:
@@ -185,7 +185,7 @@ class Reader:
 
 def opened(content: bytes, most: float) -> Any:
     """An image file, judged by its header before it is decoded: a few bytes may decode to gigabytes of pixels."""
-    pillow = require("PIL.Image", extra="data")
+    pillow = library("PIL.Image", extra="data")
     try:
         image = pillow.open(io.BytesIO(content), formats=FORMATS)
     except pillow.DecompressionBombError as error:
@@ -397,7 +397,7 @@ def _lines(file: Path, name: str, cells: Cells) -> Iterator[Item]:
 
 
 def _parquet(file: Path, name: str, cells: Cells) -> Iterator[Item]:
-    with require("pyarrow.parquet", extra="data").ParquetFile(file) as table:
+    with library("pyarrow.parquet", extra="data").ParquetFile(file) as table:
         known = list(table.schema_arrow.names)
         cells.require(known)
         wanted = {*cells.needed, *cells.columns.values()}

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from .._utils import __version__, require, require_device
+from .._utils import __version__, library, require_device
 from ..batches import READ
 from ..digest import digest
 from ..errors import ConfigError, DataError, HydraError
@@ -207,7 +207,7 @@ def _row(reader: Reader, item: Item) -> Row:
 
 def _parquet(parts: Sequence[Arrays]) -> bytes:
     """Columns as the bytes of a Parquet file; several numbers per row become a fixed-size list."""
-    arrow = require("pyarrow", extra="data")
+    arrow = library("pyarrow", extra="data")
     arrays = {}
     for name in parts[0]:
         array = np.concatenate([part[name] for part in parts])
@@ -217,12 +217,12 @@ def _parquet(parts: Sequence[Arrays]) -> bytes:
             values = arrow.FixedSizeListArray.from_arrays(values, size)
         arrays[name] = values
     sink = io.BytesIO()
-    require("pyarrow.parquet", extra="data").write_table(arrow.table(arrays), sink)
+    library("pyarrow.parquet", extra="data").write_table(arrow.table(arrays), sink)
     return sink.getvalue()
 
 
 def _summary(shards: Sequence[Path]) -> Scored:
-    parquet = require("pyarrow.parquet", extra="data")
+    parquet = library("pyarrow.parquet", extra="data")
     errors = [parquet.read_table(file, columns=[ERROR])[ERROR].to_pylist() for file in shards]
     return Scored(sum(map(len, errors)), sum(error != "" for part in errors for error in part), len(shards))
 

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from .._utils import __version__, require
+from .._utils import __version__, library
 from .batcher import Answer
 from .outputs import REASON_WORDS, held_out
 from .protocol import Served
@@ -35,7 +35,7 @@ class Telemetry:
 
     def __init__(self, served: Served, sizes: Sequence[int], waiting: Callable[[], int]) -> None:
         """Start at zero; `sizes` are those of batches, and `waiting` returns the number of queued samples."""
-        self._client = require("prometheus_client", extra="serve")
+        self._client = library("prometheus_client", extra="serve")
         self._registry = self._client.CollectorRegistry()
         kinds = self._client.Counter, self._client.Histogram, self._client.Gauge
         counter, histogram, gauge = (partial(kind, registry=self._registry) for kind in kinds)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from .._utils import require, warn
+from .._utils import library, warn
 from ..batches import Batches, length_of
 from ..errors import ConfigError
 from ..model.config import GROUPS, EnsembleConfig, Group
@@ -213,7 +213,7 @@ class DataRecipe(Recipe):
 def presets() -> Mapping[str, Mapping[str, Any]]:
     """Settings of the paper's recipes by name, from `presets.yaml`, read on first use."""
     text = Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
-    declared: dict[str, dict[str, Any]] = require("yaml", extra="data").safe_load(text)
+    declared: dict[str, dict[str, Any]] = library("yaml", extra="data").safe_load(text)
     return declared["presets"]
 
 
