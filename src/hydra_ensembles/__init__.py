@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from .model.zero_shot import retarget as retarget
     from .model.zero_shot import zero_shot as zero_shot
     from .pipeline.build import build as build
+    from .pipeline.search import SearchResult as SearchResult
     from .pipeline.search import search as search
-    from .pipeline.search_result import SearchResult as SearchResult
     from .pipeline.settings import HydraConfig as HydraConfig
     from .prediction import Prediction as Prediction
     from .preprocessing import ImagePreprocessing as ImagePreprocessing
@@ -72,8 +72,7 @@ _NAMES = {
     "model.stem_readout": "Projections",
     "model.zero_shot": "retarget zero_shot",
     "pipeline.build": "build",
-    "pipeline.search": "search",
-    "pipeline.search_result": "SearchResult",
+    "pipeline.search": "SearchResult search",
     "pipeline.settings": "HydraConfig",
     "prediction": "Prediction",
     "preprocessing": "ImagePreprocessing TextPreprocessing",

@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -36,6 +37,7 @@ from .errors import CheckpointError
 CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenizer.json", "README.md"
 FORMAT, FORMAT_VERSION = "hydra_ensembles", 3
 SAVED = ".saved"  # folder of a save that is complete, until its files have moved up
+ABANDONED = 3600  # seconds after which unfinished files are no save that another process still writes
 DIGEST = "digest"  # key in config.json of the digest of its other content
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -134,6 +136,9 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _move_up(folder)
         _require_own(folder)
+        for leftover in folder.glob(".saving.*.tmp"):
+            if time.time() - leftover.stat().st_mtime > ABANDONED:
+                files.remove(leftover)
         staging = folder / f".saving.{secrets.token_hex(4)}.tmp"
         staging.mkdir()
         try:

@@ -33,8 +33,6 @@ class Sources:
     ood: tuple[str, ...] = ()
     train: str | None = None
     validation: str | None = None
-    judge_id: str | None = None
-    judge_ood: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     columns: Mapping[str, str] = field(default_factory=dict)
     limit: int | None = None
@@ -50,10 +48,8 @@ class SearchOptions:
     candidates: tuple[Any, ...] | None = None
     recipe: Any = None
     familiarity: str = "mahalanobis"
-    tolerance: float = 0.0
     price: str = "latency"
     latency_batch: int = 32
-    compile: bool = False
     seed: int = 0
 
 
@@ -124,8 +120,6 @@ def search(
     cost: Annotated[float | None, typer.Option(help="Highest price, in prices of the model; 1.5 if not given.")] = None,
     candidates: Annotated[Path | None, typer.Option(help="YAML file with a list of settings of build.")] = None,
     recipe: Recipe = None,
-    judge_id: Annotated[str | None, typer.Option(help="Labelled data to judge on; half of --id if not given.")] = None,
-    judge_ood: Annotated[list[str] | None, typer.Option(help="OOD data to judge on: [NAME=]DATA, repeatable.")] = None,
     seed: Seed = None,
     limit: Limit = None,
     config: Config = None,
@@ -159,7 +153,7 @@ def search(
     ensemble, sets = model_and_sets(sources, usual)
     listed = None if options.candidates is None else [_candidate(one, sources) for one in options.candidates]
     folder = expanded(sources.output)
-    names = ("cost", "familiarity", "tolerance", "price", "seed")
+    names = ("cost", "familiarity", "price", "seed")
     front = searched(
         ensemble,
         **sets,
@@ -168,7 +162,6 @@ def search(
         candidates=listed,
         models=[common.load_model(name, sources.device) for name in sources.models],
         batch_size=options.latency_batch,
-        optimize={"compile": True} if options.compile else None,
         output=folder,
         dry_run=dry_run,
         progress=not quiet,
@@ -211,8 +204,8 @@ def model_and_sets(sources: Sources, hydra: Any) -> tuple[Any, dict[str, Any]]:
     from ..batches import class_names_in
     from ..data.batching import TrainTransform, batches
 
-    labelled = {name: getattr(sources, name) for name in ("id", "train", "validation", "judge_id")}
-    outside = {name: list(getattr(sources, name)) for name in ("ood", "judge_ood")}
+    labelled = {name: getattr(sources, name) for name in ("id", "train", "validation")}
+    outside = {"ood": list(sources.ood)}
     common.outside_of_data(
         Path(sources.output), *labelled.values(), *(one for several in outside.values() for one in several)
     )
@@ -260,9 +253,9 @@ def write_settings(folder: Path, command: str, sources: Sources, options: Any) -
     from ..settings import to_plain
 
     plain = {**to_plain(sources), **to_plain(options)}
-    for name in ("model", "id", "train", "validation", "judge_id"):
+    for name in ("model", "id", "train", "validation"):
         plain[name] = None if plain[name] is None else common.absolute(plain[name])
-    for name in ("ood", "judge_ood", "models"):
+    for name in ("ood", "models"):
         plain[name] = list(map(common.absolute, plain[name]))
     plain["output"] = str(expanded(sources.output).resolve())
     heading = f"# Repeat the run with: hydra-ensembles {command} --config THIS_FILE\n"

@@ -1,13 +1,13 @@
 """The whole chain: convert, rank heads, choose members, prune, fine-tune, fuse, calibrate."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._distributed import all_ranks
 from .._utils import __version__, derive_seed, warn, without_autocast
@@ -52,7 +52,6 @@ def build(
     class_names: Sequence[str] | None = None,
     templates: Templates = DEFAULT_TEMPLATES,
     pretrained: nn.Module | None = None,
-    preprocessing: Mapping[str, Any] | None = None,
 ) -> Ensemble:
     """Make an ensemble from one model: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
 
@@ -74,7 +73,6 @@ def build(
         class_names: For a dual encoder, whose towers are ranked together: the names of the classes.
         templates: For a dual encoder: sentences with `{label}` in place of a name.
         pretrained: The model before its fine-tuning: members start from its layers above the trunk.
-        preprocessing: Changes to the model's own preprocessing, as in `convert`.
 
     Examples:
         >>> config = he.HydraConfig(members=3, strategy="random", accepted_share=0.8)  # "circuit" needs ood=
@@ -82,7 +80,7 @@ def build(
         >>> hydra.num_members, hydra.predict(torch.randn(5, 3, 64, 64)).accept.shape
         (3, torch.Size([5]))
     """
-    start = starting_model(model, class_names, templates, device, preprocessing)
+    start = starting_model(model, class_names, templates, device)
     config = config.settled(start)
     if pretrained is not None:
         start = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
@@ -261,8 +259,7 @@ def calibrated(fused: Ensemble, config: HydraConfig, data: BuildData) -> Ensembl
         except TooFewSamplesError:
             if choice != "auto":
                 raise  # else `calibrate` tries with half of its own samples
-    share, per_member = config.accepted_share, config.per_member_temperature
-    return calibrate(fused, data.validation, share=share, per_member=per_member, familiarity=choice)
+    return calibrate(fused, data.validation, share=config.accepted_share, familiarity=choice)
 
 
 def compare_with_base(ensemble: Ensemble, chain: Chain) -> Ensemble:
@@ -275,8 +272,7 @@ def compare_with_base(ensemble: Ensemble, chain: Chain) -> Ensemble:
         return ensemble
     if ensemble.metadata.calibration is not None and base.metadata.calibration is None:
         base = calibrated(base, replace(chain.config, familiarity=None), data)  # the alternative a user has
-    pair = Paired.of(ensemble, base, data.validation)
-    gain, rise = pair.gain(seed=seed), pair.nll_rise(seed=seed)
+    gain, rise = differences(ensemble, base, data.validation, seed=seed)
     worse = [f"accuracy by {-gain.value:.1%} ({-gain.high:.1%} to {-gain.low:.1%})"] if gain.high < 0 else []
     worse += [f"NLL by {rise.value:.3f} ({rise.low:.3f} to {rise.high:.3f})"] if rise.low > 0 else []
     if not worse:
@@ -286,40 +282,24 @@ def compare_with_base(ensemble: Ensemble, chain: Chain) -> Ensemble:
     return ensemble.with_metadata(history=(*ensemble.metadata.history, line))
 
 
-class Paired(NamedTuple):
-    """Two models on the same samples: 1 where correct, else 0, and NLL; `[n]` each, `_before` of the earlier model."""
+def differences(
+    model: Ensemble, before: Ensemble, batches: list[ReadBatch], **options: Any
+) -> tuple[Interval, Interval]:
+    """How much higher accuracy and NLL of a model are than those of an earlier one on the same labelled batches.
 
-    right: Tensor
-    right_before: Tensor
-    nll: Tensor
-    nll_before: Tensor
-    mistake: float  # mean rise in NLL on labels other than the earlier model's answer, weighted by its probabilities
-
-    @classmethod
-    def of(cls, model: Ensemble, before: Ensemble, batches: list[ReadBatch]) -> "Paired":
-        """Run both models on labelled batches."""
-        ours, theirs = (
-            torch.cat([one.predict(inputs).log_probs.double().cpu() for inputs, _ in batches])  # [n, C]
-            for one in (model, before)
-        )
-        labels = torch.cat([labels.cpu().long() for _, labels in batches if labels is not None])  # [n]
-        others = theirs.exp().scatter(1, theirs.argmax(1, keepdim=True), 0.0)  # its probabilities of other labels
-        mistake = float((others * (theirs - ours)).sum() / others.sum().clamp_min(1e-300))
-        right, right_before = ((one.argmax(1) == labels).double() for one in (ours, theirs))
-        return cls(right, right_before, -at_labels(ours, labels), -at_labels(theirs, labels), mistake)
-
-    def gain(self, *, seed: int) -> Interval:
-        """How much higher the accuracy is than before."""
-        return paired(weighted_mean, [self.right], minus=[self.right_before], seed=seed)
-
-    def nll_rise(self, *, resamples: int = 1000, level: float = 0.95, seed: int) -> Interval:
-        """How much higher the NLL is than before; the interval allows for one more mistake than was seen.
-
-        Mistakes are rare and expensive. If a model is merely more confident, every correct sample has a lower NLL; with
-        few or no mistakes among the samples, no bootstrap resample would show the cost.
-        """
-        rises = self.nll - self.nll_before
-        options: dict[str, Any] = {"resamples": resamples, "level": level, "seed": seed}
-        seen = paired(weighted_mean, [rises], **options)
-        more = paired(weighted_mean, [torch.cat([rises, rises.new_tensor([self.mistake])])], **options)
-        return replace(seen, low=min(seen.low, more.low), high=max(seen.high, more.high))
+    The interval of the NLL allows for one more mistake than was seen. Mistakes are rare and expensive: a model that is
+    merely more confident has a lower NLL on every correct sample, and no resample would show the cost. `options` are
+    those of `paired`.
+    """
+    ours, theirs = (
+        torch.cat([one.predict(inputs).log_probs.double().cpu() for inputs, _ in batches])  # [n, C]
+        for one in (model, before)
+    )
+    labels = torch.cat([labels.cpu().long() for _, labels in batches if labels is not None])  # [n]
+    right, right_before = ((one.argmax(1) == labels).double() for one in (ours, theirs))
+    others = theirs.exp().scatter(1, theirs.argmax(1, keepdim=True), 0.0)  # its probabilities of other labels
+    mistake = (others * (theirs - ours)).sum() / others.sum().clamp_min(1e-300)  # mean rise in NLL on these
+    rises = at_labels(theirs, labels) - at_labels(ours, labels)  # [n]
+    gain = paired(weighted_mean, [right], minus=[right_before], **options)
+    seen, more = (paired(weighted_mean, [one], **options) for one in (rises, torch.cat([rises, mistake[None]])))
+    return gain, replace(seen, low=min(seen.low, more.low), high=max(seen.high, more.high))

@@ -26,7 +26,6 @@ from ..batches import (
     size_of,
 )
 from ..convert.convert import convert
-from ..convert.processors import with_preprocessing
 from ..data.synthetic import synthetic_ood
 from ..digest import require_other_samples, row_digests
 from ..errors import ConfigError, DataError
@@ -80,7 +79,6 @@ def starting_model(
     class_names: Sequence[str] | None,
     templates: Templates,
     device: torch.device | str | None,
-    preprocessing: Mapping[str, Any] | None = None,
 ) -> StartingModel:
     """Convert the model to an ensemble, or to a dual encoder with its zero-shot ensemble, on the device; one member."""
     target = None if device is None else local_device(require_device(device))
@@ -94,11 +92,8 @@ def starting_model(
     if target is not None and start.device != target:
         start = (copy.deepcopy(start) if start is model else start).to(target)
     if isinstance(start, Ensemble):
-        return StartingModel(start if preprocessing is None else with_preprocessing(start, preprocessing))
-    if preprocessing is not None:
-        raise ConfigError("preprocessing is for a classifier; convert a dual encoder with processor=")
-    names = checked_names(class_names or ())
-    sentences = checked_templates(templates)
+        return StartingModel(start)
+    names, sentences = checked_names(class_names or ()), checked_templates(templates)
     return StartingModel(zero_shot(start, names, sentences), start, names, sentences)
 
 
@@ -163,102 +158,81 @@ class BuildData:
                 raise DataError(f"the model cannot read the first batch of {name}: {error}") from error
 
 
-def read_for_build(
+def read_sets(
     seed: int,
     model: Ensemble,
+    *,
     train: Batches | None,
     id: Batches | None,
     ood: Sources | Literal["synthetic"] | None,
-    validation: Batches | None,
-) -> BuildData:
-    """Read and check the held-out sets of a build.
-
-    Without `validation`, one half of `id` ranks and the other validates, whatever the strategy: builds that differ
-    only in strategy are then calibrated on the same samples. Synthetic OOD data are made from the ranking half.
-    """
-    given = None if isinstance(ood, str) else ood
-    train, held_out, outside = _read_sets(seed, model, train, {"id": id, "validation": validation}, {"ood": given})
-    ranking, checked = held_out["id"], held_out["validation"]
-    if ranking is not None and checked is None:
-        ranking, checked = halves(ranking, seed)
-    if isinstance(ood, str):
-        if ranking is None:
-            raise DataError(f"ood is {ood!r}, which is made from the data of id, and there are none; give id")
-        return BuildData(train, ranking, checked, _synthetic(ranking, seed, model), seed)
-    return BuildData(train, ranking, checked, _by_given_names(ood, outside["ood"]), seed)
-
-
-def read_for_search(
-    seed: int,
-    base: Ensemble,
-    train: Batches | None,
-    id: Batches,
-    ood: Sources | Literal["synthetic"],
-    judge_id: Batches | None,
-    judge_ood: Sources | None,
-) -> tuple[BuildData, Judges]:
-    """Read the data of a search: those for builds, and those to judge on."""
-    given = {"ood": None if isinstance(ood, str) else ood, "judge_ood": judge_ood}
-    train, labelled, outside = _read_sets(seed, base, train, {"id": id, "judge_id": judge_id}, given)
-    held_out, judged = labelled["id"], labelled["judge_id"]
-    assert held_out is not None  # `id` is given
-    circuits, judge_sets = outside["ood"], outside["judge_ood"]
-    sizes = {name: samples_in(batches) for name, batches in {"id": held_out, **circuits, **judge_sets}.items()}
-    least = 2 * (4 if judged is None else 2) * base.num_classes  # a quarter, or half, of id fits statistics of classes
-    if sizes["id"] < least or min(sizes.values()) < 4:
-        raise DataError(f"too few samples: {sizes}; give {least} or more of id, and 4 or more of other sets")
-    if judged is None:
-        held_out, judged = halves(held_out, seed)
-    ranking, validation = halves(held_out, seed + 1)
-    if isinstance(ood, str):
-        circuits = {"ood": _synthetic(ranking, seed, base)}
-        judge_sets = judge_sets or {ood: _synthetic(judged, seed, base)}
-    elif not judge_sets:
-        cut = {name: halves(batches, seed) for name, batches in circuits.items()}
-        circuits = {name: first for name, (first, _) in cut.items()}
-        judge_sets = {name: second for name, (_, second) in cut.items()}
-    return BuildData(train, ranking, validation, _by_given_names(ood, circuits), seed), {"ID": judged, **judge_sets}
-
-
-def _read_sets(
-    seed: int, model: Ensemble, train: Batches | None, labelled: Mapping[str, Any], ood: Mapping[str, Any]
-) -> tuple[Batches | None, dict[str, list[ReadBatch] | None], dict[str, dict[str, list[ReadBatch]]]]:
-    """Training data, and labelled and OOD sets in memory: numbered as in the model, and compared by their samples."""
+    validation: Batches | None = None,
+) -> tuple[Batches | None, dict[str, Any], dict[str, list[ReadBatch]]]:
+    """Training data, labelled and OOD sets in memory: numbered as in the model, and none the same as another."""
     if train is not None:
         require_rereadable(train, "train")
     classes = model.num_classes
-    numbered = renumbered({"train": train, **labelled}, model.metadata.labels, classes)
+    numbered = renumbered({"train": train, "id": id, "validation": validation}, model.metadata.labels, classes)
     train = numbered.pop("train")
     held_out = {
         name: None if batches is None else read_all(batches, name, seed, classes) for name, batches in numbered.items()
     }
-    given = {name: {} if sets is None else named_sources(sets, name) for name, sets in ood.items()}
-    outside = {
-        role: {name: read_all(batches, name, seed) for name, batches in sets.items()} for role, sets in given.items()
+    given = {} if ood is None or isinstance(ood, str) else named_sources(ood, "ood")
+    outside = {name: read_all(batches, name, seed) for name, batches in given.items()}
+    rows = {
+        name: [key for inputs, _ in batches for key in row_digests(inputs)]
+        for name, batches in {**held_out, **outside}.items()
+        if batches is not None
     }
-    _compare_sets(held_out, outside)
+    for name in [one for one in held_out if one in rows]:
+        known = rows.pop(name)
+        require_other_samples(name, known, rows)
     return train, held_out, outside
 
 
-def _compare_sets(held_out: Mapping[str, Any], outside: Mapping[str, Mapping[str, list[ReadBatch]]]) -> None:
-    """Refuse sets that are the same, such as ID data given as OOD data."""
-    labelled = {name: _rows(batches) for name, batches in held_out.items() if batches is not None}
-    ood = {name: _rows(batches) for sets in outside.values() for name, batches in sets.items()}
-    for place, (name, rows) in enumerate(labelled.items()):
-        later = dict(list(labelled.items())[place + 1 :])
-        require_other_samples(name, rows, {**later, **ood})
+def read_for_build(
+    seed: int, model: Ensemble, *, ood: Sources | Literal["synthetic"] | None, **given: Batches | None
+) -> BuildData:
+    """Read and check the sets of a build.
+
+    Without `validation`, one half of `id` ranks and the other validates, whatever the strategy: builds that differ
+    only in strategy are then calibrated on the same samples. Synthetic OOD data are made from the ranking half.
+    """
+    train, held_out, outside = read_sets(seed, model, ood=ood, **given)  # type: ignore[arg-type]
+    ranking, checked = held_out["id"], held_out["validation"]
+    if ranking is not None and checked is None:
+        ranking, checked = halves(ranking, seed)
+    if isinstance(ood, str) and ranking is None:
+        raise DataError(f"ood is {ood!r}, which is made from the data of id, and there are none; give id")
+    circuits = synthetic(ranking, seed, model) if isinstance(ood, str) else by_given_names(ood, outside)
+    return BuildData(train, ranking, checked, circuits, seed)
 
 
-def _rows(batches: list[ReadBatch]) -> list[bytes]:
-    return [key for inputs, _ in batches for key in row_digests(inputs)]
+def read_for_search(
+    seed: int, base: Ensemble, *, train: Batches | None, id: Batches, ood: Sources | Literal["synthetic"]
+) -> tuple[BuildData, Judges]:
+    """The data of a search: those for builds, and those to judge on, which are halves of `id` and `ood`."""
+    train, labelled, outside = read_sets(seed, base, train=train, id=id, ood=ood)
+    sizes = {name: samples_in(batches) for name, batches in {"id": labelled["id"], **outside}.items()}
+    least = 8 * base.num_classes  # a quarter of id fits statistics of classes
+    if sizes["id"] < least or min(sizes.values()) < 4:
+        raise DataError(f"too few samples: {sizes}; give {least} or more of id, and 4 or more of other sets")
+    held_out, judged = halves(labelled["id"], seed)
+    ranking, validation = halves(held_out, seed + 1)
+    if isinstance(ood, str):
+        circuits, judges = synthetic(ranking, seed, base), {ood: synthetic(judged, seed, base)}
+    else:
+        cut = {name: halves(batches, seed) for name, batches in outside.items()}
+        circuits = by_given_names(ood, {name: first for name, (first, _) in cut.items()})
+        judges = {name: second for name, (_, second) in cut.items()}
+    return BuildData(train, ranking, validation, circuits, seed), {"ID": judged, **judges}
 
 
-def _by_given_names(ood: Any, sets: Mapping[str, list[ReadBatch]]) -> Any:
+def by_given_names(ood: Any, sets: Mapping[str, list[ReadBatch]]) -> Any:
     """OOD sets by the names that the caller gave; without names the one set, and None if there is none."""
     return dict(zip(map(str, ood), sets.values(), strict=True)) if isinstance(ood, Mapping) else sets.get("ood")
 
 
-def _synthetic(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
+def synthetic(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
     """Synthetic OOD data, one sample per ID sample."""
     return [(inputs, None) for (inputs,) in synthetic_ood(batches, seed=seed, model=model)]
 

@@ -3,8 +3,9 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import le
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -20,7 +21,7 @@ from ..convert.convert import convert
 from ..digest import digest, digest_batches
 from ..errors import ConfigError, DivergedError, SameMembersError
 from ..evaluation.evaluate import evaluate
-from ..files import remove
+from ..files import expanded, read_object, remove, write_json
 from ..fuse import fuse, soup
 from ..heads.members import random_members
 from ..metrics.distance import FamiliarityName
@@ -28,32 +29,155 @@ from ..model.cost import measure_costs
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import ENSEMBLE, Ensemble
 from ..model.zero_shot import DEFAULT_TEMPLATES
-from ..report.compare import to_markdown
-from ..settings import Checked, Range, Seed, Share, Whole, from_plain
-from ..store import Store
+from ..report.compare import Cell, Column, Comparison, tabulated, to_markdown
+from ..report.figures import draw_fronts
+from ..settings import Range, from_plain, require, to_plain
+from ..store import Form, Store
 from ..training.recipe import Recipe
-from .build import RESULT, Chain, Paired, calibrated, data_identity, model_identity
-from .data import BuildData, Judges, StartingModel, read_for_search, samples_in, starting_model, with_upper_layers
-from .search_result import DEEP, FUSED, RESULT_FILE, SOUP, YOURS, Price, SearchResult, SearchRow
+from .build import RESULT, Chain, calibrated, data_identity, differences, model_identity
+from .data import BuildData, Judges, StartingModel, read_for_search, samples_in, starting_model
 from .settings import HydraConfig, usual_trunk
 
+YOURS, SOUP, FUSED, DEEP = "yours", "soup", "fused above a mean trunk", "deep ensemble"
 DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # default trunks to try, as shares of the layers
 RESAMPLES = 10_000  # bootstrap resamples for the interval of a difference
 REPEATS = 10  # timed runs per model, alternating with the given one
 
-Candidates = Mapping[str, tuple[HydraConfig, StartingModel]]  # the config and starting model of each
+Price = Literal["latency", "multiply_adds"]
+CandidateState = Literal["planned", "too dear", "not possible", "judged"]
 
 
 @dataclass(frozen=True)
-class SearchSettings(Checked):
+class SearchRow:
+    """One candidate.
+
+    Attributes:
+        name: What tables call it.
+        price: Time of a batch (or multiply-adds), relative to the given model.
+        state: How far it came.
+        config: How it is built; None for the given model, and for combinations of several given ones.
+        numbers: Results on held-out data, under the names of `Evaluation.numbers`; empty unless it was judged.
+        note: Why it was not judged.
+    """
+
+    name: str
+    price: float
+    state: CandidateState
+    config: HydraConfig | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        rows: The given model, which costs 1, and every candidate.
+        cost: The highest price that was allowed.
+        measured: What a price is a ratio of.
+        scores: Names of the OOD AUROCs that candidates are judged by, besides `accuracy`, `nll` and `aurc`.
+        samples: Number of samples used to judge, by set.
+        choice: Name of the best one that is not worse than the given model; empty for a plan, which builds nothing.
+        why: The reason, in a sentence.
+        front: Names of the candidates that are not beaten at their price or below, cheapest first: by `nll`, and by
+            `auroc`, the mean of the scores.
+        ensemble: The choice, calibrated, ready to use; None for a plan, or if the result was read from a file.
+
+    Examples:
+        >>> he.SearchResult((), cost=1.5, measured="latency", scores=(), samples={}).choice
+        ''
+    """
+
+    rows: tuple[SearchRow, ...]
+    cost: float
+    measured: Price
+    scores: tuple[str, ...]
+    samples: Mapping[str, int]
+    choice: str = ""
+    why: str = ""
+    front: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ensemble: Ensemble | None = field(default=None, compare=False, repr=False)
+
+    def table(self) -> Comparison:
+        """All candidates side by side, with an arrow at the choice, for `to_markdown`, `to_rich` and so on."""
+        columns = (
+            Column("price", "Time" if self.measured == "latency" else "MAdds", better="lower", suffix="×"),
+            Column("accuracy", "Acc %", better="higher", digits=1, scale=100),
+            Column("nll", "NLL", better="lower", digits=3),
+            Column("aurc", "AURC", better="lower", digits=4),
+            *(Column(key, key.rpartition(":")[0] or "msp", "AUROC", "higher", 1, 100) for key in self.scores),
+        )
+
+        def cell(column: Column, row: SearchRow) -> Cell:
+            value = row.price if column.key == "price" else row.numbers.get(column.key)
+            return Cell("–") if value is None else Cell(column.write(value), value)
+
+        rows = {f"→ {row.name}" if row.name == self.choice else row.name: row for row in self.rows}
+        judges = ", ".join(f"{name} ({count:,} samples)" for name, count in self.samples.items())
+        notes = [f"Judges: {judges}. Price: {self.measured}, at most {self.cost:g}×."]
+        notes += [f"Choice: {self.choice}, because {self.why}."] if self.choice else []
+        left = [row for row in self.rows if row.state not in ("planned", "judged")]
+        notes += [f"{row.name}: {row.state}{f' ({row.note})' if row.note else ''}." for row in left]
+        return tabulated(columns, rows, cell, tuple(notes))
+
+    def figure(self) -> str:
+        """Price against NLL and against the mean of the OOD AUROCs, with both fronts, as an SVG file."""
+        fronts = {}
+        for key, title, factor in (("nll", "NLL", 1), ("auroc", "mean OOD AUROC (%)", -100)):
+            fronts[title] = ({name: factor * value for name, value in self._values()[key].items()}, self.front[key])
+        prices = {row.name: row.price for row in self.rows if row.numbers}
+        return draw_fronts(prices, fronts, chosen=self.choice, given=YOURS, limit=self.cost)
+
+    def decided(self) -> "SearchResult":
+        """Compute fronts and choice, once all rows have their numbers."""
+        rows = [row for row in self.rows if row.numbers]
+        prices = {row.name: row.price for row in rows}
+        front = {key: _front(prices, by_name) for key, by_name in self._values().items()}
+        most = self.losses(rows[0].numbers)  # of the given model
+        within = [row for row in rows if row.price <= self.cost]
+        fit = [row for row in within if all(map(le, self.losses(row.numbers), most))]
+        best = min(fit, key=lambda row: (row.numbers["nll"], row.price))  # of equals the first: the given model
+        why = f"none of the {len(within) - 1} others within {self.cost:g}× has a lower NLL and is no worse in the rest"
+        if best.name != YOURS:
+            why = (
+                f"at {best.price:.2f}× it has the lowest NLL, {best.numbers['nll']:.3f} against {most[0]:.3f}, of the "
+            )
+            why += f"{len(fit) - 1} within {self.cost:g}× that are no worse than yours in any number"
+        return replace(self, choice=best.name, why=why, front=front)
+
+    def losses(self, numbers: Mapping[str, float]) -> tuple[float, ...]:
+        """Losses to compare candidates by: NLL, AURC, and one minus accuracy and AUROCs; lower is better."""
+        return (numbers["nll"], numbers["aurc"], *(1.0 - numbers[key] for key in ("accuracy", *self.scores)))
+
+    def _values(self) -> dict[str, dict[str, float]]:
+        """The values of each front, by candidate; lower is better."""
+        rows = [row for row in self.rows if row.numbers]
+        auroc = {row.name: -sum(row.numbers[key] for key in self.scores) / len(self.scores) for row in rows}
+        return {"nll": {row.name: row.numbers["nll"] for row in rows}, "auroc": auroc}
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file, without the ensemble."""
+        write_json(expanded(path), to_plain(replace(self, ensemble=None)))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "SearchResult":
+        """Read what `save` wrote."""
+        return from_plain(cls, read_object(expanded(path)), str(path))
+
+
+RESULT_FILE = Form(".json", SearchResult.load, lambda path, result: result.save(path))
+
+
+@dataclass(frozen=True)
+class SearchSettings:
     """The settings of a search, as described in `search`."""
 
-    cost: Annotated[float, Range(1)]
-    tolerance: Share
+    cost: float
     price: Price
-    batch_size: Whole
+    batch_size: int
     familiarity: FamiliarityName | None
-    seed: Seed
+    seed: int
 
     @property
     def scores(self) -> tuple[str, ...]:
@@ -72,15 +196,10 @@ def search(
     cost: float = 1.5,
     candidates: Sequence[Any] | None = None,
     models: Sequence[nn.Module] = (),
-    pretrained: nn.Module | None = None,
     recipe: Recipe | None = None,
-    judge_id: Batches | None = None,
-    judge_ood: Sources | None = None,
     familiarity: FamiliarityName | None = "mahalanobis",
-    tolerance: float = 0.0,
     price: Price = "latency",
     batch_size: int = 32,
-    optimize: Mapping[str, Any] | None = None,
     output: str | Path | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
@@ -105,15 +224,10 @@ def search(
             pruned heads, trained in different ways.
         models: Further trainings of the model: candidates are also their soup, their Deep Ensemble, and all of them
             fused above the mean of their first five sixths of the layers.
-        pretrained: As for `build`, for all candidates that train.
         recipe: How to train candidates that have no recipe of their own; None takes `Recipe.preset("hydra")`.
-        judge_id: Labelled batches to judge on, instead of half of `id`.
-        judge_ood: OOD batches to judge on, or `{name: batches}`, whose mean counts; instead of half of `ood`.
         familiarity: Feature score to judge by, in addition to the maximum softmax probability; None for none.
-        tolerance: How much worse than the given model's accuracy, AURC and AUROCs of the choice may be.
         price: How cost is measured: time of a batch, optimized, or multiply-adds.
         batch_size: Batch size for measuring latency.
-        optimize: Options of `Ensemble.optimize` for the measurement, such as `{"compile": True}`.
         output: Folder for `search.json`, the choice in `ensemble`, and every candidate; None keeps nothing.
         device: Where to compute; None stays where the model is.
         seed: Seed for drawing halves, batches and members.
@@ -128,23 +242,21 @@ def search(
         >>> [row.state for row in plan.rows]  # nothing is built yet; leave dry_run out, and plan.ensemble is the choice
         ['planned', 'planned']
     """
-    settings = SearchSettings(cost, tolerance, price, batch_size, familiarity, seed)
+    settings = SearchSettings(require("cost", cost, Annotated[float, Range(1)]), price, batch_size, familiarity, seed)
     if launched():
         raise ConfigError("a search runs in one process; start it without torchrun or accelerate launch")
     base: Any = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
     if not isinstance(base, Ensemble):
         raise ConfigError("search takes classifiers; make one from a dual encoder: zero_shot(dual, class_names)")
     start = starting_model(base, None, DEFAULT_TEMPLATES, device)
-    data, judges = read_for_search(seed, start.base, train, id, ood, judge_id, judge_ood)
+    data, judges = read_for_search(seed, start.base, train=train, id=id, ood=ood)
     proposed = usual_candidates(start, train is not None, seed) if candidates is None else candidates
-    built = _checked(proposed, start, data, pretrained, recipe, familiarity, strict=candidates is not None)
+    built = _checked(proposed, start, data, recipe, familiarity, strict=candidates is not None)
     identity = {
         "settings": settings,
-        "optimize": {key: str(value) for key, value in (optimize or {}).items()},
-        "candidates": {name: config for name, (config, _) in built.items()},
+        "candidates": built,
         "model": model_identity(start),
         "models": list(map(digest, models)),
-        "upper": [None if own.upper is None else digest(own.upper) for _, own in built.values()],
         "data": data_identity(data),
         "judges": {name: digest_batches(sets, name) for name, sets in judges.items()},
     }
@@ -152,7 +264,7 @@ def search(
         folder = stack.enter_context(TemporaryDirectory()) if output is None or dry_run else output
         run = stack.enter_context(Store(folder, identity, "a search"))
         given = [_like(start.base, other) for other in models]
-        work = Search(run, start, built, given, data, judges, settings, dict(optimize or {}), progress)
+        work = Search(run, start, built, given, data, judges, settings, progress)
         planned = work.plan()
         if dry_run:
             return planned
@@ -168,25 +280,23 @@ class Search:
 
     run: Store
     start: StartingModel
-    built: Candidates
+    built: Mapping[str, HydraConfig]
     models: Sequence[Ensemble]  # further trainings of the model
     data: BuildData
     judges: Judges
     settings: SearchSettings
-    options: Mapping[str, Any]  # for `Ensemble.optimize`
     progress: bool
 
     def plan(self) -> SearchResult:
         """Measure the price of every candidate, before any of them is built."""
         makers: dict[str, Callable[[], Ensemble]] = {
-            name: partial(_untrained, *how) for name, how in self.built.items()
+            name: partial(_untrained, config, self.start) for name, config in self.built.items()
         }
         rows = [SearchRow(YOURS, 1.0, "planned")]
         cost = self.settings.cost
         for name, make in {**makers, **self.of_models()}.items():
             price = self.price(f"prices/{_slug(name)}-planned", self.start.base, make)
-            config = self.built[name][0] if name in self.built else None
-            rows.append(SearchRow(name, price, "planned" if price <= cost else "too dear", config))
+            rows.append(SearchRow(name, price, "planned" if price <= cost else "too dear", self.built.get(name)))
         if not any(row.state == "planned" for row in rows[1:]):
             cheapest = min((row.price for row in rows[1:]), default=float("nan"))
             raise ConfigError(f"no candidate costs at most {cost:g} times the model, the cheapest {cheapest:.2f} times")
@@ -199,7 +309,7 @@ class Search:
             row if row.state == "too dear" else self.judged(row)
             for row in tqdm(planned.rows, desc="search", unit="candidate", disable=not self.progress)
         ]
-        chosen = replace(planned, rows=tuple(rows)).decided(self.settings.tolerance)
+        chosen = replace(planned, rows=tuple(rows)).decided()
         return chosen if chosen.choice == YOURS else self.with_significance(chosen)
 
     def judged(self, row: SearchRow) -> SearchRow:
@@ -233,7 +343,7 @@ class Search:
                 return candidate.describe().multiply_adds / base.describe().multiply_adds
             inputs = base.prepare(self.judges["ID"][0][0])
             rows = torch.arange(self.settings.batch_size, device=base.device) % size_of(inputs)
-            timed = {"own": base.optimize(**self.options), "other": candidate.optimize(**self.options)}
+            timed = {"own": base.optimize(), "other": candidate.optimize()}
             costs = measure_costs(timed, changed(inputs, lambda tensor: tensor[rows]), repeats=REPEATS, warmup=1)
             return costs[1].latency_ratio
 
@@ -243,8 +353,8 @@ class Search:
         """A candidate, built or read back, ready for use."""
         at = f"candidates/{_slug(name)}/"
         if name in self.built:
-            config, start = self.built[name]
-            chain = Chain(start, config, _part(self.data, config), self.run, at, self.progress)
+            config = self.built[name]
+            chain = Chain(self.start, config, _part(self.data, config), self.run, at, self.progress)
             return chain.step(RESULT, chain.assembled)
         make = {YOURS: lambda: self.start.base, **self.of_models()}[name]
         ensemble = self.run.step(f"{at}{RESULT}", lambda: self.ready(make()), ENSEMBLE)
@@ -278,16 +388,14 @@ class Search:
         Bonferroni-corrected for the number of candidates: if none is better, 95 of 100 searches claim nothing.
         """
         others = sum(row.state == "judged" for row in chosen.rows) - 1  # judged on the same samples
-        pair = Paired.of(self.final(chosen.choice), self.final(YOURS), self.judges["ID"])
-        rise = pair.nll_rise(resamples=RESAMPLES, level=1 - 0.05 / others, seed=self.settings.seed)
+        pair: Any = (self.final(chosen.choice), self.final(YOURS), self.judges["ID"])
+        _, rise = differences(*pair, resamples=RESAMPLES, level=1 - 0.05 / others, seed=self.settings.seed)
         interval = f"{rise.value:+.4f}, paired bootstrap for {others} candidates {rise.low:+.4f} to {rise.high:+.4f}"
         lower = f"its NLL is {'significantly' if rise.high < 0 else 'not significantly'} lower ({interval})"
         if rise.high >= 0:
             price = next(row.price for row in chosen.rows if row.name == chosen.choice)
             cost = f"costs {price:.2f} times as much as the given model"
-            warn(
-                f"the choice, {chosen.choice}, {cost}, but {lower}: judge on more samples (judge_id), or keep the model"
-            )
+            warn(f"the choice, {chosen.choice}, {cost}, but {lower}: judge on more samples, or keep the model")
         return replace(chosen, why=f"{chosen.why}; {lower}")
 
 
@@ -318,31 +426,27 @@ def _checked(
     proposed: Iterable[Any],
     start: StartingModel,
     data: BuildData,
-    pretrained: nn.Module | None,
     recipe: Recipe | None,
     familiarity: FamiliarityName | None,
     strict: bool,
-) -> Candidates:
+) -> dict[str, HydraConfig]:
     """Candidates by name; those that do not fit the model raise if `strict`, otherwise they are skipped."""
-    candidates: dict[str, tuple[HydraConfig, StartingModel]] = {}
+    candidates: dict[str, HydraConfig] = {}
     for index, entry in enumerate(proposed):
         try:
             trains = recipe is not None and isinstance(entry, Mapping) and entry.get("training") is not None
             plain = {"recipe": recipe, **entry} if trains else entry
             asked = entry if isinstance(entry, HydraConfig) else from_plain(HydraConfig, plain, f"candidates[{index}]")
             config = replace(asked.settled(start), calibrate=True, familiarity=familiarity)
-            own = start
-            if pretrained is not None and config.recipe is not None:
-                own = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
-            config.check(own, _part(data, config))
+            config.check(start, _part(data, config))
         except ConfigError:
             if strict:
                 raise
             continue
-        if all(config != other for other, _ in candidates.values()):
+        if config not in candidates.values():
             name = config.in_words()
             same = sum(other.partition(" #")[0] == name for other in candidates)
-            candidates[f"{name} #{same + 1}" if same else name] = (config, own)
+            candidates[f"{name} #{same + 1}" if same else name] = config
     return candidates
 
 
@@ -370,3 +474,12 @@ def _untrained(config: HydraConfig, start: StartingModel) -> Ensemble:
 def _slug(name: str) -> str:
     """A name as a folder name."""
     return "-".join(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+def _front(prices: Mapping[str, float], values: Mapping[str, float]) -> tuple[str, ...]:
+    """Names with a lower value than everything that costs no more, cheapest first."""
+    front: list[str] = []
+    for name in sorted(prices, key=lambda name: (prices[name], values[name])):
+        if not front or values[name] < values[front[-1]]:
+            front.append(name)
+    return tuple(front)

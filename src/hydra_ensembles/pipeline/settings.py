@@ -33,30 +33,27 @@ class HydraConfig(Checked):
     """How to make an ensemble from one model.
 
     Attributes:
-        prune: Heads each member loses; None takes 8 % of all heads, and at most a quarter of those above the trunk.
+        prune: Heads each member loses; None takes 8 % of all, and at most a quarter of those above the trunk.
         members: Number of members.
-        strategy: How the members' heads are chosen: `"circuit"` (CircAvg, CircAcc, CircOOD, further ones drawn from
-            CircAvg), `"taylor"` (a ranking per member, on other batches), `"sampled"` (all drawn from the first `pool`
-            heads of CircAvg), `"random"` (a control), `"branches"` (all heads; only training makes members differ).
+        strategy: How heads are chosen: `"circuit"` (CircAvg, CircAcc, CircOOD, then drawn from CircAvg), `"taylor"` (a
+            ranking per member), `"sampled"` (all drawn from the first `pool` heads of CircAvg), `"random"` (a control),
+            `"branches"` (all heads; only training makes members differ).
         whole: Whether the last member keeps all heads; with `pretrained` of `build`, it is the given model, untrained.
-        training: `"together"` trains the fused ensemble once, on the sum of its members' losses, including the trunk;
-            `"apart"` every member by itself before fusing; None is `"apart"` if there is a recipe, else no training.
+        training: `"together"`: the fused ensemble, trunk included; `"apart"`: each member before fusing (None: the same
+            if there is a recipe).
         method: How circuits are extracted; see `extract_circuit`, also for `ties`.
         ties: Which head to remove if several leave the same score.
         pool: Heads to draw from; None takes the paper's ratio of 100 to 48, or all heads if there are fewer.
         taylor_scope: `"layer"` prunes equally many heads in every layer, `"global"` compares heads of all layers.
         calibration_batches: Batches that a Taylor ranking reads; fewer than there are, so that rankings differ.
-        recipe: How to fine-tune; None leaves the members as pruned, or takes `Recipe.preset("hydra")` if `training`
-            is set. Members that start equal, or from pretrained layers, get their own classifiers.
-        shared_layers: Number of first layers that all members share, whole, so that they run once; members that train
-            apart do not train them. None takes five sixths, but none (the paper's way) if `prune` is given.
+        recipe: How to fine-tune; None trains nothing, or by `Recipe.preset("hydra")` if `training` is set.
+        shared_layers: First layers that run once for all members; None takes five sixths, or none if `prune` is given.
         average_trunk: Members that train apart also train these layers and the stem, and the trunk is their mean.
         stem: How the stems are fused; see `fuse`, also for `mlp`, `norms` and `readout`.
         mlp: How the MLPs are fused.
         norms: How the norms are fused.
         readout: How poolers and classifiers are fused.
         calibrate: Whether to fit a temperature and thresholds at the end.
-        per_member_temperature: One temperature per member instead of one for all.
         accepted_share: Share of in-distribution inputs that each threshold accepts.
         familiarity: Feature score for how familiar an input is, fitted on the half that ranks heads; see `calibrate`.
         seed: Seed for drawing halves, batches and members. Fine-tuning uses the seed of its recipe.
@@ -85,7 +82,6 @@ class HydraConfig(Checked):
     norms: Fusion = "separate"
     readout: Fusion = "separate"
     calibrate: bool = True
-    per_member_temperature: bool = False
     accepted_share: PositiveShare = 0.95
     familiarity: FamiliarityChoice | None = "auto"
     seed: Seed = 0
@@ -93,8 +89,6 @@ class HydraConfig(Checked):
     def __post_init__(self) -> None:
         """Check each setting, and those that only make sense together."""
         super().__post_init__()
-        if self.members == 1 and self.whole:
-            raise ConfigError("members must be at least 2 if the last one is whole, got 1")
         if self.strategy == "branches" and (self.prune or (self.training is None and self.recipe is None)):
             raise ConfigError("branches keep all heads and differ by training: give no prune, but training or a recipe")
         if self.pool is not None and self.pool <= self.lost:

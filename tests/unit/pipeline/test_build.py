@@ -247,7 +247,7 @@ def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     "settings",
-    [{"members": 1, "whole": True}, {"pool": LAYERS}, {"strategy": "branches"}, {"prune": 0}, {"average_trunk": True}],
+    [{"pool": LAYERS}, {"strategy": "branches"}, {"prune": 0}, {"average_trunk": True}],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -277,9 +277,9 @@ def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll
     """Each sample alone suggests it; on new ones, one mistake of the surer model costs more than all these gain."""
     base = image_model()
     sure, surer = (base.with_metadata(calibration=Calibration((degrees,))) for degrees in (0.05, 0.02))
-    pair = chain.Paired.of(surer, sure, right(base, 60))
-    assert bool((pair.nll <= pair.nll_before).all())
-    assert pair._replace(mistake=0.0).nll_rise(seed=0).high <= 0 < pair.nll_rise(seed=0).high
+    gain, rise = chain.differences(surer, sure, right(base, 60), seed=0)
+    assert gain.value == 0
+    assert rise.value <= 0 < rise.high
 
 
 # --- dual encoders ----------------------------------------------------------------------------------------------------
