@@ -9,7 +9,6 @@ from ..errors import CheckpointError, ConfigError, ConversionError
 from . import common
 from .common import Column, Device, Json, Limit, Model, Models, Output
 
-KEPT, PRUNED = "■", "·"
 TOKENS = 128  # length of the texts in `bench`, unless the model's maximum is smaller
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder, timm:NAME or hub:OWNER/NAME.")]
@@ -169,7 +168,7 @@ def _transformers(source: str, config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def info(model: Model, as_json: Json = False) -> None:
-    """Show what is in a model, with a map of its heads.
+    """Show what is in a model; --json has everything.
 
     \b
     Example:
@@ -183,7 +182,7 @@ def info(model: Model, as_json: Json = False) -> None:
         facts = {name: _facts(tower) for name, tower in towers.items()}
         common.emit_json(facts if len(towers) > 1 else facts[model])
     else:
-        print("\n\n".join(f"{_described(name, tower)}\n\n{_head_map(tower)}" for name, tower in towers.items()))
+        print("\n\n".join(_described(name, tower) for name, tower in towers.items()))
 
 
 def _facts(ensemble: Any) -> dict[str, Any]:
@@ -210,33 +209,14 @@ def _facts(ensemble: Any) -> dict[str, Any]:
 
 
 def _described(title: str, ensemble: Any) -> str:
-    """The facts as text, without empty ones."""
-    facts = {name: value for name, value in _facts(ensemble).items() if name not in ("config", "history")}
-    rows = [(name, _value(value)) for name, value in facts.items() if value not in (None, "", [], {})]
-    rows += [("" if index else "history", line) for index, line in enumerate(ensemble.metadata.history)]
-    return "\n".join([title, *(f"  {name:<14} {value}" for name, value in rows)])
-
-
-def _value(value: Any) -> str:
-    """Plain data as text, without empty values; long lists are shortened."""
-    if isinstance(value, dict):
-        items = {name: item for name, item in value.items() if name != "kind" and item not in (None, [], "")}
-        return ", ".join(f"{name} {_value(item)}" for name, item in items.items())
-    if isinstance(value, list):
-        return ", ".join(map(_value, value[:12])) + (", ..." if len(value) > 12 else "")
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _head_map(ensemble: Any) -> str:
-    """A map of the heads each member keeps: one row per layer, one block per member."""
-    heads, counts = ensemble.config.heads, ensemble.config.head_counts  # [member][layer] indices
-    column = max(*counts, len(f"member {len(heads)}")) + 2
-    lines = [f"heads ({KEPT} kept, {PRUNED} pruned)"]
-    lines += ["layer  " + "".join(f"member {member}".ljust(column) for member in range(len(heads)))]
-    for layer, members in enumerate(zip(*heads, strict=True)):
-        cells = ("".join(KEPT if head in kept else PRUNED for head in range(counts[layer])) for kept in members)
-        lines.append(f"{layer:>5}  {''.join(cell.ljust(column) for cell in cells)}")
-    return "\n".join(line.rstrip() for line in lines)
+    """What a model is, its heads, and how it was made."""
+    names = ("kind", "members", "trunk", "classes", "dtype", "labels", "source")
+    facts = {name: value for name, value in _facts(ensemble).items() if name in names and value not in (None, "", [])}
+    about = [f"  {name:<12} {', '.join(value) if isinstance(value, list) else value}" for name, value in facts.items()]
+    known = ensemble.metadata
+    fitted = {"preprocessing": known.preprocessing, "calibration": known.calibration, "familiarity": known.familiarity}
+    about.append(f"  {'has':<12} {', '.join(name for name, value in fitted.items() if value is not None) or 'no more'}")
+    return "\n".join([title, *about, str(ensemble.describe()), *known.history])
 
 
 # --- calibrate, fuse, export -----------------------------------------------------------------------------------------
