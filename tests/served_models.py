@@ -15,7 +15,7 @@ from checkpoint_models import encoder, ensemble, metadata_for, text
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.serve import export as exporting
-from hydra_ensembles.serve.outputs import Answering
+from hydra_ensembles.serve.protocol import Answering
 from zero_shot_models import NAMES, dual_of
 
 SCORES = {"image": ("relative_mahalanobis++", "vim", "knn"), "text": ("mahalanobis",), "zero-shot": ("knn",)}

@@ -16,7 +16,7 @@ from PIL import Image
 
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.engine import ServeSettings
+from hydra_ensembles.serve.batcher import ServeSettings
 from pictures import encoded
 
 LIMIT = 120  # seconds, a safety net

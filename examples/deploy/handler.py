@@ -12,7 +12,7 @@ from typing import Any
 import hydra_ensembles as he
 from hydra_ensembles.preprocessing import to_rgb
 from hydra_ensembles.serve import ServeSettings
-from hydra_ensembles.serve.engine import warm_runner
+from hydra_ensembles.serve.batcher import warm_runner
 from hydra_ensembles.serve.protocol import Served, image_of, text_of
 
 

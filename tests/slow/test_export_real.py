@@ -8,7 +8,7 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.serve.outputs import columns
+from hydra_ensembles.serve.protocol import columns
 from shared_paths import SHARED, shared
 from studies.weights import DINOV2, pretrained
 

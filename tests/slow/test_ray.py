@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from hydra_ensembles.errors import RequestError
-from hydra_ensembles.serve.engine import API_KEY
-from hydra_ensembles.serve.outputs import columns
+from hydra_ensembles.serve.batcher import API_KEY
+from hydra_ensembles.serve.protocol import columns
 from hydra_ensembles.serve.ray_app import ATTEMPTS, _Replicas, ray_app
 from hydra_ensembles.serve.rows import Row
 from hydra_ensembles.serve.scoring import Scorer

@@ -101,7 +101,7 @@ def _inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], column: Any)
 
 def _plain(name: str, answer: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
     """The output for one input; without class names a label is a class index."""
-    from ..serve.outputs import REASON_WORDS
+    from ..serve.protocol import REASON_WORDS
 
     label = int(answer["label"])
     numbers = {key: None if answer.get(key) is None else float(answer[key]) for key in NUMBERS}
@@ -201,7 +201,7 @@ def serve(
       HYDRA_API_KEY=... hydra-ensembles serve safe --host 0.0.0.0 --max-batch 32
     """
     from ..serve.app import serve as serving
-    from ..serve.engine import ServeSettings
+    from ..serve.batcher import ServeSettings
 
     given: dict[str, Any] = {"host": host, "port": port, "uds": uds, "name": name}
     given |= {"max_batch": max_batch, "max_wait": max_wait, "precision": precision}

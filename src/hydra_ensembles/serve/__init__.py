@@ -1,7 +1,7 @@
 """Use of a saved ensemble: named outputs, export to other runtimes, an HTTP server, scoring of archives."""
 
 from .app import make_app, serve
-from .engine import ServeSettings
+from .batcher import ServeSettings
 from .ray_app import ray_app
 from .scoring import Scored, Scorer, score
 

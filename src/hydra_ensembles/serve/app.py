@@ -7,7 +7,6 @@ where clients are not trusted.
 
 import asyncio
 import hmac
-import json
 import os
 import re
 import signal
@@ -15,11 +14,11 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 import torch
@@ -32,43 +31,34 @@ from ..model.kinds import require_ensemble
 from ..model.metadata import Calibration
 from ..settings import short
 from . import protocol
-from .batcher import Answer
-from .engine import API_KEY, Engine, LocalEngine, ServeSettings, key_from_environment
-from .protocol import Served, Text, finite
+from .batcher import API_KEY, Engine, ServeSettings, key_from_environment
+from .protocol import Answer, Served, Text, finite
 from .rows import Row, cores, doubling
 from .telemetry import Telemetry, log_failure, log_to_stdout
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
 
-T = TypeVar("T")
-
 PAGE = Path(__file__).with_name("page.html")
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )  # nothing from elsewhere
-CHARSET = re.compile(r";\s*charset\s*=\s*[\"']?([^\s;\"']*)", re.IGNORECASE)
-UTF_8 = ("utf-8", "utf8", "us-ascii", "ascii")
-CONTENT = "multipart/form-data, application/json, image/* or text/plain"
+OPEN = ("/", "/v2", "/openapi.json", "/v2/health/live", "/v2/health/ready")  # without a key
 CLOSED_BY_CLIENT = 499  # no client receives it; it appears in the log
 KEEP_ALIVE = 75  # seconds an idle connection stays open; longer than in proxies, which would lose requests otherwise
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def make_app(
-    model: Ensemble,
-    settings: ServeSettings | None = None,
-    *,
-    engine: Engine | None = None,
-    key: str | None = None,
+    model: Ensemble, settings: ServeSettings | None = None, *, engine: Any = None, key: str | None = None
 ) -> "FastAPI":
     """The server of a model, as an ASGI application: run it with `hydra-ensembles serve`, or your own server.
 
     Args:
         model: A classifier.
         settings: Batches and limits; the address and the socket are for `serve`.
-        engine: Runs the model; None uses a thread of this process.
+        engine: Runs the model, as `batcher.Engine` does, which is used if it is None.
         key: What clients must send; None takes it from `HYDRA_API_KEY`.
 
     Examples:
@@ -79,18 +69,32 @@ def make_app(
         True
     """
     fastapi = library("fastapi", extra="serve")
+    from fastapi import FastAPI, Request, Response
+    from fastapi.responses import HTMLResponse, JSONResponse
+
     settings = settings or ServeSettings()
-    backend: Engine = LocalEngine(require_ensemble(model, "make_app"), settings) if engine is None else engine
-    server, name = _Server(model, settings, backend, key or key_from_environment()), settings.name
+    running = engine or Engine(require_ensemble(model, "make_app"), settings)
+    served, name = Served(model, settings.name), settings.name
+    telemetry = Telemetry(served, doubling(1, settings.max_batch), lambda: running.waiting)
+    running.observe = telemetry.batch
+    intake, pool = _Intake(served, settings), ThreadPoolExecutor(cores(), "decode")
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        await backend.start()
+        await running.start()
         try:
             yield
         finally:
-            await backend.close()
-            server.decoders.shutdown()
+            await running.close()
+            pool.shutdown()
+
+    async def decoded(work: Callable[..., Any], *given: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *given)
+
+    async def answered(request: Request, rows: list[Row]) -> Sequence[Answer]:
+        answers: Sequence[Answer] = await running.answer(rows)
+        request.state.fields |= {"rows": len(rows), "outcomes": telemetry.answers(answers)}
+        return answers
 
     app: FastAPI = fastapi.FastAPI(
         title=f"hydra-ensembles: {name}",
@@ -99,243 +103,213 @@ def make_app(
         docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,  # it would redirect to whatever host the request names
+        default_response_class=JSONResponse,
     )
-    routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]], bool]] = [
-        ("GET", "/", server.page, False),
-        ("GET", "/v1/model", server.model, True),
-        ("POST", "/v1/predict", server.predict, True),
-        ("GET", "/metrics", server.metrics, True),
-        ("GET", "/v2", server.about, False),
-        ("GET", "/v2/health/live", server.live, False),
-        ("GET", "/v2/health/ready", server.is_ready, False),
-    ]
+
+    @app.get("/")
+    async def page() -> HTMLResponse:
+        """The page to try the model on."""
+        headers = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+        return HTMLResponse(PAGE.read_bytes(), headers=headers)
+
+    @app.get("/v1/model")
+    async def described() -> JSONResponse:
+        """What is served: kind, classes, members, thresholds."""
+        return JSONResponse(_facts(served))
+
+    @app.post("/v1/predict")
+    async def predict(request: Request) -> JSONResponse:
+        """Labels of images or texts, each with its uncertainty and a verdict."""
+        rows = await decoded(intake.rows, *await _raw(request, settings.max_queue))
+        answers = await answered(request, rows)
+        told = [served.plain(answer, row.notes) for row, answer in zip(rows, answers, strict=True)]
+        return JSONResponse({"model": name, "predictions": told})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Counters and histograms, as Prometheus reads them."""
+        content, kind = telemetry.exposition()
+        return Response(content, media_type=kind)
+
+    @app.get("/v2")
+    async def about() -> JSONResponse:
+        """Metadata of the server."""
+        return JSONResponse({"name": "hydra-ensembles", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+    @app.get("/v2/health/live")
+    async def live() -> JSONResponse:
+        """Whether the server runs."""
+        return JSONResponse({"live": True})
+
+    async def ready() -> JSONResponse:
+        """Whether the model takes requests."""
+        return JSONResponse({"ready": running.ready}, 200 if running.ready else 503)
+
+    async def metadata() -> JSONResponse:
+        """Inputs and outputs of the model, its classes and reasons."""
+        return JSONResponse(protocol.model_metadata(served))
+
+    async def infer(request: Request) -> Response:
+        """Answers as named tensors."""
+        parts = await request.body(), request.headers.get(protocol.HEADER)
+        message, inputs = await decoded(protocol.read_request, *parts)
+        outputs = protocol.asked_outputs(message, served)
+        rows = await decoded(intake.tensor_rows, inputs)
+        answers = await answered(request, rows)
+        content, headers = protocol.write_answer(message, served, outputs, answers, [row.notes for row in rows])
+        return Response(content, headers=headers)
+
+    app.get("/v2/health/ready")(ready)
     for prefix in (f"/v2/models/{name}", f"/v2/models/{name}/versions/1"):
-        routes += [("GET", prefix, server.metadata, True), ("GET", f"{prefix}/ready", server.is_ready, False)]
-        routes += [("POST", f"{prefix}/infer", server.infer, True)]
-    for method, path, handler, locked in routes:
-        answered = server.guarded(path, handler, locked)
-        if method == "GET":  # load balancers send HEAD; FastAPI does not add it to GET routes
-            app.router.add_route(path, answered, methods=["HEAD"], include_in_schema=False)
-        app.add_api_route(
-            path,
-            answered,
-            methods=[method],
-            summary=(handler.__doc__ or "").partition("\n")[0],
-            response_class=fastapi.Response,
-            response_model=None,
-        )
+        app.get(prefix)(metadata)
+        app.get(f"{prefix}/ready")(ready)
+        app.post(f"{prefix}/infer")(infer)
 
-    async def elsewhere(request: "Request", error: Any) -> "Response":
-        return server.refusal(
-            RequestError(f"there is no {request.method} {request.url.path[:100]}; see /openapi.json", error.status_code)
-        )
+    async def unknown(request: Request, error: Any) -> Response:
+        where = f"{request.method} {request.url.path[:100]}"
+        return _refusal(RequestError(f"there is no {where}; see /openapi.json", error.status_code))
 
-    app.add_exception_handler(404, elsewhere)
-    app.add_exception_handler(405, elsewhere)
+    app.add_exception_handler(404, unknown)
+    app.add_exception_handler(405, unknown)
+    routes = [route.path for route in app.routes if hasattr(route, "path")]
+    app.add_middleware(_Gate, settings=settings, telemetry=telemetry, routes=routes, key=key or key_from_environment())
     return app
 
 
-class _Server:
-    """The route handlers and the code they share."""
+class _Gate:
+    """Around every request: key, size of the body, open requests, deadline, clients that leave, errors, the log.
 
-    def __init__(self, model: Ensemble, settings: ServeSettings, engine: Engine, key: str | None) -> None:
-        self.served, self.settings, self.engine = Served(model, settings.name), settings, engine
-        self.telemetry = Telemetry(self.served, doubling(1, settings.max_batch), lambda: engine.waiting)
-        if isinstance(engine, LocalEngine):
-            engine.observe = self.telemetry.batch
-        self.decoders = ThreadPoolExecutor(cores(), "decode")
-        self.open = 0  # requests that are being read, decoded or answered
-        self._key = key
+    A body is read here, whole and only if there is room for it, so that a client is known to have gone while its rows
+    wait: nothing more is run for it.
+    """
 
-    # --- shared by all routes ----------------------------------------------------------------------------------------
+    def __init__(
+        self, app: Any, settings: ServeSettings, telemetry: Telemetry, routes: Sequence[str], key: str | None
+    ) -> None:
+        self._app, self._settings, self._telemetry, self._routes, self._key = app, settings, telemetry, routes, key
+        self._open = 0  # requests that are being read, decoded or answered
 
-    def guarded(
-        self, route: str, handler: "Callable[[Request], Awaitable[Response]]", locked: bool
-    ) -> "Callable[[Request], Awaitable[Response]]":
-        """Wrap a handler: check the key, enforce limits and the deadline, and turn exceptions into responses."""
-        from fastapi import Request, Response
-        from starlette.formparsers import MultiPartException
-        from starlette.requests import ClientDisconnect
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        from starlette.requests import ClientDisconnect, Request
 
-        async def answered(request: Request) -> Response:
-            began = time.perf_counter()
-            header = request.headers.get("x-request-id", "")
-            name = header if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", header) else uuid.uuid4().hex[:16]
-            request.state.fields = {"id": name}
-            try:
-                if locked:
-                    self._require_key(request)
-                async with asyncio.timeout(self.settings.timeout):
-                    response = await handler(Request(request.scope, self._limited(request)))
-            except RequestError as error:
-                response = self.refusal(error)
-            except DataError as error:  # from preprocessing or the model, which say what is wrong with the input
-                response = self.refusal(RequestError(str(error), 400))
-            except TimeoutError:
-                arrived = getattr(request.state, "arrived", False)
-                what, status = ("no answer", 504) if arrived else ("the body did not arrive", 408)
-                response = self.refusal(RequestError(f"{what} within {self.settings.timeout:g} seconds", status))
-            except MultiPartException as error:
-                response = self.refusal(RequestError(f"the form cannot be read: {error}", 400))
-            except ClientDisconnect:
-                response = _response(b"", CLOSED_BY_CLIENT)
-            except Exception as error:
-                log_failure(error, id=name, route=route)
-                response = self.refusal(RequestError(f"internal error; see the log under {name}", 500))
-            response.headers["X-Request-Id"] = name
-            seconds = time.perf_counter() - began
-            self.telemetry.request(route, response.status_code, seconds, **request.state.fields)
-            return response
-
-        return answered
-
-    def refusal(self, error: RequestError) -> "Response":
-        """Convert an error to a JSON response."""
-        response = _json({"error": str(error)}, error.status)
-        if error.retry_after is not None:
-            response.headers["Retry-After"] = str(error.retry_after)
-        if error.status == 401:
-            response.headers["WWW-Authenticate"] = "Bearer"
-        return response
-
-    def _require_key(self, request: "Request") -> None:
-        if self._key is None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
             return
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(key.encode("utf-8", "replace"), self._key.encode()):
-            raise RequestError("a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY", 401)
+        began, request, status = time.perf_counter(), Request(scope, receive), CLOSED_BY_CLIENT
+        header = request.headers.get("x-request-id", "")
+        name = header if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", header) else uuid.uuid4().hex[:16]
+        request.state.fields, request.state.arrived = {"id": name}, False
+        route = request.url.path if request.url.path in self._routes else "elsewhere"
+        started = False
 
-    def _limited(self, request: "Request") -> Callable[[], Awaitable[Any]]:
-        """A `receive` that enforces the maximum body size, whatever Content-Length says."""
-        most = int(self.settings.max_body * 1e6)
-        received = 0
-        receive = request.receive
-        announced = request.headers.get("content-length", "0")  # too many digits cannot be converted
-        refusal = RequestError(f"the body is too large; at most {most} bytes are accepted", 413)
-        if not announced.isdecimal() or len(announced) > 18 or int(announced) > most:
-            raise refusal
-        if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise RequestError("compressed bodies are not accepted; send it uncompressed", 415)
+        async def named(message: Any) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                own = {"X-Request-Id": name, "X-Content-Type-Options": "nosniff"}
+                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in own.items())]
+            await send(message)
 
-        async def limited() -> Any:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > most:
-                raise refusal
-            if message["type"] == "http.request" and not message.get("more_body", False):
-                request.state.arrived = True
-            return message
+        refusal: RequestError | None = None
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                await self._pass(request, named)
+        except RequestError as error:
+            refusal = error
+        except DataError as error:  # from preprocessing or the model, which say what is wrong with the input
+            refusal = RequestError(str(error), 400)
+        except TimeoutError:
+            what, code = ("no answer", 504) if request.state.arrived else ("the body did not arrive", 408)
+            refusal = RequestError(f"{what} within {self._settings.timeout:g} seconds", code)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            log_failure(error, id=name, route=route)
+            refusal = RequestError(f"internal error; see the log under {name}", 500)
+        if refusal is not None and not started:
+            await _refusal(refusal)(scope, receive, named)
+        self._telemetry.request(route, status, time.perf_counter() - began, **request.state.fields)
 
-        return limited
-
-    async def _decoded(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.decoders, work)
-
-    async def _answers(self, request: "Request", rows: Callable[[], list[Row]]) -> tuple[list[Row], Sequence[Answer]]:
-        """Decode (`rows`, in the pool), queue, wait and count; nothing is run for a client that disconnects."""
+    async def _pass(self, request: "Request", send: Any) -> None:
+        """Check the key, read the body, and let the application answer as long as the client is there."""
         from starlette.requests import ClientDisconnect
 
-        async def work() -> tuple[list[Row], Sequence[Answer]]:
-            samples = await self._decoded(rows)
-            return samples, await self.engine.answer(samples)
-
-        async def disconnected() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        working, watching = asyncio.ensure_future(work()), asyncio.ensure_future(disconnected())
+        path = request.url.path
+        if self._key is not None and path not in OPEN and not (path in self._routes and path.endswith("/ready")):
+            scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+            given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+            if not hmac.compare_digest(given.encode("utf-8", "replace"), self._key.encode()):
+                raise RequestError("a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY", 401)
+        scope = {**request.scope, "method": "GET" if request.method == "HEAD" else request.method}
+        if request.method in ("GET", "HEAD"):
+            await self._app(scope, request.receive, send)
+            return
+        if self._open >= self._settings.max_queue:
+            raise RequestError("too many requests are open; try again later", 503, retry_after=1)
+        self._open += 1
+        working = watching = None
         try:
+            messages = [{"type": "http.request", "body": await self._body(request), "more_body": False}]
+            request.state.arrived = True
+
+            async def replayed() -> Any:
+                return messages.pop() if messages else await asyncio.Event().wait()  # who leaves is noticed below
+
+            async def gone() -> None:
+                while (await request.receive())["type"] != "http.disconnect":
+                    pass
+
+            working = asyncio.ensure_future(self._app(scope, replayed, send))
+            watching = asyncio.ensure_future(gone())
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 raise ClientDisconnect
-            samples, answers = working.result()
+            working.result()
         finally:
-            working.cancel()
-            watching.cancel()
-        request.state.fields |= {"rows": len(samples), "outcomes": self.telemetry.answers(answers)}
-        return samples, answers
+            self._open -= 1
+            for task in (working, watching):
+                if task is not None:
+                    task.cancel()
 
-    @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
-        """Reserve one of the `max_queue` request slots before the body is read, which bounds the memory."""
-        if self.open >= self.settings.max_queue:
-            raise RequestError("too many requests are open; try again later", 503, retry_after=1)
-        self.open += 1
-        try:
-            yield
-        finally:
-            self.open -= 1
+    async def _body(self, request: "Request") -> bytes:
+        """The body, up to its maximum size, whatever Content-Length says."""
+        most = int(self._settings.max_body * 1e6)
+        refusal = RequestError(f"the body is too large; at most {most} bytes are accepted", 413)
+        if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise RequestError("compressed bodies are not accepted; send it uncompressed", 415)
+        announced = request.headers.get("content-length", "0")
+        if not announced.isdecimal() or len(announced) > 18 or int(announced) > most:  # too many digits: no number
+            raise refusal
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise refusal
+        return bytes(body)
 
-    # --- for people and programs -------------------------------------------------------------------------------------
 
-    async def page(self, request: "Request") -> "Response":
-        """The page to try the model on."""
-        headers = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
-        return _response(PAGE.read_bytes(), headers=headers, media_type="text/html")
+class _Intake:
+    """Rows from what clients send, within the limits of a request."""
 
-    async def model(self, request: "Request") -> "Response":
-        """What is served: kind, classes, members, thresholds."""
-        ensemble = self.served.ensemble
-        calibration = ensemble.metadata.calibration or Calibration()
-        fitted = None if ensemble.metadata.familiarity is None else ensemble.metadata.familiarity.settings
-        facts = {
-            "name": self.settings.name,
-            "kind": ensemble.kind,
-            "raw": self.served.reader.preprocessing is not None,
-            "labels": list(self.served.labels),
-            "members": ensemble.num_members,
-            "outputs": {output.name: output.meaning for output in self.served.outputs},
-        }
-        for name, rule in (("unsure", calibration), ("unfamiliar", fitted)):
-            limit = None if rule is None else rule.threshold
-            facts[f"{name}_above"] = None if limit is None else finite(limit)
-            facts[f"{name}_share"] = None if rule is None or limit is None else round(1.0 - rule.accepted_share, 6)
-        return _json(facts)
+    def __init__(self, served: Served, settings: ServeSettings) -> None:
+        self._served, self._settings = served, settings
 
-    async def predict(self, request: "Request") -> "Response":
-        """Labels of images or texts, each with its uncertainty and a verdict."""
-        async with self._admitted():
-            rows = await self._raw_rows(request)
-            samples, answers = await self._answers(request, rows)
-        predictions = [self.served.plain(answer, row.notes) for row, answer in zip(samples, answers, strict=True)]
-        return _json({"model": self.settings.name, "predictions": predictions})
-
-    async def _raw_rows(self, request: "Request") -> Callable[[], list[Row]]:
-        """A function that parses the body into rows: a form, JSON, an image or a text."""
-        header = request.headers.get("content-type", "")
-        kind = header.partition(";")[0].strip().lower()
-        if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-            fields = await _form(request, self.settings.max_queue)
-            return lambda: self._rows(*protocol.read_named(fields))
-        body = await request.body()
-        if kind.startswith("image/") or kind == "application/octet-stream":
-            return lambda: self._rows([body], [])
-        charset = CHARSET.search(header)
-        if charset is not None and charset[1].lower() not in UTF_8:
-            raise RequestError(f"the charset {charset[1][:100]!r} is not accepted; send UTF-8", 415)
-        if kind == "application/json":
-            return lambda: self._rows(*protocol.read_named(protocol.request_of(body)))
-        if kind == "text/plain":
-            return lambda: self._rows([], [protocol.text_of(body.strip())])  # files end with a newline
-        raise RequestError(f"content of the type {kind[:100]!r} is not accepted; send {CONTENT}", 415)
-
-    def _rows(self, images: Sequence[bytes], texts: Sequence[Text]) -> list[Row]:
-        """Rows of images or texts, within the limits of a request."""
+    def rows(self, images: Sequence[bytes], texts: Sequence[Text]) -> list[Row]:
+        """Rows of images or of texts."""
         kind = "image" if images else "text"
         raw: Sequence[bytes | Text] = images or texts
         if images and texts:
             raise RequestError("got images and texts in one request; this model reads one kind")
         if not raw:
             raise RequestError("the request holds no sample; give at least one")
-        reader, longest = self.served.reader, self.settings.max_characters
-        if kind != self.served.ensemble.kind:
-            raise RequestError(f"got {kind}s, but this model reads {self.served.ensemble.kind}s")
+        reader, longest = self._served.reader, self._settings.max_characters
+        if kind != reader.kind:
+            raise RequestError(f"got {kind}s, but this model reads {reader.kind}s")
         self._require_few(len(raw))
-        rows, pixels = list[Row](), self.settings.max_pixels * 1e6
+        rows, pixels = list[Row](), self._settings.max_pixels * 1e6
         for index, one in enumerate(raw):
-            count = 0 if isinstance(one, bytes) else len(one) if isinstance(one, str) else len(one[0]) + len(one[1])
+            count = 0 if isinstance(one, bytes) else len(one) if isinstance(one, str) else sum(map(len, one))
             if count > longest:
                 raise RequestError(f"text {index} has {count} characters; at most {longest} are accepted", 413)
             row = reader.read(one, pixels)
@@ -345,48 +319,9 @@ class _Server:
             rows.append(row)
         return rows
 
-    def _require_few(self, count: int) -> None:
-        most = self.settings.max_queue
-        if count > most:
-            raise RequestError(f"got {count} samples in one request; at most {most} are accepted", 413)
-
-    async def metrics(self, request: "Request") -> "Response":
-        """Counters and histograms, as Prometheus reads them."""
-        content, kind = self.telemetry.exposition()
-        return _response(content, media_type=kind)
-
-    # --- the Open Inference Protocol ---------------------------------------------------------------------------------
-
-    async def about(self, request: "Request") -> "Response":
-        """Metadata of the server."""
-        return _json({"name": "hydra-ensembles", "version": __version__, "extensions": ["binary_tensor_data"]})
-
-    async def live(self, request: "Request") -> "Response":
-        """Whether the server runs."""
-        return _json({"live": True})
-
-    async def is_ready(self, request: "Request") -> "Response":
-        """Whether the model takes requests."""
-        return _json({"ready": self.engine.ready}, 200 if self.engine.ready else 503)
-
-    async def metadata(self, request: "Request") -> "Response":
-        """Inputs and outputs of the model, its classes and reasons."""
-        return _json(protocol.model_metadata(self.served))
-
-    async def infer(self, request: "Request") -> "Response":
-        """Answers as named tensors."""
-        async with self._admitted():
-            parts = await request.body(), request.headers.get(protocol.HEADER)
-            message, inputs = await self._decoded(lambda: protocol.read_request(*parts))
-            outputs = protocol.asked_outputs(message, self.served)
-            rows, answers = await self._answers(request, lambda: self._tensor_rows(inputs))
-        notes = [row.notes for row in rows]
-        content, headers = protocol.write_answer(message, self.served, outputs, answers, notes)
-        return _response(content, headers=headers)
-
-    def _tensor_rows(self, inputs: dict[str, Any]) -> list[Row]:
+    def tensor_rows(self, inputs: dict[str, Any]) -> list[Row]:
         """Rows from named tensors: encoded images, texts, or preprocessed inputs."""
-        reader = self.served.reader
+        reader = self._served.reader
         raw, _ = protocol.RAW[reader.kind]
         names = [field.name for field in reader.inputs]
         strange = next((name for name in inputs if name not in (raw, *names)), None)
@@ -396,46 +331,80 @@ class _Server:
             if isinstance(value, list) != (name == raw):
                 raise RequestError(f"input {short(name)} must {'be of the type' if name == raw else 'not be'} BYTES")
         if raw in inputs:
-            return self._rows(*protocol.read_named({f"{raw}s": inputs[raw]}))
+            return self.rows(*protocol.read_named({f"{raw}s": inputs[raw]}))
         self._require_few(max(len(array) for array in inputs.values()))
         return reader.tensors({name: torch.tensor(array) for name, array in inputs.items()})
 
+    def _require_few(self, count: int) -> None:
+        most = self._settings.max_queue
+        if count > most:
+            raise RequestError(f"got {count} samples in one request; at most {most} are accepted", 413)
 
-async def _form(request: "Request", most: int) -> dict[str, Any]:
-    """The images and texts of a form by their plural names; files are images, whatever their field is called."""
+
+async def _raw(request: "Request", most: int) -> tuple[list[bytes], list[Text]]:
+    """The images and texts of a body: a form (files in any field, texts in `text`), JSON, or one image."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        return protocol.read_named(protocol.request_of(await request.body()))
+    if kind.startswith("image/") or kind == "application/octet-stream":
+        return [await request.body()], []
+    if kind == "application/x-www-form-urlencoded":  # Starlette would take raw UTF-8 for Latin-1
+        pairs: list[tuple[str, Any]] = [*parse_qsl(protocol.as_text(await request.body()), keep_blank_values=True)]
+    elif kind == "multipart/form-data":
+        pairs = await _multipart(request, most)
+    else:
+        accepted = "multipart/form-data, application/json or image/*"
+        raise RequestError(f"content of the type {kind[:100]!r} is not accepted; send {accepted}", 415)
+    if strange := [name for name, value in pairs if isinstance(value, str) and name != "text"]:
+        raise RequestError(f"there is no field {short(strange[0])}; in a form, texts are in the field text")
+    return [value for _, value in pairs if isinstance(value, bytes)], [v for _, v in pairs if isinstance(v, str)]
+
+
+async def _multipart(request: "Request", most: int) -> list[tuple[str, Any]]:
+    """The fields of a form, with the bytes of its files."""
     from starlette.datastructures import UploadFile
-    from starlette.formparsers import MultiPartParser
+    from starlette.formparsers import MultiPartException, MultiPartParser
 
     class InMemory(MultiPartParser):
         spool_max_size = 0  # never on a disk
 
-    pairs: list[tuple[str, Any]]
-    if request.headers["content-type"].lower().startswith("multipart/"):
+    try:
         form = await InMemory(request.headers, request.stream(), max_files=most, max_fields=most).parse()
-        pairs = form.multi_items()
-    else:  # browsers escape what is not ASCII, and others send it in UTF-8, which Starlette would take for Latin-1
-        pairs = parse_qsl(protocol.as_text(await request.body()), keep_blank_values=True)
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        if isinstance(value, UploadFile):
-            fields.setdefault("images", []).append(await value.read())
-            await value.close()
-        else:
-            fields.setdefault(f"{name.removesuffix('s')}s", []).append(value)
-    return fields
+    except MultiPartException as error:
+        raise RequestError(f"the form cannot be read: {error.message}") from error
+    pairs = form.multi_items()
+    read = [(name, await value.read() if isinstance(value, UploadFile) else value) for name, value in pairs]
+    await form.close()
+    return read
 
 
-def _json(content: Any, status: int = 200) -> "Response":
-    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-    return _response(body, status, {"X-Content-Type-Options": "nosniff"}, "application/json")
+def _facts(served: Served) -> dict[str, Any]:
+    """What a person wants to know of a model."""
+    ensemble = served.ensemble
+    calibration = ensemble.metadata.calibration or Calibration()
+    fitted = None if ensemble.metadata.familiarity is None else ensemble.metadata.familiarity.settings
+    facts = {
+        "name": served.name,
+        "kind": ensemble.kind,
+        "raw": served.reader.preprocessing is not None,
+        "labels": list(served.labels),
+        "members": ensemble.num_members,
+        "outputs": {output.name: output.meaning for output in served.outputs},
+    }
+    for name, rule in (("unsure", calibration), ("unfamiliar", fitted)):
+        limit = None if rule is None else rule.threshold
+        facts[f"{name}_above"] = None if limit is None else finite(limit)
+        facts[f"{name}_share"] = None if rule is None or limit is None else round(1.0 - rule.accepted_share, 6)
+    return facts
 
 
-def _response(
-    body: bytes, status: int = 200, headers: Mapping[str, str] | None = None, media_type: str | None = None
-) -> "Response":
-    from fastapi import Response
+def _refusal(error: RequestError) -> "Response":
+    """An error as a response."""
+    from fastapi.responses import JSONResponse
 
-    return Response(body, status, headers, media_type)
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    return JSONResponse({"error": str(error).encode("utf-8", "replace").decode()}, error.status, headers)
 
 
 # --- running it ------------------------------------------------------------------------------------------------------
@@ -454,7 +423,7 @@ def serve(model: Ensemble | str | Path, settings: ServeSettings | None = None) -
     torch.set_num_threads(min(torch.get_num_threads(), cores()))
     log_to_stdout()
     loaded = model if isinstance(model, Ensemble) else Ensemble.from_pretrained(model)
-    engine = LocalEngine(require_ensemble(loaded, "serve"), settings)
+    engine = Engine(require_ensemble(loaded, "serve"), settings)
     app = make_app(loaded, settings, engine=engine)
     engine.load()
     config = uvicorn.Config(

@@ -5,35 +5,86 @@ passed, or the client has disconnected) are not run. If the model fails on one r
 get answers; if its device fails, nothing is tried again: only a new process can use it.
 """
 
+import asyncio
 import math
+import os
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .._utils import collect_warnings
-from ..errors import DataError, HydraError, RequestError
+from ..errors import ConfigError, DataError, HydraError, RequestError
 from ..model.ensemble import Ensemble
-from ..optimize.runner import OptimizedEnsemble
-from .outputs import columns
-from .rows import Row as ReadRow
-from .rows import doubling
+from ..optimize.runner import USUAL_SHAPES, OptimizedEnsemble
+from ..settings import Checked, Range
+from .protocol import Answer, columns
+from .rows import Reader, Row, doubling
+from .telemetry import log
 
-Row = TypeVar("Row")
-Result = TypeVar("Result")
-Answer = dict[str, Any]
-"""Every output of `output_fields` for one sample, as a NumPy array or scalar."""
+API_KEY = "HYDRA_API_KEY"
+"""Environment variable with the key that clients must send; a command line would be visible to all local users."""
 
-MAX_PIXEL = 1e4  # larger than any preprocessed pixel
 SMOOTHING = 0.1  # weight of the last batch in the moving average of seconds per row
 LONGEST = 60  # seconds after which a client is told to come back
+
+
+@dataclass(frozen=True)
+class ServeSettings(Checked):
+    """How a model is served. A key that clients must send is read from `HYDRA_API_KEY` in the environment.
+
+    Attributes:
+        host: Address to listen on; 0.0.0.0 for every interface.
+        port: Port to listen on, 0 for any free one.
+        uds: Unix socket to listen on instead, which only this user can open.
+        name: What clients call the model.
+        max_batch: Maximum number of samples that the model sees at once.
+        max_wait: Milliseconds that a sample waits for others to fill a batch.
+        max_queue: Maximum number of samples, and of requests, accepted at once; further ones are told to retry (503).
+        timeout: Seconds after which a request fails (504).
+        precision: Floating type to compute in; that of the model if not given.
+        compile: Compile the model for the batch sizes it will see.
+        max_body: Maximum size of a request, in megabytes.
+        max_pixels: Maximum size of the images of a request, in megapixels.
+        max_characters: Maximum length of a text, in characters.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Range(0, 65_535)] = 8000
+    uds: str | None = None
+    name: str = "model"
+    max_batch: Annotated[int, Range(1, 4096)] = 16
+    max_wait: Annotated[float, Range(0, below=60_001)] = 5.0
+    max_queue: Annotated[int, Range(1, 1_000_000)] = 256
+    timeout: Annotated[float, Range(0.001, below=86_401)] = 30.0
+    precision: Literal["float32", "bfloat16", "float16"] | None = None
+    compile: bool = False
+    max_body: Annotated[float, Range(0.001, below=4097)] = 16.0
+    max_pixels: Annotated[float, Range(0.001, below=1001)] = 50.0
+    max_characters: Annotated[int, Range(1, 100_000_000)] = 100_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_queue < self.max_batch:
+            raise ConfigError(f"max_queue is {self.max_queue}, less than max_batch, {self.max_batch}; raise it")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.name):
+            raise ConfigError(f"name is {self.name!r}; it is part of URLs: use only letters, digits, _ . and -")
+
+
+def key_from_environment() -> str | None:
+    """The key that clients must send; None if none is required."""
+    key = os.environ.get(API_KEY)
+    if key is not None and (len(key) < 8 or not key.isascii() or not key.isprintable() or key != key.strip()):
+        raise ConfigError(f"{API_KEY} has fewer than 8 characters, or some that HTTP headers cannot hold")
+    return key
 
 
 class Runner:
@@ -47,13 +98,13 @@ class Runner:
         self.model, self.sizes = model, doubling(1, most)
         self._fills = model.device.type != "cpu"
 
-    def warm_up(self, examples: Sequence[ReadRow]) -> None:
+    def warm_up(self, examples: Sequence[Row]) -> None:
         """Run every size of every shape once."""
         for row in examples:
             for size in self.sizes:
                 self.answers([row] * size)
 
-    def answers(self, rows: Sequence[ReadRow]) -> list[Answer | HydraError]:
+    def answers(self, rows: Sequence[Row]) -> list[Answer | HydraError]:
         """For each row its answer, or why it has none."""
         found: list[Answer | HydraError | None] = [row.error for row in rows]
         groups: dict[Hashable, list[int]] = {}
@@ -73,40 +124,36 @@ class Runner:
             yield indices[:size]
             indices = indices[size:]
 
-    def _run(self, rows: list[ReadRow]) -> list[Answer | HydraError]:
+    def _run(self, rows: list[Row]) -> list[Answer | HydraError]:
         size = next(size for size in self.sizes if size >= len(rows))
         filled = [*rows, *rows[-1:] * (size - len(rows))]  # on a CPU there is nothing to fill
         with collect_warnings():  # what there is to say was noted when the rows were read
             arrays = columns(self.model.predict(stacked(filled), check_finite=False))
         finite: Any = np.isfinite(arrays["member_logits"]).all(axis=(1, 2))  # [B]
         return [
-            {name: column[index] for name, column in arrays.items()} if finite[index] else self._no_number(row)
-            for index, row in enumerate(rows)
+            {name: column[index] for name, column in arrays.items()} if finite[index] else self._no_number()
+            for index in range(len(rows))
         ]
 
-    def _no_number(self, row: ReadRow) -> HydraError:
-        """The error for logits that are not finite: the client's if pixels are absurdly large, else the server's."""
-        main = next(iter(row.inputs.values()))  # pixels or tokens
-        if main.is_floating_point() and float(main.abs().max()) > MAX_PIXEL:
-            return DataError("its answer is NaN or infinite: its values are too large for an image")
+    def _no_number(self) -> HydraError:
         kind = str(self.model.dtype).removeprefix("torch.")
-        return RequestError(f"its answer is NaN or infinite: the model runs in {kind}, where it may overflow", 500)
+        return DataError(f"its answer is NaN or infinite: its values are too large, or overflow in {kind}")
 
 
-def stacked(rows: Sequence[ReadRow]) -> Tensor | dict[str, Tensor]:
+def stacked(rows: Sequence[Row]) -> Tensor | dict[str, Tensor]:
     """Rows of one shape as a batch, `[B, …]`."""
     batch = {name: torch.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}
     return next(iter(batch.values())) if len(batch) == 1 else batch
 
 
 @dataclass(frozen=True)
-class _Waiting(Generic[Row, Result]):
-    row: Row
-    future: Future[Result]
+class _Waiting:
+    row: Any
+    future: Future[Any]
     since: float
 
 
-class Batcher(Generic[Row, Result]):
+class Batcher:
     """Runs rows of many callers in batches, on one thread.
 
     Attributes:
@@ -116,8 +163,8 @@ class Batcher(Generic[Row, Result]):
 
     def __init__(
         self,
-        run: Callable[[list[Row]], Sequence[Result | Exception]],
-        group: Callable[[Row], Hashable],
+        run: Callable[[list[Any]], Sequence[Any]],
+        group: Callable[[Any], Hashable],
         *,
         max_batch: int,
         max_wait: float,
@@ -133,14 +180,14 @@ class Batcher(Generic[Row, Result]):
         self.failure: Exception | None = None
         self._run, self._group, self._observe = run, group, observe
         self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
-        self._groups: dict[Hashable, deque[_Waiting[Row, Result]]] = {}
+        self._groups: dict[Hashable, deque[_Waiting]] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._seconds_per_row = 0.0
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
 
-    def submit(self, rows: Sequence[Row]) -> list[Future[Result]]:
+    def submit(self, rows: Sequence[Any]) -> list[Future[Any]]:
         """Queue all of these rows, or none: `RequestError` (503) if there is no room for them, and after `close`."""
         with self._changed:
             if self.failure is not None:
@@ -151,7 +198,7 @@ class Batcher(Generic[Row, Result]):
                 seconds = math.ceil(self.waiting * self._seconds_per_row)
                 raise RequestError("too many samples are waiting; try again later", 503, min(max(seconds, 1), LONGEST))
             now = time.monotonic()
-            futures = [Future[Result]() for _ in rows]
+            futures = [Future[Any]() for _ in rows]
             for row, future in zip(rows, futures, strict=True):
                 self._groups.setdefault(self._group(row), deque()).append(_Waiting(row, future, now))
             self.waiting += len(rows)
@@ -169,7 +216,7 @@ class Batcher(Generic[Row, Result]):
         while batch := self._next():
             self._answer(batch)
 
-    def _next(self) -> list[_Waiting[Row, Result]]:
+    def _next(self) -> list[_Waiting]:
         """Wait for the next batch; empty when the batcher is closing and the queue is empty."""
         with self._changed:
             while True:
@@ -194,10 +241,10 @@ class Batcher(Generic[Row, Result]):
         }
         return min(oldest, key=lambda key: oldest[key]) if oldest else None
 
-    def _take(self, key: Hashable) -> list[_Waiting[Row, Result]]:
+    def _take(self, key: Hashable) -> list[_Waiting]:
         """Remove up to `max_batch` rows of a group from the queue, skipping cancelled ones."""
         rows = self._groups[key]
-        batch = list[_Waiting[Row, Result]]()
+        batch = list[_Waiting]()
         while rows and len(batch) < self._max_batch:
             waiting = rows.popleft()
             self.waiting -= 1
@@ -207,33 +254,100 @@ class Batcher(Generic[Row, Result]):
             del self._groups[key]
         return batch
 
-    def _answer(self, batch: list[_Waiting[Row, Result]]) -> None:
+    def _answer(self, batch: list[_Waiting]) -> None:
         started = time.monotonic()
-        try:
-            if self.failure is not None:
-                raise self.failure
-            answers = list(zip(batch, self._run([waiting.row for waiting in batch]), strict=True))
-        except Exception as error:
-            if device_failed(error):
-                self.failure = error
-            if len(batch) == 1 or self.failure is not None:
-                for waiting in batch:
-                    waiting.future.set_exception(error)
-                return
-            for waiting in batch:  # run one by one to find the failing row
-                self._answer([waiting])
-            return
+        rows = [waiting.row for waiting in batch]
+        answers = each_alone(self._run, rows) if self.failure is None else [self.failure] * len(rows)
+        self.failure = next((one for one in answers if isinstance(one, Exception) and device_failed(one)), None)
         seconds = time.monotonic() - started
         before = self._seconds_per_row or seconds / len(batch)
         self._seconds_per_row = (1 - SMOOTHING) * before + SMOOTHING * seconds / len(batch)
         self._observe(len(batch), seconds)
-        for waiting, answer in answers:
+        for waiting, answer in zip(batch, answers, strict=True):
             if isinstance(answer, Exception):
                 waiting.future.set_exception(answer)
             else:
                 waiting.future.set_result(answer)
 
 
+def each_alone(run: Callable[[list[Any]], Sequence[Any]], rows: list[Any]) -> list[Any]:
+    """What `run` returns for these rows; if it fails on one of them, that one has its error, and the others answers."""
+    try:
+        return list(run(rows))
+    except Exception as error:
+        if len(rows) == 1 or device_failed(error):
+            return [error] * len(rows)
+        return [answer for row in rows for answer in each_alone(run, [row])]
+
+
 def device_failed(error: Exception) -> bool:
     """Whether a device has failed in a way that stays: every later call of this process would fail, too."""
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)  # of memory it says "CUDA out of"
+
+
+def warm_runner(ensemble: Ensemble, settings: ServeSettings) -> Runner:
+    """The model with its plans, which have run once for every shape that is known in advance."""
+    dtype: torch.dtype | None = None if settings.precision is None else getattr(torch, settings.precision)
+    examples = Reader(ensemble).examples()
+    shapes = max(len(examples) * settings.max_batch.bit_length() + len(examples), USUAL_SHAPES)
+    plans = ensemble.optimize(dtype=dtype, compile=settings.compile, shapes=shapes)
+    runner = Runner(plans, settings.max_batch)
+    runner.warm_up(examples)
+    return runner
+
+
+class Engine:
+    """A model thread of this process, fed from one queue."""
+
+    def __init__(self, ensemble: Ensemble, settings: ServeSettings) -> None:
+        self._ensemble, self._settings = ensemble, settings
+        self.observe: Callable[[int, float], None] = lambda rows, seconds: None
+        self._runner: Runner | None = None
+        self._batcher: Batcher | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the model is warm, and its device has not failed for good."""
+        return self._batcher is not None and self._batcher.failure is None
+
+    @property
+    def waiting(self) -> int:
+        """Rows in the queue."""
+        return 0 if self._batcher is None else self._batcher.waiting
+
+    def load(self) -> None:
+        """Build and warm up the plans, unless that is done."""
+        if self._runner is None:
+            began = time.monotonic()
+            self._runner = warm_runner(self._ensemble, self._settings)
+            log("ready", model=self._settings.name, seconds=round(time.monotonic() - began, 2))
+
+    async def start(self) -> None:
+        """Load, then start the thread."""
+        await asyncio.to_thread(self.load)
+        assert self._runner is not None
+        settings = self._settings
+        self._batcher = Batcher(
+            self._runner.answers,
+            lambda row: row.shape,
+            max_batch=settings.max_batch,
+            max_wait=settings.max_wait / 1e3,
+            max_queue=settings.max_queue,
+            observe=self.observe,
+        )
+
+    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
+        """Queue the rows and wait for their answers."""
+        assert self._batcher is not None
+        futures = self._batcher.submit(rows)
+        try:
+            return await asyncio.gather(*map(asyncio.wrap_future, futures))
+        finally:
+            for future in futures:
+                future.cancel()
+
+    async def close(self) -> None:
+        """Finish all queued rows, then stop the thread."""
+        batcher, self._batcher = self._batcher, None
+        if batcher is not None:
+            await asyncio.to_thread(batcher.close)

@@ -1,8 +1,6 @@
 """Export of ensembles for other runtimes: trace, write, run, compare with the original, then store."""
 
 import copy
-import glob
-import hashlib
 import io
 import json
 import logging
@@ -28,7 +26,8 @@ from ..model.ensemble import Ensemble
 from ..model.kinds import require_ensemble
 from ..preprocessing import TextPreprocessing
 from ..settings import to_plain
-from .outputs import REASON_WORDS, Answering, Arrays, Field, held_out, input_fields, output_fields
+from .protocol import REASON_WORDS, Answering, Arrays, held_out, output_fields
+from .rows import Field, input_fields
 
 Format = Literal["onnx", "pt2"]
 Named = Mapping[str, Tensor]
@@ -56,7 +55,7 @@ def export(
     The file takes preprocessed inputs (`pixel_values`; `input_ids` and what belongs to it) and returns the outputs of
     `serve.outputs` by name. Batches may have any number of samples, and texts any number of tokens; images have the
     size of the model. Next to it are `NAME.json` (inputs, outputs, class names, preprocessing), for texts
-    `NAME.tokenizer.json`, and for ONNX above 2 GB the weights, `NAME.DIGEST.data`.
+    `NAME.tokenizer.json`, and for ONNX above 2 GB the weights, `NAME.data`.
 
     Before the file is stored it is run in its own runtime and compared with the ensemble, on random inputs of
     several sizes and on yours. If answers differ, nothing is written.
@@ -69,9 +68,6 @@ def export(
         examples: Your own inputs, as for `predict`, to compare on as well.
         tolerance: How much answers may differ, as a part of 1 + the largest number of a row; 5e-5 for float32.
             Feature distances may differ 100 times as much.
-
-    Raises:
-        ConversionError: The ensemble cannot be traced, or the file answers differently.
 
     Examples:
         >>> import timm, torch, hydra_ensembles as he
@@ -92,8 +88,7 @@ def export(
             raise ConfigError(f"the ensemble is {ensemble.dtype}; ONNX Runtime runs float32 here: use ensemble.float()")
     allowed = TOLERANCES[ensemble.dtype] if tolerance is None else tolerance
     model = copy.deepcopy(ensemble).cpu() if format == "onnx" and ensemble.device.type != "cpu" else ensemble
-    answering = Answering(model)
-    inputs = input_fields(model)
+    answering, inputs = Answering(model), input_fields(model)
     batches = [_random(model, inputs, *size) for size in COMPARED]
     if examples is not None:
         batches.append(_from_examples(model, inputs, examples))
@@ -105,11 +100,12 @@ def export(
                 program = _traced(answering, _random(model, inputs, *TRACED), inputs, model)
                 _WRITERS[format](program, file, inputs, outputs, about)
                 run = _RUNNERS[format](file)
-                pairs = zip(batches, expected, strict=True)
-                largest = max(_compare(run(batch), arrays, model, allowed, format) for batch, arrays in pairs)
-            compared = {"batches": [len(next(iter(batch.values()))) for batch in batches], "largest": largest}
-            sums = {"sha256": checksum(file), "data": {data.name: checksum(data) for data in _data_of(file)}}
-            _write_companions(file, model, {**about, **sums, "compared": compared})
+                for batch, arrays in zip(batches, expected, strict=True):
+                    _compare(run(batch), arrays, model, allowed, format)
+            preprocessing = model.metadata.preprocessing
+            if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
+                file.with_name(f"{file.name}{TOKENIZER}").write_text(preprocessing.tokenizer, encoding="utf-8")
+            write_json(file.with_name(f"{file.name}{ABOUT}"), about)
     return path
 
 
@@ -132,10 +128,13 @@ def _staged(path: Path) -> Iterator[Path]:
         try:
             yield staging / path.name
             written = sorted(staging.iterdir(), key=lambda file: file.name == path.name)  # the model file last
+            names = {file.name for file in written}
+            beside = [path.with_name(f"{path.name}{suffix}") for suffix in (DATA, TOKENIZER)]
+            if beside[0].exists() or beside[0].name in names:
+                path.unlink(missing_ok=True)  # if killed here, no file runs with the weights of another
             for file in written:
                 os.replace(file, path.parent / file.name)
-            names = {file.name for file in written}  # companions of the previous model go once unreferenced
-            for stale in (path.with_name(f"{path.name}{TOKENIZER}"), *_data_of(path)):
+            for stale in beside:  # of the former model
                 if stale.name not in names:
                     stale.unlink(missing_ok=True)
         finally:
@@ -200,8 +199,8 @@ def _arrays(outputs: Named) -> Arrays:
     return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
 
 
-def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float, format: Format) -> float:
-    """The largest difference, as a fraction of the allowed one; above 1, raise `ConversionError`.
+def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float, format: Format) -> None:
+    """Raise `ConversionError` if an output differs by more than is allowed.
 
     Discrete outputs (label, verdict, votes) are compared only where a difference within tolerance cannot change them.
     """
@@ -209,7 +208,6 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
     distances = () if familiarity is None else familiarity.settings.scores
     tolerances = {name: allowed * (DISTANCES if name in distances else 1) for name in expected}
     decided = _decided(expected, ensemble, tolerances)
-    largest = 0.0
     references = held_out(ensemble)
     score_of = {"p_value" if score == "score" else "familiarity": score for score in references}  # by its p-value
     for name, values in expected.items():
@@ -233,8 +231,6 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
                 f"the {format} file answers differently: {name} differs by {np.max(difference):.3g} in a batch of "
                 f"{len(values)}; nothing was written. If that is good enough, give a tolerance larger than {allowed}"
             )
-        largest = max(largest, share)
-    return largest
 
 
 def _decided(expected: Arrays, ensemble: Ensemble, tolerances: Mapping[str, float]) -> np.ndarray[Any, Any]:
@@ -273,7 +269,6 @@ def _write_onnx(
     assert exported is not None
     exported.model.metadata_props.update({key: json.dumps(value, ensure_ascii=False) for key, value in about.items()})
     exported.save(file)
-    _name_data(file)
 
 
 def _write_pt2(
@@ -282,32 +277,6 @@ def _write_pt2(
     content = io.BytesIO()  # torch aborts the process if it cannot write to a disk
     torch.export.save(program, content)
     file.write_bytes(content.getbuffer())
-
-
-def _name_data(file: Path) -> None:
-    """Put a digest into the name of the external weights, so that a model file never runs with those of another."""
-    written = file.with_name(f"{file.name}{DATA}")
-    if not written.exists():
-        return
-    onnx = library("onnx", extra="onnx")
-    name = f"{file.name}.{checksum(written)[:16]}{DATA}"
-    model = onnx.load(file, load_external_data=False)
-    for entry in (entry for tensor in model.graph.initializer for entry in tensor.external_data):
-        if entry.key == "location":
-            entry.value = name
-    onnx.save(model, file)
-    written.rename(file.with_name(name))
-
-
-def _data_of(file: Path) -> list[Path]:
-    """External weights of a file, or of earlier ones of the same name."""
-    return sorted(file.parent.glob(f"{glob.escape(file.name)}.{'[0-9a-f]' * 16}{DATA}"))
-
-
-def checksum(file: Path) -> str:
-    """SHA-256 of a file."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _translations() -> dict[Any, Any]:
@@ -345,9 +314,6 @@ _WRITERS: Mapping[Format, Callable[..., None]] = {"onnx": _write_onnx, "pt2": _w
 _RUNNERS: Mapping[Format, Callable[[Path], RunFile]] = {"onnx": _run_onnx, "pt2": _run_pt2}
 
 
-# --- files next to the model ----------------------------------------------------------------------------------------
-
-
 def _about(ensemble: Ensemble, format: Format, inputs: Sequence[Field], outputs: Sequence[Field]) -> dict[str, Any]:
     """Everything needed to run the file."""
 
@@ -368,10 +334,3 @@ def _about(ensemble: Ensemble, format: Format, inputs: Sequence[Field], outputs:
         "reasons": list(REASON_WORDS),
         "preprocessing": preprocessing,
     }
-
-
-def _write_companions(file: Path, ensemble: Ensemble, about: Mapping[str, Any]) -> None:
-    preprocessing = ensemble.metadata.preprocessing
-    if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
-        file.with_name(f"{file.name}{TOKENIZER}").write_text(preprocessing.tokenizer, encoding="utf-8")
-    write_json(file.with_name(f"{file.name}{ABOUT}"), about)

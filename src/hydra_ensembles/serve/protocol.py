@@ -1,7 +1,11 @@
-"""What travels over HTTP: the Open Inference Protocol, version 2, and the plain JSON and forms of `/v1/predict`.
+"""Answers as named arrays, and what travels over HTTP: the Open Inference Protocol, version 2, and plain JSON.
 
 A request of the protocol is JSON. If the header `Inference-Header-Content-Length` gives its length, the tensors with a
 `binary_data_size` follow it in order, little-endian. The request also selects the format of each output.
+
+`prediction.OUTPUTS` lists the parts of a prediction; here each becomes a field with a shape and a dtype. The sample is
+the first axis of every input and output, also of member logits (`[B, M, C]`): the arrays are columns of a table, and
+batches that a server can split and join.
 """
 
 import base64
@@ -13,14 +17,16 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from ..errors import RequestError
+from ..metrics.conformal import Reference
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
+from ..prediction import OUTPUTS, REASONS, Prediction
 from ..settings import short
-from .batcher import Answer
-from .outputs import REASON_WORDS, Field, output_fields
-from .rows import Reader
+from .rows import Field, Reader
 
 HEADER = "Inference-Header-Content-Length"
 DATATYPES = {
@@ -41,8 +47,77 @@ LONGEST_NUMBER = 18  # digits: every such number fits in 64 bits
 SHOWN = 5  # number of most probable classes in a JSON answer
 
 Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]  # by output name
+Answer = dict[str, Any]
+"""Every output of `output_fields` for one sample, as a NumPy array or scalar."""
+REASON_WORDS = tuple(reason or "" for reason in REASONS)
+"""Words for the codes of the output `reason`; empty where the sample is accepted."""
 AskedField = tuple[Field, bool]  # an output, and whether to send it as binary
 Text = str | tuple[str, str]
+
+
+# --- outputs -------------------------------------------------------------------------------------------------------
+
+
+def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
+    """Outputs of this classifier; p-values, familiarity and verdict only if they were fitted."""
+    familiarity, members = ensemble.metadata.familiarity, ensemble.num_members
+    dtype = torch.float64 if ensemble.dtype == torch.float64 else torch.float32
+    shape = 0 if familiarity is None else len(familiarity.settings.scores), members, 1  # [S, M, 1]
+    scores = None if familiarity is None else torch.zeros(shape, dtype=dtype)
+    blank = ensemble.prediction(torch.zeros(members, 1, ensemble.num_classes, dtype=dtype), scores)
+    return tuple(
+        Field(name, array.shape[1:], str(array.dtype), OUTPUTS[name].meaning if name in OUTPUTS else
+              f"How unlike familiar data the features are, by {name}; higher = less familiar.")
+        for name, array in columns(blank).items()
+    )  # fmt: skip
+
+
+def held_out(ensemble: Ensemble) -> dict[str, tuple[Reference | None, float | None]]:
+    """Held-out scores and the threshold, by name of the output that is compared with them; each None if not fitted."""
+    calibration, familiarity = ensemble.metadata.calibration, ensemble.metadata.familiarity
+    by_output = {} if calibration is None else {"score": (calibration.reference, calibration.threshold)}
+    if familiarity is not None:
+        by_output[familiarity.settings.scores[0]] = (familiarity.settings.reference, familiarity.settings.threshold)
+    return by_output
+
+
+def named_tensors(prediction: Prediction) -> dict[str, Tensor]:
+    """The outputs of a prediction by name, on its device, without synchronisation."""
+    outputs = {name: output.read(prediction) for name, output in OUTPUTS.items()}
+    unfamiliarity = prediction.unfamiliarity
+    fitted = {} if unfamiliarity is None else {name: unfamiliarity.score(name) for name in unfamiliarity.score_names}
+    return {name: tensor for name, tensor in (*outputs.items(), *fitted.items()) if tensor is not None}
+
+
+def columns(prediction: Prediction) -> Arrays:
+    """The outputs of a prediction by name, as arrays whose first axis is the sample."""
+    return {name: tensor.cpu().numpy() for name, tensor in named_tensors(prediction).items()}
+
+
+class Answering(nn.Module):
+    """An ensemble that returns named outputs: calibration, familiarity and verdict are inside the module.
+
+    It takes the inputs of `input_fields` as keywords. Unlike `predict` it does no preprocessing and no check for NaN
+    logits, so it is one graph without breaks for compilers and exporters.
+    """
+
+    def __init__(self, ensemble: Ensemble) -> None:
+        super().__init__()
+        self.ensemble = ensemble
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The named outputs, each `[B, …]`; give the inputs that `input_fields` lists."""
+        main = input_ids if pixel_values is None else pixel_values
+        logits, unfamiliarity = self.ensemble.answers(main, attention_mask, token_type_ids)
+        outputs = named_tensors(self.ensemble.prediction(logits, unfamiliarity, check_finite=False))
+        return outputs | {"score": outputs["score"].clone()}  # exported outputs must not share a tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ from ..errors import ConfigError, RequestError
 from ..files import expanded
 from ..model.ensemble import Ensemble
 from .app import make_app
-from .batcher import Answer, device_failed
-from .engine import ServeSettings, key_from_environment, warm_runner
+from .batcher import ServeSettings, device_failed, each_alone, key_from_environment, warm_runner
+from .protocol import Answer
 from .rows import Row
 
 ATTEMPTS = 5  # replicas tried in turn if each one dies
@@ -88,14 +88,9 @@ class _Replica:
         return await asyncio.to_thread(self._answered, rows)
 
     def _answered(self, rows: list[Row]) -> list[Answer | Exception]:
-        try:
-            return list(self._runner.answers(rows))
-        except Exception as error:
-            if device_failed(error):
-                self._failure = error
-            if len(rows) == 1 or self._failure is not None:
-                return [error] * len(rows)
-            return [answer for row in rows for answer in self._answered([row])]
+        answers = each_alone(self._runner.answers, rows)
+        self._failure = next((one for one in answers if isinstance(one, Exception) and device_failed(one)), None)
+        return answers
 
 
 class _Front:

@@ -29,21 +29,16 @@ from ..batches import READ
 from ..data.dataset import IMAGE_SUFFIXES, is_litter
 from ..errors import DataError, HydraError, RequestError, StorageError
 from ..files import expanded
+from ..model.config import PatchStemConfig
 from ..model.ensemble import Ensemble
 from ..model.inputs import read_inputs
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from .outputs import input_fields
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # not EPS and its like: decoding them starts programs
-MAX_SCANS = 100  # in a progressive JPEG: each costs few bytes but a full pass; about ten is normal
-SCAN_MARKER = b"\xff\xda\0"  # start of a scan, rare in other data
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # quota and period of the control group
 SHORTEST = 16  # minimum number of tokens that texts are padded to
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
-JSON_LINES = (".jsonl", ".ndjson")
-TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-LINES = ".txt"  # one text per line; in a tar file, one text per file
 COLUMNS = {"image": "image", "text": "text", "text_pair": "text_pair"}  # usual names of columns; a pair may be missing
+_TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _DISK = (errno.EIO, errno.ESTALE, errno.ENODEV)  # the disk failed: a rerun may be able to read the file
 _NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # what `surrogateescape` makes of other bytes
 
@@ -58,7 +53,45 @@ def cores() -> int:
         return usable
 
 
+def doubling(first: int, last: int) -> list[int]:
+    """Numbers that double, up to and with the last."""
+    numbers = [first << power for power in range(last.bit_length())]
+    return [*(number for number in numbers if number < last), last]
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Field:
+    """One named input or output of an ensemble: the same in exported files, servers and tables.
+
+    Attributes:
+        name: The same in files, servers and tables.
+        shape: Of one sample; -1 stands for the number of tokens, the same in all inputs.
+        dtype: NumPy name.
+        meaning: One sentence.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    meaning: str
+
+
+def input_fields(ensemble: Ensemble) -> tuple[Field, ...]:
+    """Preprocessed inputs of the ensemble; the main input first."""
+    stem, preprocessing = ensemble.config.stem, ensemble.metadata.preprocessing
+    main, *extra = READ[ensemble.kind]
+    if isinstance(stem, PatchStemConfig):
+        dtype = str(ensemble.dtype).removeprefix("torch.")
+        return (Field(main, (stem.channels, *stem.image_size), dtype, "Images, resized, cropped and normalised."),)
+    mask, segments = extra
+    is_read = {main: True, mask: getattr(preprocessing, mask, True)}
+    is_read[segments] = stem.segments > 0 and getattr(preprocessing, "segments", True)
+    meanings = ("Token ids.", "1 at tokens and 0 at padding.", "The segment of each token.")
+    described = zip(is_read, meanings, strict=True)
+    return tuple(Field(name, (-1,), "int64", meaning) for name, meaning in described if is_read[name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +195,11 @@ class Reader:
         if isinstance(raw, Mapping):
             raw = raw.get("path") if raw.get("bytes") is None else raw["bytes"]
         if isinstance(raw, str | Path):
-            raw = _content(Path(raw))
+            try:
+                raw = Path(raw).read_bytes()
+            except OSError as error:
+                _raise_if_disk(error, Path(raw))
+                raise DataError(f"{raw} cannot be read: {error.strerror}") from error
         if isinstance(raw, bytes):
             raw = opened(raw, most)
         elif isinstance(raw, np.ndarray):
@@ -194,28 +231,12 @@ def opened(content: bytes, most: float) -> Any:
         raise RequestError(f"it ({len(content)} bytes) is none of {', '.join(FORMATS)}, or is broken", 415) from error
     if image.width * image.height > most:
         raise RequestError(f"it has {image.width} x {image.height} pixels; at most {int(most)} are accepted", 413)
-    if image.format in ("JPEG", "MPO") and content.count(SCAN_MARKER) > MAX_SCANS:
-        raise RequestError(f"it is a JPEG of over {MAX_SCANS} passes; store it in fewer", 413)
     return image
 
 
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        _raise_if_disk(error, path)
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _raise_if_disk(error: Exception, path: Path) -> None:
-    if isinstance(error, OSError) and error.errno in _DISK:
+def _raise_if_disk(error: OSError, path: Path) -> None:
+    if error.errno in _DISK:
         raise StorageError(f"{path} cannot be read ({error.strerror}); check the disk, and run this again") from error
-
-
-def doubling(first: int, last: int) -> list[int]:
-    """Numbers that double, up to and with the last."""
-    numbers = [first << power for power in range(last.bit_length())]
-    return [*(number for number in numbers if number < last), last]
 
 
 # --- files and folders of rows ---------------------------------------------------------------------------------------
@@ -249,15 +270,15 @@ class Source:
     def __iter__(self) -> Iterator[Item]:
         """The items, the current one in memory; broken content is an item with its error."""
         try:
-            yield from map(_as_utf_8, self._read())
+            for item in self._read():
+                text = item.content if isinstance(item.content, str | tuple) else ""
+                broken = _NOT_UTF_8.search("".join(text))
+                yield Item(item.name, None, item.kept, "its text is not in UTF-8; convert it") if broken else item
         except Exception as error:  # broken data can raise anything in a decoder
-            _raise_if_disk(error, self.files[0])
+            if isinstance(error, OSError):
+                _raise_if_disk(error, self.files[0])
             reason = " ".join(str(error).split()) or type(error).__name__
             yield Item(self.name, error=f"the file, or the rest of it, cannot be read: {reason}")
-
-    def facts(self) -> list[list[Any]]:
-        """What changes if its files do: names, sizes and times."""
-        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
 
 
 def sources(
@@ -274,8 +295,8 @@ def sources(
     Args:
         path: A file, or a folder that is searched to any depth; hidden files and other kinds are skipped.
         kind: `"image"` or `"text"`.
-        columns: Names of the columns `image`, `text` and `text_pair` of tables, if they are others; a dot reaches into
-            a nested column. A pair with another name must exist.
+        columns: Names of the columns `image`, `text` and `text_pair` of tables, if they are others. A pair with
+            another name must exist.
         keep: Columns of tables to keep.
         images: Maximum number of images of one folder that form a source.
         without: A folder inside it to skip.
@@ -283,32 +304,30 @@ def sources(
     path = expanded(path)
     if not path.exists():
         raise DataError(f"{path} does not exist; check the path")
-    root = path if path.is_dir() else path.parent
-    files = _files_below(path, without) if path.is_dir() else [path]
-    names = {**COLUMNS, **(columns or {})}
+    root, files = (path, _files_below(path, without)) if path.is_dir() else (path.parent, [path])
     readers: dict[str, Callable[[Path, str, Cells], Iterator[Item]]] = {
         ".parquet": _parquet,
-        **dict.fromkeys(DELIMITERS, _delimited),
-        **dict.fromkeys(JSON_LINES, _json_lines),
-        **dict.fromkeys(TAR_SUFFIXES, _tar),
-        **({LINES: _lines} if kind == "text" else {}),
+        ".csv": _delimited,
+        ".tsv": _delimited,
+        ".jsonl": _json_lines,
+        ".ndjson": _json_lines,
+        **dict.fromkeys(_TARS, _tar),
+        **({".txt": _lines} if kind == "text" else {}),
     }
     found = list[Source]()
     suffixes = IMAGE_SUFFIXES if kind == "image" else ()
     for folder, beside in groupby(files, key=lambda file: file.parent):
-        group = list(beside)
-        pictures = [file for file in group if file.suffix.lower() in suffixes]
-        where = folder.relative_to(root).as_posix()
+        names = {file: file.relative_to(root).as_posix().encode("utf-8", "replace").decode() for file in beside}
+        pictures = [file for file in names if file.suffix.lower() in suffixes]
         for start in range(0, len(pictures), images):
             part = pictures[start : start + images]
-            items = [Item(file.relative_to(root).as_posix(), file) for file in part]
-            found.append(Source(where, start // images, part, items.__iter__))
-        for file in group:
-            if read := readers.get(_suffix(file)):
-                name = file.relative_to(root).as_posix().encode("utf-8", "replace").decode()
-                found.append(
-                    Source(name, 0, [file], partial(read, file, name, Cells(kind, names, tuple(keep), folder)))
-                )
+            items = [Item(names[file], file) for file in part]
+            found.append(Source(folder.relative_to(root).as_posix(), start // images, part, items.__iter__))
+        cells = Cells(kind, {**COLUMNS, **(columns or {})}, tuple(keep), folder)
+        for file, name in names.items():
+            tar = next((suffix for suffix in _TARS if file.name.lower().endswith(suffix)), None)
+            if read := readers.get(tar or file.suffix.lower()):
+                found.append(Source(name, 0, [file], partial(read, file, name, cells)))
     if not found:
         kinds = ", ".join((*suffixes, *readers))
         raise DataError(f"{path} has no {kind}s, but {len(files)} other files; accepted are {kinds}")
@@ -338,51 +357,31 @@ class Cells:
         return [self.columns[self.kind], *([self.columns["text_pair"]] if pair else []), *self.keep]
 
     def require(self, known: Sequence[str], needed: Sequence[str] | None = None) -> None:
-        """Refuse a table without a column, and one that has it twice."""
+        """Refuse a table without a needed column."""
         for column in self.needed if needed is None else needed:
-            if known.count(column) + known.count(column.partition(".")[0]) == 0:
+            if column not in known:
                 raise DataError(f"there is no column {column!r}, but {sorted(known)}; name the right one")
-            if known.count(column) > 1:
-                raise DataError(f"there are several columns {column!r}; rename all but one")
 
     def item(self, name: str, row: Mapping[str, Any]) -> Item:
         """The item of one row."""
-        kept = {column: cell(row, column) for column in self.keep}
-        main, pair = (cell(row, self.columns[role]) for role in (self.kind, "text_pair"))
+        kept = {column: row.get(column) for column in self.keep}
+        main = row.get(self.columns[self.kind])
         if self.kind == "image":
             if isinstance(main, Mapping):
                 main = main.get("path") if main.get("bytes") is None else main["bytes"]
             if main is None or (isinstance(main, str) and not main):
                 return Item(name, None, kept, f"there is no image in column {self.columns['image']!r}")
             return Item(name, self.folder / main if isinstance(main, str) else main, kept)
-        paired = self.columns["text_pair"] in row or len(self.needed) > 1 + len(self.keep)
-        for role, text in (("text", main), *([("text_pair", pair)] if paired else [])):
+        second = self.columns["text_pair"]
+        parts = {self.columns["text"]: main, **({second: row.get(second)} if second in {*row, *self.needed} else {})}
+        for column, text in parts.items():
             if not isinstance(text, str):
-                return Item(name, None, kept, f"there is no text in column {self.columns[role]!r}")
-        return Item(name, (main, pair) if paired else main, kept)
-
-
-def cell(row: Mapping[str, Any], column: str) -> Any:
-    """The value of a column; a dot reaches into a nested one if no column has the whole name."""
-    value: Any = row
-    for part in [column] if column in row else column.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _as_utf_8(item: Item) -> Item:
-    text = item.content if isinstance(item.content, str | tuple) else ""
-    if _NOT_UTF_8.search("".join(text)):
-        return Item(item.name, None, item.kept, "its text is not valid UTF-8; repair it, or save the file as UTF-8")
-    return item
-
-
-def _suffix(file: Path) -> str:
-    return next((suffix for suffix in TAR_SUFFIXES if file.name.lower().endswith(suffix)), file.suffix.lower())
+                return Item(name, None, kept, f"there is no text in column {column!r}")
+        return Item(name, tuple(parts.values()) if len(parts) == 2 else main, kept)
 
 
 def _opened(file: Path) -> Any:
-    """Open a text file; bytes that are not UTF-8 become lone surrogates, which `_as_utf_8` finds."""
+    """Open a text file; bytes that are not UTF-8 become lone surrogates, which a `Source` finds."""
     with file.open("rb") as content:
         if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # its lines may happen to decode as UTF-8
             raise DataError("it is in UTF-16; save it as UTF-8")
@@ -398,10 +397,9 @@ def _lines(file: Path, name: str, cells: Cells) -> Iterator[Item]:
 
 def _parquet(file: Path, name: str, cells: Cells) -> Iterator[Item]:
     with library("pyarrow.parquet", extra="data").ParquetFile(file) as table:
-        known = list(table.schema_arrow.names)
+        known = table.schema_arrow.names
         cells.require(known)
-        wanted = {*cells.needed, *cells.columns.values()}
-        names = [one for one in known if one in wanted or one in {column.partition(".")[0] for column in wanted}]
+        names = [one for one in known if one in {*cells.needed, *cells.columns.values()}]
         rows = (row for batch in table.iter_batches(256, columns=names) for row in batch.to_pylist())
         for number, row in enumerate(rows):
             yield cells.item(f"{name}:{number}", row)
@@ -410,10 +408,9 @@ def _parquet(file: Path, name: str, cells: Cells) -> Iterator[Item]:
 def _delimited(file: Path, name: str, cells: Cells) -> Iterator[Item]:
     """CSV with a header line, without empty lines. Fields of TSV are never quoted: a lone quotation mark is text."""
     csv.field_size_limit(1 << 27)  # characters; the usual limit is shorter than some texts
-    delimiter = DELIMITERS[_suffix(file)]
-    quoting: Any = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+    form: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix.lower() == ".tsv" else {}
     with _opened(file) as lines:
-        rows = filter(None, csv.reader(lines, delimiter=delimiter, quoting=quoting))
+        rows = filter(None, csv.reader(lines, **form))
         header = next(rows, [])
         cells.require(header)
         for number, row in enumerate(rows):
@@ -427,24 +424,22 @@ def _json_lines(file: Path, name: str, cells: Cells) -> Iterator[Item]:
     with _opened(file) as lines:
         for number, line in enumerate(filter(str.strip, lines)):
             try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError(f"it is a {type(row).__name__}, not an object")
-            except (ValueError, RecursionError) as error:
-                yield Item(f"{name}:{number}", error=f"it cannot be read: {error}")
-            else:
-                yield cells.item(f"{name}:{number}", row)
+                item = cells.item(f"{name}:{number}", json.loads(line))
+            except (ValueError, AttributeError, RecursionError) as error:  # no JSON, or no object
+                item = Item(f"{name}:{number}", error=f"it cannot be read: {error}")
+            yield item
 
 
 def _tar(file: Path, name: str, cells: Cells) -> Iterator[Item]:
-    suffixes = IMAGE_SUFFIXES if cells.kind == "image" else (LINES,)
+    suffixes = IMAGE_SUFFIXES if cells.kind == "image" else (".txt",)
     with tarfile.open(file) as members:
         for member in members:
             path = PurePosixPath(member.name)
-            if not member.isfile() or path.name.startswith(".") or path.suffix.lower() not in suffixes:
+            if is_litter(path.name) or path.suffix.lower() not in suffixes:
                 continue
-            opened = members.extractfile(member)
-            content: Any = b"" if opened is None else opened.read()
+            if (opened := members.extractfile(member)) is None:  # a folder or a link
+                continue
+            content: Any = opened.read()
             if cells.kind == "text":
                 content = content.decode("utf-8-sig", "surrogateescape").strip()
             yield Item(f"{name}/{path}".encode("utf-8", "replace").decode(), content)

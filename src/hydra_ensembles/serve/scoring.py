@@ -28,8 +28,8 @@ from ..errors import ConfigError, DataError, HydraError
 from ..files import expanded, write_atomically, write_json
 from ..model.ensemble import Ensemble
 from ..store import Store
-from .batcher import Answer, Runner, stacked
-from .outputs import REASON_WORDS, Arrays, output_fields
+from .batcher import Runner, stacked
+from .protocol import REASON_WORDS, Answer, Arrays, output_fields
 from .rows import COLUMNS, Cells, Item, Reader, Row, Source, cores, sources
 
 ROWS, END, ABOUT = "rows", "_end", "about.json"
@@ -150,7 +150,8 @@ def _prefix(source: Source) -> str:
 
 def _state(source: Source) -> str:
     """What the files of a source were like."""
-    return digest([source.part, source.facts()])[:8]
+    facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
+    return digest([source.part, facts])[:8]
 
 
 def _missing(folder: Path, source: Source, rows: int) -> Iterator[tuple[Callable[[], Path], Iterator[Item]]]:

@@ -16,9 +16,7 @@ from functools import partial
 from typing import Any
 
 from .._utils import __version__, library
-from .batcher import Answer
-from .outputs import REASON_WORDS, held_out
-from .protocol import Served
+from .protocol import REASON_WORDS, Answer, Served, held_out
 
 LOGGER = logging.getLogger(__name__)
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

@@ -15,8 +15,7 @@ import torch
 import hydra_ensembles.serve.app as app_module
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.batcher import Runner
-from hydra_ensembles.serve.engine import API_KEY, ServeSettings
+from hydra_ensembles.serve.batcher import API_KEY, Runner, ServeSettings
 from hydra_ensembles.serve.rows import Reader
 from served_models import SCORES, served
 from serving import JSON, MODEL, ask, opened, picture, pixels, settings, talk, turned, typed
@@ -91,8 +90,7 @@ def test_an_image_as_it_is_and_a_model_without_a_verdict() -> None:
     [
         ({"json": {"texts": ["hello", "hello wörld"]}}, ["hello", "hello wörld"]),
         ({"json": {"text": "hello", "texts": [["hello", "wörld"]]}}, ["hello", ("hello", "wörld")]),
-        ({"data": {"text": ["hello", "wörld"], "texts": "hello wörld"}}, ["hello", "wörld", "hello wörld"]),
-        ({"content": "\ufeffwörld\r\n".encode(), "headers": typed("text/plain")}, ["wörld"]),  # byte order mark
+        ({"data": {"text": ["hello", "wörld"]}, "files": []}, ["hello", "wörld"]),
         ({"content": "text=hello+wörld&text=%77%C3%B6rld".encode(), "headers": FORM}, ["hello wörld", "wörld"]),
     ],
 )
@@ -118,8 +116,8 @@ BROKEN = {
     "another type": ({"content": b"x", "headers": typed("application/x-pickle")}, 415, "application/json"),
     "compressed": ({"content": b"x", "headers": {"Content-Encoding": "gzip", **JSON}}, 415, "compressed"),
     "a length of 5000 digits": ({"content": b"x", "headers": {"Content-Length": "9" * 5000, **JSON}}, 413, "200000"),
-    "a text in Latin-1": ({"content": b"w\xf6rld", "headers": typed("text/plain")}, 400, "UTF-8"),
-    "another charset": ({"content": b"h\0i\0", "headers": typed("text/plain; charset=UTF-16LE")}, 415, "UTF-16LE"),
+    "a text in Latin-1": ({"content": b"text=w\xf6rld", "headers": FORM}, 400, "UTF-8"),
+    "another field": ({"data": {"words": "hello"}}, 400, "words"),
     "too large": ({"content": bytes(200_001), "headers": JSON}, 413, "200000"),
     "too many": ({"json": {"images": [""] * 65}}, 413, "65 samples"),
 }
@@ -137,18 +135,18 @@ def test_broken_requests_are_refused_in_words_and_the_next_one_is_answered() -> 
             assert (name, answer.status_code) == (name, status), answer.text
             said = answer.json()["error"]
             assert token in said, (name, said)
-            assert "/" not in re.sub(r"image/\*|\w+/(x-|json|form|plain)", "", said), name  # paths stay private
+            assert "/" not in re.sub(r"image/\*|\w+/(x-|json|form)", "", said), name  # paths stay private
         assert (await client.post("/v1/predict", files={"file": picture()})).status_code == 200
 
     talk(make_app(served("image"), settings(max_body=0.2)), conversation)
 
 
-def test_logits_that_are_no_numbers_are_the_fault_of_whoever_caused_them() -> None:
+def test_logits_that_are_no_numbers_are_no_answer() -> None:
     assert post("image", f"{MODEL}/infer", json=pixels([3e38, -3e38] * 96)).status_code == 400
     steep = copy.deepcopy(served("image"))
     with torch.no_grad():
         steep.readout.classifier.weight.mul_(3e4 / steep.readout.classifier.weight.abs().max())  # float16 max: 65504
-    for precision, status in (("float32", 200), ("float16", 500)):
+    for precision, status in (("float32", 200), ("float16", 400)):
         answer = ask(steep, "POST", f"{MODEL}/infer", settings(precision=precision), json=pixels([1.0, -1.0] * 96))
         assert answer.status_code == status
     assert "float16" in answer.json()["error"]
@@ -245,7 +243,7 @@ def test_a_device_that_failed_is_not_asked_again_and_the_server_is_not_ready(mon
 def test_the_model_is_warm_before_the_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     done = list[str]()
     monkeypatch.setattr(app_module, "log_to_stdout", lambda: None)
-    monkeypatch.setattr(app_module.LocalEngine, "load", lambda self: done.append("load"))
+    monkeypatch.setattr(app_module.Engine, "load", lambda self: done.append("load"))
     create = app_module.socket.create_server
     monkeypatch.setattr(app_module.socket, "create_server", lambda *a, **k: done.append("listen") or create(*a, **k))
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: done.append("run"))

@@ -36,12 +36,12 @@ class Model:
         return [(row, len(rows)) for row in rows]
 
 
-def batcher(model: Callable[..., Any], **changes: Any) -> Batcher[Any, Any]:
+def batcher(model: Callable[..., Any], **changes: Any) -> Batcher:
     settings = {"max_batch": 4, "max_wait": 0.0, "max_queue": 8} | changes
     return Batcher(model, lambda row: type(row), **settings)
 
 
-def held(**changes: Any) -> tuple[Model, Batcher[Any, Any], Future[Any]]:
+def held(**changes: Any) -> tuple[Model, Batcher, Future[Any]]:
     """A model, and a batcher whose thread is blocked on one row, `"first"`."""
     model = Model(hold=True)
     made = batcher(model, **changes)

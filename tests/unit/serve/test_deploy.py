@@ -15,7 +15,7 @@ import yaml
 from hydra_ensembles.cli.answers import serve
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.engine import API_KEY, ServeSettings
+from hydra_ensembles.serve.batcher import API_KEY, ServeSettings
 from served_models import served
 from serving import opened, picture, settings, talk, turned
 

@@ -23,7 +23,7 @@ from contract.all_architectures import ALL_CASES
 from contract.models import variants
 from hydra_ensembles.errors import ConfigError, ConversionError, DataError, MissingExtraError
 from hydra_ensembles.serve import export as module
-from hydra_ensembles.serve.outputs import columns, output_fields
+from hydra_ensembles.serve.protocol import columns, output_fields
 from hydra_ensembles.settings import to_plain
 from served_models import inputs_for, pretend, served
 from zero_shot_models import dual_of
@@ -94,7 +94,7 @@ def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format
         import onnx
 
         stored = {prop.key: json.loads(prop.value) for prop in onnx.load(file).metadata_props if prop.key in about}
-        assert stored == {key: value for key, value in about.items() if key not in ("sha256", "data", "compared")}
+        assert stored == about
 
 
 # --- everything around the file, with a dummy format that takes no time ---------------------------------------------
@@ -136,44 +136,24 @@ def test_examples_are_compared_too_and_files_of_an_earlier_export_do_not_stay_be
     with pytest.raises(ConversionError, match="score"):
         he.export(one, tmp_path / "model.pt2", "pt2", examples=["hello wörld", "hello"])
     he.export(one, tmp_path / "other.pt2", "pt2", examples=["hello"] * 3)
-    assert json.loads((tmp_path / "other.pt2.json").read_text())["compared"]["batches"] == [1, 7, 32, 3]
     assert (tmp_path / "other.pt2.tokenizer.json").exists()
     pretend(monkeypatch, served("image"))
     he.export(served("image"), tmp_path / "other.pt2")
     assert not (tmp_path / "other.pt2.tokenizer.json").exists()
 
 
-def with_data_beside(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    """Write a tiny `onnx` file with external data, as for weights beyond 2 GB."""
-    from onnx import TensorProto, helper, numpy_helper, save
+def test_a_file_never_runs_with_the_weights_of_another(monkeypatch, tmp_path: Path) -> None:
+    """As for weights beyond 2 GB, which are in a file of their own."""
 
     def write(_: Any, file: Path, *__: Any) -> None:
-        weight = numpy_helper.from_array(np.full(3, value, np.float32), "weight")
-        shown = helper.make_tensor_value_info("shown", TensorProto.FLOAT, [3])
-        graph = helper.make_graph([helper.make_node("Identity", ["weight"], ["shown"])], "model", [], [shown], [weight])
-        data = f"{file.name}{module.DATA}"
-        save(helper.make_model(graph), file, save_as_external_data=True, location=data, size_threshold=0)
-        module._name_data(file)
+        file.write_text("made")
+        file.with_name(f"{file.name}{module.DATA}").write_text(content)
 
-    pretend(monkeypatch, served("text"))
-    monkeypatch.setitem(module._WRITERS, "onnx", write)
-    monkeypatch.setitem(module._RUNNERS, "onnx", module._RUNNERS["pt2"])
-
-
-def test_a_file_runs_with_its_own_weights_or_not_at_all(monkeypatch, tmp_path: Path) -> None:
-    """If export is killed at any moment, the earlier file keeps the weights it was compared with."""
-    import onnx
-
-    def weights() -> list[float]:
-        return onnx.numpy_helper.to_array(onnx.load(path).graph.initializer[0]).tolist()
-
-    one, path = served("text"), tmp_path / "model[1].onnx"
-    with_data_beside(monkeypatch, 1.0)
-    he.export(one, path)
-    (data,) = tmp_path.glob("*.data")
-    assert json.loads((tmp_path / "model[1].onnx.json").read_text())["data"] == {data.name: module.checksum(data)}
-    with_data_beside(monkeypatch, 2.0)
-    move = os.replace
+    path, content, move = tmp_path / "model.pt2", "first", os.replace
+    pretend(monkeypatch, served("image"))
+    monkeypatch.setitem(module._WRITERS, "pt2", write)
+    he.export(served("image"), path)
+    content = "second"
 
     def stop(source: Path, target: Path) -> None:
         if Path(target) == path:
@@ -183,12 +163,13 @@ def test_a_file_runs_with_its_own_weights_or_not_at_all(monkeypatch, tmp_path: P
     with monkeypatch.context() as killed:
         killed.setattr(os, "replace", stop)
         with pytest.raises(KeyboardInterrupt):
-            he.export(one, path)
-    assert weights() == [1.0] * 3
-    he.export(one, path)
-    assert weights() == [2.0] * 3
-    (left,) = tmp_path.glob("*.data")
-    assert left != data
+            he.export(served("image"), path)
+    assert not path.exists()
+    he.export(served("image"), path)
+    assert (path.read_text(), (tmp_path / "model.pt2.data").read_text()) == ("made", "second")
+    pretend(monkeypatch, served("image"))
+    he.export(served("image"), path)
+    assert not list(tmp_path.glob("*.data"))
 
 
 def test_what_cannot_be_exported_is_named(monkeypatch, tmp_path: Path) -> None:

@@ -11,8 +11,16 @@ import pytest
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.batcher import Runner
-from hydra_ensembles.serve.outputs import columns, output_fields
-from hydra_ensembles.serve.protocol import HEADER, NAMES, Served, asked_outputs, read_request, write_answer
+from hydra_ensembles.serve.protocol import (
+    HEADER,
+    NAMES,
+    Served,
+    asked_outputs,
+    columns,
+    output_fields,
+    read_request,
+    write_answer,
+)
 from served_models import inputs_for, served
 from serving import listening, opened, picture, settings
 

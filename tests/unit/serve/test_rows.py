@@ -19,8 +19,8 @@ from hydra_ensembles.errors import ConfigError, DataError, HydraError, StorageEr
 from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.serve import rows
 from hydra_ensembles.serve.batcher import Runner
-from hydra_ensembles.serve.outputs import REASON_WORDS, Answering, columns, input_fields, output_fields
-from hydra_ensembles.serve.rows import Reader, sources
+from hydra_ensembles.serve.protocol import REASON_WORDS, Answering, columns, output_fields
+from hydra_ensembles.serve.rows import Reader, input_fields, sources
 from served_models import SCORES, inputs_for, served
 from serving import POSTSCRIPT, opened, picture, png, turned
 
@@ -66,7 +66,6 @@ def test_what_cannot_be_read_says_so_and_what_was_cut_or_turned_too(tmp_path: Pa
         (png(9_000, 9_000), 413, "9000 x 9000"),
         (png(30_000, 30_000), 413, "large"),  # a picture bomb
         (png(1, 5000, 0, bytes(10_000)), 400, "1 x 5000"),  # resized for the model, it would take gigabytes
-        (picture(format="JPEG") + b"\xff\xda\0\x08" * 200, 413, "passes"),
         (b"not an image", 415, "PNG"),
         (POSTSCRIPT, 415, "PNG"),
         (picture()[:200], 400, "it"),
@@ -167,9 +166,8 @@ def test_texts_of_every_kind_and_their_columns(tmp_path: Path) -> None:
     ]  # fmt: skip
     other = tmp_path / "other"
     other.mkdir()
-    nested = {"review": [{"text": "a"}, {"text": "b"}], "pear": ["c", None]}
-    pq.write_table(pa.table(nested), other / "a.parquet")
-    names = {"text": "review.text", "text_pair": "pear"}
+    pq.write_table(pa.table({"review": ["a", "b"], "pear": ["c", None]}), other / "a.parquet")
+    names = {"text": "review", "text_pair": "pear"}
     assert read(other, "text", columns=names) == [("a.parquet:0", ("a", "c")), ("a.parquet:1", "!")]
     (other / "a.parquet").unlink()
     (other / "a.csv").write_text(f'text\n"{"hello " * 40_000}"\n')  # longer than the csv module's usual limit

@@ -16,7 +16,7 @@ from hydra_ensembles.optimize.runner import OptimizedEnsemble
 from hydra_ensembles.serve import Scored, Scorer, scoring
 from hydra_ensembles.serve import score as score_archive
 from hydra_ensembles.serve.batcher import Runner
-from hydra_ensembles.serve.outputs import columns
+from hydra_ensembles.serve.protocol import columns
 from processes import count_calls, in_a_child
 from served_models import inputs_for, served
 from serving import opened, picture
