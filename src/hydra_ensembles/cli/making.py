@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from . import common
 from .common import BATCH, Changes, Column, Config, Json, Limit, Quiet, Recipe
 
@@ -187,13 +187,10 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _candidate(plain: Any, sources: Sources) -> Any:
     """Settings of a candidate, with its recipe, if it has its own."""
-    if not isinstance(plain, Mapping):
-        raise ConfigError(f"a candidate is a mapping of settings of build, as {{shared_layers: 8}}; got {plain!r}")
     from ..training.recipe import read_recipe
 
-    if "recipe" not in plain:
-        return plain
-    return {**plain, "recipe": in_chunks(read_recipe(plain["recipe"]), sources.batch_size)}
+    own = isinstance(plain, Mapping) and "recipe" in plain  # `search` refuses what is no mapping
+    return {**plain, "recipe": in_chunks(read_recipe(plain["recipe"]), sources.batch_size)} if own else plain
 
 
 # --- shared by both --------------------------------------------------------------------------------------------------
@@ -205,10 +202,7 @@ def model_and_sets(sources: Sources, hydra: Any) -> tuple[Any, dict[str, Any]]:
     from ..data.batching import TrainTransform, batches
 
     labelled = {name: getattr(sources, name) for name in ("id", "train", "validation")}
-    outside = {"ood": list(sources.ood)}
-    common.outside_of_data(
-        Path(sources.output), *labelled.values(), *(one for several in outside.values() for one in several)
-    )
+    common.outside_of_data(Path(sources.output), *labelled.values(), *sources.ood)
     ensemble = common.load_model(sources.model, sources.device)
     reading = common.Reading(ensemble, None, sources.columns, sources.limit, sources.batch_size or BATCH)
     sets: dict[str, Any] = {}
@@ -224,11 +218,10 @@ def model_and_sets(sources: Sources, hydra: Any) -> tuple[Any, dict[str, Any]]:
         if recipe is not None and (recipe.augment or recipe.rand_augment) and ensemble.kind == "image":
             transform = TrainTransform.matching(transform, rand_augment=recipe.rand_augment)
         sets[role] = batches(data, transform, size, shuffle=role == "train", seed=hydra.seed)
-    for role, specs in outside.items():
-        if SYNTHETIC in specs and len(specs) > 1:
-            raise DataError(f"{role} is either {SYNTHETIC} or data that you give, not both")
-        if specs and hydra.extracts_circuits:
-            sets[role] = SYNTHETIC if SYNTHETIC in specs else reading.sources(specs)
+    if SYNTHETIC in sources.ood and len(sources.ood) > 1:
+        raise DataError(f"ood is either {SYNTHETIC} or data that you give, not both")
+    if sources.ood and hydra.extracts_circuits:
+        sets["ood"] = SYNTHETIC if SYNTHETIC in sources.ood else reading.sources(sources.ood)
     if not ensemble.metadata.labels and "id" in sets:
         ensemble = ensemble.with_metadata(labels=class_names_in(sets["id"], ensemble.num_classes))
     return ensemble, sets

@@ -358,14 +358,10 @@ def bench(
         common.emit_json(costs)
         return
     print(f"on {costs[0].device}, medians of {repeats} runs\n")
-    print(f"{'model':<24}{'batch':>6}{'ms':>10}{'ratio':>8}{'inputs/s':>10}{'params (M)':>12}")
+    print(f"{'model':<24}{'batch':>6}{'ms':>10}{'ratio':>8}{'inputs/s':>10}")
     for cost in costs:
         per_second = cost.batch / cost.latency_ms * 1e3
-        parameters = "–" if cost.parameters is None else f"{cost.parameters / 1e6:.1f}"
-        numbers = (
-            f"{cost.batch:>6}{cost.latency_ms:>10.2f}{cost.latency_ratio:>7.2f}×{per_second:>10,.0f}{parameters:>12}"
-        )
-        print(f"{cost.name:<24}{numbers}")
+        print(f"{cost.name:<24}{cost.batch:>6}{cost.latency_ms:>10.2f}{cost.latency_ratio:>7.2f}×{per_second:>10,.0f}")
 
 
 def _whole(ensemble: Any, members: int) -> Any:
