@@ -60,37 +60,23 @@ def with_float64(device: torch.device) -> torch.device:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes this process can still allocate, limited by the host and by every control group (cgroup) it is in.
+    """Bytes this process can still allocate, limited by the host and by every control group (cgroup v2) it is in.
 
     A container or a cluster job is such a group, and a process that exceeds its limit is killed. Inactive cached files
     count as free. None if the system, whose files are under `root`, does not report it.
     """
     free = []
-    with contextlib.suppress(OSError, ValueError, LookupError):
+    with contextlib.suppress(OSError, LookupError):
         free.append(_numbers(root / "proc/meminfo")["MemAvailable:"] * 1024)
-    for folder in _control_groups(root):
-        limit, used = ("memory.max", "memory.current")  # cgroups v2
-        if not (folder / limit).exists():
-            limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # cgroups v1: "no limit" is a huge number
-        with contextlib.suppress(OSError, ValueError, LookupError):  # includes "max", which means no limit
-            stat = _numbers(folder / "memory.stat") if (folder / "memory.stat").exists() else {}
-            cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))  # `total_` includes child groups
-            taken = int((folder / used).read_text()) - cached
-            free.append(max(0, int((folder / limit).read_text()) - max(0, taken)))
-    return min(free, default=None)
-
-
-def _control_groups(root: Path) -> Iterator[Path]:
-    """Folders of the memory cgroups that may limit this process: its own and all their ancestors."""
-    lines = list[str]()
+    own = ""
     with contextlib.suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if not kinds or "memory" in kinds.split(","):  # v2 has a single hierarchy without controller names
-            mount = root / "sys/fs/cgroup" / ("memory" if kinds else "")
-            names = [name for name in path.split("/") if name not in ("", "..")]
-            yield from (mount.joinpath(*names[:count]) for count in range(len(names) + 1))
+        own = (root / "proc/self/cgroup").read_text().rpartition("::")[2].strip()  # the line of version 2
+    group = root / "sys/fs/cgroup" / own.lstrip("/")
+    for folder in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError, LookupError):  # includes "max", which means no limit
+            used = int((folder / "memory.current").read_text()) - _numbers(folder / "memory.stat")["inactive_file"]
+            free.append(max(0, int((folder / "memory.max").read_text()) - max(0, used)))
+    return min(free, default=None)
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -7,7 +7,6 @@ without names, or a model without any, is taken as it is numbered; anything else
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +29,7 @@ READ: dict[Literal["image", "text"], tuple[str, ...]] = {
 }
 """Names of model inputs, as processors and tokenizers call them; the main input first."""
 
-_ALL_READ = tuple(chain.from_iterable(READ.values()))
+_ALL_READ = {*READ["image"], *READ["text"]}
 _INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
 _KEPT = ("epoch", "stream", "generator")
 _FORMS = "(inputs, labels), (inputs,), a mapping with 'labels', or a tensor"
@@ -124,11 +123,10 @@ def within_classes(labels: Tensor, classes: int, where: str) -> Tensor:
 
 def move(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
     """Move inputs to a device, and floating-point ones also to `dtype`."""
-    # Non-blocking only towards the GPU: in the other direction the host could read the copy before it has arrived.
-    without_waiting = device.type == "cuda"
 
     def moved(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=without_waiting)
+        # Non-blocking only towards the GPU: in the other direction the host could read the copy before it has arrived.
+        return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=device.type == "cuda")
 
     return changed(inputs, moved)
 
@@ -189,9 +187,8 @@ def named_sources(sources: Sources, name: str) -> dict[str, Batches]:
 def require_batches(batches: Any, name: str) -> None:
     """Refuse a single batch, such as a tensor or `(inputs, labels)`, and what cannot be iterated."""
     pair = isinstance(batches, list | tuple) and len(batches) == 2 and getattr(batches[1], "ndim", 0) == 1  # labels
-    iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     one = pair or isinstance(batches, Mapping | Tensor)
-    if one or not iterable or isinstance(batches, str):
+    if one or isinstance(batches, str) or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         got = f"one batch, a {type(batches).__name__}" if one else short(batches)
         raise DataError(f"{name} must be batches: a DataLoader, or a list ([batch] for one); got {got}")
 
@@ -224,7 +221,7 @@ def warn_if_cut(batches: Batches, name: str, samples: int) -> None:
 @contextmanager
 def restored(*sources: Batches | None) -> Iterator[None]:
     """Restore data sources afterwards: their generators, and `epoch` and `stream` where they can be read."""
-    parts = list(chain.from_iterable(map(parts_of, sources)))
+    parts = [part for source in sources for part in parts_of(source)]
     saved = [(part, name, getattr(part, name)) for part in parts for name in _KEPT if hasattr(part, name)]
     states = [(value, value.get_state()) for _, _, value in saved if isinstance(value, torch.Generator)]
     try:
@@ -269,28 +266,19 @@ def begin_epoch(batches: Batches, epoch: int, seed: int) -> None:
             part._iterator = None
 
 
-def parts_of(batches: Batches | None) -> list[Any]:
-    """A source and all sources, samplers and data sets nested in it, each once."""
-    return list(_parts(batches, joined=False))
-
-
-def all_parts(batches: Batches | None) -> list[Any]:
-    """`parts_of` a source, including the data sets inside a `ConcatDataset`."""
-    return list(_parts(batches, joined=True))
-
-
-def _parts(batches: Batches | None, joined: bool) -> Iterator[Any]:
-    seen: list[Any] = []
+def parts_of(batches: Batches | None, joined: bool = False) -> list[Any]:
+    """A source and all sources, samplers and data sets nested in it, each once; `joined`: also in `ConcatDataset`s."""
+    found: list[Any] = []
     waiting: list[Any] = [batches]
     while waiting:
         part = waiting.pop(0)
-        if part is None or any(part is other for other in seen):
+        if part is None or any(part is other for other in found):
             continue
-        seen.append(part)
-        yield part
+        found.append(part)
         waiting += [getattr(part, name, None) for name in _INNER]
         inner = getattr(part, "datasets", None)
         waiting += inner if joined and isinstance(inner, list | tuple) else []
+    return found
 
 
 # --- the classes of labels -----------------------------------------------------------------------------------
@@ -344,16 +332,12 @@ def same_names(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
     Case, surrounding spaces and the encoding of accents do not matter, unless two names differ in nothing else. A label
     that occurs twice only matches in the same place.
     """
-    alike = [[normalised(name) for name in some] for some in (names, labels)]
+    # macOS decomposes accents
+    alike = [[unicodedata.normalize("NFKC", name).strip().casefold() for name in some] for some in (names, labels)]
     loses = any(len({*read}) < len({*some}) for read, some in zip(alike, (names, labels), strict=True))
     ours, theirs = (list(names), list(labels)) if loses else alike
     found = {place: theirs.index(name) for place, name in enumerate(ours) if theirs.count(name) == 1}
     return found | {place: place for place, both in enumerate(zip(ours, theirs, strict=False)) if both[0] == both[1]}
-
-
-def normalised(name: str) -> str:
-    """A name normalised for case, surrounding spaces, and the encoding of accents (macOS decomposes them)."""
-    return unicodedata.normalize("NFKC", name).strip().casefold()
 
 
 def class_names_in(batches: Batches, classes: int | None) -> tuple[str, ...]:
@@ -368,7 +352,7 @@ def class_names_of(batches: Batches | None) -> Iterator[tuple[str, ...]]:
 
     Numbers in their places (0, 1, 2) are no names; in other places (0, 1, 10, 2) they are refused where they matter.
     """
-    for part in all_parts(batches):
+    for part in parts_of(batches, joined=True):
         features = getattr(part, "features", None)  # of the `datasets` library
         columns = features if isinstance(features, Mapping) else {}
         column = columns.get("labels", columns.get("label"))
@@ -389,11 +373,3 @@ def _listed(names: Any) -> tuple[str, ...]:
 def a_few(names: Sequence[str]) -> str:
     """The first few names, for a message."""
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-def why_not_exclusive(model: object) -> str | None:
-    """Why a softmax makes no sense for the answers of a transformers model; None if its config gives no reason."""
-    problem = getattr(getattr(model, "config", None), "problem_type", None)
-    if problem in (None, "single_label_classification"):
-        return None
-    return f"problem_type is {problem!r}, but the probabilities here are a softmax over mutually exclusive classes"

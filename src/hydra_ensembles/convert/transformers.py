@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..batches import why_not_exclusive
 from ..errors import ConversionError
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool, ReadoutConfig, Resample, RotaryConfig
 from ..model.metadata import Metadata
@@ -46,9 +45,10 @@ def patch_stem(config: Any, resample: Resample, **settings: Any) -> PatchStemCon
 def read_classes(model: Any, classifier: Any, num_labels: int | None) -> tuple[int, bool]:
     """Return the number of classes and whether there is a bias; raise if classes are not mutually exclusive."""
     classes, bias = core.read_classifier(classifier, num_labels)
-    why = why_not_exclusive(model)
-    if isinstance(classifier, nn.Linear) and why is not None:
-        raise ConversionError(why)
+    problem = getattr(model.config, "problem_type", None)
+    if isinstance(classifier, nn.Linear) and problem not in (None, "single_label_classification"):
+        why = "but the probabilities here are a softmax over mutually exclusive classes"
+        raise ConversionError(f"problem_type is {problem!r}, {why}")
     return classes, bias
 
 

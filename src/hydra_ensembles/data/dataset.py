@@ -107,9 +107,6 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
     def __iter__(self) -> Iterator[tuple[Item, int]]:
         return (self[index] for index in range(len(self)))
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {len(self)} items, {len(self.class_names)} classes)"
-
     @property
     def labelled(self) -> bool:
         """Whether every item has a label."""
@@ -125,8 +122,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
     def relabel(self, new_labels: dict[int, int], class_names: Sequence[str]) -> Self:
         """Map every label that occurs to a new one, with class names in the new order."""
-        missing = sorted(set(self.labels.tolist()) - set(new_labels))
-        if missing:
+        if missing := sorted(set(self.labels.tolist()) - set(new_labels)):
             raise DataError(f"{self.name}: no new label given for labels {missing}")
         labels = [new_labels.get(int(label), UNLABELLED) for label in self._source_labels]
         return type(self)(self._source, labels, class_names, self.name, self.rows)
@@ -320,7 +316,6 @@ def _all_classes(dataset: Dataset[Any]) -> list[int]:
 def _class_numbers(dataset: Dataset[Any], classes: Collection[Any]) -> list[int]:
     names = dataset.class_names
     numbers: dict[Any, int] = {name: names.index(name) for name in names} | {n: n for n in _all_classes(dataset)}
-    unknown = [entry for entry in classes if entry not in numbers]
-    if unknown:
+    if unknown := [entry for entry in classes if entry not in numbers]:
         raise DataError(f"{dataset.name} has no classes {unknown}; it has {list(names) or list(numbers)}")
     return [numbers[entry] for entry in classes]

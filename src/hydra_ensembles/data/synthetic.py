@@ -43,16 +43,16 @@ def synthetic_ood(id_batches: Batches, *, seed: int = 0, model: Ensemble | None 
     with first_epoch(id_batches, derive_seed(seed, "synthetic")):
         numbered = [(index, inputs) for index, inputs, _ in iterate(id_batches, "id_batches", labelled=False)]
     tensors = [_main_input(inputs, index) for index, inputs in numbered]
-    batches = [inputs for _, inputs in numbered]
-    images = {key.dim() == 4 for _, key in tensors}
-    if len(images) > 1:
+    if len({ids.dim() for _, ids in tensors}) > 1:
         raise DataError("id_batches has images [B, C, H, W] in some batches and token ids [B, T] in others; give one")
     draws = ((number, torch.Generator().manual_seed(derive_seed(seed, number))) for number in itertools.count())
-    if images == {True}:
-        distorted = list(_distort_images([key for _, key in tensors], draws))
+    batches = [inputs for _, inputs in numbered]
+    originals = [ids for _, ids in tensors]
+    if originals[0].dim() == 4:
+        distorted = list(_distort_images(originals, draws))
     else:
-        masks = [_mask(inputs, ids) for inputs, (_, ids) in zip(batches, tensors, strict=True)]
-        distorted = _distort_texts([ids for _, ids in tensors], masks, draws, model)
+        masks = [_mask(inputs, ids) for inputs, ids in zip(batches, originals, strict=True)]
+        distorted = _distort_texts(originals, masks, draws, model)
     parts = zip(batches, tensors, distorted, strict=True)
     return [(new if isinstance(inputs, Tensor) else {**inputs, name: new},) for inputs, (name, _), new in parts]
 
@@ -130,27 +130,24 @@ IMAGE_DISTORTIONS: tuple[Distortion, ...] = (shuffle_patches, scramble_phases, b
 """How images are distorted, in turn."""
 
 
-def _grid(image: Tensor) -> tuple[int, int, int, int]:
-    """Rows and columns of patches, then height and width of a patch."""
+def _patches(image: Tensor) -> Tensor:
+    """A view of a four by four grid of patches of equal size `[C, rows, h, columns, w]`, without leftover pixels."""
     height, width = image.shape[-2:]
     rows, columns = min(_CELLS, height), min(_CELLS, width)
-    return rows, columns, height // rows, width // columns
+    inner = image[:, : height // rows * rows, : width // columns * columns]
+    return inner.unflatten(2, (columns, -1)).unflatten(1, (rows, -1))
 
 
 def _to_patches(image: Tensor) -> Tensor:
-    """Cut into patches `[rows · columns, C, h, w]` of equal size; leftover rows and columns of pixels are dropped."""
-    rows, columns, height, width = _grid(image)
-    inner = image[:, : rows * height, : columns * width]
-    cells = inner.unflatten(2, (columns, width)).unflatten(1, (rows, height))  # [C, rows, h, columns, w]
-    return cells.permute(1, 3, 0, 2, 4).flatten(0, 1)
+    """Cut into patches `[rows · columns, C, h, w]`."""
+    return _patches(image).permute(1, 3, 0, 2, 4).flatten(0, 1)
 
 
 def _joined(image: Tensor, patches: Tensor) -> Tensor:
     """Return the image with these patches in place of its own."""
-    rows, columns, height, width = _grid(image)
-    cells = patches.unflatten(0, (rows, columns)).permute(2, 0, 3, 1, 4)  # [C, rows, h, columns, w]
     joined = image.clone()
-    joined[:, : rows * height, : columns * width] = cells.flatten(3, 4).flatten(1, 2)
+    cells = _patches(joined)
+    cells.copy_(patches.unflatten(0, (cells.shape[1], cells.shape[3])).permute(2, 0, 3, 1, 4))
     return joined
 
 

@@ -1,8 +1,8 @@
 """Metrics of a classifier's predictions: pure functions on tensors, independent of any model."""
 
 from .bootstrap import Interval, paired
-from .conformal import LabelSets, Reference, conformal_threshold, fit_sets, label_scores, p_values
-from .ood import OodMetric, aupr, aurc, auroc, discordance, fpr95, risk_at_coverage, risk_coverage, roc_curve
+from .conformal import LabelSets, Reference, conformal_threshold, fit_sets, p_values
+from .ood import OodMetric, aupr, aurc, auroc, fpr95, risk_at_coverage, risk_coverage, roc_curve
 from .probabilities import (
     Convention,
     accuracy,
@@ -11,7 +11,6 @@ from .probabilities import (
     brier,
     brier_per_sample,
     disagreement,
-    disagreement_per_sample,
     ece,
     ece_of_confidence,
     entropy_parts,
@@ -25,7 +24,7 @@ from .probabilities import (
 __all__ = [
     "Convention", "Interval", "LabelSets", "OodMetric", "Reference", "accuracy", "adaptive_ece",
     "adaptive_ece_of_confidence", "aupr", "aurc", "auroc", "brier", "brier_per_sample", "conformal_threshold",
-    "disagreement", "disagreement_per_sample", "discordance", "ece", "ece_of_confidence", "entropy_parts", "fit_sets",
-    "fpr95", "label_scores", "mutual_information", "nll", "nll_per_sample", "p_values", "paired", "reliability_bins",
+    "disagreement", "ece", "ece_of_confidence", "entropy_parts", "fit_sets",
+    "fpr95", "mutual_information", "nll", "nll_per_sample", "p_values", "paired", "reliability_bins",
     "risk_at_coverage", "risk_coverage", "roc_curve", "top_label",
 ]  # fmt: skip

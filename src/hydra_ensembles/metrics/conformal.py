@@ -36,7 +36,6 @@ def conformal_threshold(scores: Tensor, share: float) -> float:
     """Threshold that a new score does not exceed with probability `share` or more, from held-out scores `[n]`.
 
     It is the ⌈share · (n + 1)⌉-th smallest score, and infinite if there are too few scores for that guarantee.
-
     """
     ordered = check_scores(scores, "scores").sort().values
     rank = rank_for(require("share", share, PositiveShare), len(ordered))
@@ -47,7 +46,6 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
     """P-value of each score `[B]`: (1 + number of held-out scores `[n]` at least as high) / (n + 1), `[B]`.
 
     For a new sample from the same distribution it is at most a given level with at most that probability.
-
     """
     precise = torch.promote_types(torch.promote_types(reference.dtype, scores.dtype), torch.float32)
     return Reference.of(reference, most=None).p_values(check_scores(scores, "scores").to(precise))
@@ -101,7 +99,6 @@ class LabelSets:
         share: The share of right labels promised; with a threshold for each class, of every class.
         penalty: For `"raps"`: added for each rank beyond `free_ranks`.
         free_ranks: For `"raps"`: ranks without a penalty.
-
     """
 
     thresholds: tuple[float, ...]
@@ -119,22 +116,17 @@ class LabelSets:
         limits = torch.tensor(self.thresholds, dtype=probs.dtype, device=probs.device)  # [1] or [C]
         if limits.shape not in ((1,), probs.shape[-1:]):
             raise DataError(f"these sets are for {len(limits)} classes, but the probabilities for {probs.shape[-1]}")
-        chosen = _label_scores(probs, self.kind, self.penalty, self.free_ranks) <= limits
+        chosen = label_scores(probs, self.kind, self.penalty, self.free_ranks) <= limits
         return chosen.scatter(-1, probs.argmax(dim=-1, keepdim=True), True)
 
 
-def label_scores(probs: Tensor, kind: SetKind = "lac", penalty: float = 0.1, free_ranks: int = 1) -> Tensor:
+def label_scores(probs: Tensor, kind: SetKind, penalty: float, free_ranks: int) -> Tensor:
     """Nonconformity score of each label, `[B, C]` to `[B, C]`.
 
     * `lac`: minus the logarithm of its probability: of saturated answers, one minus it would be 1 for all others.
     * `aps`: the probability of all more probable labels and its own; of equally probable ones, lower numbers count too.
     * `raps`: the same, plus `penalty` for each rank beyond `free_ranks`.
-
     """
-    return _label_scores(check_rows(probs), kind, penalty, free_ranks)
-
-
-def _label_scores(probs: Tensor, kind: SetKind, penalty: float, free_ranks: int) -> Tensor:
     if kind == "lac":
         return -probs.log()
     ordered, labels = probs.sort(dim=-1, descending=True, stable=True)
@@ -157,18 +149,11 @@ def fit_sets(
 ) -> LabelSets:
     """Fit sets of labels that contain the right one with probability `share` or more, on held-out samples.
 
-    Args:
-        probs: `[B, C]` of held-out samples: `Prediction.probs`.
-        labels: `[B]`.
-        share: The share promised, in (0, 1].
-        kind: As for `label_scores`.
-        by_class: Whether the share is promised for every class, not only overall. Needs samples of every class.
-        penalty: For `raps`.
-        free_ranks: For `raps`.
-
+    The share, in (0, 1], is promised overall, or with `by_class` for every class, which needs samples of each. `kind`,
+    `penalty` and `free_ranks` are those of `LabelSets`.
     """
     probs, targets = check_probs(probs, labels)
-    scores = _label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]
+    scores = label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]
     groups: Sequence[Tensor] = [scores]
     if by_class:
         groups = [scores[targets == label] for label in range(probs.shape[1])]

@@ -116,20 +116,10 @@ def weighted_aurc(weights: Tensor, scores: Tensor, errors: Tensor) -> Tensor:
 # --- detection ----------------------------------------------------------------------------------------------
 
 
-def discordance(id_scores: Tensor, ood_scores: Tensor) -> int:
-    """Twice the number of (ID, OOD) pairs in the wrong order, plus the number of tied pairs.
-
-    An integer, so that comparisons are exact: AUROC = 1 - discordance / (2 · ID · OOD). Scores `[n]` and
-    `[m]` may have any real dtype. Runs on the device of the ID scores in O(n log n).
-    """
-    fp, tp, _ = flagged(id_scores, ood_scores)
-    return 2 * len(id_scores) * len(ood_scores) - int(_concordant_twice(fp, tp))
-
-
 def auroc(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-uncertainty") -> float:
-    """Probability that an OOD sample scores higher than an ID sample, ties counting one half.
+    """Probability that an OOD sample scores higher than an ID sample, ties counting one half; exact.
 
-    The same exact number as `discordance`; both conventions agree on it.
+    Both conventions agree on it. Scores `[n]` and `[m]` may have any real dtype.
     """
     return _measured("auroc", id_scores, ood_scores, convention)
 
@@ -167,7 +157,8 @@ def flagged(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tens
     """How many ID and OOD samples each threshold flags, `[1, K]` each, and the thresholds `[K]`, strictest first."""
     scores = check_scores(id_scores, "ID scores"), check_scores(ood_scores, "OOD scores")
     id_ranks, ood_ranks, distinct = joint_ranks(*scores)
-    fp, tp = (cumulative_counts(ranks.unsqueeze(0), len(distinct)) for ranks in (id_ranks, ood_ranks))
+    counts = (torch.bincount(ranks, minlength=len(distinct)) for ranks in (id_ranks, ood_ranks))
+    fp, tp = (count.flip(0).cumsum(dim=0).unsqueeze(0) for count in counts)  # the highest score comes first
     return fp, tp, distinct.flip(0)
 
 
@@ -185,26 +176,19 @@ def joint_ranks(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, 
     return ranks[: len(id_scores)], ranks[len(id_scores) :], distinct
 
 
-def cumulative_counts(ranks: Tensor, distinct: int) -> Tensor:
-    """How many samples are flagged at each threshold, from the highest score down: `[R, n] -> [R, K]`."""
-    rows = torch.arange(len(ranks), device=ranks.device).unsqueeze(1)
-    flat = ((distinct - 1 - ranks) + rows * distinct).flatten()  # rank K-1, the highest score, comes first
-    counts = torch.bincount(flat, minlength=len(ranks) * distinct)
-    return counts.view(len(ranks), distinct).cumsum(dim=1)
-
-
 def of_counts(metric: OodMetric, fp: Tensor, tp: Tensor, convention: Convention) -> Tensor:
     """The metric of each row of cumulative false and true positives: `[R, K] -> [R]`, in float64."""
     if metric == "auroc":
-        return _concordant_twice(fp, tp).double() / (2 * fp[:, -1] * tp[:, -1]).double()
+        return _auroc(fp, tp)
     return _aupr(fp, tp, convention) if metric == "aupr" else _fpr95(fp, tp, convention)
 
 
-def _concordant_twice(fp: Tensor, tp: Tensor) -> Tensor:
-    """Twice the pairs in the right order, plus the tied ones: `[R, K] -> [R]`."""
+def _auroc(fp: Tensor, tp: Tensor) -> Tensor:
+    """The share of pairs in the right order, counted in integers: twice these pairs, plus the tied ones."""
     tp_here = tp.diff(dim=1, prepend=torch.zeros_like(tp[:, :1]))
     fp_before = torch.cat([torch.zeros_like(fp[:, :1]), fp[:, :-1]], dim=1)
-    return (tp_here * (2 * fp[:, -1:] - fp - fp_before)).sum(dim=1)
+    concordant_twice = (tp_here * (2 * fp[:, -1:] - fp - fp_before)).sum(dim=1)
+    return concordant_twice.double() / (2 * fp[:, -1] * tp[:, -1]).double()
 
 
 def _aupr(fp: Tensor, tp: Tensor, convention: Convention) -> Tensor:

@@ -186,12 +186,7 @@ def _each_once(values: Tensor) -> Tensor:
 
 def log_mean_probs(member_logits: Tensor) -> Tensor:
     """Logarithm of the mean over members of the softmax of `[M, …, C]`: `[…, C]`, finite even if that underflows."""
-    return log_mean_exp(member_logits.log_softmax(dim=-1))
-
-
-def log_mean_exp(values: Tensor) -> Tensor:
-    """Logarithm of the mean of `exp(values)` over the first axis of `values` `[M, …]`."""
-    return values.logsumexp(dim=0) - math.log(len(values))
+    return member_logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(member_logits))
 
 
 def mutual_information(member_probs: Tensor) -> float:
@@ -201,7 +196,7 @@ def mutual_information(member_probs: Tensor) -> float:
 
 def disagreement(member_probs: Tensor) -> float:
     """Share of member pairs that predict different classes, mean over samples; zero for one member."""
-    return mean(disagreement_per_sample(member_probs))
+    return mean(differing_pairs(check_member_probs(member_probs)))
 
 
 def entropy_parts(member_probs: Tensor) -> EntropyParts:
@@ -222,13 +217,8 @@ def split_entropy(member_probs: Tensor) -> EntropyParts:
     return EntropyParts(total, aleatoric, total - aleatoric)
 
 
-def disagreement_per_sample(member_probs: Tensor) -> Tensor:
-    """One minus the share of member pairs that agree on the class: `[M, B, C] -> [B]`."""
-    return differing_pairs(check_member_probs(member_probs))
-
-
 def differing_pairs(member_probs: Tensor) -> Tensor:
-    """`disagreement_per_sample` without checks, as in `split_entropy`."""
+    """One minus the share of member pairs that agree on the class: `[M, B, C] -> [B]`; unchecked."""
     votes = member_probs.argmax(dim=-1)  # [M, B]
     members = len(votes)
     differing = torch.zeros_like(votes[0])

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.metrics import LabelSets, Reference, conformal_threshold, fit_sets, label_scores, p_values
-from hydra_ensembles.metrics.conformal import KEPT, rank_for, samples_for
+from hydra_ensembles.metrics import LabelSets, Reference, conformal_threshold, fit_sets, p_values
+from hydra_ensembles.metrics.conformal import KEPT, label_scores, rank_for, samples_for
 
 KINDS = ["lac", "aps", "raps"]
 

@@ -9,7 +9,7 @@ from cases import random_probs, random_scores, updated
 from sklearn import metrics as sklearn_metrics
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.metrics import aupr, aurc, auroc, discordance, fpr95, risk_at_coverage, risk_coverage, roc_curve
+from hydra_ensembles.metrics import aupr, aurc, auroc, fpr95, risk_at_coverage, risk_coverage, roc_curve
 
 T = torch.tensor
 
@@ -66,11 +66,12 @@ def test_openood_convention_equals_its_definition():
         assert fpr95(id_scores, ood_scores, "openood") == expected["fpr95"], seed
 
 
-def test_discordance_counts_pairs():
+def test_auroc_counts_pairs_exactly():
     for seed in range(30):
         id_scores, ood_scores = random_scores(seed)
-        difference = id_scores.double()[:, None] - ood_scores.double()[None, :]
-        assert discordance(id_scores, ood_scores) == 2 * int((difference > 0).sum()) + int((difference == 0).sum())
+        difference = ood_scores.double()[:, None] - id_scores.double()[None, :]
+        twice = 2 * int((difference > 0).sum()) + int((difference == 0).sum())
+        assert auroc(id_scores, ood_scores) == twice / (2 * difference.numel())
 
 
 @pytest.mark.parametrize("convention", ["torch-uncertainty", "openood"])
@@ -85,13 +86,13 @@ def test_scores_far_outside_the_unit_interval_are_not_squashed(convention):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.uint8])
 def test_every_dtype_keeps_the_order(dtype):
     id_scores, ood_scores = T([0, 3, 3, 200]).to(dtype), T([1, 3, 250]).to(dtype)
-    assert discordance(id_scores, ood_scores) == 2 * (3 + 1 + 0) + 2
+    assert auroc(id_scores, ood_scores) == 14 / 24
     for metric in (auroc, aupr, fpr95):
         assert metric(id_scores, ood_scores) == metric(id_scores.double(), ood_scores.double())
 
 
 def test_mixed_dtypes_infinite_scores_and_half_precision():
-    assert discordance(T([0.1]), T([0.1], dtype=torch.float64)) == 2  # 0.1 in float32 is above 0.1 in float64
+    assert auroc(T([0.1]), T([0.1], dtype=torch.float64)) == 0  # 0.1 in float32 is above 0.1 in float64
     assert aupr(T([-torch.inf, 0.0]), T([torch.inf, 1.0]), "openood") == 1
     id_scores, ood_scores = torch.zeros(5000).half(), torch.ones(4000).half()  # more than half precision can count
     id_scores[:1250] = 2
@@ -146,7 +147,7 @@ def test_risk_coverage_equals_the_referee(referee, quiet):
             assert risk_at_coverage(-confidence, errors, coverage) == pytest.approx(expected, abs=1e-6), seed
 
 
-DETECTION, RISK = (auroc, aupr, fpr95, discordance, roc_curve), (risk_coverage, aurc, risk_at_coverage)
+DETECTION, RISK = (auroc, aupr, fpr95, roc_curve), (risk_coverage, aurc, risk_at_coverage)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_half_precision_equals_the_same_values_in_float32(dtype, classes):
 
 PROBS, LABELS = binary(0.5, 0.75), T([0, 1])
 OF_SETS = (metrics.top_label, metrics.brier_per_sample, metrics.nll_per_sample)
-OF_MEMBERS = (metrics.disagreement, metrics.disagreement_per_sample, metrics.mutual_information, metrics.entropy_parts)
+OF_MEMBERS = (metrics.disagreement, metrics.mutual_information, metrics.entropy_parts)
 OF_CONFIDENCES = (metrics.ece_of_confidence, metrics.adaptive_ece_of_confidence, metrics.reliability_bins)
 
 
