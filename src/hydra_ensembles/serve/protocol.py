@@ -43,7 +43,6 @@ DATATYPES = {
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 RAW = {"image": ("image", "Encoded images, bytes of PNG or JPEG files; in JSON base64."), "text": ("text", "Texts.")}
 
-LONGEST_NUMBER = 18  # digits: every such number fits in 64 bits
 SHOWN = 5  # number of most probable classes in a JSON answer
 
 Array = np.ndarray[Any, Any]
@@ -243,43 +242,29 @@ def as_text(content: bytes) -> str:
 
 def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[str, Array | list[bytes]]]:
     """The JSON of a request and its inputs by name; BYTES inputs are lists."""
-    length = len(body)
-    if header is not None:
-        if not header.isdecimal() or not 0 < int(header[:LONGEST_NUMBER]) <= length:
-            raise RequestError(f"{HEADER} must be a number of bytes from 1 to the size of the body, {length}")
-        length = int(header)
-    request = request_of(body[:length])
-    tail = memoryview(body)[length:]
+    if header is not None and not (header.isdecimal() and len(header) < 18 and 0 < int(header) <= len(body)):
+        raise RequestError(f"{HEADER} must be a number of bytes from 1 to the size of the body, {len(body)}")
+    length = len(body) if header is None else int(header)
+    request, rest = request_of(body[:length]), memoryview(body)[length:]
     inputs = request.get("inputs")
     if not isinstance(inputs, list) or not inputs or not all(isinstance(entry, dict) for entry in inputs):
         raise RequestError("a request needs 'inputs', a list of tensors with name, shape, datatype and data")
     tensors: dict[str, Array | list[bytes]] = {}
     for entry in inputs:
-        name, datatype = entry.get("name"), entry.get("datatype")
+        name, datatype, shape = entry.get("name"), entry.get("datatype"), entry.get("shape")
         if not isinstance(name, str) or name in tensors:
             raise RequestError("every input needs a unique name")
-        called = short(name)
-        if datatype not in (*DATATYPES, "BYTES"):  # a tuple, as the value may be unhashable
-            raise RequestError(f"input {called} needs a datatype, one of {', '.join((*DATATYPES, 'BYTES'))}")
-        shape = _shape(called, entry.get("shape"))
-        size = _parameters(entry).get("binary_data_size")
-        if size is None:
-            tensors[name] = _from_json(called, datatype, shape, entry.get("data"))
-            continue
-        if type(size) is not int or not 0 <= size <= len(tail):
-            raise RequestError(f"binary_data_size of input {called} does not fit the {len(tail)} bytes that are left")
-        tensors[name] = _from_binary(called, datatype, shape, bytes(tail[:size]))
-        tail = tail[size:]
-    if len(tail):
-        raise RequestError(f"{len(tail)} bytes follow the last tensor; declare them with binary_data_size")
+        try:
+            size = _parameters(entry).get("binary_data_size")
+            content = entry.get("data") if size is None else rest[:size]
+            rest = rest if size is None else rest[size:]
+            tensors[name] = _tensor(datatype, tuple(shape), content)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            what = f"{short(datatype)} of the shape {short(shape)}"
+            raise RequestError(f"the data of input {short(name)} are not {what}: {error}") from error
+    if len(rest):
+        raise RequestError(f"{len(rest)} bytes follow the last tensor; declare them with binary_data_size")
     return request, tensors
-
-
-def _shape(called: str, shape: Any) -> tuple[int, ...]:
-    fits = isinstance(shape, list) and all(type(size) is int and 0 < size < 1 << 63 for size in shape)
-    if not fits or not 0 < len(shape) <= 8:
-        raise RequestError(f"input {called} needs a shape, a list of positive whole numbers, samples first")
-    return tuple(shape)
 
 
 def _parameters(of: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -287,40 +272,37 @@ def _parameters(of: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters if isinstance(parameters, dict) else {}
 
 
-def _from_json(called: str, datatype: str, shape: tuple[int, ...], data: Any) -> Array | list[bytes]:
-    if not isinstance(data, list):
-        raise RequestError(f"input {called} needs 'data', a list")
+def _tensor(datatype: str, shape: tuple[int, ...], content: Any) -> Array | list[bytes]:
+    """A tensor from its list in JSON or from its bytes; raises whatever NumPy does if they do not fit."""
+    binary, count = isinstance(content, memoryview), math.prod(shape)
+    if not shape or min(shape) < 1 or not (binary or isinstance(content, list)):
+        raise ValueError("give a shape, samples first, and a list or binary data")
     if datatype == "BYTES":
-        if not all(isinstance(text, str) for text in data) or len(data) != math.prod(shape):
-            raise RequestError(f"input {called} needs {math.prod(shape)} strings")
-        return [text.encode("utf-8", "surrogatepass") for text in data]
-    try:
-        array = np.array(data)
-        converted = array.astype(DATATYPES[datatype])
-        lossless = converted.dtype.kind == "f" or np.array_equal(converted.astype(array.dtype), array)
-        if array.dtype.kind not in "biuf" or array.shape not in (shape, (math.prod(shape),)) or not lossless:
-            raise ValueError(f"{array.dtype} {list(array.shape)}")
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"the data of input {called} are not {datatype} of the shape {list(shape)}") from error
+        strings = _strings(bytes(content)) if binary else [text.encode("utf-8", "surrogatepass") for text in content]
+        if len(strings) != count:
+            raise ValueError(f"got {len(strings)} strings")
+        return strings
+    dtype = np.dtype(DATATYPES[datatype]).newbyteorder("<")
+    if binary:
+        return np.frombuffer(content, dtype).reshape(shape)
+    array = np.array(content)
+    converted = array.astype(dtype)
+    lossless = dtype.kind == "f" or np.array_equal(converted.astype(array.dtype), array)
+    if array.dtype.kind not in "biuf" or array.shape not in (shape, (count,)) or not lossless:
+        raise ValueError(f"got {array.dtype} {list(array.shape)}")
     return converted.reshape(shape)
 
 
-def _from_binary(called: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Array | list[bytes]:
-    if datatype == "BYTES":
-        strings = list[bytes]()
-        start = 0
-        while start + 4 <= len(content):
-            end = start + 4 + int.from_bytes(content[start : start + 4], "little")
-            strings.append(content[start + 4 : end])
-            start = end
-        if start != len(content) or len(strings) != math.prod(shape):
-            raise RequestError(f"input {called} needs {math.prod(shape)} strings, each behind its length in 4 bytes")
-        return strings
-    dtype = np.dtype(DATATYPES[datatype]).newbyteorder("<")
-    expected = math.prod(shape) * dtype.itemsize
-    if len(content) != expected:
-        raise RequestError(f"input {called} of {datatype} {list(shape)} has {len(content)} bytes, not {expected}")
-    return np.frombuffer(content, dtype).reshape(shape)
+def _strings(content: bytes) -> list[bytes]:
+    """Strings, each behind its length in 4 bytes."""
+    strings, start = list[bytes](), 0
+    while start < len(content):
+        end = start + 4 + int.from_bytes(content[start : start + 4], "little")
+        strings.append(content[start + 4 : end])
+        start = end
+    if start != len(content):
+        raise ValueError("a string is shorter than its length")
+    return strings
 
 
 # --- responses -------------------------------------------------------------------------------------------------------
@@ -372,7 +354,7 @@ def asked_outputs(request: Mapping[str, Any], served: Served) -> list[AskedField
 def model_metadata(served: Served) -> dict[str, Any]:
     """Model metadata: inputs (raw or as tensors; either is enough), outputs, classes and reasons."""
     reader = served.reader
-    name, meaning = RAW[reader.kind]
+    name, _ = RAW[reader.kind]
     raw = [] if reader.preprocessing is None else [{"name": name, "datatype": "BYTES", "shape": [-1]}]
 
     def described(field: Field) -> dict[str, Any]:
@@ -389,9 +371,7 @@ def model_metadata(served: Served) -> dict[str, Any]:
         "inputs": [*raw, *inputs],
         "outputs": [described(field) for field in served.outputs],
         "parameters": {
-            "give_one_of": [*([name] for _ in raw), [field.name for field in reader.inputs]],
             "labels": list(served.labels),
             "reasons": list(REASON_WORDS),
-            "meaning": {name: meaning} | {field.name: field.meaning for field in (*reader.inputs, *served.outputs)},
         },
     }

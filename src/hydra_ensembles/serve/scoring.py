@@ -28,7 +28,7 @@ from ..errors import ConfigError, DataError, HydraError
 from ..files import expanded, write_atomically, write_json
 from ..model.ensemble import Ensemble
 from ..store import Store
-from .batcher import Runner, stacked
+from .batcher import Runner
 from .protocol import REASON_WORDS, Answer, Arrays, output_fields
 from .rows import COLUMNS, Cells, Item, Reader, Row, Source, cores, sources
 
@@ -82,26 +82,26 @@ def score(
     reader.require_preprocessing()
     found = sources(source, model.kind, columns, keep, images=shard_rows, without=path)
     settings = {"columns": {**COLUMNS, **(columns or {})}, "keep": list(keep), "wide": wide, "rows": shard_rows}
-    with Store(path, {"model": _identity(model), **settings}, "scores") as store:
+    with Store(path, {"model": _identity(model), **settings}, "scores"):
         folder = path / ROWS
         folder.mkdir(exist_ok=True)
-        states: dict[str, set[str]] = {}  # of every source
-        for one in found:
-            states.setdefault(_prefix(one), set()).add(_state(one))
-        for shard in _shards(folder):
-            if shard.state not in states.get(shard.prefix, {shard.state}):  # of a file that has changed since
-                shard.file.unlink()
+        known = {_key(one) for one in found}
+        prefixes, done = {prefix for prefix, _ in known}, _shards(folder)
+        for (prefix, state), files in done.items():
+            if prefix in prefixes and (prefix, state) not in known:  # of a file that has changed since
+                for file in files.values():
+                    file.unlink()
         write_json(path / ABOUT, table.about())
-        # one plan for all shards: which is faster may change from run to run, and with it the last bits of the answers
-        examples = reader.examples()
-        chosen = store.step("plan", lambda: _fastest(model, examples, batch_size))
-        runner = Runner(model.optimize(plans=[chosen]), batch_size)
+        runner = Runner(model.optimize(), batch_size)
         with ThreadPoolExecutor(workers or cores()) as pool, tqdm(unit=" rows", disable=not progress) as bar:
             for one in found:
-                for place, items in _missing(folder, one, shard_rows):
+                for place, items in _missing(folder, one, done.get(_key(one), {}), shard_rows):
                     parts = [table.columns(*part) for part in _answered(items, reader, runner, pool, bar.update)]
                     write_atomically(place(), _parquet(parts))
-    return _summary([shard.file for shard in _shards(folder) if shard.prefix in states])
+    parquet, kept = library("pyarrow.parquet", extra="data"), _shards(folder)
+    shards = [file for (prefix, _), files in kept.items() if prefix in prefixes for file in files.values()]
+    errors = [parquet.read_table(file, columns=[ERROR])[ERROR].to_pylist() for file in shards]
+    return Scored(sum(map(len, errors)), sum(error != "" for part in errors for error in part), len(shards))
 
 
 def _identity(model: Ensemble) -> str:
@@ -112,53 +112,31 @@ def _identity(model: Ensemble) -> str:
     return digest([model.config, model, about])
 
 
-def _fastest(model: Ensemble, examples: Sequence[Row], batch_size: int) -> str:
-    """The plan that is fastest for a full batch of usual rows."""
-    if not examples:  # texts of any length, unpadded: one at a time
-        return "batched"
-    plans = model.optimize()
-    return plans.choice_for(plans.prepare(stacked([examples[len(examples) // 2]] * batch_size))).plan
-
-
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """A shard by its name: of which source, in which state, its number, and whether it is the last of its source."""
-
-    file: Path
-    prefix: str
-    number: int
-    state: str
-    last: bool
-
-
-def _shards(folder: Path) -> list[_Shard]:
-    """The shards that are finished, in the order of their names."""
-    found = []
+def _shards(folder: Path) -> dict[tuple[str, str], dict[int, Path]]:
+    """The finished shards by number, for every source and state of it, as their names say."""
+    found: dict[tuple[str, str], dict[int, Path]] = {}
     for file in sorted(folder.glob("*.parquet")):
-        readable, exact, number, state, *end = file.stem.split("_")
-        found.append(_Shard(file, f"{readable}_{exact}", int(number), state, bool(end)))
+        readable, exact, number, state, *_ = file.stem.split("_")
+        found.setdefault((f"{readable}_{exact}", state), {})[int(number)] = file
     return found
 
 
-def _prefix(source: Source) -> str:
-    """The path of a source, readable and exact."""
-    return f"{re.sub(r'[^A-Za-z0-9.-]+', '-', source.name)[-60:]}_{digest(source.name)[:8]}"
-
-
-def _state(source: Source) -> str:
-    """What the files of a source were like."""
+def _key(source: Source) -> tuple[str, str]:
+    """The path of a source, readable and exact, and what its files are like now."""
     facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
-    return digest([source.part, facts])[:8]
+    prefix = f"{re.sub(r'[^A-Za-z0-9.-]+', '-', source.name)[-60:]}_{digest(source.name)[:8]}"
+    return prefix, digest([source.part, facts])[:8]
 
 
-def _missing(folder: Path, source: Source, rows: int) -> Iterator[tuple[Callable[[], Path], Iterator[Item]]]:
+def _missing(
+    folder: Path, source: Source, done: Mapping[int, Path], rows: int
+) -> Iterator[tuple[Callable[[], Path], Iterator[Item]]]:
     """The items of every shard that is not there yet, and a function that gives its path once they were read."""
-    prefix, state = _prefix(source), _state(source)
-    done = {one.number: one.last for one in _shards(folder) if (one.prefix, one.state) == (prefix, state)}
-    if any(done.values()) and len(done) == max(done) - source.part + 1:
+    prefix, state = _key(source)
+    if any(file.stem.endswith(END) for file in done.values()) and len(done) == max(done) - source.part + 1:
         return
     items = iter(source)
     following = list(islice(items, 1))
@@ -220,12 +198,6 @@ def _parquet(parts: Sequence[Arrays]) -> bytes:
     sink = io.BytesIO()
     library("pyarrow.parquet", extra="data").write_table(arrow.table(arrays), sink)
     return sink.getvalue()
-
-
-def _summary(shards: Sequence[Path]) -> Scored:
-    parquet = library("pyarrow.parquet", extra="data")
-    errors = [parquet.read_table(file, columns=[ERROR])[ERROR].to_pylist() for file in shards]
-    return Scored(sum(map(len, errors)), sum(error != "" for part in errors for error in part), len(shards))
 
 
 # --- columns ---------------------------------------------------------------------------------------------------------

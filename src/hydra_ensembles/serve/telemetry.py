@@ -4,7 +4,6 @@ Every score has a histogram. If held-out scores are available, the bins hold equ
 held-out data fill all bins evenly, so drift is visible without knowing what the score means.
 """
 
-import itertools
 import json
 import logging
 import math
@@ -13,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from .._utils import __version__, library
@@ -125,8 +125,8 @@ def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 def log_failure(error: BaseException, **fields: Any) -> None:
     """Log an internal error: its type and location, but not its message, which may quote an input."""
-    frames = itertools.islice(reversed(traceback.extract_tb(error.__traceback__)), 8)
-    where = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
+    frames = traceback.extract_tb(error.__traceback__)[-8:]
+    where = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
     log("failure", logging.ERROR, error=type(error).__name__, where=where, **fields)
 
 

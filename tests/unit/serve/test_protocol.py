@@ -150,20 +150,20 @@ def binary(content: bytes, **changes: Any) -> tuple[bytes, str]:
     [
         (b"{}", None, "inputs"),
         (json.dumps({"inputs": [ONE, ONE]}).encode(), None, "name"),
-        (body(datatype="FP8"), None, "datatype"),
+        (body(datatype="FP8"), None, "FP8"),
         (body(shape=[-1]), None, "shape"),
         (body(shape=[1 << 40, 1 << 40]), None, "shape"),
         (body(data=[[1, 2], [3]]), None, "shape"),
         (body(shape=[3, 2], data=[[1, 2, 3], [4, 5, 6]]), None, "shape"),  # same count, another arrangement
         (body(datatype="INT64"), None, "INT64"),  # contains 2.5
         (body(datatype="UINT8", data=[1, 256]), None, "UINT8"),
-        (body(datatype="BYTES"), None, "strings"),
+        (body(datatype="BYTES"), None, "BYTES"),
         (body() + b"1234", str(len(body())), "4 bytes"),
         (body(), "9" * 5000, "Inference"),
-        (body(parameters={"binary_data_size": 8}), str(len(body(parameters={"binary_data_size": 8}))), "binary_data"),
-        (*binary(bytes(7)), "7 bytes"),
+        (body(parameters={"binary_data_size": 8}), str(len(body(parameters={"binary_data_size": 8}))), "FP32"),
+        (*binary(bytes(7)), "FP32"),
         (*binary(b"\xff\xff\xff\xffx", datatype="BYTES", shape=[1]), "length"),
-        (*binary(b"\x01\x00\x00\x00x", datatype="BYTES"), "2 strings"),
+        (*binary(b"\x01\x00\x00\x00x", datatype="BYTES"), "1 strings"),
     ],
 )
 def test_other_requests_are_refused(content: bytes, header: str | None, token: str) -> None:
