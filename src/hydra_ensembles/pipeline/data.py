@@ -197,7 +197,7 @@ def read_for_build(
     Without `validation`, one half of `id` ranks and the other validates, whatever the strategy: builds that differ
     only in strategy are then calibrated on the same samples. Synthetic OOD data are made from the ranking half.
     """
-    train, held_out, outside = read_sets(seed, model, ood=ood, **given)  # type: ignore[arg-type]
+    train, held_out, outside = read_sets(seed, model, ood=ood, **given)
     ranking, checked = held_out["id"], held_out["validation"]
     if ranking is not None and checked is None:
         ranking, checked = halves(ranking, seed)
