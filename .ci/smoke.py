@@ -39,7 +39,9 @@ def hydra() -> he.Ensemble:
     """Three members of `Own`, calibrated."""
     data = [(torch.randn(16, 3, 16, 16), torch.arange(16) % 3) for _ in range(8)]
     config = he.HydraConfig(strategy="random", prune=2, shared_layers=0)
-    return he.build(Own().eval(), config, id=data, progress=False)
+    names = {"patch": "patchify", "position": "pos", "encoder": "encoder", "classifier": "head"}
+    own = he.convert(Own().eval(), declaration=he.Declaration(names, pool="mean", image_size=16))
+    return he.build(own, config, id=data, progress=False)
 
 
 def none() -> str:
@@ -95,15 +97,6 @@ def text() -> str:
     return str(he.TextPreprocessing(tokenizer=words.to_str(), max_length=4)(["good film"])["input_ids"].tolist())
 
 
-def train() -> str:
-    """Train, with accelerate installed, which can distribute a training."""
-    import accelerate
-
-    data = [(torch.randn(8, 3, 16, 16), torch.arange(8) % 3) for _ in range(2)]
-    he.finetune(hydra(), data, he.Recipe(learning_rate=1e-3, steps=2), progress=False)
-    return f"trained; accelerate {accelerate.__version__}"
-
-
 def data() -> str:
     """Load a folder of pictures, and the images inside the package."""
     from PIL import Image
@@ -119,20 +112,13 @@ def data() -> str:
     return f"an image of the demo is {(said.class_names or ())[int(said.label[0])]}"
 
 
-def hub() -> str:
-    """The library that reads data sets of the hub is installed."""
-    import datasets
-
-    return f"datasets {datasets.__version__}"
-
-
 def onnx() -> str:
     """Export to ONNX; the exporter compares the file with the model before naming it."""
     return he.export(hydra(), FOLDER / "model.onnx").name
 
 
 def report() -> str:
-    """Write an evaluation's report."""
+    """Evaluate, and write a report."""
     sets = [[(torch.randn(9, 3, 16, 16) + shift, torch.arange(9) % 3)] for shift in (0, 1)]
     found = he.evaluate(hydra(), sets[0], {"other": sets[1]}, progress=False)
     return f"{he.write_report([found], FOLDER / 'report.html').stat().st_size // 1000} kB"
@@ -173,10 +159,10 @@ def ray() -> str:
 
 def everything() -> str:
     """Everything that `all` promises."""
-    return "; ".join(part() for part in (timm, transformers, open_clip, text, train, data, report, cli, serve))
+    return "; ".join(part() for part in (timm, transformers, open_clip, text, data, report, cli, serve))
 
 
-PARTS = (none, timm, transformers, open_clip, text, train, data, hub, onnx, report, cli, serve, ray)
+PARTS = (none, timm, transformers, open_clip, text, data, onnx, report, cli, serve, ray)
 
 if __name__ == "__main__":
     print({"all": everything, **{part.__name__: part for part in PARTS}}[EXTRA]())
