@@ -86,15 +86,10 @@ class OptimizedEnsemble:
             graphs: Whether to record CUDA graphs; None does so on a CUDA device.
             dtype: Floating type to compute in, such as `torch.bfloat16`; None keeps the ensemble's. A caller's autocast
                 changes nothing: what is compiled or recorded serves all calls.
-
-        Raises:
-            ConfigError: A setting is not accepted, or not on this device.
         """
         chosen = None if plans is None else tuple(plans)
         if chosen is not None and (not chosen or set(chosen) - set(PLANS)):
             raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(chosen)}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {dtype}")
         ensemble.whole_state()  # frozen layers cannot hold computed weights
         self.device, self.dtype = ensemble.device, dtype or ensemble.dtype
         on_cuda = self.device.type == "cuda"
@@ -137,7 +132,7 @@ class OptimizedEnsemble:
     @without_autocast()
     def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
-        arguments = self._arguments(*inputs, **named)
+        arguments = self._model.unpack(*inputs, **named)
         with self._lock:
             choice = self._choice(arguments)
             run = self._run(choice.plan, choice.compiled)
@@ -158,7 +153,7 @@ class OptimizedEnsemble:
     @without_autocast()
     def choice_for(self, inputs: Given) -> Choice:
         """The choice for inputs of this shape, measured if needed."""
-        arguments = self._arguments(inputs)
+        arguments = self._model.unpack(inputs)
         with self._lock:
             return self._choice(arguments)
 
@@ -171,13 +166,6 @@ class OptimizedEnsemble:
     def describe(self) -> Description:
         """Parameters, multiply-adds and heads kept of the ensemble that was optimized; print it."""
         return self._description
-
-    def __repr__(self) -> str:
-        settings = f"plans={list(self._modules)}, compile={self._compile}, graphs={self._graphed}, dtype={self.dtype}"
-        return f"OptimizedEnsemble({settings}, shapes={len(self.choices)})"
-
-    def _arguments(self, *inputs: Any, **named: Any) -> RunArguments:
-        return self._model.unpack(*inputs, **named)
 
     def _choice(self, arguments: RunArguments) -> Choice:
         """The choice for arguments of these shapes: made before, or measured now if there are several plans."""
@@ -232,15 +220,13 @@ class OptimizedEnsemble:
 def seconds_of(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.device) -> dict[Plan, float]:
     """The median seconds of each plan; one for which there is no memory is left out, unless there is for none."""
     able: dict[Plan, Callable[[], tuple[Tensor, ...]]] = {}
-    failure: RuntimeError | None = None
     for plan, run in runs.items():
         try:
             interleaved_times({plan: partial(run, *arguments)}, 1, device)
             able[plan] = partial(run, *arguments)
-        except torch.OutOfMemoryError as error:
-            failure = error
-    if failure is not None and not able:
-        raise failure
+        except torch.OutOfMemoryError:
+            if not able and plan == [*runs][-1]:
+                raise
     return {plan: median(times) for plan, times in interleaved_times(able, REPEATS, device).items()}
 
 
