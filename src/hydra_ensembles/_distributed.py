@@ -7,21 +7,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from operator import length_hint
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ._utils import warn
 from .errors import ConfigError, DataError, HydraError
 
 T = TypeVar("T")
-# these draw a new order in every epoch
-RANDOM_SAMPLERS = (sampler.RandomSampler, sampler.SubsetRandomSampler, sampler.WeightedRandomSampler)
 _LOADING = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
@@ -43,12 +39,6 @@ class Ranks:
         """The batches of this rank: every `size`-th, equally many for each; a sharded loader is returned unchanged."""
         if self.size == 1 or is_sharded(batches):
             return batches
-        count = length_hint(batches)  # 0 if unknown
-        left = count % self.size
-        shuffled = uses_sampler(batches, RANDOM_SAMPLERS) or getattr(batches, "shuffle", False) is True
-        if left and self.rank == 0 and not shuffled:
-            uneven = f"train has {count} batches, which {self.size} processes cannot share equally"
-            warn(f"{uneven}: the last {left} are never trained on; shuffle train")
         loader = batches if isinstance(batches, DataLoader) else None
         if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
             return EveryNth(batches, self.rank, self.size)
@@ -87,14 +77,13 @@ class Ranks:
 
     def all_or_none(self, make: Callable[[], T]) -> T:
         """Run `make` on every rank and return its result, or raise on all ranks if it failed on one."""
-        results: list[T] = []
-        problem = None
         try:
-            results.append(make())
+            made = make()
         except HydraError as error:
-            problem = error
-        self.gather(None, problem)
-        return results[0]
+            self.gather(None, error)  # raises it
+            raise
+        self.gather(None)
+        return made
 
     def common(self, read: Callable[[], T], batches: Any) -> T:
         """What `read` returns; rank 0's result if ranks may differ: a sharded loader, or other batches each time."""
@@ -107,11 +96,8 @@ class Ranks:
     def require_same(self, item: object, what: str) -> None:
         """Raise if the ranks disagree, as they do if a data set splits itself between processes."""
         items = self.gather(item)
-        different = [rank for rank, other in enumerate(items) if other != items[0]]
-        if different:
-            raise HydraError(
-                f"rank {different[0]} has different {what} from rank 0; give every rank the same, and all of it"
-            )
+        if different := [rank for rank, other in enumerate(items) if other != items[0]]:
+            raise HydraError(f"rank {different[0]} has other {what} than rank 0; give every rank the same, all of it")
 
 
 SINGLE_PROCESS = Ranks()
@@ -193,13 +179,9 @@ def with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
 
 def is_sharded(data: object) -> bool:
     """Whether a loader already gives each process its own batches: accelerate's loaders, or a `DistributedSampler`."""
-    return uses_sampler(data, DistributedSampler) or type(data).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")
-
-
-def uses_sampler(data: object, samplers: type | tuple[type, ...]) -> bool:
-    """Whether a loader takes its samples from such a sampler, directly or through its `batch_sampler`."""
-    sources = (data, getattr(data, "batch_sampler", None))
-    return any(isinstance(getattr(source, "sampler", None), samplers) for source in sources)
+    samplers = [getattr(source, "sampler", None) for source in (data, getattr(data, "batch_sampler", None))]
+    shards = ("DataLoaderShard", "DataLoaderDispatcher")
+    return type(data).__name__ in shards or any(isinstance(one, DistributedSampler) for one in samplers)
 
 
 def check_unsharded(data: object, name: str) -> None:

@@ -39,19 +39,17 @@ def library(module: str, extra: str) -> ModuleType:
 def require_device(device: torch.device | str) -> torch.device:
     """Return the `torch.device` for `device`, or raise if it cannot be used here."""
     gpus = torch.cuda.device_count()
-    cause = None
     try:
         resolved = torch.device(device)
         if resolved.type == "cuda":  # counted, not tried: a process must not use memory of a GPU assigned to another
             usable = (resolved.index or 0) < gpus
         else:
-            torch.empty(0, device=resolved)
-            usable = resolved.type != "meta"  # it holds no numbers
-        if usable:
-            return resolved
-    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
-        cause = error
-    raise ConfigError(f"device {str(device)!r} cannot be used here; PyTorch finds the CPU and {gpus} GPUs") from cause
+            usable = torch.empty(0, device=resolved).device.type != "meta"  # it holds no numbers
+    except (RuntimeError, AssertionError, TypeError, ImportError):
+        usable = False
+    if not usable:
+        raise ConfigError(f"device {str(device)!r} cannot be used here; PyTorch finds the CPU and {gpus} GPUs")
+    return resolved
 
 
 def with_float64(device: torch.device) -> torch.device:

@@ -434,12 +434,8 @@ class SetRef:
 class Suite:
     """A task with its near and far OOD sets.
 
-    Attributes:
-        id: Test set of the task.
-        circuit_ood: OOD set on which circuits are chosen; no row of it is reported.
-        notes: What a reader of the results must know.
-        apart: Further OOD sets, reported separately and included in no mean.
-        tasks: Further classification tasks (zero-shot suites), without OOD sets of their own.
+    Circuits are chosen on `circuit_ood`, of which no row is reported. `apart` are OOD sets that count in no mean,
+    `tasks` classification tasks without OOD sets; `notes` say what a reader of the results must know.
     """
 
     name: str
@@ -458,12 +454,12 @@ class Suite:
         names = sorted(ref.name for ref in reported)
         if len(set(names)) != len(names):
             raise DataError(f"suite {self.name!r} names a set twice: {names}")
-        sealed = [ref.name for ref in (self.id, *reported, *self.tasks) if ref.may_share_rows(self.circuit_ood)]
-        used = [ref.name for ref in (self.train, self.validation) if ref is not None and ref.may_share_rows(self.id)]
-        if sealed or used:
-            both = f"reports {sealed}, which may share rows with the data that choose its circuits"
-            both = both if sealed else f"tests on {self.id.name}, which may share rows with {used}"
-            raise DataError(f"suite {self.name!r} {both}; give other sets, or rows or shares that do not overlap")
+        shared = [(ref, self.circuit_ood) for ref in (self.id, *reported, *self.tasks)]
+        shared += [(self.id, ref) for ref in (self.train, self.validation) if ref is not None]
+        for tested, used in shared:
+            if tested.may_share_rows(used):
+                both = f"tests on {tested.name}, which may share rows with {used.name}, used before"
+                raise DataError(f"suite {self.name!r} {both}; give other sets, or rows or shares that do not overlap")
         if not self.near or not self.far:
             raise DataError(f"suite {self.name!r} needs at least one near and one far set")
 
@@ -475,10 +471,9 @@ class Suite:
 
 def suite(name: str) -> Suite:
     """Return a suite by name; the `DataError` for an unknown one lists all of them."""
-    suites = all_suites()
-    if name not in suites:
-        raise DataError(f"no suite {name!r}; choose one of {', '.join(suites)}")
-    return suites[name]
+    if name not in all_suites():
+        raise DataError(f"no suite {name!r}; choose one of {', '.join(all_suites())}")
+    return all_suites()[name]
 
 
 @cache
