@@ -51,8 +51,9 @@ def synthetic_ood(id_batches: Batches, *, seed: int = 0, model: Ensemble | None 
     if originals[0].dim() == 4:
         distorted = list(_distort_images(originals, draws))
     else:
-        masks = [_mask(inputs, ids) for inputs, ids in zip(batches, originals, strict=True)]
-        distorted = _distort_texts(originals, masks, draws, model)
+        given = [{} if isinstance(inputs, Tensor) else inputs for inputs in batches]
+        masks = [one.get("attention_mask", torch.ones_like(ids)) for one, ids in zip(given, originals, strict=True)]
+        distorted = _distort_texts(originals, [mask.bool().cpu() for mask in masks], draws, model)
     parts = zip(batches, tensors, distorted, strict=True)
     return [(new if isinstance(inputs, Tensor) else {**inputs, name: new},) for inputs, (name, _), new in parts]
 
@@ -126,8 +127,7 @@ def paste(image: Tensor, other: Tensor, draw: torch.Generator) -> Tensor:
     return _joined(image, patches)
 
 
-IMAGE_DISTORTIONS: tuple[Distortion, ...] = (shuffle_patches, scramble_phases, blur, add_noise, paste)
-"""How images are distorted, in turn."""
+IMAGE_DISTORTIONS: tuple[Distortion, ...] = (shuffle_patches, scramble_phases, blur, add_noise, paste)  # in turn
 
 
 def _patches(image: Tensor) -> Tensor:
@@ -153,14 +153,7 @@ def _joined(image: Tensor, patches: Tensor) -> Tensor:
 
 # --- texts -----------------------------------------------------------------------------------------------------------
 
-TEXT_DISTORTIONS = ("shuffled", "replaced", "foreign")
-"""How texts are distorted, in turn."""
-
-
-def _mask(inputs: Inputs, ids: Tensor) -> Tensor:
-    """Attention mask `[B, T]` as booleans: False at padding."""
-    mask = None if isinstance(inputs, Tensor) else inputs.get("attention_mask")
-    return torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool().cpu()
+TEXT_DISTORTIONS = ("shuffled", "replaced", "foreign")  # in turn
 
 
 def _distort_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, model: Ensemble | None) -> list[Tensor]:

@@ -6,7 +6,6 @@ threshold with at least the requested probability. It does not cover inputs from
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -154,10 +153,7 @@ def fit_sets(
     """
     probs, targets = check_probs(probs, labels)
     scores = label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]
-    groups: Sequence[Tensor] = [scores]
-    if by_class:
-        groups = [scores[targets == label] for label in range(probs.shape[1])]
-        empty = [label for label, group in enumerate(groups) if not len(group)]
-        if empty:
-            raise DataError(f"classes {empty[:8]} have no samples; give some of each, or leave by_class out")
+    groups = [scores[targets == label] for label in range(probs.shape[1])] if by_class else [scores]
+    if empty := [label for label, group in enumerate(groups) if not len(group)]:
+        raise DataError(f"classes {empty[:8]} have no samples; give some of each, or leave by_class out")
     return LabelSets(tuple(conformal_threshold(group, share) for group in groups), kind, share, penalty, free_ranks)

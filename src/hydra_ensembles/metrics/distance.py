@@ -25,11 +25,6 @@ BY_CLASS = FAMILIARITY_NAMES[:4]  # these compare with class means, so fitting t
 Statistics = Mapping[str, Tensor]
 
 
-def is_normalised(name: FittedName) -> bool:
-    """Whether a score uses only the direction of features."""
-    return name.endswith("++") or name == "knn"
-
-
 def is_relative(name: FittedName) -> bool:
     """Whether the distance to the mean of all data is subtracted from that to the nearest class."""
     return name.startswith("relative")
@@ -37,7 +32,7 @@ def is_relative(name: FittedName) -> bool:
 
 def prepared(name: FittedName, features: Tensor) -> Tensor:
     """Features `[M, B, d]`, scaled to length one if the score needs that."""
-    return F.normalize(features, dim=-1) if is_normalised(name) else features
+    return F.normalize(features, dim=-1) if name.endswith("++") or name == "knn" else features
 
 
 def ready(statistics: Statistics) -> Statistics:
@@ -59,12 +54,7 @@ def unfamiliarity(
     * `vilu`: minus the log-odds of being right that a small network gives for image, classes and predicted class.
     * `neglabel`: probability that words which are not classes take from the classes, mean over groups of words.
 
-    Args:
-        name: Which score.
-        statistics: Its fitted statistics for every member, passed through `ready`.
-        features: `[M, B, d]`.
-        logits: `[M, B, C]`, for `vim` and the scores of zero-shot models.
-        neighbours: For `knn`: k.
+    `features` are `[M, B, d]`, `logits` `[M, B, C]`; the statistics of every member come through `ready`.
     """
     dtype = next(iter(statistics.values())).dtype
     x = prepared(name, features.to(dtype))
@@ -87,16 +77,12 @@ def unfamiliarity(
     # [M, B, d], [M, C, d]
     white = centred @ statistics["whiten"]
     means = statistics["classes"]
-    nearest = _up_to_a_constant(white, statistics).argmin(dim=-1)  # [M, B]
+    # squared distances [M, B, C] to the class means, minus |w|²: |m|² - 2 w·m
+    nearest = torch.baddbmm(statistics["lengths"][:, None], white, means.mT, alpha=-2).argmin(dim=-1)  # [M, B]
     distance = (white - _picked(means, nearest)).square().sum(dim=-1)  # the difference avoids cancellation
     if is_relative(name):
         distance = distance - (centred @ statistics["background"]).square().sum(dim=-1)
     return distance
-
-
-def _up_to_a_constant(white: Tensor, statistics: Statistics) -> Tensor:
-    """Squared distances `[M, B, C]` from `[M, B, d]` to the class means, minus |w|²: |m|² - 2 w·m."""
-    return torch.baddbmm(statistics["lengths"][:, None], white, statistics["classes"].mT, alpha=-2)
 
 
 def log_odds(statistics: Statistics, embedded: Tensor, probs: Tensor) -> Tensor:

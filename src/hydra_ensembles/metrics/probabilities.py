@@ -6,7 +6,7 @@ compare these numbers with torchmetrics and torch-uncertainty.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -58,7 +58,7 @@ def brier(probs: Tensor, labels: Labels) -> float:
 def nll(probs: Tensor, labels: Labels) -> float:
     """Negative log-likelihood of the label, mean over the samples.
 
-    Infinite if a label has probability zero, as in torch-uncertainty; scikit-learn would clip.
+    Infinite if a label has probability zero, as in torch-uncertainty.
     """
     return mean(nll_per_sample(probs, labels))
 
@@ -112,12 +112,19 @@ def at_labels(values: Tensor, labels: Tensor) -> Tensor:
 
 def ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> float:
     """`ece` from what `top_label` returns."""
-    return weighted_ece(_each_once(confidence), *check_confidence(confidence, correct), bins).item()
+    return _of_each_once(weighted_ece, confidence, correct, bins)
 
 
 def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> float:
     """`adaptive_ece` from what `top_label` returns."""
-    return weighted_adaptive_ece(_each_once(confidence), *check_confidence(confidence, correct), bins).item()
+    return _of_each_once(weighted_adaptive_ece, confidence, correct, bins)
+
+
+def _of_each_once(statistic: Callable[..., Tensor], confidence: Tensor, correct: Tensor, bins: int) -> float:
+    confidence, correct = check_confidence(confidence, correct)
+    return statistic(
+        torch.ones(1, len(confidence), dtype=torch.float64, device="cpu"), confidence, correct, bins
+    ).item()
 
 
 def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> ReliabilityBins:
@@ -175,10 +182,6 @@ def weighted_adaptive_ece(weights: Tensor, confidence: Tensor, correct: Tensor, 
     place = torch.searchsorted(counts[:, 1:].contiguous(), ends.contiguous()).clamp(max=len(order) - 1)  # [R, bins + 1]
     upto = sums.gather(1, place) + (ends - counts.gather(1, place)) * gaps.gather(1, place)  # a bin may end in a sample
     return upto.diff(dim=1).abs().sum(dim=1) / counts[:, -1]
-
-
-def _each_once(values: Tensor) -> Tensor:
-    return torch.ones(1, len(values), dtype=torch.float64, device="cpu")
 
 
 # --- means over members, and their diversity ----------------------------------------------------------------
