@@ -43,7 +43,7 @@ slow: $(STAMP)
 attack: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m attack
 
-# Runs the notebooks and saves their outputs in them.
+# Runs the notebooks.
 notebooks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
 

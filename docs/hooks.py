@@ -1,9 +1,8 @@
-"""What lies beside `docs/` and is linked from it comes along to the site: scripts, figures, and notebooks as pages.
+"""What lies beside `docs/` and is linked from it comes along to the site: scripts, and notebooks as pages.
 
 On a git host `../examples/abstain.py` and `../notebooks/first_steps.ipynb` lead to the files themselves.
 """
 
-import base64
 import json
 import re
 from pathlib import Path
@@ -14,26 +13,17 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
-    """A notebook as Markdown, and its pictures by name."""
+def notebook_page(path: Path) -> str:
+    """A notebook as Markdown."""
     parts: list[str] = []
-    pictures: dict[str, bytes] = {}
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             parts.append(source.replace("](../docs/", "](../").replace(".ipynb)", ".md)"))
-            continue
-        parts.append(f"```python\n{source}\n```")
-        for output in cell["outputs"]:
-            shown = output.get("data", {})
-            if "image/png" in shown:
-                name = f"{path.stem}_{len(pictures)}.png"
-                pictures[name] = base64.b64decode("".join(shown["image/png"]))
-                parts.append(f"![what the cell draws]({name})")
-            elif text := "".join(output.get("text", shown.get("text/plain", ""))).rstrip():
-                parts.append(f"```text\n{text}\n```")
+        else:
+            parts.append(f"```python\n{source}\n```")
     parts.append(f"To run it yourself: [{path.name}]({path.name}).")
-    return "\n\n".join(parts), pictures
+    return "\n\n".join(parts)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -41,9 +31,7 @@ def on_files(files: Files, config: Any) -> Files:
     beside = [*ROOT.glob("examples/*.py"), ROOT / "results" / "README.md"]
     made: dict[str, str | bytes] = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in beside}
     for path in ROOT.glob("notebooks/*.ipynb"):
-        page, pictures = notebook_page(path)
-        made |= {f"notebooks/{path.stem}.md": page, f"notebooks/{path.name}": path.read_bytes()}
-        made |= {f"notebooks/{name}": picture for name, picture in pictures.items()}
+        made |= {f"notebooks/{path.stem}.md": notebook_page(path), f"notebooks/{path.name}": path.read_bytes()}
     for name, content in made.items():
         files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.INCLUDED))
     return files

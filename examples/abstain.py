@@ -3,8 +3,8 @@
     python examples/abstain.py                            # the embedded model and images
     python examples/abstain.py --share 0.9 --output service-model
 
-The threshold is set only on held-out in-distribution images: it accepts a given share of them. The table then shows
-its effect on test images and on OOD images, which were not used to set it.
+The thresholds are set only on held-out in-distribution images: each accepts a given share of them. The table then shows
+their effect on test images and on OOD images, which were not used to set them.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from hydra_ensembles.calibrate import fit_calibration
 from hydra_ensembles.demo.embedded import load_backbone, load_sample
 from hydra_ensembles.heads.members import sampled_members
 
@@ -37,18 +36,21 @@ def answer(ensemble: he.Ensemble, picture: Any) -> dict[str, Any]:
 
 
 # start: thresholds
-def table(calibration: tuple[Any, Any], test: tuple[Any, Any], others: dict[str, Any], shares: list[float]) -> None:
-    """Print what each threshold accepts; `calibration` and `test` are member logits with labels."""
-    print(
-        "share asked for  threshold  accepted: test " + "".join(f"{name:>15}" for name in others) + "  errors accepted"
-    )
+def table(hydra: he.Ensemble, held_out: Any, test: Any, others: dict[str, Any], shares: list[float]) -> None:
+    """Print what a model accepts that is calibrated on batches with each share."""
+    print("share asked for  accepted: test " + "".join(f"{name:>15}" for name in others) + "  errors accepted")
     for share in shares:
-        fitted = fit_calibration(*calibration, share=share)
-        known, *odd = (fitted.prediction(logits) for logits in (test[0], *others.values()))
+        safe = he.calibrate(hydra, held_out, share=share)
+        known, *odd = (
+            he.Prediction.concat([safe.predict(inputs) for inputs, _ in batches])
+            for batches in (test, *others.values())
+        )
         taken: list[Any] = [p.accept for p in (known, *odd)]  # [B] of bool each
-        wrong = (known.label != test[1])[taken[0]].double().mean()
-        print(f"{share:15.0%}  {fitted.threshold:9.3f}  {taken[0].double().mean():14.1%}", end="")
-        print("".join(f"{one.double().mean():15.1%}" for one in taken[1:]) + f"  {wrong:15.1%}")
+        wrong = known.label != torch.cat([labels for _, labels in test])
+        print(f"{share:15.0%}  {taken[0].double().mean():14.1%}", end="")
+        print(
+            "".join(f"{one.double().mean():15.1%}" for one in taken[1:]) + f"  {wrong[taken[0]].double().mean():15.1%}"
+        )
 
 
 # end: thresholds
@@ -73,17 +75,11 @@ def main() -> None:
     members = sampled_members(ranking, prune=9, pool=18, members=3)
     hydra = he.fuse([he.prune(base, heads) for heads in members])
 
-    def logits(name: str) -> tuple[Any, Any]:
-        pairs = batches(name)
-        with torch.no_grad():
-            member_logits = torch.cat([hydra(inputs) for inputs, _ in pairs], dim=1)  # [M, B, C]
-        return member_logits, torch.cat([labels for _, labels in pairs])
+    held_out, others = batches("calibration"), {name: batches(name) for name in ("AnnualCrop", "FashionMNIST")}
+    table(hydra, held_out, batches("test"), others, shares=[0.95, 0.9, 0.8])
 
-    others = {name: logits(name)[0] for name in ("AnnualCrop", "FashionMNIST")}
-    table(logits("calibration"), logits("test"), others, shares=[0.99, 0.95, 0.9, 0.8])
-
-    he.calibrate(hydra, batches("calibration"), share=options.share).save_pretrained(options.output)
-    service = he.Ensemble.from_pretrained(options.output)  # temperature and threshold come with it
+    he.calibrate(hydra, held_out, share=options.share).save_pretrained(options.output)
+    service = he.Ensemble.from_pretrained(options.output)  # temperature and thresholds come with it
     for name in ("test", "AnnualCrop", "FashionMNIST"):
         print(f"{name:13} {answer(service, sample[name][0][0])}")
 

@@ -4,7 +4,7 @@
     python examples/analyse_heads.py --model my-model --prune 12
 
 Put your own images where `drawn` reads the embedded ones. How many heads and members to choose: see
-examples/choose_members.py; what every single head does: examples/head_atlas.py.
+examples/choose_members.py.
 """
 
 import argparse

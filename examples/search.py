@@ -4,7 +4,7 @@
     python examples/search.py --cost 2 --steps 60 --output my-search --figure front.svg
 
 A second call with the same settings loads the finished search, and a stopped one resumes. The images are those that
-the demo's settings were chosen on: 256 for training, 256 to rank heads, calibrate and evaluate, and as many of a class
+the demo's settings were chosen on: 256 for training, 192 to rank heads, calibrate and evaluate, and 128 of a class
 that the model does not know. They are few: with your own data expect clearer differences.
 """
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--cost", type=float, default=1.5, help="highest price, as a multiple of the model's")
     parser.add_argument("--depths", type=int, nargs="+", default=[5, 4], help="layers, of 6, that all members share")
     parser.add_argument("--steps", type=int, default=30, help="updates of a training")
-    parser.add_argument("--images", type=int, default=256, help="images of each set")
+    parser.add_argument("--images", type=int, default=256, help="images of each set, at most")
     parser.add_argument("--output", type=Path, default=Path("hydra-search"), help="folder of the search")
     parser.add_argument("--figure", type=Path, help="where to draw the front")
     options = parser.parse_args()
@@ -60,7 +60,9 @@ def main() -> None:
     preprocess: Any = backbone.metadata.preprocessing
 
     def batches(name: str, **how: Any) -> Any:
-        return data.batches(data.subset(sample[name], options.images, seed=0), preprocess, batch_size=32, **how)
+        return data.batches(
+            data.subset(sample[name], min(options.images, len(sample[name])), seed=0), preprocess, batch_size=32, **how
+        )
 
     sets = {"train": batches("calibration", shuffle=True), "id": batches("circuit_id"), "ood": batches("circuit_ood")}
     found = best_ensemble(backbone, sets, options)

@@ -99,7 +99,7 @@ def main() -> None:
     hydra = make_ensemble(models, processor, images)
     if options.prune:
         embedded = options.model is None and options.train is None
-        train = sample["train"].select(range(0, 700, 6)) if embedded else data.load(options.train)
+        train = sample["train"].select(range(0, 280, 2)) if embedded else data.load(options.train)
         sets = {"id": images, "train": train}
         if options.others is not None:
             sets["ood"] = data.load(options.others, labels="optional")

@@ -27,7 +27,7 @@ def methods(model: he.Ensemble, train: DataLoader[Any], recipe: he.Recipe) -> It
     yield "batch", baselines.batch_ensemble(model, train, recipe, baselines.BatchEnsemble(last_layers=2))
     yield "mimo", baselines.mimo(model, train, recipe, baselines.MIMO(members=2, rho=0.9, batch_repeat=1))
     yield "oba", baselines.oba(model, train, recipe, baselines.OBA(keep=0.891, steps=2, batches=2))
-    yield "laplace", baselines.laplace(model, train, baselines.Laplace(members=20, samples=8400))
+    yield "laplace", baselines.laplace(model, train, baselines.Laplace(members=20))
 
 
 # end: methods

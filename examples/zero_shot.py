@@ -94,7 +94,8 @@ def main() -> None:
         tokenizer = open_clip.get_tokenizer(options.model)
     dual = he.convert(model, processor=tokenizer)  # both towers, their projections, the preprocessing of both inputs
     # end: convert
-    pictures = dual.image.prepare([images[row][0] for row in range(4)])
+    preprocess: Any = dual.image.metadata.preprocessing
+    pictures = preprocess([images[row][0] for row in range(4)])
     with torch.no_grad():
         texts = tokenizer([options.template.replace("{label}", label) for label in labels])
         theirs = model.get_logits(pictures, texts)[0]

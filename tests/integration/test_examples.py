@@ -9,10 +9,9 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EXPECTED = {  # what each prints, and options that make it faster
-    "abstain.py": (r"test +\{.*\nAnnualCrop +\{.*\nFashionMNIST +\{", "--images 16"),
-    "analyse_heads.py": (r"whole .*accuracy .*\nwithout 2 heads .*apart\n", "--images 8 --prune 2"),
+    "abstain.py": (r"test +\{.*\nAnnualCrop +\{.*\nFashionMNIST +\{", "--images 48"),
+    "analyse_heads.py": (r"whole .*accuracy .*\nwithout 2 heads .*AUROC .*\n", "--images 8 --prune 2"),
     "choose_members.py": (r"members +pruned +accuracy.*\n(?: .*%.*\n){5}", "--members 1 2 --images 24"),
-    "head_atlas.py": (r"(?:layer 5, head \d .*%.*\n){2,5}wrote head-atlas.html", "--images 14 --layers 5"),
     "hf_bert.py": (r"accept .*wonderful\n.* accept .*stale\n(?:.*\n)*saved to hydra-bert/model", "--prune 2"),
     "run_exported.py": (r"(?:\{'label': '.*', 'confidence': .*'reason': .*\}\n){3}", ""),
     "own_model.py": (r"(?:.*confidence 0\.\d\d +\(is: \w+\)\n){3}(?:.*\n)+saved to hydra-own/model", "--steps 4"),
@@ -47,28 +46,15 @@ def test_every_example_is_run_and_explains_itself() -> None:
 
 
 NOTEBOOKS = sorted((EXAMPLES.parent / "notebooks").glob("*.ipynb"))
-MOST_BYTES = 200_000
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_what_a_notebook_keeps(path: Path) -> None:
-    """Stored outputs are small, complete, and free of machine-specific content."""
-    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed (extra dev)")
-    text, cells = path.read_text(), nbformat.read(path, as_version=4).cells
-    assert len(text) < MOST_BYTES
-    assert not [part for part in ("site-packages", "ipykernel_", "/tmp", "/home", "Traceback") if part in text]
-    code = [cell for cell in cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
 
 
 @pytest.mark.ci  # a kernel's start takes seconds, and each runs a whole build
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path) -> None:
+    """And the stored one has no outputs, which differ between machines."""
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed (extra dev)")
-    from notebooks.execute import executed
+    from notebooks.execute import execute
 
-    cells = executed(path).cells
-    kept = nbformat.read(path, as_version=4).cells
-    for new, old in zip(cells, kept, strict=True):  # numbers differ between machines
-        assert len(new.get("outputs", [])) == len(old.get("outputs", []))
+    assert not any(cell.get("outputs") for cell in nbformat.read(path, as_version=4).cells)
+    execute(path)
