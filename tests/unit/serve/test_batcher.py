@@ -6,7 +6,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-import torch
 
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.batcher import Batcher
@@ -100,32 +99,4 @@ def test_one_bad_row_costs_no_other_its_answer() -> None:
     with pytest.raises(RuntimeError, match="poison"):
         bad.result(LIMIT)
     assert results(made.submit(["z"])) == [("z", 1)]  # the thread survives
-    made.close()
-
-
-def test_an_error_in_place_of_an_answer_is_the_rows() -> None:
-    made = batcher(lambda rows: [ValueError("bad") if row == "bad" else row for row in rows])
-    good, bad = made.submit(["good", "bad"])
-    assert good.result(LIMIT) == "good"
-    with pytest.raises(ValueError, match="bad"):
-        bad.result(LIMIT)
-    made.close()
-
-
-def test_after_the_failure_of_a_device_nothing_is_tried_again() -> None:
-    calls: list[int] = []
-
-    def run(rows: list[Any]) -> list[Any]:
-        calls.append(len(rows))
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    made = batcher(run, max_wait=FOREVER)
-    for future in made.submit([1, 2, 3, 4]):
-        with pytest.raises(torch.AcceleratorError):
-            future.result(LIMIT)
-    assert calls == [4]
-    assert made.failure is not None
-    with pytest.raises(RequestError) as refused:
-        made.submit([5])
-    assert refused.value.status == 503
     made.close()

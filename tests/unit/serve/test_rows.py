@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
 
 from checkpoint_models import ensemble, map_pooled
 from hydra_ensembles.errors import ConfigError, DataError, HydraError, StorageError
@@ -268,7 +267,3 @@ def test_answers_on_a_gpu_are_those_of_the_cpu(kind: str) -> None:
     runner.warm_up(Reader(moved).examples())
     inputs = inputs_for(known, 7)  # filled up to eight
     same(runner.answers(Reader(moved).tensors(inputs)), columns(known.predict(inputs)))
-
-
-def test_an_image_of_one_colour_channel_is_read() -> None:
-    assert Reader(served("image")).read(Image.new("L", (20, 16), 100)).error is None
