@@ -1,14 +1,13 @@
 """Data for tests, studies and training: loading, subsets, batches, near and far suites, corruptions."""
 
-from ..preprocessing import to_rgb
 from .batching import BatchLoader, TrainTransform, batches
 from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
-from .dataset import Dataset, ImageDataset, TextDataset, keyed_order, only_classes, split, subset, without_classes
+from .dataset import Dataset, ImageDataset, TextDataset, only_classes, split, subset, without_classes
 from .loading import Columns, SetRef, Suite, all_suites, load, suite
 from .synthetic import synthetic_ood
 
 __all__ = [
     "CORRUPTIONS", "SEVERITIES", "BatchLoader", "Columns", "Dataset", "ImageDataset",
     "SetRef", "Suite", "TextDataset", "TrainTransform", "all_suites", "batches", "corrupt", "corrupted",
-    "keyed_order", "load", "only_classes", "split", "subset", "suite", "synthetic_ood", "to_rgb", "without_classes",
+    "load", "only_classes", "split", "subset", "suite", "synthetic_ood", "without_classes",
 ]  # fmt: skip
