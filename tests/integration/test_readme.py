@@ -68,19 +68,17 @@ def test_the_readme_code_runs(tmp_path: Path, monkeypatch, capsys: pytest.Captur
         "train_loader": [(images[i : i + 16].flip(3), labels[i : i + 16]) for i in range(0, SAMPLES, 16)],
     }
     my_timm_model(tmp_path, monkeypatch)
-    own, mine = blocks(README)
+    mine, ensembles = blocks(README)
     again, several, steps = blocks(QUICKSTART)
     assert mine == again
-    exec(own, names)
-    fused = he.load(tmp_path / "my-hydra")
-    assert (fused.num_members, fused.config.trunk) == (3, 10)
-    assert fused.metadata.familiarity is not None, "two reasons to decline"
     exec(mine, {})
     assert re.match(r"\['(dark|light)'\] tensor\(\[0", capsys.readouterr().out)
     thresholds = he.load(tmp_path / "my-model").metadata
     assert None not in (thresholds.calibration, thresholds.familiarity), "two reasons to decline"
+    exec("import hydra_ensembles as he\n" + ensembles, names)
+    assert (names["soup"].num_members, names["deep"].num_members, names["hydra"].num_members) == (1, 3, 3)
+    assert (tmp_path / "run" / "summary.json").exists()
     exec("import hydra_ensembles as he\n" + several, few := dict(names))
     assert (few["hydra"].num_members, few["hydra"].config.trunk) == (3, 10)
     exec(steps, names)
     assert "heads kept" in capsys.readouterr().out
-    assert (tmp_path / "run" / "summary.json").exists()

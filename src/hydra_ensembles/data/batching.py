@@ -48,7 +48,7 @@ class BatchLoader:
 
     dataset: Items[tuple[Any, Any]]
     preprocess: Preprocess
-    batch_size: int
+    batch_size: int = 64
     shuffle: bool = False
     seed: int = 0
     num_workers: int = 0
