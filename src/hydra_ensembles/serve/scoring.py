@@ -28,7 +28,7 @@ from ..errors import ConfigError, DataError, HydraError
 from ..files import expanded, write_atomically, write_json
 from ..model.ensemble import Ensemble
 from ..store import Store
-from .batcher import Runner
+from .batcher import Runner, stacked
 from .protocol import REASON_WORDS, Answer, Arrays, output_fields
 from .rows import COLUMNS, Cells, Item, Reader, Row, Source, cores, sources
 
@@ -82,7 +82,7 @@ def score(
     reader.require_preprocessing()
     found = sources(source, model.kind, columns, keep, images=shard_rows, without=path)
     settings = {"columns": {**COLUMNS, **(columns or {})}, "keep": list(keep), "wide": wide, "rows": shard_rows}
-    with Store(path, {"model": _identity(model), **settings}, "scores"):
+    with Store(path, {"model": _identity(model), **settings}, "scores") as store:
         folder = path / ROWS
         folder.mkdir(exist_ok=True)
         known = {_key(one) for one in found}
@@ -92,7 +92,9 @@ def score(
                 for file in files.values():
                     file.unlink()
         write_json(path / ABOUT, table.about())
-        runner = Runner(model.optimize(), batch_size)
+        # one plan for all shards: which is faster may change from run to run, and with it the last bits of the answers
+        plan = store.step("plan", lambda: _fastest(model, reader, batch_size))
+        runner = Runner(model.optimize(plans=[plan]), batch_size)
         with ThreadPoolExecutor(workers or cores()) as pool, tqdm(unit=" rows", disable=not progress) as bar:
             for one in found:
                 for place, items in _missing(folder, one, done.get(_key(one), {}), shard_rows):
@@ -102,6 +104,15 @@ def score(
     shards = [file for (prefix, _), files in kept.items() if prefix in prefixes for file in files.values()]
     errors = [parquet.read_table(file, columns=[ERROR])[ERROR].to_pylist() for file in shards]
     return Scored(sum(map(len, errors)), sum(error != "" for part in errors for error in part), len(shards))
+
+
+def _fastest(model: Ensemble, reader: Reader, batch_size: int) -> str:
+    """The plan that is fastest for a full batch of usual rows."""
+    examples = reader.examples()
+    if not examples:  # texts of any length, unpadded: one at a time
+        return "batched"
+    plans = model.optimize()
+    return plans.choice_for(plans.prepare(stacked([examples[len(examples) // 2]] * batch_size))).plan
 
 
 def _identity(model: Ensemble) -> str:
