@@ -137,8 +137,9 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
         _move_up(folder)
         _require_own(folder)
         for leftover in folder.glob(".saving.*.tmp"):
-            if time.time() - leftover.stat().st_mtime > ABANDONED:
-                files.remove(leftover)
+            with suppress(FileNotFoundError):  # another process has just finished its save
+                if time.time() - leftover.stat().st_mtime > ABANDONED:
+                    files.remove(leftover)
         staging = folder / f".saving.{secrets.token_hex(4)}.tmp"
         staging.mkdir()
         try:
@@ -177,8 +178,11 @@ def _move_up(folder: Path) -> None:
     """Finish a save that was committed, perhaps by a process that was killed, or together with another one."""
     saved = folder / SAVED
     if saved.is_dir():
-        for path in sorted(saved.iterdir()):
-            with suppress(FileNotFoundError):  # another process was faster
+        paths = list[Path]()
+        with suppress(FileNotFoundError):  # another process was faster, here and below
+            paths = sorted(saved.iterdir())
+        for path in paths:
+            with suppress(FileNotFoundError):
                 os.replace(path, folder / path.name)
         with suppress(OSError):  # the next save of another process is there
             saved.rmdir()

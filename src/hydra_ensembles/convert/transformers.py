@@ -65,7 +65,8 @@ def metadata_of_classifier(model: Any) -> Metadata:
 
 def answer(model: Any, inputs: NamedTensors, fresh: bool, pool: Pool = "cls") -> Tensor:
     """Return logits, or the features of a bare encoder; `pool` is the input of the family's classifiers."""
-    output = run(model.base_model if fresh else model, **inputs)
+    bare = type(model).__name__.endswith("Model")  # its own `base_model` may be a part of it (DINOv3)
+    output = run(model.base_model if fresh and not bare else model, **inputs)
     answers = () if fresh else (getattr(output, name, None) for name in ("logits", "pooler_output"))
     for answer in answers:
         if answer is not None:
