@@ -2,17 +2,19 @@
 
     python docs/figures.py          # writes docs/figures/concept_*.svg
 
-Four are sketches. The one of the two reasons to abstain shows answers of a demo ensemble, stored in the package.
+Four are sketches. The one of the two reasons to abstain shows answers of the embedded model.
 """
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hydra_ensembles.demo import load_answers, load_sample
-from hydra_ensembles.metrics import conformal_threshold
+import hydra_ensembles as he
+from hydra_ensembles import data
+from hydra_ensembles.demo import load_backbone, load_sample
 
 FIGURES = Path(__file__).parent / "figures"
 WIDTH = 600
@@ -163,17 +165,28 @@ def circuits() -> None:
 
 
 def two_reasons() -> None:
-    """Answers of a demo ensemble by both scores, with the thresholds that accept 95 % of familiar images each."""
+    """Answers of the embedded model by both scores, with the thresholds that accept 95 % of familiar images each."""
     drawing = Drawing(
         452,
         "Each image by how unsure the model is and how unfamiliar it looks; mistakes to the right, clothes above.",
     )
-    answers = load_answers()["Pruned branches"][0]
-    unsure = {name: 1 - one.logits.softmax(-1).mean(0).amax(-1) for name, one in answers.items()}
-    limits = {
-        "unsure": conformal_threshold(unsure["calibration"], 0.95),
-        "unfamiliar": conformal_threshold(answers["calibration"].unfamiliar, 0.95),
+    base, sample = load_backbone(), load_sample()
+    preprocess: Any = base.metadata.preprocessing
+
+    def batches(name: str) -> data.BatchLoader:
+        return data.batches(sample.sets[name], preprocess)
+
+    model = he.calibrate(he.fit_familiarity(base, batches("circuit_id"), held_out=0.0), batches("calibration"))
+    answers = {
+        name: he.Prediction.concat([model.predict(inputs) for inputs, _ in batches(name)])
+        for name in ("test", *FOREIGN.values())
     }
+    unsure = {name: p.score() for name, p in answers.items()}
+    distance = {name: p.score("mahalanobis") for name, p in answers.items()}
+    test = answers["test"]
+    assert test.threshold is not None
+    assert test.unfamiliarity is not None
+    assert test.unfamiliarity.threshold is not None
     left, right, top, foot = 66, 576, 22, 352
 
     def between(value: float, low: float, high: float) -> float:
@@ -186,17 +199,17 @@ def two_reasons() -> None:
         return foot - (foot - top) * between(distance, 10, 3000)
 
     drawing.box(left, top, right - left, foot - top, "card", 6)
-    x, y = across(limits["unsure"]), up(limits["unfamiliar"])
+    x, y = across(test.threshold), up(test.unfamiliarity.threshold)
     drawing.box(left, top, right - left, y - top, "wash", 0)
     drawing.box(x, y, right - x, foot - y, "wash", 0)
-    wrong = answers["test"].logits.softmax(-1).mean(0).argmax(-1) != torch.tensor(load_sample().test.labels)
+    wrong = test.label != torch.tensor(sample.test.labels)
     kinds = {"familiar": "base", "mistaken": "m1", "unknown land use": "m2", "clothes": "m0"}
     picked = {"familiar": ("test", ~wrong), "mistaken": ("test", wrong)}
     picked |= {label: (name, torch.ones(len(unsure[name])).bool()) for label, name in FOREIGN.items()}
     for label, (name, mask) in picked.items():
         where = mask.nonzero().flatten()
         for index in where[torch.randperm(len(where), generator=torch.Generator().manual_seed(0))[:110]].tolist():
-            x_, y_ = across(unsure[name][index].item()), up(answers[name].unfamiliar[index].item())
+            x_, y_ = across(unsure[name][index].item()), up(distance[name][index].item())
             drawing.dot(x_, y_, kinds[label], 3.4 if label == "mistaken" else 2.6)
     drawing.path([(x, top), (x, foot)], "dash")
     drawing.path([(left, y), (right, y)], "dash")
