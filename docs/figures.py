@@ -193,7 +193,7 @@ def two_reasons() -> None:
         return math.log(min(max(value, low), high) / low) / math.log(high / low)
 
     def across(score: float) -> float:
-        return left + (right - left) * between(score, 0.012, 1)
+        return left + (right - left) * between(score, 0.0005, 1)
 
     def up(distance: float) -> float:
         return foot - (foot - top) * between(distance, 10, 3000)
@@ -216,7 +216,7 @@ def two_reasons() -> None:
     drawing.say(left + 8, top + 20, "unfamiliar", "title", "start")
     drawing.say(right - 8, foot - 12, "unsure", "title", "end")
     drawing.say(left + 8, y + 22, "accepted", "title", "start")
-    for value in (0.02, 0.05, 0.1, 0.2, 0.5, 1):
+    for value in (0.001, 0.01, 0.1, 1):
         drawing.say(across(value), foot + 18, f"{value:g}", "soft")
     drawing.say((left + right) / 2, foot + 40, "one minus confidence →", "soft")
     turned = f'<text transform="translate(24 {(top + foot) / 2:g}) rotate(-90)" text-anchor="middle" class="soft">'
