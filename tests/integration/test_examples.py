@@ -25,7 +25,7 @@ QUICK = ("own_model.py", "zero_shot.py")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED if name not in QUICK]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+@pytest.mark.parametrize("name", [*[pytest.param(name, marks=pytest.mark.ci) for name in QUICK], *SLOW])
 def test_example(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """In an empty folder; warnings are errors, as in all tests."""
     pattern, faster = EXPECTED[name]

@@ -47,6 +47,7 @@ def fine_tunings(count: int) -> list[torch.nn.Module]:
     return made
 
 
+@pytest.mark.ci
 def test_the_readme_code_runs(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As copied by a user, with a small model and small loaders under the text's names."""
     monkeypatch.chdir(tmp_path)

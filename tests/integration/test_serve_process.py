@@ -66,6 +66,7 @@ def process(*command: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
         child.communicate()
 
 
+@pytest.mark.ci  # starts servers
 def test_a_socket_is_for_one_user_and_goes_with_the_server_when_all_is_answered(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path, monkeypa
     assert not path.exists()
 
 
+@pytest.mark.ci
 def test_a_signal_while_the_model_is_warmed_ends_at_once(folder: Path) -> None:
     waits = "from threading import Event\nRunner.warm_up = lambda *_: (os.kill(os.getpid(), number), Event().wait())"
     program = ENDED_INSIDE.replace("Runner.answers, Runner.warm_up = answers, warmed", waits)

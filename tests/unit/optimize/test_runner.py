@@ -137,6 +137,7 @@ def test_graphs_are_kept_up_to_a_limit_and_recorded_anew_beyond_it(monkeypatch: 
         assert [len(call.args[0][0]) for call in record.call_args_list] == expected
 
 
+@pytest.mark.ci  # compiles many times
 @torch.no_grad()
 def test_code_is_compiled_once_a_shape_up_to_a_limit(graphs_made: list[Any]) -> None:
     ensemble = hydra()
