@@ -85,6 +85,34 @@ def _rank(position: int, kept: int, samples: int) -> int:
     return -(-position * samples // kept)
 
 
+@dataclass(frozen=True)
+class Bins:
+    """How scores of held-out rows are spread over bins: what `Monitor` ranks new rows with, in constant memory.
+
+    The edges come from rows that fitted something, the counts from the others: so a new row like the others falls into
+    a bin as if drawn with them, whatever the edges are. Bin k has the scores from edge k - 1 up to, not including,
+    edge k.
+    """
+
+    edges: tuple[float, ...] = field(repr=False)  # rising
+    counts: tuple[int, ...] = field(repr=False)  # one more than edges
+
+    def __post_init__(self) -> None:
+        rising = all(first < second for first, second in zip(self.edges, self.edges[1:], strict=False))
+        if not rising or len(self.counts) != len(self.edges) + 1 or min(self.counts) < 0:
+            raise ConfigError(f"{len(self.counts)} counts for {len(self.edges)} edges: give rising edges, one fewer")
+
+    @classmethod
+    def of(cls, fitting: Tensor, others: Tensor, most: int = 100) -> "Bins":
+        """Build at most `most` bins, equally full of the scores `[n]` of fitting rows, and count the others' `[m]`."""
+        ordered = check_scores(fitting, "scores of the fitting rows").double().sort().values
+        places = torch.arange(1, most, device=ordered.device) * len(ordered) // most
+        edges = ordered[places.unique()].unique().cpu()
+        scores = check_scores(others, "scores of the other rows").double().cpu()
+        counts = torch.searchsorted(edges, scores, right=True).bincount(minlength=len(edges) + 1)
+        return cls(tuple(edges.tolist()), tuple(counts.tolist()))
+
+
 # --- sets of labels -----------------------------------------------------------------------------------------
 
 
