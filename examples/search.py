@@ -1,7 +1,7 @@
 """Find the best ensemble for a price: build candidates, evaluate them on held-out images, and choose one.
 
     python examples/search.py                                   # the embedded model and images, minutes on a CPU
-    python examples/search.py --cost 2 --steps 60 --output my-search --figure front.svg
+    python examples/search.py --cost 2 --steps 60 --output my-search
 
 A second call with the same settings loads the finished search, and a stopped one resumes. The images are those that
 the demo's settings were chosen on: 256 for training, 192 to rank heads, calibrate and evaluate, and 128 of a class
@@ -54,7 +54,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="updates of a training")
     parser.add_argument("--images", type=int, default=256, help="images of each set, at most")
     parser.add_argument("--output", type=Path, default=Path("hydra-search"), help="folder of the search")
-    parser.add_argument("--figure", type=Path, help="where to draw the front")
     options = parser.parse_args()
     backbone, sample = load_backbone(), load_sample().sets
     preprocess: Any = backbone.metadata.preprocessing
@@ -68,8 +67,6 @@ def main() -> None:
     found = best_ensemble(backbone, sets, options)
     print(to_markdown(found.table()))
     print(f"chosen: {found.choice}, saved to {options.output / 'ensemble'}")
-    if options.figure is not None:
-        options.figure.write_text(found.figure())
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_the_readme_code_runs(tmp_path: Path, monkeypatch, capsys: pytest.Captur
     assert None not in (thresholds.calibration, thresholds.familiarity), "two reasons to decline"
     exec("import hydra_ensembles as he\n" + ensembles, names)
     assert (names["soup"].num_members, names["deep"].num_members, names["hydra"].num_members) == (1, 3, 3)
-    assert (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "ensemble").exists()
     exec("import hydra_ensembles as he\n" + several, few := dict(names))
     assert (few["hydra"].num_members, few["hydra"].config.trunk) == (3, 10)
     exec(steps, names)

@@ -90,7 +90,7 @@ def build(
       hydra-ensembles build --config run/config.yaml
     """
     given = _settings(locals())
-    from ..files import expanded, read_json
+    from ..files import expanded
     from ..pipeline.build import RESULT
     from ..pipeline.build import build as built
     from ..pipeline.settings import HydraConfig
@@ -103,9 +103,10 @@ def build(
     made = built(ensemble, fitted, **sets, output=folder, progress=not quiet)
     write_settings(folder, "build", sources, hydra)
     if as_json:
-        common.emit_json(read_json(folder / "summary.json"))
+        about = made.metadata
+        common.emit_json({"ensemble": folder / RESULT, "metrics": about.metrics, "history": about.history})
         return
-    print(f"{made.describe()}\n\nThe ensemble is in {folder / RESULT}, how it was made in {folder / 'summary.json'}.")
+    print(f"{made.describe()}\n\nThe ensemble is in {folder / RESULT}.")
     print(common.next_commands(folder, "predict", "evaluate"))
 
 
@@ -168,14 +169,13 @@ def search(
     )
     if not dry_run:
         write_atomically(folder / "table.md", to_markdown(front.table()).encode())
-        write_atomically(folder / "front.svg", front.figure().encode())
         write_settings(folder, "search", sources, options)
     if as_json:
         common.emit_json(replace(front, ensemble=None))
         return
     common.emit(to_rich(front.table()))
     if not dry_run:
-        print(f"The choice is in {folder / RESULT}, the front in {folder / 'front.svg'}.")
+        print(f"The choice is in {folder / RESULT}.")
         print(common.next_commands(folder, "predict", "evaluate"))
 
 

@@ -3,19 +3,33 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from .._distributed import all_ranks
-from .._utils import __version__, derive_seed, warn, without_autocast
-from ..batches import Batches, Sources, first_epoch
+from .._utils import derive_seed, warn, without_autocast
+from ..batches import (
+    Batches,
+    Sources,
+    changed,
+    first_epoch,
+    iterate,
+    named_sources,
+    renumbered,
+    require_labels,
+    require_rereadable,
+    size_of,
+)
 from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
-from ..digest import digest, digest_batches
-from ..errors import SameMembersError, TooFewSamplesError
+from ..data.synthetic import synthetic_ood
+from ..digest import digest, digest_batches, require_other_samples, row_digests
+from ..errors import DataError, SameMembersError, TooFewSamplesError
 from ..familiarity import fit_familiarity
 from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, Score, circuit_members, distinct_taylor, random_members, sampled_members
@@ -29,8 +43,7 @@ from ..model.zero_shot import DEFAULT_TEMPLATES, Templates
 from ..settings import to_plain
 from ..store import Store
 from ..training.finetune import finetune
-from .data import BuildData, ReadBatch, StartingModel, read_for_build, starting_model, with_upper_layers
-from .settings import HydraConfig
+from .settings import BuildData, HydraConfig, ReadBatch, StartingModel, starting_model
 
 RESULT = "ensemble"  # name of the finished ensemble in a run folder
 EXTRA_HEADS = 2  # extra heads that a circuit ranks if it repeats another member
@@ -51,7 +64,6 @@ def build(
     progress: bool = True,
     class_names: Sequence[str] | None = None,
     templates: Templates = DEFAULT_TEMPLATES,
-    pretrained: nn.Module | None = None,
 ) -> Ensemble:
     """Make an ensemble from one model: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
 
@@ -72,7 +84,6 @@ def build(
         progress: Whether to show progress bars.
         class_names: For a dual encoder, whose towers are ranked together: the names of the classes.
         templates: For a dual encoder: sentences with `{label}` in place of a name.
-        pretrained: The model before its fine-tuning: members start from its layers above the trunk.
 
     Examples:
         >>> config = he.HydraConfig(members=3, strategy="random", accepted_share=0.8)  # "circuit" needs ood=
@@ -82,8 +93,6 @@ def build(
     """
     start = starting_model(model, class_names, templates, device)
     config = config.settled(start)
-    if pretrained is not None:
-        start = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
     used = {"train": train if config.reads_train else None, "ood": ood if config.extracts_circuits else None}
     data = read_for_build(config.seed, start.base, id=id, validation=validation, **used)
     config.check(start, data)
@@ -92,10 +101,7 @@ def build(
         ranks.require_same(identity, "model, data or settings")
         with Store(output, identity, "a build") as run:
             chain = Chain(start, config, data, run, progress=progress)
-            ensemble = chain.step(RESULT, lambda: compare_with_base(chain.assembled(), chain))
-            if output is not None:
-                run.step("summary", lambda: chain.summary(ensemble))
-            return ensemble
+            return chain.step(RESULT, lambda: compare_with_base(chain.assembled(), chain))
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,9 +197,7 @@ class Chain:
         return self.run.step(name, partial(taylor, self.start.base, batches, **settings), RANKING)
 
     def member(self, index: int, origin: str, lost: Sequence[Head]) -> Ensemble:
-        """One member, pruned and trained; with pretrained layers, the whole member is the given model itself."""
-        if self.config.whole and index == self.config.members - 1 and self.start.upper is not None:
-            return self.start.bare
+        """One member, pruned and trained."""
         return self.named(self.trained(self.start.pruned(lost), index), index, origin)
 
     def named(self, member: Ensemble, index: int, origin: str) -> Ensemble:
@@ -211,31 +215,12 @@ class Chain:
         more: dict[str, Any] = {"output": place, "progress": self.progress, "index": index}
         return finetune(ensemble, data.train, recipe, data.validation, **more)
 
-    def summary(self, final: Ensemble) -> dict[str, Any]:
-        """Settings, data, members, cost and calibration of the finished ensemble, for people."""
-        counts = final.describe()
-        return {
-            "config": self.config,
-            "versions": {"hydra_ensembles": __version__, "torch": torch.__version__},
-            "samples": self.data.samples(),
-            "members": [
-                {"origin": origin, "pruned": [str(head) for head in lost], "heads_kept": [len(layer) for layer in kept]}
-                for (origin, lost), kept in zip(self.heads(), final.config.heads, strict=True)
-            ],
-            "trunk": final.config.trunk,
-            "parameters": counts.parameters,
-            "multiply_adds": counts.multiply_adds,
-            "metrics": final.metadata.metrics,
-            "history": final.metadata.history,
-        }
-
 
 def model_identity(start: StartingModel) -> dict[str, Any]:
     """What the products of a build depend on of its model."""
     known = start.base.metadata
     about = [start.base.config, known.labels, to_plain(known.preprocessing), list(start.templates)]
-    upper = None if start.upper is None else digest(start.upper)
-    return {"weights": digest(start.ranked), "about": digest(to_plain(about)), "upper": upper}
+    return {"weights": digest(start.ranked), "about": digest(to_plain(about))}
 
 
 def data_identity(data: BuildData) -> dict[str, str | None]:
@@ -303,3 +288,92 @@ def differences(
     gain = paired(weighted_mean, [right], minus=[right_before], **options)
     seen, more = (paired(weighted_mean, [one], **options) for one in (rises, torch.cat([rises, mistake[None]])))
     return gain, replace(seen, low=min(seen.low, more.low), high=max(seen.high, more.high))
+
+
+# --- reading the data ------------------------------------------------------------------------------------------------
+
+
+def read_sets(
+    seed: int,
+    model: Ensemble,
+    *,
+    train: Batches | None,
+    id: Batches | None,
+    ood: Sources | Literal["synthetic"] | None,
+    validation: Batches | None = None,
+) -> tuple[Batches | None, dict[str, Any], dict[str, list[ReadBatch]]]:
+    """Training data, labelled and OOD sets in memory: numbered as in the model, and none the same as another."""
+    if train is not None:
+        require_rereadable(train, "train")
+    classes = model.num_classes
+    numbered = renumbered({"train": train, "id": id, "validation": validation}, model.metadata.labels, classes)
+    train = numbered.pop("train")
+    held_out = {
+        name: None if batches is None else read_all(batches, name, seed, classes) for name, batches in numbered.items()
+    }
+    given = {} if ood is None or isinstance(ood, str) else named_sources(ood, "ood")
+    outside = {name: read_all(batches, name, seed) for name, batches in given.items()}
+    every = {**held_out, **outside}
+    rows = {name: [key for inputs, _ in sets for key in row_digests(inputs)] for name, sets in every.items() if sets}
+    for name in [one for one in held_out if one in rows]:
+        require_other_samples(name, rows.pop(name), rows)
+    return train, held_out, outside
+
+
+def read_for_build(
+    seed: int, model: Ensemble, *, ood: Sources | Literal["synthetic"] | None, **given: Batches | None
+) -> BuildData:
+    """Read and check the sets of a build.
+
+    Without `validation`, one half of `id` ranks and the other validates, whatever the strategy: builds that differ
+    only in strategy are then calibrated on the same samples. Synthetic OOD data are made from the ranking half.
+    """
+    train, held_out, outside = read_sets(seed, model, ood=ood, **given)
+    ranking, checked = held_out["id"], held_out["validation"]
+    if ranking is not None and checked is None:
+        ranking, checked = halves(ranking, seed)
+    if isinstance(ood, str) and ranking is None:
+        raise DataError(f"ood is {ood!r}, which is made from the data of id, and there are none; give id")
+    circuits = {"ood": synthetic(ranking, seed, model)} if isinstance(ood, str) else outside
+    return BuildData(train, ranking, checked, circuits, seed)
+
+
+def synthetic(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
+    """Synthetic OOD data, one sample per ID sample."""
+    return [(inputs, None) for (inputs,) in synthetic_ood(batches, seed=seed, model=model)]
+
+
+def read_all(batches: Batches, name: str, seed: int, classes: int | None = None) -> list[ReadBatch]:
+    """Read all batches into memory, with labels if `classes` is given; a loader shuffles by the seed."""
+    in_memory: list[ReadBatch] = []
+    with first_epoch(batches, derive_seed(seed, name)):
+        for index, inputs, labels in iterate(batches, name, labelled=classes is not None):
+            in_memory.append((inputs, None if classes is None else require_labels(labels, classes, name, index)))
+    return in_memory
+
+
+def halves(batches: list[ReadBatch], seed: int) -> tuple[list[ReadBatch], list[ReadBatch]]:
+    """Split the samples of `id` into two disjoint halves; an odd sample goes to the first.
+
+    Samples stay in their batch (texts keep their padding), so a batch may be split in two. `batches` is emptied on the
+    way, so that no data are in memory twice.
+    """
+    total = samples_in(batches)
+    if total < 2:
+        raise DataError(f"id has {total} samples; two halves need at least 2: give more, or validation as well")
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(total)
+    chosen = torch.zeros(total, dtype=torch.bool)
+    chosen[torch.from_numpy(order[: (total + 1) // 2])] = True
+    halved: tuple[list[ReadBatch], list[ReadBatch]] = [], []
+    for mask in chosen.split([size_of(inputs) for inputs, _ in batches]):
+        inputs, labels = batches.pop(0)
+        for half, keep in zip(halved, (mask, ~mask), strict=True):
+            if keep.any():
+                part = changed(inputs, itemgetter(keep))  # the mask may be on another device
+                half.append((part, None if labels is None else labels[keep]))
+    return halved
+
+
+def samples_in(batches: list[ReadBatch]) -> int:
+    """Number of samples in all batches."""
+    return sum(size_of(inputs) for inputs, _ in batches)

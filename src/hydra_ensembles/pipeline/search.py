@@ -19,7 +19,7 @@ from .._utils import warn, without_autocast
 from ..batches import Batches, Sources, changed, size_of
 from ..convert.convert import convert
 from ..digest import digest, digest_batches
-from ..errors import ConfigError, DivergedError, SameMembersError
+from ..errors import ConfigError, DataError, DivergedError, SameMembersError
 from ..evaluation.evaluate import evaluate
 from ..files import expanded, read_object, remove, write_json
 from ..fuse import fuse, soup
@@ -30,19 +30,29 @@ from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import ENSEMBLE, Ensemble
 from ..model.zero_shot import DEFAULT_TEMPLATES
 from ..report.compare import Cell, Column, Comparison, tabulated, to_markdown
-from ..report.figures import draw_fronts
 from ..settings import Range, from_plain, require, to_plain
 from ..store import Form, Store
 from ..training.recipe import Recipe
-from .build import RESULT, Chain, calibrated, data_identity, differences, model_identity
-from .data import BuildData, Judges, StartingModel, read_for_search, samples_in, starting_model
-from .settings import HydraConfig, usual_trunk
+from .build import (
+    RESULT,
+    Chain,
+    calibrated,
+    data_identity,
+    differences,
+    halves,
+    model_identity,
+    read_sets,
+    samples_in,
+    synthetic,
+)
+from .settings import BuildData, HydraConfig, ReadBatch, StartingModel, starting_model, usual_trunk
 
 YOURS, SOUP, FUSED, DEEP = "yours", "soup", "fused above a mean trunk", "deep ensemble"
 DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # default trunks to try, as shares of the layers
 RESAMPLES = 10_000  # bootstrap resamples for the interval of a difference
 REPEATS = 10  # timed runs per model, alternating with the given one
 
+Judges = Mapping[str, list[ReadBatch]]  # held-out sets by name: the first is labelled ID data, the others are OOD
 Price = Literal["latency", "multiply_adds"]
 CandidateState = Literal["planned", "too dear", "not possible", "judged"]
 
@@ -80,8 +90,6 @@ class SearchResult:
         samples: Number of samples used to judge, by set.
         choice: Name of the best one that is not worse than the given model; empty for a plan, which builds nothing.
         why: The reason, in a sentence.
-        front: Names of the candidates that are not beaten at their price or below, cheapest first: by `nll`, and by
-            `auroc`, the mean of the scores.
         ensemble: The choice, calibrated, ready to use; None for a plan, or if the result was read from a file.
 
     Examples:
@@ -96,7 +104,6 @@ class SearchResult:
     samples: Mapping[str, int]
     choice: str = ""
     why: str = ""
-    front: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ensemble: Ensemble | None = field(default=None, compare=False, repr=False)
 
     def table(self) -> Comparison:
@@ -121,21 +128,10 @@ class SearchResult:
         notes += [f"{row.name}: {row.state}{f' ({row.note})' if row.note else ''}." for row in left]
         return tabulated(columns, rows, cell, tuple(notes))
 
-    def figure(self) -> str:
-        """Price against NLL and against the mean of the OOD AUROCs, with both fronts, as an SVG file."""
-        fronts = {}
-        for key, title, factor in (("nll", "NLL", 1), ("auroc", "mean OOD AUROC (%)", -100)):
-            fronts[title] = ({name: factor * value for name, value in self._values()[key].items()}, self.front[key])
-        prices = {row.name: row.price for row in self.rows if row.numbers}
-        return draw_fronts(prices, fronts, chosen=self.choice, given=YOURS, limit=self.cost)
-
     def decided(self) -> "SearchResult":
-        """Compute fronts and choice, once all rows have their numbers."""
-        rows = [row for row in self.rows if row.numbers]
-        prices = {row.name: row.price for row in rows}
-        front = {key: _front(prices, by_name) for key, by_name in self._values().items()}
-        most = self.losses(rows[0].numbers)  # of the given model
-        within = [row for row in rows if row.price <= self.cost]
+        """The choice, once all rows have their numbers."""
+        most = self.losses(self.rows[0].numbers)  # of the given model
+        within = [row for row in self.rows if row.numbers]
         fit = [row for row in within if all(map(le, self.losses(row.numbers), most))]
         best = min(fit, key=lambda row: (row.numbers["nll"], row.price))  # of equals the first: the given model
         why = f"none of the {len(within) - 1} others within {self.cost:g}× has a lower NLL and is no worse in the rest"
@@ -144,17 +140,11 @@ class SearchResult:
                 f"at {best.price:.2f}× it has the lowest NLL, {best.numbers['nll']:.3f} against {most[0]:.3f}, of the "
             )
             why += f"{len(fit) - 1} within {self.cost:g}× that are no worse than yours in any number"
-        return replace(self, choice=best.name, why=why, front=front)
+        return replace(self, choice=best.name, why=why)
 
     def losses(self, numbers: Mapping[str, float]) -> tuple[float, ...]:
         """Losses to compare candidates by: NLL, AURC, and one minus accuracy and AUROCs; lower is better."""
         return (numbers["nll"], numbers["aurc"], *(1.0 - numbers[key] for key in ("accuracy", *self.scores)))
-
-    def _values(self) -> dict[str, dict[str, float]]:
-        """The values of each front, by candidate; lower is better."""
-        rows = [row for row in self.rows if row.numbers]
-        auroc = {row.name: -sum(row.numbers[key] for key in self.scores) / len(self.scores) for row in rows}
-        return {"nll": {row.name: row.numbers["nll"] for row in rows}, "auroc": auroc}
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, without the ensemble."""
@@ -167,22 +157,6 @@ class SearchResult:
 
 
 RESULT_FILE = Form(".json", SearchResult.load, lambda path, result: result.save(path))
-
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """The settings of a search, as described in `search`."""
-
-    cost: float
-    price: Price
-    batch_size: int
-    familiarity: FamiliarityName | None
-    seed: int
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        """Names of the OOD AUROCs to judge by."""
-        return ("all.auroc", *(() if self.familiarity is None else (f"{self.familiarity}:all.auroc",)))
 
 
 @torch.inference_mode(False)
@@ -242,7 +216,7 @@ def search(
         >>> [row.state for row in plan.rows]  # nothing is built yet; leave dry_run out, and plan.ensemble is the choice
         ['planned', 'planned']
     """
-    settings = SearchSettings(require("cost", cost, Annotated[float, Range(1)]), price, batch_size, familiarity, seed)
+    cost = require("cost", cost, Annotated[float, Range(1)])
     if launched():
         raise ConfigError("a search runs in one process; start it without torchrun or accelerate launch")
     base: Any = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
@@ -253,7 +227,7 @@ def search(
     proposed = usual_candidates(start, train is not None, seed) if candidates is None else candidates
     built = _checked(proposed, start, data, recipe, familiarity, strict=candidates is not None)
     identity = {
-        "settings": settings,
+        "settings": [cost, price, batch_size, familiarity, seed],
         "candidates": built,
         "model": model_identity(start),
         "models": list(map(digest, models)),
@@ -264,7 +238,7 @@ def search(
         folder = stack.enter_context(TemporaryDirectory()) if output is None or dry_run else output
         run = stack.enter_context(Store(folder, identity, "a search"))
         given = [_like(start.base, other) for other in models]
-        work = Search(run, start, built, given, data, judges, settings, progress)
+        work = Search(run, start, built, given, data, judges, cost, price, batch_size, familiarity, seed, progress)
         planned = work.plan()
         if dry_run:
             return planned
@@ -284,8 +258,17 @@ class Search:
     models: Sequence[Ensemble]  # further trainings of the model
     data: BuildData
     judges: Judges
-    settings: SearchSettings
+    cost: float
+    measured: Price
+    batch_size: int
+    familiarity: FamiliarityName | None
+    seed: int
     progress: bool
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the OOD AUROCs to judge by."""
+        return ("all.auroc", *(() if self.familiarity is None else (f"{self.familiarity}:all.auroc",)))
 
     def plan(self) -> SearchResult:
         """Measure the price of every candidate, before any of them is built."""
@@ -293,15 +276,15 @@ class Search:
             name: partial(_untrained, config, self.start) for name, config in self.built.items()
         }
         rows = [SearchRow(YOURS, 1.0, "planned")]
-        cost = self.settings.cost
+        cost = self.cost
         for name, make in {**makers, **self.of_models()}.items():
-            price = self.price(f"prices/{_slug(name)}-planned", self.start.base, make)
+            price = self.price(f"prices/{_slug(name)}", make)
             rows.append(SearchRow(name, price, "planned" if price <= cost else "too dear", self.built.get(name)))
         if not any(row.state == "planned" for row in rows[1:]):
             cheapest = min((row.price for row in rows[1:]), default=float("nan"))
             raise ConfigError(f"no candidate costs at most {cost:g} times the model, the cheapest {cheapest:.2f} times")
         samples = {name: samples_in(batches) for name, batches in self.judges.items()}
-        return SearchResult(tuple(rows), cost, self.settings.price, self.settings.scores, samples)
+        return SearchResult(tuple(rows), cost, self.measured, self.scores, samples)
 
     def decided(self, planned: SearchResult) -> SearchResult:
         """Build and judge every candidate within the price, the given model first, and choose."""
@@ -313,36 +296,36 @@ class Search:
         return chosen if chosen.choice == YOURS else self.with_significance(chosen)
 
     def judged(self, row: SearchRow) -> SearchRow:
-        """Build a candidate, evaluate it on held-out data and measure its price again; return its row."""
+        """Build a candidate and evaluate it on held-out data; return its row."""
         at = f"candidates/{_slug(row.name)}"
         try:
             numbers = self.run.step(f"{at}/numbers", lambda: self.numbers(self.final(row.name)))
         except (SameMembersError, DivergedError) as error:
             return replace(row, state="not possible", note=str(error))
-        price = self.price(f"{at}/price", self.final(YOURS), lambda: self.final(row.name))
         for name in ("members", "finetune"):  # once it is judged, nothing reads them
             if (place := self.run.path(f"{at}/{name}")) is not None:
                 remove(place)
-        return replace(row, state="judged", numbers=numbers, price=price)
+        return replace(row, state="judged", numbers=numbers)
 
     def numbers(self, model: Ensemble) -> dict[str, float]:
         """Results of an ensemble on held-out data."""
-        further: Any = () if self.settings.familiarity is None else (self.settings.familiarity,)
+        further: Any = () if self.familiarity is None else (self.familiarity,)
         id_set, ood_sets = self.judges["ID"], {key: sets for key, sets in self.judges.items() if key != "ID"}
         numbers = evaluate(model, id_set, ood_sets, scores=further, progress=False).numbers()
-        return {key: numbers[key] for key in ("accuracy", "nll", "ece", "aurc", *self.settings.scores)}
+        return {key: numbers[key] for key in ("accuracy", "nll", "ece", "aurc", *self.scores)}
 
-    def price(self, name: str, base: Ensemble, make: Callable[[], Ensemble]) -> float:
+    def price(self, name: str, make: Callable[[], Ensemble]) -> float:
         """Price of an ensemble relative to the given model; 1 if both have the same config."""
+        base = self.start.base
 
         def measured() -> float:
             candidate = make()
             if candidate.config == base.config:
                 return 1.0
-            if self.settings.price == "multiply_adds":
+            if self.measured == "multiply_adds":
                 return candidate.describe().multiply_adds / base.describe().multiply_adds
             inputs = base.prepare(self.judges["ID"][0][0])
-            rows = torch.arange(self.settings.batch_size, device=base.device) % size_of(inputs)
+            rows = torch.arange(self.batch_size, device=base.device) % size_of(inputs)
             timed = {"own": base.optimize(), "other": candidate.optimize()}
             costs = measure_costs(timed, changed(inputs, lambda tensor: tensor[rows]), repeats=REPEATS, warmup=1)
             return costs[1].latency_ratio
@@ -353,8 +336,7 @@ class Search:
         """A candidate, built or read back, ready for use."""
         at = f"candidates/{_slug(name)}/"
         if name in self.built:
-            config = self.built[name]
-            chain = Chain(self.start, config, _part(self.data, config), self.run, at, self.progress)
+            chain = Chain(self.start, self.built[name], self.data, self.run, at, self.progress)
             return chain.step(RESULT, chain.assembled)
         make = {YOURS: lambda: self.start.base, **self.of_models()}[name]
         ensemble = self.run.step(f"{at}{RESULT}", lambda: self.ready(make()), ENSEMBLE)
@@ -363,9 +345,9 @@ class Search:
     def ready(self, model: Ensemble) -> Ensemble:
         """Calibrate a given model like the candidates; if it already is, its own calibration stays."""
         own = model.metadata.calibration
-        if own is not None and self.settings.familiarity is None:
+        if own is not None and self.familiarity is None:
             return model
-        config = HydraConfig(familiarity=self.settings.familiarity, seed=self.settings.seed)
+        config = HydraConfig(familiarity=self.familiarity, seed=self.seed)
         fitted = calibrated(model, config, self.data)
         return fitted if own is None else fitted.with_metadata(calibration=own, metrics=model.metadata.metrics)
 
@@ -389,7 +371,7 @@ class Search:
         """
         others = sum(row.state == "judged" for row in chosen.rows) - 1  # judged on the same samples
         pair: Any = (self.final(chosen.choice), self.final(YOURS), self.judges["ID"])
-        _, rise = differences(*pair, resamples=RESAMPLES, level=1 - 0.05 / others, seed=self.settings.seed)
+        _, rise = differences(*pair, resamples=RESAMPLES, level=1 - 0.05 / others, seed=self.seed)
         interval = f"{rise.value:+.4f}, paired bootstrap for {others} candidates {rise.low:+.4f} to {rise.high:+.4f}"
         lower = f"its NLL is {'significantly' if rise.high < 0 else 'not significantly'} lower ({interval})"
         if rise.high >= 0:
@@ -397,6 +379,26 @@ class Search:
             cost = f"costs {price:.2f} times as much as the given model"
             warn(f"the choice, {chosen.choice}, {cost}, but {lower}: judge on more samples, or keep the model")
         return replace(chosen, why=f"{chosen.why}; {lower}")
+
+
+def read_for_search(
+    seed: int, base: Ensemble, *, train: Batches | None, id: Batches, ood: Sources | Literal["synthetic"]
+) -> tuple[BuildData, Judges]:
+    """The data of a search: those for builds, and those to judge on, which are halves of `id` and `ood`."""
+    train, labelled, outside = read_sets(seed, base, train=train, id=id, ood=ood)
+    sizes = {name: samples_in(batches) for name, batches in {"id": labelled["id"], **outside}.items()}
+    least = 8 * base.num_classes  # a quarter of id fits statistics of classes
+    if sizes["id"] < least or min(sizes.values()) < 4:
+        raise DataError(f"too few samples: {sizes}; give {least} or more of id, and 4 or more of other sets")
+    held_out, judged = halves(labelled["id"], seed)
+    ranking, validation = halves(held_out, seed + 1)
+    if isinstance(ood, str):
+        circuits, judges = {"ood": synthetic(ranking, seed, base)}, {ood: synthetic(judged, seed, base)}
+    else:
+        cut = {name: halves(batches, seed) for name, batches in outside.items()}
+        circuits = {name: first for name, (first, _) in cut.items()}
+        judges = {name: second for name, (_, second) in cut.items()}
+    return BuildData(train, ranking, validation, circuits, seed), {"ID": judged, **judges}
 
 
 def usual_candidates(start: StartingModel, trained: bool, seed: int) -> Iterator[dict[str, Any]]:
@@ -438,7 +440,7 @@ def _checked(
             plain = {"recipe": recipe, **entry} if trains else entry
             asked = entry if isinstance(entry, HydraConfig) else from_plain(HydraConfig, plain, f"candidates[{index}]")
             config = replace(asked.settled(start), calibrate=True, familiarity=familiarity)
-            config.check(start, _part(data, config))
+            config.check(start, data)
         except ConfigError:
             if strict:
                 raise
@@ -448,12 +450,6 @@ def _checked(
             same = sum(other.partition(" #")[0] == name for other in candidates)
             candidates[f"{name} #{same + 1}" if same else name] = config
     return candidates
-
-
-def _part(data: BuildData, config: HydraConfig) -> BuildData:
-    """The data sets that a build with this config reads."""
-    train = data.train if config.reads_train else None
-    return replace(data, train=train, ood=data.ood if config.extracts_circuits else None)
 
 
 def _untrained(config: HydraConfig, start: StartingModel) -> Ensemble:
@@ -474,12 +470,3 @@ def _untrained(config: HydraConfig, start: StartingModel) -> Ensemble:
 def _slug(name: str) -> str:
     """A name as a folder name."""
     return "-".join(re.findall(r"[a-z0-9]+", name.lower()))
-
-
-def _front(prices: Mapping[str, float], values: Mapping[str, float]) -> tuple[str, ...]:
-    """Names with a lower value than everything that costs no more, cheapest first."""
-    front: list[str] = []
-    for name in sorted(prices, key=lambda name: (prices[name], values[name])):
-        if not front or values[name] < values[front[-1]]:
-            front.append(name)
-    return tuple(front)

@@ -1,26 +1,116 @@
-"""How an ensemble is built: HydraConfig, which is checked against model and data before the long work."""
+"""How an ensemble is built, and what that is checked against before the long work: the model and the data."""
 
+import copy
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .._utils import warn
+import torch
+from torch import Tensor, nn
+
+from .._distributed import local_device
+from .._utils import require_device, warn
+from ..batches import Batches, Inputs
 from ..circuit.scores import Method, Ties
+from ..convert.convert import convert
 from ..errors import ConfigError, DataError
 from ..fuse import Fusion, StemFusion
+from ..heads.masking import existing_heads, max_removable, towers_of
 from ..heads.members import CIRCUIT_ORDER
+from ..heads.ranking import Head
 from ..heads.taylor import Scope
 from ..metrics.distance import FamiliarityChoice
+from ..model.dual_encoder import DualEncoder
+from ..model.ensemble import Ensemble
+from ..model.zero_shot import Templates, checked_names, checked_templates, zero_shot
+from ..prune import prune
 from ..settings import Checked, Count, PositiveShare, Seed, Whole
 from ..training.recipe import Recipe
-from .data import BuildData, StartingModel
 
+ReadBatch = tuple[Inputs, Tensor | None]
 Strategy = Literal["circuit", "taylor", "sampled", "random", "branches"]
 TrainingMode = Literal["together", "apart"]
 
 PAPER_POOL = 100 / 48  # the paper samples 48 heads to prune out of the first 100 of a ranking (B.5)
 TRUNK = 5 / 6  # our defaults: trunk as a share of the layers; pruned heads, of all and at most of those above it
 PRUNED, PRUNED_ABOVE = 0.08, 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class StartingModel:
+    """The model that members are pruned from; for a dual encoder, in both towers."""
+
+    base: Ensemble  # the classifier; for a dual encoder, the zero-shot ensemble with all heads
+    dual: DualEncoder | None = None
+    names: tuple[str, ...] = ()  # classes of the dual encoder
+    templates: tuple[str, ...] = ()  # sentences for the class names
+
+    @property
+    def ranked(self) -> Ensemble | DualEncoder:
+        """The model whose heads are ranked."""
+        return self.base if self.dual is None else self.dual
+
+    @property
+    def bare(self) -> Ensemble:
+        """The base without what was fitted or measured on it: that is not true of models made from it."""
+        return self.base.with_metadata(calibration=None, familiarity=None, metrics={})
+
+    def heads(self, layers: Iterable[int] | None) -> int:
+        """Number of heads in these layers that a member may lose."""
+        towers = towers_of(self.ranked).items()
+        heads = [head for name, tower in towers for head in existing_heads(tower.config, layers, tower=name)]
+        return max_removable(self.ranked, heads)
+
+    def pruned(self, heads: Sequence[Head]) -> Ensemble:
+        """A member without these heads."""
+        if self.dual is None:
+            return prune(self.bare, heads)
+        return zero_shot(prune(self.dual, heads), self.names, self.templates)
+
+
+def starting_model(
+    model: nn.Module,
+    class_names: Sequence[str] | None,
+    templates: Templates,
+    device: torch.device | str | None,
+) -> StartingModel:
+    """Convert the model to an ensemble, or to a dual encoder with its zero-shot ensemble, on the device; one member."""
+    target = None if device is None else local_device(require_device(device))
+    start: Ensemble | DualEncoder = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
+    if start.num_members != 1:
+        raise ConfigError(f"build starts from one model, got {start.num_members} members; take one: ensemble.member(i)")
+    if isinstance(start, Ensemble) and start.num_classes < 2:
+        raise ConfigError(f"build starts from a trained classifier, but this model has {start.num_classes} classes")
+    if isinstance(start, Ensemble) == (class_names is not None):
+        raise ConfigError(f"class_names are for a dual encoder, and required there; this is a {type(start).__name__}")
+    if target is not None and start.device != target:
+        start = (copy.deepcopy(start) if start is model else start).to(target)
+    if isinstance(start, Ensemble):
+        return StartingModel(start)
+    names, sentences = checked_names(class_names or ()), checked_templates(templates)
+    return StartingModel(zero_shot(start, names, sentences), start, names, sentences)
+
+
+@dataclass(frozen=True)
+class BuildData:
+    """Data of a build; sets that its config does not need are None."""
+
+    train: Batches | None  # labelled, as given by the caller
+    ranking: list[ReadBatch] | None  # labelled ID batches to rank heads on
+    validation: list[ReadBatch] | None  # labelled ID batches for calibration, and for choices in fine-tuning
+    ood: dict[str, list[ReadBatch]]  # for circuits, by name
+    seed: int  # for the order of shuffling loaders
+
+    @property
+    def held_out(self) -> dict[str, list[ReadBatch] | None]:
+        """The sets in memory, by name."""
+        return {"ranking": self.ranking, "validation": self.validation, **self.ood}
+
+    @property
+    def for_taylor(self) -> Batches | None:
+        """The batches that Taylor rankings read."""
+        return self.ranking if self.train is None else self.train
 
 
 def usual_trunk(layers: int) -> int:
@@ -38,7 +128,7 @@ class HydraConfig(Checked):
         strategy: How heads are chosen: `"circuit"` (CircAvg, CircAcc, CircOOD, then drawn from CircAvg), `"taylor"` (a
             ranking per member), `"sampled"` (all drawn from the first `pool` heads of CircAvg), `"random"` (a control),
             `"branches"` (all heads; only training makes members differ).
-        whole: Whether the last member keeps all heads; with `pretrained` of `build`, it is the given model, untrained.
+        whole: Whether the last member keeps all heads.
         training: `"together"`: the fused ensemble, trunk included; `"apart"`: each member before fusing (None: the same
             if there is a recipe).
         method: How circuits are extracted; see `extract_circuit`, also for `ties`.
@@ -91,8 +181,6 @@ class HydraConfig(Checked):
         super().__post_init__()
         if self.strategy == "branches" and (self.prune or (self.training is None and self.recipe is None)):
             raise ConfigError("branches keep all heads and differ by training: give no prune, but training or a recipe")
-        if self.pool is not None and self.pool <= self.lost:
-            raise ConfigError(f"pool is {self.pool}; draws differ only if it is above prune ({self.lost})")
         if self.training is not None and self.recipe is None:
             object.__setattr__(self, "recipe", Recipe.preset("hydra"))
         recipe = self.recipe
@@ -185,7 +273,7 @@ class HydraConfig(Checked):
         recipe = self.recipe
         if recipe is None:
             return None
-        if recipe.reinit_classifier is None and (self.strategy == "branches" or start.upper is not None):
+        if recipe.reinit_classifier is None and self.strategy == "branches":
             recipe = replace(recipe, reinit_classifier="random")
         if self.training == "together" or self.average_trunk or not self.trunk:
             return recipe
@@ -204,7 +292,7 @@ class HydraConfig(Checked):
         free = start.heads(self.layers(start))
         if max(self.lost, self.pool or 0) > free:
             raise ConfigError(f"prune is {self.lost} and pool {self.pool}, but {free} heads can be pruned; lower them")
-        if self.extracts_circuits and (data.ranking is None or data.ood is None):
+        if self.extracts_circuits and (data.ranking is None or not data.ood):
             need = f"the strategy {self.strategy!r} needs id and ood"
             raise DataError(f"{need}; without OOD data give 'synthetic' for ood, or use the strategy 'taylor'")
         if self.strategy == "taylor" and data.for_taylor is None:
@@ -213,13 +301,5 @@ class HydraConfig(Checked):
             raise DataError("the recipe is for fine-tuning, which needs data: give train")
         if self.calibrate and data.validation is None:
             raise DataError("calibration needs held-out data: give id or validation, or turn calibrate off")
-        if start.upper is not None and self.recipe is None:
-            raise ConfigError("pretrained layers need training: give training or a recipe")
-        if self.recipe is not None:
-            equal = self.strategy == "branches" and self.training == "together" and self.members > 1
-            if equal and self.recipe.reinit_classifier == "zeros":
-                raise ConfigError("branches with reinit_classifier 'zeros' would stay equal; use 'random'")
-            for recipe in (self.recipe, self.training_recipe(start)):  # as given, and as members use it
-                if recipe is not None:
-                    recipe.check(start.base, data.train, data.validation)
-        data.require_readable(start.base)
+        if (recipe := self.training_recipe(start)) is not None:
+            recipe.check(start.base, data.train, data.validation)

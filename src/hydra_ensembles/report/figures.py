@@ -19,7 +19,6 @@ SERIES = ("#2563c9", "#d1571b", "#14866d", "#9a3fb5", "#a67c00", "#c62f6b", "#4f
 _INK, _SOFT, _RULE, _OVER, _UNDER = "#1c2330", "#6b7482", "#e3e0d8", "#e08a9c", "#a9d5c6"
 _BINS = 30  # of a histogram
 _POINTS = 160  # maximum number of points of a curve
-Fronts = Mapping[str, tuple[Mapping[str, float], Sequence[str]]]  # by title: values by name, and names on the front
 
 
 @contextmanager
@@ -109,23 +108,6 @@ def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
             _line(axes, *_thin(curve.coverage, curve.risk), series, name == focus)
         axes.set(xlim=(0, 1), ylim=(0, top * 1.08), xlabel="share answered", ylabel="share of wrong answers")
         return _address(figure)
-
-
-def draw_fronts(prices: Mapping[str, float], fronts: Fronts, *, chosen: str, given: str, limit: float) -> str:
-    """Price against each value, one plot below the other, with the front as a line; the text of an SVG file."""
-    with _drawn(446, 250 * len(fronts), len(fronts)) as (figure, plots):
-        for axes, (title, (values, names)) in zip(plots, fronts.items(), strict=True):
-            axes.axvline(limit, color=_SOFT, linewidth=1, linestyle="--")
-            line = sorted((prices[name], values[name]) for name in names)
-            axes.plot(*zip(*line, strict=True), color=SERIES[0], linewidth=1.5, drawstyle="steps-post", alpha=0.6)
-            for name, price in prices.items():
-                ink, size = (SERIES[1], 60) if name == chosen else (SERIES[0] if name in names else _SOFT, 28)
-                axes.scatter([price], [values[name]], s=size, color=ink, zorder=4)
-            for name in dict.fromkeys((given, chosen)):
-                axes.annotate(name, (prices[name], values[name]), (8, 7), textcoords="offset points")
-            axes.margins(x=0.12, y=0.18)
-            axes.set(xlabel="price", ylabel=title)
-        return _svg(figure)
 
 
 def _line(axes: Any, x: Tensor, y: Tensor, series: int, focus: bool) -> None:

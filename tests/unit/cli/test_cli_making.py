@@ -49,7 +49,7 @@ def test_a_search_leaves_a_choice_that_other_commands_take(world: Path, tmp_path
     assert "planned" not in succeed("search", *both, "--dry-run")
     assert not (tmp_path / "search").exists()
     assert "yours" in succeed("search", *both)
-    names = {"search.json", "front.svg", "table.md", "config.yaml", "ensemble"}
+    names = {"search.json", "table.md", "config.yaml", "ensemble"}
     assert names <= {path.name for path in (tmp_path / "search").iterdir()}
     assert "members" in succeed("info", tmp_path / "search")
     assert "yours" in succeed("search", "--config", tmp_path / "search" / "config.yaml", "-q")
