@@ -232,7 +232,7 @@ def snapshots(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
 
 def around_the_end(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
     """SWAG: train Single as long again at a constant rate, and draw members around the points it visits."""
-    settings = baselines.SWAG(lab.members, POINTS, POINTS)
+    settings = baselines.SWAG(lab.members, POINTS)
     steps = max(1, updates(lab) // settings.points)
     constant = {"epochs": None, "steps": steps, "schedule": "constant", "warmup": 0}
     training = sped_up(lab, rate_of(setting), seed=lab.derived("swag"), **constant)

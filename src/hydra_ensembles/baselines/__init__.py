@@ -7,15 +7,13 @@ for `finetune`; `run` are `output`, `progress`, `device` and `checkpoint_every`,
 
 from .batch_ensemble import BatchEnsemble, batch_ensemble
 from .bayes_vlm import BayesVLM, bayes_vlm, published_bayes_vlm
-from .deep_ensemble import deep_ensemble
-from .laplace import Laplace, laplace
+from .deep_ensemble import Packed, deep_ensemble, packed_ensemble
 from .lora import LoRA, lora_ensemble
 from .mc_dropout import mc_dropout
 from .mimo import MIMO, mimo
 from .neg_label import EmbeddedWords, NegLabel, embed_words, neg_label
 from .oba import OBA, oba
-from .packed import Packed, packed_ensemble
-from .swag import SWAG, swag
+from .posterior import SWAG, Laplace, laplace, swag
 from .vilu import ViLU, vilu
 
 __all__ = [

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from .._utils import derive_seed
 from ..batches import Batches
-from ..errors import ConfigError
 from ..model.config import Sharing
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
@@ -59,8 +58,6 @@ def batch_ensemble(
     biases are trained; scales always are.
     """
     require_single(model, "batch_ensemble")
-    if settings.last_layers is not None and settings.last_layers > model.num_layers:
-        raise ConfigError(f"last_layers is {settings.last_layers}, but the model has {model.num_layers} layers")
     trunk = 0 if settings.last_layers is None else model.num_layers - settings.last_layers
     sharing = Sharing(stem=True, norms=True, readout=model.config.readout.cosine is not None)
     start = joined([model] * settings.members, sharing, trunk)

@@ -8,7 +8,7 @@ loss in h, each divided by √n; τ is the number of pairs that the n given ones
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,32 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import derive_seed, with_float64, without_autocast
+from .._utils import with_float64, without_autocast
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
-from ..model.config import Sharing
 from ..model.dropout import dropping
 from ..model.dual_encoder import DualEncoder, embed
-from ..model.ensemble import Ensemble
 from ..model.kinds import require_model
-from ..model.layers import GroupedLinear, linear
+from ..model.layers import GroupedLinear
 from ..model.metadata import Metadata
-from ..model.zero_shot import (
-    DEFAULT_TEMPLATES,
-    Templates,
-    average_templates,
-    checked_names,
-    checked_templates,
-    prompts_of,
-    zero_shot,
-)
+from ..model.zero_shot import checked_names, checked_templates, prompts_of
 from ..settings import END, Checked, Positive, Range
 from ..training.text import features_of, read_pairs
-from .building_blocks import View, append_one, joined, split_bias, with_bias
+from .building_blocks import View, append_one, with_bias
 
 _ROWS = 1024  # samples per block of the similarity matrix
 _PROMPTS = 256
-_READOUT, _CLASSES = "readout.projection.", "readout.class_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -51,13 +40,12 @@ class BayesVLM(Checked):
     Attributes:
         pseudo_count: How many pairs the data count for, regardless of their number.
         negatives: Number of pairs that are compared with each other, as in contrastive training.
-        prior_precision: Precision of a normal prior around zero: one for both sides, or two, for images and texts; None
-            maximises the evidence, for each side.
+        prior_precision: Precision of a normal prior around zero; None maximises the evidence, for each side.
     """
 
     pseudo_count: Positive = 10.0
     negatives: Annotated[int, Range(2, END - 1)] = 32_768
-    prior_precision: Positive | tuple[Positive, Positive] | None = None
+    prior_precision: Positive | None = None
 
 
 @without_autocast()
@@ -69,9 +57,7 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
     """
     projections = _projections(dual)
     images, texts = _inputs_of_projections(dual, pairs)
-    scale = dual.logit_scale.exp().item()
-    sigmoid = None if dual.logit_bias is None else dual.logit_bias.item()
-    device = with_float64(dual.device)
+    scale, device = dual.logit_scale.exp().item(), with_float64(dual.device)
     with torch.no_grad():
         biased = [projection.bias is not None for projection in projections]
         features = [append_one(part, bias) for part, bias in zip((images, texts), biased, strict=True)]
@@ -80,8 +66,8 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
         sides = []
         for side, other in ((0, 1), (1, 0)):
             taken, ours, theirs = (part.to(device) for part in (features[side], embedded[side], embedded[other]))
-            inputs, outputs = kronecker_factors(taken, ours, theirs, scale, settings.negatives, sigmoid)
-            sides.append(ProjectionPosterior.of(means[side], inputs.cpu(), outputs.cpu(), settings, side))
+            inputs, outputs = kronecker_factors(taken, ours, theirs, scale, settings.negatives)
+            sides.append(ProjectionPosterior.of(means[side], inputs.cpu(), outputs.cpu(), settings))
     return VLMPosterior(copy.deepcopy(dual), *sides)
 
 
@@ -97,19 +83,19 @@ def published_bayes_vlm(
     map inside its pooling head, not for a projection: they fit no model here.
     """
     sides = []
-    for side, (tag, projection) in enumerate(zip(("img", "txt"), _projections(dual), strict=True)):
+    for tag, projection in zip(("img", "txt"), _projections(dual), strict=True):
         mean = with_bias(projection)
         paths = [Path(folder) / f"{letter}_{tag}_analytic.pt" for letter in "AB"]
         inputs, outputs = (torch.load(path, map_location="cpu", weights_only=True).double() for path in paths)
         if (len(outputs), len(inputs)) != mean.shape:
             sizes = f"{len(outputs)}x{len(inputs)}, not {mean.shape[0]}x{mean.shape[1]}"
             raise CheckpointError(f"the factors in {folder} are for a projection {sizes} as in this model")
-        sides.append(ProjectionPosterior.of(mean, inputs, outputs, settings, side))
+        sides.append(ProjectionPosterior.of(mean, inputs, outputs, settings))
     return VLMPosterior(copy.deepcopy(dual), *sides)
 
 
 def kronecker_factors(
-    features: Tensor, embedded: Tensor, other: Tensor, scale: float, negatives: int, sigmoid: float | None = None
+    features: Tensor, embedded: Tensor, other: Tensor, scale: float, negatives: int
 ) -> tuple[Tensor, Tensor]:
     """A `[d, d]` and B `[e, e]` of one side, each divided by √n.
 
@@ -118,8 +104,7 @@ def kronecker_factors(
     matrix per sample is needed.
 
     `features` `[n, d]` are the projection's inputs, `embedded` `[n, e]` its outputs, `other` `[n, e]` the other side's;
-    `negatives` samples are compared with each other. `sigmoid` is the logit bias for the loss of SigLIP, which
-    judges each pair separately; None for softmax.
+    `negatives` samples are compared with each other.
     """
     count, width = embedded.shape
     outputs = embedded.new_zeros(width, width)
@@ -130,13 +115,8 @@ def kronecker_factors(
             unit = F.normalize(embedded[batch], dim=-1)  # u, [B, e]
             length = embedded[batch].norm(dim=-1)  # |h|, [B]
             cosines = unit @ targets.T  # [B, C]
-            if sigmoid is None:
-                probs = (scale * cosines).softmax(-1)
-                means = probs @ targets  # m = Yᵀ p, [B, e]
-            else:
-                certain = torch.sigmoid(scale * cosines + sigmoid)
-                probs = certain * (1 - certain)
-                means = torch.zeros_like(unit)
+            probs = (scale * cosines).softmax(-1)
+            means = probs @ targets  # m = Yᵀ p, [B, e]
             weight = length.pow(-2)  # [B]
             along = (probs * cosines) @ targets - means * (means * unit).sum(-1, keepdim=True)  # S u, [B, e]
             cross = unit.T @ (weight[:, None] * along)
@@ -157,13 +137,9 @@ class ProjectionPosterior:
     prior: float
 
     @classmethod
-    def of(
-        cls, mean: Tensor, inputs: Tensor, outputs: Tensor, settings: BayesVLM, side: int = 0
-    ) -> "ProjectionPosterior":
-        """The posterior from the factors A and B, for images (side 0) or texts (1)."""
-        root = math.sqrt(settings.pseudo_count)
-        precision = settings.prior_precision
-        prior = precision[side] if isinstance(precision, tuple) else precision
+    def of(cls, mean: Tensor, inputs: Tensor, outputs: Tensor, settings: BayesVLM) -> "ProjectionPosterior":
+        """The posterior from the factors A and B."""
+        root, prior = math.sqrt(settings.pseudo_count), settings.prior_precision
         if prior is None:
             prior = likeliest_precision(mean, root * inputs, root * outputs)
         added = math.sqrt(prior)
@@ -178,14 +154,6 @@ class ProjectionPosterior:
     def covariance(self) -> Tensor:
         """Covariance of the outputs, `[e, e]`."""
         return torch.linalg.inv(self.outputs)
-
-    def draw(self, count: int, seed: int) -> Tensor:
-        """Draw projections `[count, e, d]`."""
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(count, *self.mean.shape, dtype=self.mean.dtype, generator=generator)
-        left, right = torch.linalg.cholesky(self.outputs), torch.linalg.cholesky(self.inputs)
-        noise = torch.linalg.solve_triangular(left.T, noise, upper=True)
-        return self.mean + torch.linalg.solve_triangular(right, noise, upper=False, left=False)
 
 
 def likeliest_precision(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
@@ -209,45 +177,11 @@ def likeliest_precision(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class VLMPosterior:
-    """Posteriors of both projections of a dual encoder (a copy); builds classifiers: an ensemble, or in closed form."""
+    """Posteriors of both projections of a dual encoder (a copy), from which classifiers are made."""
 
     dual: DualEncoder  # a copy, because the posteriors are valid only for these towers
     image: ProjectionPosterior
     text: ProjectionPosterior
-
-    @without_autocast()
-    def zero_shot(
-        self,
-        class_names: Sequence[str],
-        templates: Templates = DEFAULT_TEMPLATES,
-        members: int = 20,
-        seed: int = 0,
-        keep_text: bool = True,
-    ) -> Ensemble:
-        """A zero-shot ensemble whose members have projections drawn from the posterior; towers are shared.
-
-        With `keep_text`, `retarget` can set other classes.
-        """
-        base = zero_shot(self.dual, class_names, templates, keep_text)
-        image, text = _projections(self.dual)
-        of_image = split_bias(self.image.draw(members, derive_seed(seed, "image")), image)
-        maps = self.text.draw(members, derive_seed(seed, "text"))  # [S, e, d (+ 1)]
-        of_text = split_bias(maps, text)
-        names = checked_names(class_names)
-        sentences = checked_templates(templates)
-        embedded = self._texts(prompts_of(names, sentences)) @ maps.mT  # [S, C·templates, e]
-        classes = average_templates(F.normalize(embedded, dim=-1), len(sentences))
-        many = joined([base] * members, Sharing(stem=True, attention=True, mlp=True, norms=True))
-        state = many.state_dict()
-        new = {_READOUT + name: tensor for name, tensor in of_image.items()}
-        new[_CLASSES] = classes * self.dual.logit_scale.cpu().double().exp()
-        state |= {name: tensor.to(state[name]) for name, tensor in new.items()}
-        side = base.metadata.text_side
-        if side is not None and side.projection is not None:
-            drawn = {name: tensor.to(side.projection.weight) for name, tensor in of_text.items()}
-            side = replace(side, projection=linear(drawn["weight"], drawn.get("bias")))
-        line = f"{members} projections of BayesVLM, prior precisions {self.image.prior:.4g} and {self.text.prior:.4g}"
-        return Ensemble.from_state(many.config, state, base.metadata.after(line, text_side=side))
 
     @without_autocast()
     def probit(self, class_names: Sequence[str], template: str = "A photo of a {label}.") -> "ProbitClassifier":
@@ -325,6 +259,8 @@ def _projections(model: object) -> tuple[GroupedLinear, GroupedLinear]:
     image, text = dual.projections.image, dual.projections.text
     if image is None or text is None:
         raise ConfigError("BayesVLM is about the projections into the common embedding; this dual encoder lacks one")
+    if dual.logit_bias is not None:
+        raise ConfigError("BayesVLM takes models trained with CLIP's softmax; this one has SigLIP's logit bias")
     if dual.image.num_classes:
         raise ConfigError("the image tower must end in features, not in a map of its own; convert it without one")
     return image, text

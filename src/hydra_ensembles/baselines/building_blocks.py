@@ -1,6 +1,6 @@
 """Building blocks of the methods: joining copies of one model, fresh weights, views, scores of embeddings."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -18,7 +18,7 @@ from ..model.dropout import OurModel
 from ..model.ensemble import Ensemble, singles
 from ..model.kinds import require_ensemble
 from ..model.layers import GroupedLinear
-from ..model.member_states import join_states, place_of
+from ..model.member_states import join_states
 from ..model.metadata import Calibration, Familiarity, FamiliaritySettings, Metadata
 from ..prediction import Prediction
 from ..settings import to_plain
@@ -52,10 +52,8 @@ def job_of(
 def warn_equal(ensemble: Ensemble) -> Ensemble:
     """Return the result of a method; warns if two members are equal after training."""
     if equal := find_equal_members([ensemble]):
-        warn(
-            f"members {equal[0]} and {equal[1]} are equal after training: they will never disagree. Shuffle the data, "
-            "or let classifiers (reinit_classifier='random') or dropout differ"
-        )
+        advice = "shuffle the data, or let classifiers (reinit_classifier='random') or dropout differ"
+        warn(f"members {equal[0]} and {equal[1]} are equal after training, and never disagree: {advice}")
     return ensemble
 
 
@@ -87,16 +85,6 @@ def to_float32(model: Ensemble) -> Ensemble:
     return Ensemble.from_state(model.config, trainable_state(model, model.device), model.metadata)
 
 
-def require_trained(recipe: Recipe, start: Ensemble, names: Iterable[str], why: str) -> None:
-    """Raise if the recipe freezes some of these parameters, which must train; `why` gives the reason."""
-    left = sorted({place_of(name)[0] for name in names if not recipe.trains(name, start.num_layers)})
-    if left:
-        raise ConfigError(
-            f"{why}, but the recipe leaves some of {left} as they are (train_groups {list(recipe.train_groups)}, "
-            f"last_blocks {recipe.last_blocks}); give it all of {list(GROUPS)} and last_blocks=None"
-        )
-
-
 def fresh(config: EnsembleConfig, seed: int, metadata: Metadata) -> Ensemble:
     """An untrained ensemble, its weights drawn with the seed."""
     with torch_seeded(seed, torch.device("cpu")):
@@ -119,11 +107,6 @@ def embedding_statistics(model: object, caller: str) -> dict[str, Tensor]:
     return {"projection": weight.expand(members, -1, -1).contiguous(), "shift": shift.expand(members, -1).contiguous()}
 
 
-def scale_of(rows: Tensor) -> Tensor:
-    """The logit scale `[G]` of class embeddings `[G, C, e]`: their common length."""
-    return rows.norm(dim=-1).mean(dim=-1)
-
-
 def scored(ensemble: Ensemble, name: FittedName, state: Mapping[str, Tensor], samples: int, line: str) -> Ensemble:
     """A copy of a zero-shot ensemble with a fitted score; adds the score's name as prefix to the tensors of `state`."""
     fitted = FamiliaritySettings((name,), ensemble.readout.features, samples)
@@ -143,8 +126,3 @@ def with_bias(linear: GroupedLinear) -> Tensor:
     """A copy of the map `[e, d (+ 1)]` of one member, a bias as its last column, in float64 on the CPU."""
     weight, bias = linear.weight[0].detach().cpu().to(torch.float64, copy=True), linear.bias
     return weight if bias is None else torch.cat([weight, bias[0].detach().cpu().to(weight)[:, None]], dim=1)
-
-
-def split_bias(maps: Tensor, linear: GroupedLinear) -> dict[str, Tensor]:
-    """Split maps `[S, e, d (+ 1)]` into weight `[S, e, d]` and, if there is one, bias `[S, e]`."""
-    return {"weight": maps} if linear.bias is None else {"weight": maps[..., :-1], "bias": maps[..., -1]}

@@ -55,13 +55,6 @@ class LoRA(Checked):
         """Factor of an update `B A`."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
-    def check(self, model: Ensemble) -> None:
-        """Raise if the rank is not below that of the weights it updates."""
-        encoder = model.config.encoder
-        least = min([encoder.width, *(len(heads) * encoder.head_dim for heads in model.heads[0] if heads)])
-        if self.rank >= least:
-            raise ConfigError(f"LoRA.rank is {self.rank}, but the attention has matrices of rank {least}; lower it")
-
 
 @trains
 def lora_ensemble(
@@ -81,7 +74,6 @@ def lora_ensemble(
     `reinit_classifier="random"` gives every member its own classifier to start from.
     """
     require_single(model, "lora_ensemble")
-    settings.check(model)
     if "attention" not in recipe.train_groups:
         raise ConfigError("LoRA updates the attention; Recipe.train_groups needs 'attention'")
     trunk = 0 if recipe.last_blocks is None else max(model.num_layers - recipe.last_blocks, 0)

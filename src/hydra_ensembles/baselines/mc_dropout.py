@@ -15,15 +15,10 @@ from .building_blocks import View
 
 
 def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCDropout":
-    """Use dropout passes as members: each drops a random part of the activations.
+    """Use dropout passes as members: each drops a share `p` of the activations at random.
 
-    The ensemble, trained with dropout or without, is not changed; its weights are shared. All passes run in one batch.
-
-    Args:
-        ensemble: One member or several.
-        p: Share of the activations that a pass drops.
-        passes: Passes of each member.
-        seed: Seed of the dropout masks: the same inputs always get the same answer.
+    The ensemble, trained with dropout or without, is not changed; its weights are shared. All passes of every member
+    run in one batch. The same inputs always get the same answer, by the seed.
 
     Examples:
         >>> he.mc_dropout(base, p=0.1, passes=5)(torch.randn(2, 3, 64, 64)).shape
@@ -38,9 +33,7 @@ class MCDropout(View):
     Dropout is applied where transformers have it in training: on the embedded tokens and, in each layer, after the
     attention projection, the MLP activation and the MLP output; on attention weights and the input of the classifier
     only if the model has dropout there. The ensemble's calibration is not used: it was fitted to other probabilities.
-
-    The same inputs get the same answer every time, in training and in evaluation mode, in any number of threads: each
-    call uses its own generator, seeded with `seed`, so batches of one size get the same masks.
+    Each call uses its own generator, seeded with `seed`, so batches of one size get the same masks.
     """
 
     def __init__(self, ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> None:

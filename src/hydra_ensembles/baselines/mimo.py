@@ -2,23 +2,23 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal, Unpack, cast
+from typing import Annotated, Literal, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from .._utils import derive_seed
 from ..batches import Batches, Inputs, move
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError
 from ..model.config import PatchStemConfig, Sharing
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
 from ..model.metadata import Metadata
 from ..settings import END, Checked, Range, Share, Whole
-from ..training.finetune import EnsembleLearner, LabelledBatch, train_classifier, trained_metadata
+from ..training.finetune import EnsembleLearner, train_classifier, trained_metadata
 from ..training.loop import Runtime, TrainOptions, trains
 from ..training.recipe import Recipe
-from .building_blocks import fresh, job_of, joined, require_trained, warn_equal
+from .building_blocks import fresh, job_of, joined, warn_equal
 
 PATCH = "stem.patch"
 
@@ -55,15 +55,10 @@ def mimo(
     At inference all members see the same image, so the kernels are summed: the result shares everything but the
     classifiers. It needs spare width, and longer training than other methods.
 
-    Each batch must have at least as many images as there are members. The groups of the recipe must include the stem,
-    where members learn to tell their images apart; from scratch all.
+    The groups of the recipe should include the stem, where members learn to tell their images apart; from scratch all.
     """
     require_single(model, "mimo")
     start = wide(model, settings, recipe.seed)
-    if settings.start == "scratch":
-        require_trained(recipe, start, start.state_dict(), "MIMO from scratch must train all weights")
-    else:
-        require_trained(recipe, start, [PATCH], "MIMO learns to tell images apart in the patch kernel of the stem")
     job = job_of(settings, recipe, train, validation, **run)
     result = train_classifier(partial(MimoLearner, model, start, settings, recipe), start, job)
     how = f"rho {settings.rho:g}, batch repeat {settings.batch_repeat}"
@@ -102,14 +97,6 @@ class MimoLearner(EnsembleLearner):
     def __init__(self, single: Ensemble, start: Ensemble, settings: MIMO, recipe: Recipe, runtime: Runtime) -> None:
         super().__init__(start, recipe, runtime, index=0)
         self.single, self.settings, self.dtype = single, settings, next(iter(self.trained.values())).dtype
-
-    def read(self, raw: Any, index: int) -> LabelledBatch:
-        """Like `EnsembleLearner.read`; the first batch of an epoch must have an image for every member."""
-        inputs, labels = super().read(raw, index)
-        if index == 0 and len(labels) < self.settings.members:
-            few = f"batch 0 of train has {len(labels)} images for {self.settings.members} members"
-            raise DataError(f"{few}; MIMO shows each a different one: use larger batches, or fewer members")
-        return inputs, labels
 
     def prepared(self, inputs: Inputs) -> Inputs:
         """Repeat the images for every member."""

@@ -12,7 +12,7 @@ from ..errors import DataError
 from ..model.ensemble import Ensemble
 from ..model.zero_shot import Templates, checked_templates, class_embeddings, text_side_of
 from ..settings import Checked, PositiveShare, Seed, Share, Whole
-from .building_blocks import embedding_statistics, scale_of, scored
+from .building_blocks import embedding_statistics, scored
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,6 @@ def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates |
 def neg_label(
     ensemble: Ensemble,
     words: Sequence[str] | EmbeddedWords,
-    templates: Templates | None = None,
     settings: NegLabel = NegLabel(),  # noqa: B008 (frozen)
 ) -> Ensemble:
     """Add the score `neglabel` to a copy of a zero-shot ensemble: `p.score("neglabel")`, saved with the model.
@@ -76,11 +75,10 @@ def neg_label(
     No images are needed, and nothing is trained: the text tower embeds the words once.
 
     `ensemble` is made by `he.zero_shot` with `keep_text`; `words` are a large list of nouns and adjectives, such as
-    WordNet's, of which class names are left out. If several classifiers use the same words, embed them once with
-    `embed_words`; else `templates` are sentences with `{label}`, None for those of the classes.
+    WordNet's, of which class names are left out. `embed_words` embeds them once for several classifiers.
     """
     statistics = embedding_statistics(ensemble, "neg_label")
-    vocabulary = words if isinstance(words, EmbeddedWords) else embed_words(ensemble, words, templates)
+    vocabulary = words if isinstance(words, EmbeddedWords) else embed_words(ensemble, words)
     classes = {name.casefold().strip() for name in ensemble.metadata.labels}
     others = [position for position, word in enumerate(vocabulary.words) if word.casefold() not in classes]
     count = int(len(others) * settings.share) // settings.groups * settings.groups
@@ -94,7 +92,8 @@ def neg_label(
     order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(settings.seed, "neglabel")))
     chosen = chosen[order.to(chosen.device)]
     members = ensemble.num_members
-    picked = (embedded[:, chosen] * scale_of(rows)[:, None, None]).expand(members, -1, -1)
+    scale = rows.norm(dim=-1).mean(dim=-1)  # [G], the common length of class embeddings
+    picked = (embedded[:, chosen] * scale[:, None, None]).expand(members, -1, -1)
     bias = readout.get("readout.class_embeddings.bias")
     offset = torch.zeros(members) if bias is None else bias.float().mean(dim=-1).expand(members)
     state = statistics | {"words": picked.unflatten(1, (settings.groups, -1)), "offset": offset}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded, with_float64
-from ..batches import Batches, Inputs, read_labels
+from ..batches import Batches, read_labels
 from ..errors import ConfigError, DataError
 from ..model.config import output_width
 from ..model.dropout import dropping
@@ -24,7 +24,6 @@ LARGEST_SCALE = 4.605170185988092  # log(100), open_clip's maximum of the logit 
 ROWS_AT_ONCE = 1024
 
 Pairs = tuple[Any, Any, Tensor | None]  # images (or features), texts, optional classes; on the loader's device
-Embeddings = tuple[Tensor, Tensor]  # images and texts, [B, e] each, normalised
 
 
 @torch.no_grad()
@@ -114,6 +113,8 @@ class TextLearner(Learner[Pairs]):
     def __init__(
         self, start: DualEncoder, recipe: Recipe, image_projection: bool, projection_rate: float, runtime: Runtime
     ) -> None:
+        if runtime.ranks.size > 1:
+            raise ConfigError(f"tune_text compares pairs within one process, and was started in {runtime.ranks.size}")
         config = replace(start.config, text=recipe.with_dropout(start.config.text))
         metadata = start.image.metadata, start.text.metadata
         self.model = DualEncoder.from_state(config, trainable_state(start, runtime.device), *metadata)
@@ -139,19 +140,16 @@ class TextLearner(Learner[Pairs]):
         return read_pairs(raw, "train", index)
 
     def backward(self, group: list[Pairs], seed: int) -> Tensor:
-        """Gradients of the loss over the pairs of all batches of all ranks together."""
-        sides = [self._inputs(batch, f"batch {index} of the update") for index, batch in enumerate(group)]
-        seeds = [derive_seed(seed, index, self.runtime.ranks.rank) for index in range(len(group))]
-        with torch.set_grad_enabled(len(group) == 1):  # with one batch, embed once, with gradients
-            embeddings = [self._embed(*side, own_seed) for side, own_seed in zip(sides, seeds, strict=True)]
-        loss, gradients = self._loss(embeddings, _joined([labels for *_, labels in group], self.runtime))
-        for index, gradient in enumerate(gradients):
-            embedded = embeddings[0] if len(group) == 1 else self._embed(*sides[index], seeds[index])
-            pairs = [(side, grad) for side, grad in zip(embedded, gradient, strict=True) if side.requires_grad]
-            if pairs:
-                torch.autograd.backward([side for side, _ in pairs], [grad for _, grad in pairs])
-        self._exchange()
-        return loss
+        """Gradients of the mean loss of the batches, each of which is compared within itself."""
+        total = torch.zeros((), device=self.runtime.device)
+        for index, batch in enumerate(group):
+            images, texts = self._embed(batch, f"batch {index} of the update", derive_seed(seed, index, 0))
+            labels = None if batch[2] is None else batch[2].to(images.device)
+            loss = contrastive_loss(images, texts, self.model.logit_scale, labels, self.recipe.label_smoothing)
+            share = loss / len(group)
+            share.backward()
+            total += share.detach()
+        return total
 
     def update(self, group: list[Pairs], rate: float, seed: int) -> float:
         """One optimizer step; the logit scale stays between 0 and log(100), or its initial value if that is outside."""
@@ -163,64 +161,28 @@ class TextLearner(Learner[Pairs]):
     @torch.no_grad()
     def measure(self, validation: Batches) -> tuple[float, float]:
         """How often the text nearest to an image has its class, and the NLL, over the whole data."""
-        embeddings, classes = [], []
+        embeddings, labels = [], []
         with evaluation_mode(self.model):
             for index, raw in enumerate(validation):
                 batch = read_pairs(raw, "validation", index)
-                embeddings.append(self._embed(*self._inputs(batch, f"batch {index} of validation"), seed=0))
-                classes.append(batch[2])
-        if not embeddings:
-            raise DataError("validation has no batches; check the loader, or that it was not consumed before")
+                embeddings.append(self._embed(batch, f"batch {index} of validation", 0))
+                labels += [] if batch[2] is None else [batch[2]]
+        if not embeddings or len(labels) not in (0, len(embeddings)):
+            raise DataError(f"{len(labels)} of {len(embeddings)} batches of validation have labels; all must, or none")
         images, texts = (torch.cat(side) for side in zip(*embeddings, strict=True))  # [N, e] each
-        return retrieval(images, texts, self.model.logit_scale, _joined(classes, Runtime(self.runtime.device)))
+        return retrieval(images, texts, self.model.logit_scale, torch.cat(labels) if labels else None)
 
-    def _inputs(self, batch: Pairs, where: str) -> tuple[Tensor, Inputs]:
-        """Features of the images `[B, d]`, and prepared texts."""
-        with torch.no_grad(), self.autocast():
-            return features_of(self.model.image, batch[0], where), self.model.text.prepare(batch[1])
-
-    def _embed(self, images: Tensor, texts: Inputs, seed: int) -> Embeddings:
+    def _embed(self, batch: Pairs, where: str, seed: int) -> tuple[Tensor, Tensor]:
+        """Normalised embeddings of the images and the texts of a batch, `[B, e]` each."""
         projections, dtype = self.model.projections, self.model.dtype
         with torch_seeded(seed, self.runtime.device), self.autocast():
-            features = images[None], self.model.text(texts)  # [1, B, d] each
+            with torch.no_grad():
+                images, prepared = features_of(self.model.image, batch[0], where), self.model.text.prepare(batch[1])
+            features = images[None], self.model.text(prepared)  # [1, B, d] each
             maps = projections.image, projections.text
             sides = [x if projection is None else projection(x) for x, projection in zip(features, maps, strict=True)]
         image, text = (F.normalize(side[0].to(dtype), dim=-1) for side in sides)  # [1, B, e] to [B, e]
         return image, text
-
-    def _loss(self, embeddings: list[Embeddings], labels: Tensor | None) -> tuple[Tensor, list[Embeddings]]:
-        """The loss over all pairs, and the gradients of this rank's embeddings, per batch."""
-        ranks = self.runtime.ranks
-        sizes = [len(image) for image, _ in embeddings]
-        of_ranks = [ranks.rows(torch.cat(side).detach()) for side in zip(*embeddings, strict=True)]
-        images, texts = (torch.cat(rows).requires_grad_() for rows in of_ranks)  # [N, e] each
-        labels = None if labels is None else torch.cat(ranks.rows(labels))
-        loss = contrastive_loss(images, texts, self.model.logit_scale, labels, self.recipe.label_smoothing)
-        loss.backward()
-        start = sum(len(rows) for rows in of_ranks[0][: ranks.rank])
-        own = slice(start, start + sum(sizes))
-        gradients = [torch.zeros_like(side) if side.grad is None else side.grad for side in (images, texts)]
-        return loss.detach(), list(zip(*(gradient[own].split(sizes) for gradient in gradients), strict=True))
-
-    def _exchange(self) -> None:
-        """Sum gradients over all ranks; every rank has the full gradient of the logit scale, so that is averaged."""
-        for name, parameter in self.trained.items():
-            if parameter.grad is not None:
-                total = self.runtime.ranks.total(parameter.grad)
-                parameter.grad = total / self.runtime.ranks.size if name == "logit_scale" else total
-
-
-def _joined(labels: list[Tensor | None], runtime: Runtime) -> Tensor | None:
-    """Concatenate the labels of several batches; None if no batch has any, `DataError` if only some have.
-
-    Counts are summed over all ranks: if only one rank raised, the others would wait for it forever.
-    """
-    present = [batch for batch in labels if batch is not None]
-    counts = torch.tensor([len(present), len(labels)], device=runtime.device)
-    labelled, batches = runtime.ranks.total(counts).tolist()
-    if labelled not in (0, batches):
-        raise DataError(f"{labelled} of {batches} batches have labels; all must, or none (each pair stands alone)")
-    return torch.cat(present).to(runtime.device) if present else None
 
 
 @trains
@@ -236,11 +198,9 @@ def tune_text(
 ) -> DualEncoder:
     """Train the text tower of a copy of a dual encoder with one member to match its images; the input is not changed.
 
-    The image tower is locked: it gets no gradient and stays the same to the last bit. The loss is CLIP's, over all
-    pairs of an update; pairs of one class are positives of each other. `Recipe.gradient_accumulation` batches, from
-    every process started by accelerate or torchrun, count as one large batch: every image is compared with every text
-    of all of them. The logit scale (a logarithm, as in CLIP) is trained and kept between 0 and log(100); one that
-    starts outside, as SigLIP's does, goes no further.
+    The image tower is locked: it gets no gradient and stays the same to the last bit. The loss is CLIP's over the
+    pairs of a batch; pairs of one class are positives of each other. The logit scale (a logarithm, as in CLIP) is
+    trained and kept between 0 and log(100); one that starts outside, as SigLIP's does, goes no further.
 
     `Recipe.train_groups` and `last_blocks` refer to the text tower; the text projection belongs to the group
     `readout`. With `validation`, the weights are kept with which the text nearest to an image is most often of its

@@ -1,13 +1,13 @@
-"""Deep Ensembles: members are independent fine-tunings, and frozen parameters are stored once."""
+"""Deep, Snapshot and Packed-Ensembles: members are trainings of their own, and frozen parameters are stored once."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from baseline_cases import QUICK, assert_an_ensemble, single, some
+from baseline_cases import KINDS, QUICK, assert_an_ensemble, single, some
 
 from checkpoint_models import same_state
-from hydra_ensembles.baselines.deep_ensemble import deep_ensemble
+from hydra_ensembles.baselines.deep_ensemble import Packed, deep_ensemble, packed_ensemble
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.training.finetune import finetune
 
@@ -53,3 +53,44 @@ def test_snapshots_of_half_precision_go_on_in_float32():
     whole = train(single().bfloat16().float(), recipe, 4, snapshots=True)
     assert found.dtype == torch.bfloat16
     assert same_state(found, whole.bfloat16())
+
+
+def train_packed(model, recipe=QUICK, **options):
+    return packed_ensemble(model, some(model), recipe, Packed(members=2, alpha=6.0), progress=False, **options)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "image-map-rms"])
+def test_packed_members_are_narrow_and_independent(kind):
+    base = single(kind)
+    found = train_packed(base, recipe=replace(QUICK, steps=1))
+    inputs = some(base)[0][0]
+    alone = [found.member(index) for index in range(2)]
+    answers = found(inputs)
+    for index, member in enumerate(alone):
+        torch.testing.assert_close(answers[index], member(inputs)[0])
+    with torch.no_grad():  # perturbing one member does not change the other
+        for parameter in found.parameters():
+            half = len(parameter) // 2
+            parameter[half:] += torch.randn_like(parameter[half:])
+    moved = found(inputs)
+    assert torch.equal(moved[0], answers[0])
+    assert not torch.allclose(moved[1], answers[1])
+
+
+def test_packed_training_together_is_training_each_alone():
+    base = single()
+    recipe = replace(QUICK, dropout=0.0)
+    found, start = train_packed(base, recipe=recipe), train_packed(base, recipe=replace(recipe, learning_rate=1e-300))
+    for index in range(2):
+        alone = finetune(start.member(index), some(base), recipe, progress=False)
+        for name, tensor in alone.state_dict().items():
+            torch.testing.assert_close(found.member(index).state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_one_is_an_ensemble_and_the_seed_draws_it(kind, tmp_path):
+    base = single(kind)
+    found = train_packed(base)
+    assert_an_ensemble(found, base, tmp_path / "saved")
+    other = train_packed(base, recipe=replace(QUICK, seed=1))
+    assert not torch.equal(found.encoder.layers[0].mlp.up.weight, other.encoder.layers[0].mlp.up.weight)

@@ -7,7 +7,6 @@ import torch
 from baseline_cases import QUICK, assert_an_ensemble, single, some
 
 from hydra_ensembles.baselines.mimo import MIMO, MimoLearner, mimo, summed, wide
-from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.training.loop import Runtime
 
 SMALL = MIMO(members=3, batch_repeat=2)
@@ -70,13 +69,3 @@ def test_validation_shows_all_members_the_same_image():
     probs = found(images).softmax(-1).mean(0)
     accuracy = (probs.argmax(1) == labels).double().mean().item()
     assert found.metadata.metrics["validation/accuracy"] == pytest.approx(accuracy)
-
-
-def test_recipes_that_leave_the_kernel_or_fresh_weights_as_they_are_are_refused():
-    """With one shared kernel, members cannot tell images apart; untrained weights are useless."""
-    for settings, changes in [
-        (SMALL, {"last_blocks": 1}),
-        (replace(SMALL, start="scratch"), {"train_groups": ("stem", "readout")}),
-    ]:
-        with pytest.raises(ConfigError, match=r"MIMO.*train_groups"):
-            train(single(), settings, replace(QUICK, **changes))

@@ -56,7 +56,7 @@ def test_the_words_least_like_the_classes_are_taken():
 def test_every_member_has_its_own_words_embedded_and_all_travels_with_the_model(tmp_path):
     fused = he.fuse([tiny_dual(0), tiny_dual(1)], stem="separate", mlp="separate")
     ensemble = he.zero_shot(fused, NAMES)
-    found = neg_label(ensemble, WORDS, ("the {label}", "a photo of a {label}"), settings=SMALL)
+    found = neg_label(ensemble, embed_words(ensemble, WORDS, ("the {label}", "a photo of a {label}")), SMALL)
     score = found.predict(IMAGES).score("neglabel")
     members = found.predict(IMAGES).unfamiliarity.member_scores[0]
     assert not torch.allclose(members[0], members[1])

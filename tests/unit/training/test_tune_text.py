@@ -92,19 +92,14 @@ def test_features_computed_before_train_as_the_images_do():
     assert "projections.image.weight" in moved(dual, one)
 
 
-def test_batches_of_one_update_count_as_one_batch():
-    """In float64, K batches of B and one batch of K·B give the same update."""
-    dual = tiny_dual(dtype=torch.float64)
-    small, large = pairs(24, 4, dtype=torch.float64), pairs(24, 24, dtype=torch.float64)
-    recipe = Recipe(optimizer="sgd", learning_rate=0.05, epochs=2, clip_norm=1.0)
-    six = replace(recipe, gradient_accumulation=6)
-    accumulated, whole, apart = (
-        tune(dual, data, settings, train_image_projection=True)
-        for data, settings in ((small, six), (large, recipe), (small, recipe))
-    )
-    assert largest_gap(accumulated, whole) < 1e-12
-    assert largest_gap(dual, whole) > 1e-3
-    assert largest_gap(apart, whole) > 1e-3
+def test_accumulated_batches_have_the_mean_of_their_gradients():
+    data, found = pairs(24, 8, dtype=torch.float64), []
+    for groups in ([data], [[batch] for batch in data]):
+        learner = TextLearner(tiny_dual(dtype=torch.float64), QUICK, True, 1.0, Runtime(torch.device("cpu")))
+        losses = [learner.backward(group, seed=0) for group in groups]
+        gradients = [one.grad / len(groups) for one in learner.trained.values()]
+        found.append([torch.stack(losses).mean(), *gradients])
+    torch.testing.assert_close(*found)
 
 
 def scaled(scale):
@@ -149,9 +144,13 @@ def test_a_pruned_dual_encoder_trains_and_fuses_with_others():
         ([(torch.zeros(3, 3, 8, 8), ["a", "b"], None)], "3 images, 2 texts"),
         ([(torch.zeros(2, 7), ["a", "b"], None)], "image features of batch 0"),
         ([(torch.full((2, 24), math.nan), ["cat", "dog"], None)], "the loss is nan .* at step 0"),
-        ([pairs()[0], pairs()[1][:2]], "1 of 2 batches have labels"),
     ],
 )
 def test_data_that_cannot_be_used(data, message):
     with pytest.raises(DataError, match=message):
-        tune(tiny_dual(), data, replace(QUICK, gradient_accumulation=2))
+        tune(tiny_dual(), data)
+
+
+def test_labels_of_some_validation_batches_alone_are_refused():
+    with pytest.raises(DataError, match="1 of 2 batches"):
+        tune(tiny_dual(), pairs(), validation=[pairs()[0], pairs()[1][:2]])

@@ -1,0 +1,221 @@
+"""Members drawn from a normal distribution of weights: last-layer Laplace, and SWAG."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from .._utils import derive_seed, without_autocast
+from ..batches import Batches, iterate
+from ..errors import ConfigError
+from ..metrics.probabilities import check_finite
+from ..model.config import Sharing
+from ..model.dropout import dropping
+from ..model.ensemble import Ensemble
+from ..model.kinds import require_single
+from ..settings import END, Checked, Positive, Range, Seed, Whole
+from ..training.finetune import finetune
+from ..training.loop import TrainOptions, trains
+from ..training.recipe import Recipe
+from .building_blocks import append_one, joined, shared_parts, to_float32, warn_equal, with_bias
+
+
+@dataclass(frozen=True)
+class Laplace(Checked):
+    """The posterior of the classifier, and how many classifiers are drawn.
+
+    Attributes:
+        members: Number of classifiers to draw.
+        structure: Structure of the curvature: `"kron"` (a Kronecker product) or `"diag"`.
+        prior_precision: Precision of a normal prior around zero; None maximises the marginal likelihood.
+        seed: Seed for drawing the classifiers.
+    """
+
+    members: Whole = 20
+    structure: Literal["kron", "diag"] = "kron"
+    prior_precision: Positive | None = None
+    seed: Seed = 0
+
+
+@without_autocast()
+@torch.no_grad()
+def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) -> Ensemble:  # noqa: B008 (frozen)
+    """Draw classifiers around the model's own as members, which share everything else; nothing is trained.
+
+    The posterior is normal; its precision is the Gauss-Newton curvature of the cross-entropy on the training data plus
+    that of the prior. All members cost little more than one: only the last layer differs.
+
+    `batches` are the training data of the model, read once; labels are not used.
+    """
+    require_single(model, "laplace")
+    if model.readout.classifier is None or model.readout.distillation_classifier is not None:
+        raise ConfigError("laplace takes a model with one linear classifier, not class embeddings or two classifiers")
+    classifier = model.readout.classifier
+    mean, biased = with_bias(classifier), classifier.bias is not None
+    curvature = Curvature(settings.structure, *mean.shape)
+    with dropping(False):
+        for index, inputs, _ in iterate(batches, "batches", labelled=False):
+            features, logits = model.features_and_logits(inputs)  # [1, B, d], [1, B, C]
+            check_finite(logits, f"logits of batch {index}", "batches")
+            seen = append_one(model.readout.penultimate(features)[0].cpu().double(), biased)
+            curvature.add(seen, logits[0].cpu().double())
+    posterior = curvature.posterior(mean, settings.prior_precision)
+    drawn = posterior.draw(settings.members, derive_seed(settings.seed, "laplace"))  # [S, C, d (+ 1)]
+    many = joined([model] * settings.members, Sharing(stem=True, attention=True, mlp=True, norms=True))
+    state, place = many.state_dict(), "readout.classifier."
+    parts = {"weight": drawn[..., :-1], "bias": drawn[..., -1]} if biased else {"weight": drawn}
+    state |= {place + name: part.to(state[place + name]) for name, part in parts.items()}
+    line = (
+        f"{settings.members} classifiers of a last-layer Laplace approximation ({settings.structure}, prior precision "
+        f"{posterior.prior:.4g}, {curvature.samples} samples)"
+    )
+    return Ensemble.from_state(many.config, state, model.metadata.after(line))
+
+
+class Curvature:
+    """Gauss-Newton curvature of the cross-entropy in a classifier `[C, d]`, added up batch by batch in float64.
+
+    For one sample it is the product of `diag(p) - p pᵀ` over classes and `a aᵀ` over inputs. `"kron"` sums the two
+    factors separately, `"diag"` the diagonal of their product.
+    """
+
+    def __init__(self, structure: Literal["kron", "diag"], classes: int, inputs: int) -> None:
+        self.structure, self.samples = structure, 0
+        self.outputs = torch.zeros(classes, inputs if structure == "diag" else classes, dtype=torch.float64)
+        self.inputs = torch.zeros(inputs, inputs, dtype=torch.float64)
+
+    def add(self, inputs: Tensor, logits: Tensor) -> None:
+        """Add samples: inputs of the classifier `[B, d]`, and logits `[B, C]`."""
+        self.samples += len(inputs)
+        probs = logits.softmax(-1)
+        if self.structure == "diag":
+            self.outputs += (probs * (1 - probs)).T @ inputs.square()
+        else:
+            self.outputs += probs.sum(0).diag() - probs.T @ probs
+            self.inputs += inputs.T @ inputs
+
+    def posterior(self, mean: Tensor, prior: float | None) -> "Posterior":
+        """The normal distribution around `mean` `[C, d]`, with the prior (None: the likeliest)."""
+        axes: tuple[Tensor, ...] = ()
+        values = self.outputs.flatten()
+        if self.structure == "kron":
+            outputs, left = torch.linalg.eigh(self.outputs)
+            inputs, right = torch.linalg.eigh(self.inputs / self.samples)
+            values = (outputs.clamp(min=0)[:, None] * inputs.clamp(min=0)).flatten()
+            axes = (left, right)
+        values = values.clamp(min=0)
+        return Posterior(mean, values, axes, likeliest_prior(values, mean) if prior is None else prior)
+
+
+def likeliest_prior(values: Tensor, mean: Tensor) -> float:
+    """Prior precision that maximises the marginal likelihood, given the curvature's eigenvalues; MacKay's iteration."""
+    squared = float(mean.square().sum())
+    prior = 1.0
+    if not squared or not values.any():
+        return prior  # the data do not determine the prior
+    for _ in range(10_000):
+        determined = float((values / (values + prior)).sum())  # effective number of parameters
+        prior, before = determined / squared, prior
+        if abs(prior - before) <= 1e-10 * before:
+            break
+    return prior
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """A normal distribution of classifiers: precisions `values + prior` along `axes` (none: along the parameters)."""
+
+    mean: Tensor  # [C, d]
+    values: Tensor  # [C·d]
+    axes: tuple[Tensor, ...]  # eigenvectors of outputs and inputs, or none
+    prior: float
+
+    def draw(self, count: int, seed: int) -> Tensor:
+        """Draw classifiers `[count, C, d]`."""
+        noise = torch.randn(count, len(self.values), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        moved = (noise / (self.values + self.prior).sqrt()).unflatten(1, self.mean.shape)  # [count, C, d]
+        return self.mean + (self.axes[0] @ moved @ self.axes[1].T if self.axes else moved)
+
+
+@dataclass(frozen=True)
+class SWAG(Checked):
+    """How many points of a training are visited, and how many members are drawn around their mean.
+
+    Attributes:
+        members: Number of models to draw.
+        points: Points of the training that are collected; the recipe trains from one to the next.
+    """
+
+    members: Whole = 3
+    points: Annotated[int, Range(2, END - 1)] = 10
+
+
+@trains
+def swag(
+    model: Ensemble,
+    train: Batches,
+    recipe: Recipe,
+    settings: SWAG = SWAG(),  # noqa: B008 (frozen)
+    **run: Unpack[TrainOptions],
+) -> Ensemble:
+    """Draw members around the mean of the points that a trained model visits in further training at a constant rate.
+
+    The training between two points is a separate fine-tuning with a new optimizer. Parts that the recipe does not
+    train are the same in all members and stored once, as in `deep_ensemble`.
+
+    The recipe trains from one point to the next: `schedule="constant"`, tens of steps or a part of an epoch.
+    """
+    require_single(model, "swag")
+    sharing, trunk = shared_parts(model, recipe)
+    point, visited = to_float32(model), Visited()
+    for index in range(settings.points):
+        point_recipe = recipe if index == 0 else replace(recipe, reinit_classifier=None)
+        point = finetune(point, train, point_recipe, index=index, **run)
+        visited.add(point.state_dict())
+    line = f"drawn by SWAG around the mean of {settings.points} points"
+    generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "swag"))
+    members = [
+        Ensemble.from_state(point.config, visited.draw(generator), point.metadata.after(line))
+        for _ in range(settings.members)
+    ]
+    return warn_equal(joined(members, sharing, trunk).to(point.device, model.dtype))
+
+
+class Visited:
+    """Running mean and variance of the visited weights, and deviations of the points from the running mean."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: dict[str, Tensor] = {}  # float64 on the CPU, like the sums of squares
+        self.squares: dict[str, Tensor] = {}
+        self.deviations: list[dict[str, Tensor]] = []
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, state: Mapping[str, Tensor]) -> None:
+        """Add a point."""
+        self.count += 1
+        deviation: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            value = tensor.detach().cpu().double()
+            before = self.mean.get(name, torch.zeros_like(value))
+            self.mean[name] = before + (value - before) / self.count
+            self.dtypes[name], deviation[name] = tensor.dtype, (value - self.mean[name]).float()
+            squares = self.squares.get(name, torch.zeros_like(value))
+            self.squares[name] = squares + (value - before) * (value - self.mean[name])
+        self.deviations.append(deviation)
+
+    def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw weights; as published, the covariance is half diagonal and half low-rank, from the deviations."""
+        along = torch.randn(len(self.deviations), generator=generator, dtype=torch.float64)
+        along *= math.sqrt(1 / (2 * (len(self.deviations) - 1)))
+        weights: dict[str, Tensor] = {}
+        for name, mean in self.mean.items():
+            noise = torch.randn(mean.shape, generator=generator, dtype=torch.float64)
+            value = mean + noise * (self.squares[name] / (2 * self.count)).sqrt()
+            for weight, deviation in zip(along.tolist(), self.deviations, strict=True):
+                value += weight * deviation[name]
+            weights[name] = value.to(self.dtypes[name])
+        return weights
