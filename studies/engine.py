@@ -25,7 +25,7 @@ from hydra_ensembles._utils import derive_seed
 from hydra_ensembles.calibrate import fit_calibration
 from hydra_ensembles.errors import ConfigError, DataError, SameMembersError
 from hydra_ensembles.files import read_json
-from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
+from hydra_ensembles.metrics.probabilities import at_labels, squared_errors
 from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.store import TENSORS, Form, Store
@@ -222,8 +222,8 @@ def of_set(answers: Prediction, after: Prediction, labels: Tensor | None) -> dic
     if labels is not None:
         columns |= {"label": labels, "prediction": answers.label, "correct": answers.label == labels}
         for prefix, given in (("", answers), ("calibrated_", after)):
-            columns[f"{prefix}nll"] = nll_per_sample(given.probs, labels)
-            columns[f"{prefix}brier"] = brier_per_sample(given.probs, labels)
+            columns[f"{prefix}nll"] = -at_labels(given.probs, labels).log()
+            columns[f"{prefix}brier"] = squared_errors(given.probs, labels)
         columns["calibrated_doubt"] = after.probs.scatter(-1, after.label[:, None], 0.0).sum(dim=-1)
     if not all(bool(column.isfinite().all()) for column in columns.values()):
         raise DataError("a model answered with numbers that are not finite; its training diverged: lower the rate")

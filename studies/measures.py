@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 from scipy.special import ndtri, stdtrit  # quantiles; scipy.stats has them too, but takes a second to import
 
-from hydra_ensembles.metrics import adaptive_ece_of_confidence, aurc
+from hydra_ensembles.metrics import aurc
+from hydra_ensembles.metrics.probabilities import of_all, weighted_adaptive_ece
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
@@ -161,7 +162,7 @@ def further_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, 
     if f"{inside}|{CONFIDENT}" in columns:
         confidences[f"{CONFIDENT}:"] = _confidence(columns[f"{inside}|{CONFIDENT}"].astype(np.float64))
     by_key = {
-        f"{key}aece": adaptive_ece_of_confidence(torch.from_numpy(values), correct)
+        f"{key}aece": of_all(weighted_adaptive_ece, torch.from_numpy(values), correct)
         for key, values in confidences.items()
     }
     spread = {name: columns.get(f"{name}|{SPREAD}") for names in groups.values() for name in names}

@@ -64,7 +64,6 @@ def evaluation(
     *,
     ood: bool = True,
     shift: bool = True,
-    bootstrap: int = 0,
     threshold: float | None = None,
 ) -> Evaluation:
     logits = noise(len(TARGETS), members, 1.0, seed) + strength * torch.nn.functional.one_hot(TARGETS, CLASSES)
@@ -81,7 +80,6 @@ def evaluation(
         {"fog": (logits + noise(len(TARGETS), members, 1.0, seed + 13), TARGETS)} if shift else None,
         name=name,
         id_name="own",
-        bootstrap=bootstrap,
         calibration=Calibration(threshold=threshold),
     )
     model = ModelInfo("image", members, CLASSES, CLASS_NAMES, heads=kept_heads(members), **counts, **about)
@@ -91,9 +89,9 @@ def evaluation(
 def methods() -> list[Evaluation]:
     """Three methods; the last has everything a report can show."""
     return [
-        evaluation("Single", bootstrap=20),
+        evaluation("Single"),
         evaluation("Deep Ensemble", members=3, strength=2.4, seed=3),
-        evaluation("Hydra", members=3, strength=2.2, seed=2, bootstrap=20, threshold=0.5),
+        evaluation("Hydra", members=3, strength=2.2, seed=2, threshold=0.5),
     ]
 
 

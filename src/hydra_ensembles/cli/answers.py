@@ -220,7 +220,6 @@ def evaluate(
     suite: Annotated[str | None, typer.Option(help="A suite, for all sets not named here.")] = None,
     root: Root = None,
     score: Annotated[str, typer.Option(help="Score that detects OOD inputs.")] = "msp",
-    bootstrap: Annotated[int, typer.Option(help="Resamples for confidence intervals; 0 for none.")] = 0,
     name: Annotated[
         str | None, typer.Option(help="What tables call the model; its folder's name if not given.")
     ] = None,
@@ -260,7 +259,7 @@ def evaluate(
         groups[group][one] = reading.data(spec, labelled=False)
     flat = groups.get("", groups)
     shifts = {one: reading.data(spec) for one, spec in map(common.split_name, shift or ())}
-    how: dict[str, Any] = {"name": title, "score": score, "bootstrap": bootstrap, "batch_size": batch_size}
+    how: dict[str, Any] = {"name": title, "score": score, "batch_size": batch_size}
     kept = file.with_suffix(".run")
     evaluation = evaluated(ensemble, test, flat, shifts, **how, output=kept, progress=not quiet)
     evaluation.save(file)
@@ -305,7 +304,6 @@ def report(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="An .html, .md or .csv file.")] = None,
     baseline: Annotated[str | None, typer.Option(help="The method to compare with; the first if not given.")] = None,
     focus: Annotated[str | None, typer.Option(help="The method it is about; the last if not given.")] = None,
-    allow_mismatch: Annotated[bool, typer.Option("--allow-mismatch", help="Compare even if the data differ.")] = False,
 ) -> None:
     """Compare saved evaluations.
 
@@ -319,7 +317,7 @@ def report(
     from ..evaluation.evaluation import Evaluation
     from ..files import read_object
     from ..model.cost import Cost
-    from ..report.compare import compare, load_costs, to_rich
+    from ..report.compare import compare, load_costs
     from ..report.html import write_report
 
     evaluations, costs = list[Evaluation](), list[Cost]()
@@ -332,10 +330,10 @@ def report(
     if not evaluations:
         raise DataError(f"no saved evaluation in {', '.join(map(str, paths))}; hydra-ensembles evaluate writes one")
     if output is None:
-        common.emit(to_rich(compare(evaluations, costs, allow_mismatch=allow_mismatch)))
+        print(compare(evaluations, costs))
         return
     named: dict[str, Any] = {"baseline": baseline, "focus": focus}
-    print(f"wrote {write_report(evaluations, output, costs=costs, allow_mismatch=allow_mismatch, **named)}")
+    print(f"wrote {write_report(evaluations, output, costs=costs, **named)}")
 
 
 def demo(
@@ -355,8 +353,5 @@ def demo(
 
     folder = common.outside_of_data(output)
     table = run_demo(folder, seed=seed, progress=not quiet)
-    from ..report.compare import to_rich
-
-    common.emit(to_rich(table))
-    print(f"\nReport  {folder / 'report.html'}\nModel   {folder / 'model'}\n")
+    print(f"{table}\nReport  {folder / 'report.html'}\nModel   {folder / 'model'}\n")
     print(common.next_commands(folder / "model", "info", "predict", "serve"))

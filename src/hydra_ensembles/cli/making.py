@@ -145,7 +145,7 @@ def search(
     from ..pipeline.build import RESULT
     from ..pipeline.search import search as searched
     from ..pipeline.settings import HydraConfig
-    from ..report.compare import to_markdown, to_rich
+    from ..report.compare import to_markdown
 
     given |= {"model": models[0], "models": models[1:]} if models else {}
     given["candidates"] = None if candidates is None else common.read_yaml(candidates)
@@ -173,7 +173,7 @@ def search(
     if as_json:
         common.emit_json(replace(front, ensemble=None))
         return
-    common.emit(to_rich(front.table()))
+    print(front.table())
     if not dry_run:
         print(f"The choice is in {folder / RESULT}.")
         print(common.next_commands(folder, "predict", "evaluate"))

@@ -1,9 +1,6 @@
 """Evaluation of any model: one pass over each set, one value per sample and quantity, every number from these."""
 
 from .evaluate import evaluate
-from .evaluation import Answers, Classification, Detection, Evaluation, ModelInfo, OodSet, Provenance, Selective
+from .evaluation import Answers, Classification, Detection, Evaluation, ModelInfo, OodSet, Selective
 
-__all__ = [
-    "Answers", "Classification", "Detection", "Evaluation", "ModelInfo", "OodSet", "Provenance", "Selective",
-    "evaluate",
-]  # fmt: skip
+__all__ = ["Answers", "Classification", "Detection", "Evaluation", "ModelInfo", "OodSet", "Selective", "evaluate"]

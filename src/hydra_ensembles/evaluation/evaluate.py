@@ -26,18 +26,17 @@ from ..errors import ConfigError, DataError
 from ..familiarity import recognised, sample_digests
 from ..metrics.probabilities import Convention, at_least_float32
 from ..model.dropout import evaluating
-from ..model.ensemble import Ensemble, warn_if_edited, weights_of
+from ..model.ensemble import Ensemble, warn_if_edited
 from ..model.inputs import model_call
 from ..model.kinds import require_model
 from ..model.metadata import Calibration, Familiarity, Metadata
 from ..optimize.runner import OptimizedEnsemble
 from ..prediction import AnyScore, Prediction, ScoreName
 from ..store import TENSORS, Store
-from .evaluation import MEANS, UNNAMED, Answers, Evaluation, ModelInfo, OodGroup, Provenance, columns_of
+from .evaluation import UNNAMED, Answers, Evaluation, ModelInfo, OodGroup, columns_of
 
 Data = Batches | Dataset[Any]
 KEPT_AT_ONCE = 8  # batches whose answers are kept together
-_INTERVALS = ("accuracy", "brier", "nll", "mutual_information", "disagreement", "ece", "aece", "aurc")
 
 
 def evaluate(
@@ -55,7 +54,6 @@ def evaluate(
     preprocess: Preprocess | None = None,
     batch_size: int = 64,
     num_workers: int = 0,
-    bootstrap: int = 0,
     output: str | Path | None = None,
     progress: bool = True,
 ) -> Evaluation:
@@ -80,8 +78,6 @@ def evaluate(
         preprocess: Turns a list of raw items into inputs; an ensemble has its own.
         batch_size: For data sets that are not in batches.
         num_workers: Worker processes for such data sets.
-        bootstrap: Number of resamples for confidence intervals; 0 for none. `metrics.bootstrap` says how often they
-            contain the true number: with few samples they are too narrow.
         output: Folder that keeps the answers of an `Ensemble` to every batch, whatever the settings: called again, an
             interrupted evaluation resumes, and one with other scores or another calibration is only computed.
         progress: Whether to show progress bars.
@@ -105,7 +101,7 @@ def evaluate(
         choices = ", ".join((*get_args(ScoreName), *fitted))
         raise ConfigError(f"scores {unknown} are not known; choose from {choices}; fit_familiarity adds scores")
     id_name = id_name or _set_name(id_data)
-    groups = read_groups(ood, id_data)
+    groups = read_groups(ood)
     labelled = {f"set {id_name!r}": id_data, **{f"shifted set {key!r}": data for key, data in (shift or {}).items()}}
     id_data, *shifted = renumbered(labelled, metadata.labels, classes).values()
     sets: list[tuple[str, Any, Any]] = [(id_name, "id", id_data)]  # name, group, data
@@ -115,38 +111,23 @@ def evaluate(
     if rule.threshold is None and score in get_args(ScoreName):
         rule = replace(rule, score=cast(ScoreName, score), reference=None)
     preprocess = preprocess or metadata.preprocessing
-    answers, rows, shape = dict[str, Answers](), dict[str, Tensor](), torch.empty(0)
+    answers, rows, logits = dict[str, Answers](), dict[str, Tensor](), torch.empty(0)
     with Store(output, _identity(model, output), "an evaluation") as kept, torch.no_grad(), evaluating(model):
-        weights = weights_of(model) if isinstance(model, Ensemble) else ""
         for key, group, data in sets:
             if isinstance(data, Dataset):
                 if preprocess is None:
                     raise ConfigError(f"set {key!r} holds raw items; pass preprocess=, or give batches (a DataLoader)")
                 data = make_batches(data, preprocess, batch_size, num_workers=num_workers)
             one = _Pass(model, rule, familiarity, reported, kept, progress)
-            answers[key], rows[key], found = one.over(data, key, group)
-            shape = require_like(found, shape if len(shape) else found, key)
+            answers[key], rows[key], logits = one.over(data, key, group)
     _require_fresh(id_name, rows, rule)
     threshold = None if familiarity is None else familiarity.settings.threshold
-    evaluation = Evaluation(
-        name or UNNAMED,
-        id_name,
-        score,
-        convention,
-        answers,
-        replace(
-            _described(model, len(shape), shape.shape[-1]),
-            calibration=None if calibration is None else calibration.brief,
-            familiarity=None if threshold is None else (fitted[0], threshold),
-            weights=weights,
-        ),
-        _provenance(model, shape.dtype),
+    about = replace(
+        _described(model, len(logits), logits.shape[-1]),
+        calibration=None if calibration is None else calibration.brief,
+        familiarity=None if threshold is None else (fitted[0], threshold),
     )
-    if not bootstrap:
-        return evaluation
-    detected = [f"{group}.{metric}" for group in (*MEANS, *answers) for metric in ("auroc", "fpr95", "aupr")]
-    intervals = {key: evaluation.interval(key, resamples=bootstrap) for key in (*_INTERVALS, *detected)}
-    return replace(evaluation, intervals={key: one for key, one in intervals.items() if one is not None})
+    return Evaluation(name or UNNAMED, id_name, score, convention, answers, about, _provenance(model, logits.dtype))
 
 
 def _read_model(model: Any, calibration: Calibration | None) -> tuple[Any, Metadata, Calibration | None]:
@@ -159,14 +140,7 @@ def _read_model(model: Any, calibration: Calibration | None) -> tuple[Any, Metad
         model = inner if fitted or not hasattr(model, "metadata") else model  # a wrapper forwards only logits
     stored = getattr(model, "metadata", None)
     metadata = stored if isinstance(stored, Metadata) else Metadata()
-    calibration = calibration or metadata.calibration
-    parts = inner.modules() if isinstance(inner, nn.Module) and not isinstance(inner, Ensemble) else ()
-    if calibration is None and any(isinstance(part, Ensemble) and part.metadata.measured for part in parts):
-        warn(
-            f"this {type(inner).__name__} holds an ensemble that is calibrated or measured, but returns only logits, "
-            "which are evaluated as they are. Give the ensemble itself, or calibration="
-        )
-    return model, metadata, calibration
+    return model, metadata, calibration or metadata.calibration
 
 
 def _identity(model: Any, output: object) -> dict[str, Any]:
@@ -182,8 +156,8 @@ def _identity(model: Any, output: object) -> dict[str, Any]:
     return {"model": digest([model.config, model, statistics]), "autocast": autocast}
 
 
-def read_groups(ood: Mapping[str, Any] | None, id_data: object = None) -> dict[OodGroup, dict[str, Any]]:
-    """OOD sets by group and name, from a nested or a flat mapping; `{}` for None. Raises if one is the ID data."""
+def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]:
+    """OOD sets by group and name, from a nested or a flat mapping; `{}` for None."""
     ood = ood or {}
     if not any(isinstance(value, Mapping) for value in ood.values()):
         ood = {"ungrouped": ood}
@@ -194,9 +168,6 @@ def read_groups(ood: Mapping[str, Any] | None, id_data: object = None) -> dict[O
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         raise DataError(f"OOD sets {twice} occur in more than one group; give each set one name in one group")
-    same = [name for name, data in named if data is id_data]  # digests may miss it: each pass may differ
-    if same:
-        raise DataError(f"OOD set {same[0]!r} is the in-distribution set; OOD detection needs different data")
     return {cast(OodGroup, group): dict(sets) for group, sets in ood.items() if sets}
 
 
@@ -222,7 +193,7 @@ class _Pass:
     ) -> tuple[Answers, Tensor, Tensor]:
         """Answers to one set, digests of its samples `[B]`, and member logits `[M, 1, C]` of one sample."""
         labelled, title = group in ("id", "shift"), f"set {key.removeprefix('ood.').removeprefix('shift.')!r}"
-        columns, rows, first = dict[str, list[Tensor]](), list[Tensor](), list[Tensor]()
+        columns, rows = dict[str, list[Tensor]](), list[Tensor]()
         source = iterate(batches, title, labelled)
         with tqdm(desc=key, total=length_of(batches), leave=False, disable=not self.progress, unit="batch") as bar:
             while chunk := list(islice(source, 1 if self.kept.folder is None else KEPT_AT_ONCE)):
@@ -236,18 +207,14 @@ class _Pass:
                     labels = torch.cat([one.cpu() for one in wanted])
                 for name, column in columns_of(self._predicted(raw, found), self.scores, labels).items():
                     columns.setdefault(name, []).append(column)
-                first = first or [found["logits"][:, :1].clone()]
-                require_like(raw, first[0], title)
+                first = found["logits"][:, :1].clone()
                 rows += [sample_digests(inputs) for _, inputs, _ in chunk]
                 bar.update(len(chunk))
         joined = {name: torch.cat(parts, dim=-1) for name, parts in columns.items()}
         samples = torch.cat(rows)
         warn_if_cut(batches, title, len(samples))
-        if labelled and bool((joined["label"] == joined["label"][0]).all()):
-            same = f"{title}: all {len(samples)} labels are {int(joined['label'][0])}"
-            raise DataError(f"{same}; accuracy and calibration need two classes: shuffle sorted data first")
         answers = Answers(group, digest(samples.sort().values), joined)
-        return answers, samples, first[0]
+        return answers, samples, first
 
     def _predicted(self, logits: Tensor, found: Mapping[str, Tensor]) -> Prediction:
         """A prediction from finite logits `[M, B, C]` and feature scores."""
@@ -269,8 +236,6 @@ class _Pass:
             if not bool(logits.isfinite().all()):
                 raise DataError(f"{title}, batch {index}: the answer has NaN or infinity; look for them in the inputs")
             parts.append((logits.detach().cpu().reshape(-1, *shape[-2:]), by_features))  # [B, C] -> [1, B, C]
-        for logits, _ in parts:
-            require_like(logits, parts[0][0], title)
         scores = [one.cpu() for _, one in parts if one is not None]
         joined = {"logits": torch.cat([logits for logits, _ in parts], dim=1)}
         return joined | ({"scores": torch.cat(scores, dim=2)} if scores else {})
@@ -284,17 +249,6 @@ class _Pass:
         except DataError as problem:
             raise DataError(f"{where}: {problem}") from problem
         return (self.model(prepared), None) if self.familiarity is None else self.model.answers(prepared)
-
-
-def require_like(logits: Tensor, like: Tensor, title: str) -> Tensor:
-    """Require the numbers of members and classes of other logits `[M, B, C]`; returns the first ones."""
-    (members, _, classes), (expected, _, like_classes) = logits.shape, like.shape
-    if (members, classes) != (expected, like_classes):
-        raise DataError(
-            f"{title}: logits of {members} members over {classes} classes, but before of {expected} over "
-            f"{like_classes}; all must come from one model"
-        )
-    return logits
 
 
 def _moved(inputs: Inputs, model: object) -> Inputs:
@@ -333,12 +287,12 @@ def _described(model: object, members: int, classes: int) -> ModelInfo:
     return replace(info, source=str(getattr(model, "__name__", type(model).__qualname__)))
 
 
-def _provenance(model: object, dtype: torch.dtype) -> Provenance:
-    """The libraries and the device of this run."""
-    libraries = {"torch": str(torch.__version__), "numpy": np.__version__}
-    versions = {"hydra_ensembles": __version__, "python": platform.python_version(), **libraries}
+def _provenance(model: object, dtype: torch.dtype) -> dict[str, str]:
+    """The device and the libraries of this run."""
     device = getattr(model, "device", None) or next((one.device for one in _parameters(model)), torch.device("cpu"))
     hardware = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
     if device.type != "cpu":
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return Provenance(versions, hardware, str(dtype).removeprefix("torch."))
+    libraries = {"torch": str(torch.__version__), "numpy": np.__version__}
+    about = {"hardware": hardware, "dtype": str(dtype).removeprefix("torch."), "python": platform.python_version()}
+    return {**about, "hydra_ensembles": __version__, **libraries}

@@ -24,10 +24,9 @@ from ..metrics.distance import FittedName
 from ..metrics.ood import OodMetric, detection, flagged, of_counts, risk_curve, weighted_aurc
 from ..metrics.probabilities import (
     Convention,
-    adaptive_ece_of_confidence,
     at_labels,
-    ece_of_confidence,
     mean,
+    of_all,
     squared_errors,
     weighted_adaptive_ece,
     weighted_ece,
@@ -38,7 +37,7 @@ from ..model.metadata import Calibration
 from ..prediction import AnyScore, Prediction
 from ..settings import from_plain, to_plain
 
-FORMAT = "hydra_ensembles evaluation 2"
+FORMAT = "hydra_ensembles evaluation 3"
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean averages
 COVERAGES = (0.8, 0.9, 0.95)  # shares of answered inputs at which the remaining risk is reported
@@ -107,7 +106,6 @@ class Classification:
     disagreement: float  # share of member pairs that predict different classes, mean over samples
     aurc: float  # area under the risk-coverage curve, ordered by the evaluation's score
     risk_at_coverage: Mapping[str, float]  # error that remains when this share of the samples is answered
-    commonest: float  # share of the most frequent class: the accuracy of always predicting it
 
     @classmethod
     def of(cls, answers: Answers, score: AnyScore) -> "Classification":
@@ -117,17 +115,15 @@ class Classification:
         return cls(
             samples=len(answers),
             **{name: mean(answers[name]) for name in _MEASURED},
-            ece=ece_of_confidence(answers["confidence"], right),
-            aece=adaptive_ece_of_confidence(answers["confidence"], right),
+            ece=of_all(weighted_ece, answers["confidence"], right),
+            aece=of_all(weighted_adaptive_ece, answers["confidence"], right),
             aurc=curve.area,
             risk_at_coverage={f"{coverage:.2f}": curve.at(coverage) for coverage in COVERAGES},
-            commonest=int(answers["label"].bincount().max()) / len(answers),
         )
 
     def numbers(self) -> dict[str, float]:
         """Every metric under a flat name."""
-        apart = ("samples", "risk_at_coverage", "commonest")
-        metrics = {key: value for key, value in vars(self).items() if key not in apart}
+        metrics = {key: value for key, value in vars(self).items() if key not in ("samples", "risk_at_coverage")}
         return metrics | {f"risk@{coverage}": risk for coverage, risk in self.risk_at_coverage.items()}
 
 
@@ -156,16 +152,12 @@ class OodSet:
 
 @dataclass(frozen=True)
 class Selective:
-    """What calibrated thresholds do on the in-distribution set: together, and each by itself; None without one."""
+    """What calibrated thresholds do on the in-distribution set."""
 
-    score: str  # for how unsure an answer is
-    threshold: float | None
     accepted: float  # share of the samples answered: those that pass every threshold
     risk: float | None  # share of wrong answers among them; None if nothing is answered
-    sure: float | None  # share that passes the threshold of `score`
-    familiarity: str | None  # the fitted score for how unfamiliar an input is
-    familiarity_threshold: float | None
-    familiar: float | None  # share that passes that threshold
+    sure: float | None  # share that passes the threshold of the uncertainty score alone; None without one
+    familiar: float | None  # share that passes that of the fitted feature score
 
 
 @dataclass(frozen=True)
@@ -186,7 +178,6 @@ class ModelInfo:
     history: tuple[str, ...] = field(default=(), repr=False)
     calibration: Calibration | None = field(default=None, repr=False)
     familiarity: tuple[str, float] | None = None  # the fitted score that has a threshold, and this threshold
-    weights: str = field(default="", repr=False)  # digest of the weights of an `Ensemble`
 
     @property
     def heads_label(self) -> str | None:
@@ -199,15 +190,6 @@ class ModelInfo:
         return text if len(self.heads) == 1 else f"{text}x{len(self.heads)}"
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Library versions, hardware and dtype behind the numbers. No timestamp: the same run gives the same file."""
-
-    versions: Mapping[str, str]
-    hardware: str
-    dtype: str
-
-
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """Every metric of one model on one suite. Printed as a list of the main numbers; `numbers` has everything.
@@ -215,7 +197,7 @@ class Evaluation:
     Attributes:
         score: The score that detects OOD samples and orders the risk-coverage curve.
         sets: What was answered to each set: the in-distribution set under its name, `ood.NAME` and `shift.NAME`.
-        intervals: Bootstrap intervals, under the names of `numbers`; empty unless asked for.
+        provenance: Hardware, dtype and versions of libraries. No time: the same run gives the same file.
 
     Examples:
         >>> found = he.evaluate(base, batches, {"noise": [(torch.rand(7, 3, 64, 64),)]}, progress=False)
@@ -231,8 +213,7 @@ class Evaluation:
     convention: Convention
     sets: Mapping[str, Answers] = field(repr=False)
     model: ModelInfo
-    provenance: Provenance = field(repr=False)
-    intervals: Mapping[str, Interval] = field(default_factory=dict, repr=False)
+    provenance: Mapping[str, str] = field(repr=False)
 
     def __str__(self) -> str:
         numbers = self.numbers()
@@ -300,14 +281,12 @@ class Evaluation:
     @cached_property
     def selective(self) -> Selective | None:
         """What the calibrated thresholds do on the in-distribution set; None without any."""
-        inside, calibration = self.sets[self.id_name], self.model.calibration or Calibration()
+        inside = self.sets[self.id_name]
         if (declined := inside.declined()) is None:
             return None
         wrong = ~inside["accuracy"][~declined]
         sure, familiar = (mean(inside[name]) if name in inside.columns else None for name in ("sure", "familiar"))
-        name, limit = self.model.familiarity or (None, None)
-        risk = mean(wrong) if len(wrong) else None
-        return Selective(calibration.score, calibration.threshold, mean(~declined), risk, sure, name, limit, familiar)
+        return Selective(mean(~declined), mean(wrong) if len(wrong) else None, sure, familiar)
 
     def numbers(self) -> dict[str, float]:
         """Every number under one flat name: `accuracy`, `near.auroc`, `ood.cifar100.fpr95`, `shift.fog.ece`.
@@ -333,8 +312,7 @@ class Evaluation:
         if self.shift:
             numbers["shift.accuracy"] = sum(shifted.accuracy for shifted in self.shift.values()) / len(self.shift)
         if self.selective is not None:
-            chosen = {key: getattr(self.selective, key) for key in ("accepted", "risk", "sure", "familiar")}
-            numbers |= {f"selective.{key}": share for key, share in chosen.items() if share is not None}
+            numbers |= {f"selective.{key}": one for key, one in vars(self.selective).items() if one is not None}
         return numbers
 
     def interval(self, name: str, minus: "Evaluation | None" = None, resamples: int = 1000) -> Interval | None:
@@ -409,8 +387,6 @@ class Evaluation:
             columns.setdefault(name, {})[column] = tensor
         kept = {key: value for key, value in plain.items() if key not in ("numbers", "samples")}
         found = from_plain(cls, kept, str(file))
-        if found.sets.keys() != columns.keys():
-            raise DataError(f"{file} and {beside.name} hold different sets; evaluate again")
         sets = {name: replace(one, columns=columns[name]) for name, one in found.sets.items()}
         return replace(found, sets=sets)
 

@@ -1,4 +1,4 @@
-"""Conformal prediction: thresholds, p-values and sets of labels whose guarantee holds for any number of samples.
+"""Conformal prediction: thresholds and p-values whose guarantee holds for any number of samples.
 
 All of it is split conformal: the score of a new sample is compared with those of held-out samples that were not used to
 fit the score. The guarantee averages over both: if held-out and new samples are exchangeable, a new one is within the
@@ -7,16 +7,13 @@ threshold with at least the requested probability. It does not cover inputs from
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError
 from ..settings import END, PositiveShare, require
-from .probabilities import Labels, check_probs, check_rows, check_scores
-
-SetKind = Literal["lac", "aps", "raps"]
+from .probabilities import check_scores
 
 KEPT = 1000  # maximum scores in a reference; with more samples a p-value is rounded up by at most 1 / KEPT
 
@@ -111,77 +108,3 @@ class Bins:
         scores = check_scores(others, "scores of the other rows").double().cpu()
         counts = torch.searchsorted(edges, scores, right=True).bincount(minlength=len(edges) + 1)
         return cls(tuple(edges.tolist()), tuple(counts.tolist()))
-
-
-# --- sets of labels -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LabelSets:
-    """Prediction sets: several labels instead of one, which contain the right one with a guaranteed probability.
-
-    Attributes:
-        thresholds: One for all classes, or one for each; infinite if there were too few samples to exclude any label.
-        kind: `"lac"` (smallest sets), `"aps"` (larger for hard inputs) or `"raps"` (the same without a long tail).
-        share: The share of right labels promised; with a threshold for each class, of every class.
-        penalty: For `"raps"`: added for each rank beyond `free_ranks`.
-        free_ranks: For `"raps"`: ranks without a penalty.
-    """
-
-    thresholds: tuple[float, ...]
-    kind: SetKind = "lac"
-    share: float = 0.9
-    penalty: float = 0.1
-    free_ranks: int = 1
-
-    def __call__(self, probs: Tensor) -> Tensor:
-        """Which labels are in the set of each sample: probabilities `[B, C]` to `[B, C]` of bool.
-
-        The most probable label is always included, so no set is empty; this never lowers the coverage.
-        """
-        probs = check_rows(probs)
-        limits = torch.tensor(self.thresholds, dtype=probs.dtype, device=probs.device)  # [1] or [C]
-        if limits.shape not in ((1,), probs.shape[-1:]):
-            raise DataError(f"these sets are for {len(limits)} classes, but the probabilities for {probs.shape[-1]}")
-        chosen = label_scores(probs, self.kind, self.penalty, self.free_ranks) <= limits
-        return chosen.scatter(-1, probs.argmax(dim=-1, keepdim=True), True)
-
-
-def label_scores(probs: Tensor, kind: SetKind, penalty: float, free_ranks: int) -> Tensor:
-    """Nonconformity score of each label, `[B, C]` to `[B, C]`.
-
-    * `lac`: minus the logarithm of its probability: of saturated answers, one minus it would be 1 for all others.
-    * `aps`: the probability of all more probable labels and its own; of equally probable ones, lower numbers count too.
-    * `raps`: the same, plus `penalty` for each rank beyond `free_ranks`.
-    """
-    if kind == "lac":
-        return -probs.log()
-    ordered, labels = probs.sort(dim=-1, descending=True, stable=True)
-    scores = ordered.cumsum(dim=-1)
-    if kind == "raps":
-        ranks = torch.arange(1, probs.shape[-1] + 1, device=probs.device)
-        scores = scores + penalty * (ranks - free_ranks).clamp(min=0)
-    return torch.empty_like(scores).scatter(-1, labels, scores)
-
-
-def fit_sets(
-    probs: Tensor,
-    labels: Labels,
-    share: float = 0.9,
-    kind: SetKind = "lac",
-    *,
-    by_class: bool = False,
-    penalty: float = 0.1,
-    free_ranks: int = 1,
-) -> LabelSets:
-    """Fit sets of labels that contain the right one with probability `share` or more, on held-out samples.
-
-    The share, in (0, 1], is promised overall, or with `by_class` for every class, which needs samples of each. `kind`,
-    `penalty` and `free_ranks` are those of `LabelSets`.
-    """
-    probs, targets = check_probs(probs, labels)
-    scores = label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]
-    groups = [scores[targets == label] for label in range(probs.shape[1])] if by_class else [scores]
-    if empty := [label for label, group in enumerate(groups) if not len(group)]:
-        raise DataError(f"classes {empty[:8]} have no samples; give some of each, or leave by_class out")
-    return LabelSets(tuple(conformal_threshold(group, share) for group in groups), kind, share, penalty, free_ranks)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..settings import PositiveShare, require
-from .probabilities import Convention, check_finite, check_same_length, check_scores
+from .probabilities import Convention, check_same_length, check_scores
 
 OodMetric = Literal["auroc", "aupr", "fpr95"]
 
@@ -61,11 +61,7 @@ class RiskCoverage:
 
 def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
     """Risk at every coverage, from scores `[B]` and whether (bool) or how much (float) each answer is wrong."""
-    scores = check_scores(scores, "scores")
-    if errors.ndim != 1:
-        raise DataError(f"errors must be a vector [B], but have shape {list(errors.shape)}")
-    check_same_length({"scores": len(scores), "errors": len(errors)})
-    check_finite(errors, "errors")
+    check_same_length({"scores": len(check_scores(scores, "scores")), "errors": len(check_scores(errors, "errors"))})
     if not errors.is_floating_point() and bool((errors > 1).any()):
         raise DataError(f"errors are {errors.dtype} above 1, like labels; give predicted != labels, or float losses")
     return risk_curve(scores, errors)
@@ -166,10 +162,6 @@ def joint_ranks(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, 
     """Dense ranks of both sets among all their scores (equal scores share one), and the distinct scores, ascending."""
     dtype = torch.promote_types(id_scores.dtype, ood_scores.dtype)
     if id_scores.is_floating_point() != ood_scores.is_floating_point():
-        name, whole = ("OOD", ood_scores) if id_scores.is_floating_point() else ("ID", id_scores)
-        if len(id_scores) == len(ood_scores) and bool(((whole == 0) | (whole == 1)).all()):
-            advice = "give scores[labels == 0] and scores[labels == 1], or .float() of scores"
-            raise DataError(f"{name} scores are {whole.dtype}, all of them 0 or 1, like labels; {advice}")
         dtype = torch.float64  # exact for integers up to 2**53
     scores = torch.cat([id_scores.to(dtype), ood_scores.to(id_scores.device, dtype)])
     distinct, ranks = torch.unique(scores, return_inverse=True)

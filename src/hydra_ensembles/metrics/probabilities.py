@@ -1,8 +1,8 @@
 """Accuracy and calibration of class probabilities `[B, C]`, and diversity of member probabilities `[M, B, C]`.
 
 Labels are integers `[B]`. Half precision is cast to float32 before anything is counted, and sums over samples are
-computed in float64. Functions that `hydra_ensembles.metrics` does not export do not check their inputs. The tests
-compare these numbers with torchmetrics and torch-uncertainty.
+computed in float64. Functions of samples, of weights and of members do not check their inputs; those of probabilities
+and labels do. The tests compare these numbers with torchmetrics and torch-uncertainty.
 """
 
 import math
@@ -52,7 +52,7 @@ def accuracy(probs: Tensor, labels: Labels) -> float:
 
 def brier(probs: Tensor, labels: Labels) -> float:
     """Brier score: squared error summed over the classes, mean over the samples (0 best, 2 worst)."""
-    return mean(brier_per_sample(probs, labels))
+    return mean(squared_errors(*check_probs(probs, labels)))
 
 
 def nll(probs: Tensor, labels: Labels) -> float:
@@ -60,7 +60,7 @@ def nll(probs: Tensor, labels: Labels) -> float:
 
     Infinite if a label has probability zero, as in torch-uncertainty.
     """
-    return mean(nll_per_sample(probs, labels))
+    return mean(-at_labels(*check_probs(probs, labels)).log())
 
 
 def ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
@@ -68,7 +68,7 @@ def ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
 
     As there, a confidence of exactly 1 has its own bin.
     """
-    return ece_of_confidence(*top_label(probs, labels), bins=bins)
+    return of_all(weighted_ece, *top_label(probs, labels), bins=bins)
 
 
 def adaptive_ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
@@ -78,7 +78,7 @@ def adaptive_ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
     confidences, each of them counts with their share of right answers, so the number does not depend on the order of
     the data.
     """
-    return adaptive_ece_of_confidence(*top_label(probs, labels), bins=bins)
+    return of_all(weighted_adaptive_ece, *top_label(probs, labels), bins=bins)
 
 
 def top_label(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
@@ -88,21 +88,11 @@ def top_label(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     return confidence, predicted == targets
 
 
-def brier_per_sample(probs: Tensor, labels: Labels) -> Tensor:
-    """Squared error of each sample, summed over the classes: `[B]`."""
-    return squared_errors(*check_probs(probs, labels))
-
-
 def squared_errors(probs: Tensor, labels: Tensor) -> Tensor:
-    """`brier_per_sample` without checks."""
+    """Squared error of each sample, summed over the classes: `[B, C]` and `[B]` to `[B]`."""
     error = at_least_float32(probs.clone())
     error[torch.arange(len(labels), device=probs.device), labels] -= 1
     return error.square().sum(dim=-1)
-
-
-def nll_per_sample(probs: Tensor, labels: Labels) -> Tensor:
-    """Negative log-likelihood of each sample's label: `[B]`."""
-    return -at_labels(*check_probs(probs, labels)).log()
 
 
 def at_labels(values: Tensor, labels: Tensor) -> Tensor:
@@ -110,26 +100,15 @@ def at_labels(values: Tensor, labels: Tensor) -> Tensor:
     return values.gather(1, labels.unsqueeze(1)).squeeze(1)
 
 
-def ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> float:
-    """`ece` from what `top_label` returns."""
-    return _of_each_once(weighted_ece, confidence, correct, bins)
-
-
-def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> float:
-    """`adaptive_ece` from what `top_label` returns."""
-    return _of_each_once(weighted_adaptive_ece, confidence, correct, bins)
-
-
-def _of_each_once(statistic: Callable[..., Tensor], confidence: Tensor, correct: Tensor, bins: int) -> float:
-    confidence, correct = check_confidence(confidence, correct)
-    return statistic(
-        torch.ones(1, len(confidence), dtype=torch.float64, device="cpu"), confidence, correct, bins
-    ).item()
+def of_all(statistic: Callable[..., Tensor], *columns: Tensor, **options: Any) -> float:
+    """A statistic of weighted samples (see `bootstrap.Statistic`) where each sample counts once."""
+    columns = tuple(column.detach().cpu() for column in columns)
+    everything = torch.ones(1, len(columns[0]), dtype=torch.float64, device="cpu")
+    return statistic(everything, *columns, **options).item()
 
 
 def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> ReliabilityBins:
     """The bins of `ece` from what `top_label` returns; a confidence of exactly 1 is shown in the last bin."""
-    confidence, correct = check_confidence(confidence, correct)
     groups = _equal_width_groups(confidence, bins).clamp(max=bins - 1)
     count = torch.bincount(groups, minlength=bins)
     return ReliabilityBins(
@@ -158,14 +137,14 @@ def weighted_mean(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def weighted_ece(weights: Tensor, confidence: Tensor, correct: Tensor, bins: int = BINS) -> Tensor:
-    """`ece_of_confidence` under each row of weights `[R, B]`: `[R]`."""
+    """`ece`, from what `top_label` returns, under each row of weights `[R, B]`: `[R]`."""
     gaps = weights * (correct.double() - confidence.double())  # [R, B]
     sums = weights.new_zeros(len(weights), bins + 1).index_add(1, _equal_width_groups(confidence, bins), gaps)
     return sums.abs().sum(dim=1) / weights.sum(dim=1)
 
 
 def weighted_adaptive_ece(weights: Tensor, confidence: Tensor, correct: Tensor, bins: int = BINS) -> Tensor:
-    """`adaptive_ece_of_confidence` under each row of whole weights `[R, B]` of one sum: `[R]`."""
+    """`adaptive_ece` under each row of whole weights `[R, B]` of one sum: `[R]`."""
     rising, order = confidence.double().sort()
     _, run = rising.unique_consecutive(return_inverse=True)  # [B], runs of equal confidences
     weights = weights[:, order]
@@ -192,23 +171,8 @@ def log_mean_probs(member_logits: Tensor) -> Tensor:
     return member_logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(member_logits))
 
 
-def mutual_information(member_probs: Tensor) -> float:
-    """Mutual information of label and member in nats, mean over samples; zero for one member."""
-    return mean(entropy_parts(member_probs).epistemic)
-
-
-def disagreement(member_probs: Tensor) -> float:
-    """Share of member pairs that predict different classes, mean over samples; zero for one member."""
-    return mean(differing_pairs(check_member_probs(member_probs)))
-
-
-def entropy_parts(member_probs: Tensor) -> EntropyParts:
-    """Entropy of the mean probabilities, split into aleatoric and epistemic: `[M, B, C] -> [B]` each."""
-    return split_entropy(check_member_probs(member_probs))
-
-
 def split_entropy(member_probs: Tensor) -> EntropyParts:
-    """`entropy_parts` without checks, which would synchronise with a GPU.
+    """Entropy of the mean probabilities, split into aleatoric and epistemic: `[M, B, C] -> [B]` each.
 
     Entropy is concave, so the total is below the mean of the members only by rounding; taking the larger of
     the two keeps every part non-negative and their sum exact.
@@ -221,7 +185,7 @@ def split_entropy(member_probs: Tensor) -> EntropyParts:
 
 
 def differing_pairs(member_probs: Tensor) -> Tensor:
-    """One minus the share of member pairs that agree on the class: `[M, B, C] -> [B]`; unchecked."""
+    """One minus the share of member pairs that agree on the class: `[M, B, C] -> [B]`."""
     votes = member_probs.argmax(dim=-1)  # [M, B]
     members = len(votes)
     differing = torch.zeros_like(votes[0])
@@ -296,26 +260,6 @@ def check_probs(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
         raise DataError(f"probabilities must have shape [B, C], but have {list(probs.shape)}")
     targets = check_labels(labels, samples=probs.shape[0], classes=probs.shape[1])
     return check_rows(probs), targets.to(probs.device)
-
-
-def check_confidence(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Confidences `[B]` in [0, 1], and whether each answer is right `[B]`, as booleans or 0 and 1; on the CPU."""
-    check_same_length({"confidences": len(confidence), "truth values of the answers": len(correct)})
-    confidence, right = check_scores(confidence, "confidences").cpu(), correct.detach().cpu()
-    low, high = (float(bound) for bound in confidence.aminmax())
-    if low < -1e-3 or high > 1 + 1e-3:  # beyond rounding
-        raise DataError(f"confidences run from {low:.4g} to {high:.4g}; give probabilities, from 0 to 1")
-    if right.shape != confidence.shape or not bool(((right == 0) | (right == 1)).all()):
-        got = f"{right.dtype} {list(right.shape)}"
-        raise DataError(f"give for each sample whether its answer is right (predicted == labels); got {got}")
-    return confidence, right
-
-
-def check_member_probs(member_probs: Tensor) -> Tensor:
-    """Member probabilities `[M, B, C]`, at least one sample, in at least float32, clamped to [0, 1]."""
-    if member_probs.ndim != 3 or 0 in member_probs.shape[:2]:
-        raise DataError(f"member probabilities must be [M, B, C], none of them 0, but are {list(member_probs.shape)}")
-    return check_rows(member_probs)
 
 
 def check_rows(probs: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class SearchResult:
     ensemble: Ensemble | None = field(default=None, compare=False, repr=False)
 
     def table(self) -> Comparison:
-        """All candidates side by side, with an arrow at the choice, for `to_markdown`, `to_rich` and so on."""
+        """All candidates side by side, with an arrow at the choice, for `to_markdown` and so on."""
         columns = (
             Column("price", "Time" if self.measured == "latency" else "MAdds", better="lower", suffix="×"),
             Column("accuracy", "Acc %", better="higher", digits=1, scale=100),

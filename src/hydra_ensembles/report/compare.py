@@ -6,14 +6,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._utils import library
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import UNNAMED, Evaluation
 from ..files import expanded, read_object, write_json
@@ -74,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """A table of methods and metrics; printed it is Markdown, `to_csv` and `to_rich` write it otherwise."""
+    """A table of methods and metrics; printed it is Markdown, `to_csv` writes all digits."""
 
     columns: tuple[Column, ...]  # that at least one method has a number for
     rows: tuple[Row, ...]  # methods, in the order given
@@ -118,19 +116,26 @@ def rank_cells(cells: list[Cell], column: Column) -> list[Cell]:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """A Markdown table: best bold, second best underlined, notes below.
+    """A Markdown table that reads as text, too: best bold, second best italic, notes below.
+
+    With more columns than methods it lies on its side, to fit into a terminal.
 
     Examples:
         >>> table = he.compare({"whole": he.evaluate(base, batches, progress=False)})
-        >>> str(table).splitlines()[0].startswith("| Method |")
-        True
+        >>> str(table).splitlines()[0].split()
+        ['|', 'Method', '|', 'whole', '|']
     """
-    marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
+    marks = {"best": "**{}**", "second": "_{}_", "": "{}"}
     headings = ["Method", *(f"{column.group} {column.heading}".strip() for column in comparison.columns)]
-    lines = [[_markdown(heading) for heading in headings], ["---", *["---:"] * len(comparison.columns)]]
+    lines = [[_markdown(heading) for heading in headings]]
     for row in comparison.rows:
         lines.append([_markdown(row.name), *(marks[cell.rank].format(_markdown(cell.text)) for cell in row.cells)])
-    table = [f"| {' | '.join(line)} |" for line in lines]
+    if len(comparison.columns) > len(comparison.rows):
+        lines = [list(line) for line in zip(*lines, strict=True)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    padded = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
+    table = [f"| {' | '.join(line)} |" for line in (padded[0], rule, *padded[1:])]
     return "\n".join([*table, "", *map(_markdown, comparison.notes), ""])
 
 
@@ -162,26 +167,6 @@ def csv_text(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return buffer.getvalue()
-
-
-def to_rich(comparison: Comparison, title: str | None = None) -> Any:
-    """A table for the terminal (for `rich.print`): best bold, second best underlined; with few methods on its side."""
-    rich = {name: library(f"rich.{name}", extra="report") for name in ("text", "box", "table", "console")}
-    styles = {"best": "bold green", "second": "underline", "": ""}
-    columns, rows = comparison.columns, comparison.rows
-    titles = [f"{column.group} {column.heading}".strip() for column in columns]
-    cells = [[rich["text"].Text(cell.text, style=styles[cell.rank]) for cell in row.cells] for row in rows]
-    on_its_side = len(columns) > len(rows)
-    headings, lines = [row.name for row in rows], dict(zip(titles, zip(*cells, strict=True), strict=True))
-    if not on_its_side:
-        headings, lines = titles, {row.name: line for row, line in zip(rows, cells, strict=True)}  # type: ignore[misc]
-    table = rich["table"].Table(title=title, box=rich["box"].SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("" if on_its_side else "Method", overflow="fold")
-    for heading in headings:
-        table.add_column(rich["text"].Text(heading), justify="right", overflow="fold", vertical="bottom")
-    for name, line in lines.items():
-        table.add_row(rich["text"].Text(name), *line)
-    return rich["console"].Group(table, rich["text"].Text("\n".join(comparison.notes), style="dim"))
 
 
 # --- comparing evaluations -------------------------------------------------------------------------------------------
@@ -219,15 +204,6 @@ COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *OOD, SHIFT, *COST)
 """The columns of the paper's tables, accuracy under distribution shift, and the costs."""
 
 
-def set_columns(names: Sequence[str], fitted: Sequence[str] = ()) -> tuple[Column, ...]:
-    """Detection columns of single OOD sets, each with the AUROC of the `fitted` scores, such as `mahalanobis`."""
-    columns: list[Column] = []
-    for name in names:
-        columns += _detection(f"ood.{name}", name)
-        columns += (Column(f"{one}:ood.{name}.auroc", f"AUROC by {one}", name, "higher", scale=100) for one in fitted)
-    return tuple(columns)
-
-
 def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> tuple[Column, ...]:
     """Default columns: `COLUMNS`, AUROC by fitted feature scores, and what models decline that abstain by them.
 
@@ -235,38 +211,39 @@ def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> 
     """
     runs = list(evaluations)
     fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))
-    titles = {**_MEANS, **{f"ood.{name}": name for name in sets}}
-    added: list[Column] = []
-    for score, (key, title) in product(fitted, _MEANS.items()):
-        added.append(Column(f"{score}:{key}.auroc", title, f"AUROC by {score}", "higher", scale=100))
+    alone = {f"ood.{name}": name for name in sets}
+    titles = {**_MEANS, **alone}
+    added = [
+        Column(f"{score}:{key}.auroc", title, f"AUROC by {score}", "higher", scale=100)
+        for score in fitted
+        for key, title in titles.items()
+    ]
     if any(run.model.familiarity is not None for run in runs):
         added.append(Column("selective.accepted", "ID", "Accepted %", scale=100))
         added += (Column(f"{key}.abstained", title, "Declined %", scale=100) for key, title in titles.items())
-    return (HEADS, *CLASSIFICATION, *OOD, SHIFT, *added, *COST, *set_columns(sets, fitted))
+    single = (column for key, title in alone.items() for column in _detection(key, title))
+    return (HEADS, *CLASSIFICATION, *OOD, SHIFT, *added, *COST, *single)
 
 
 def compare(
     evaluations: Runs,
     costs: Iterable[Cost] | None = None,
     columns: Sequence[Column] | None = None,
-    *,
-    allow_mismatch: bool = False,
 ) -> Comparison:
     """Put evaluations side by side.
 
     Args:
         evaluations: By method name, one evaluation or several (seeds), which are shown as mean ± standard
-            deviation; or evaluations with names, where equal names are runs of one method: models that differ at most
-            in which heads they keep. Evaluations without a name are separate rows, `model 1` and so on.
+            deviation; or evaluations with names, where equal names are runs of one method. Evaluations without a name
+            are separate rows, `model 1` and so on.
         costs: Rows of `measure_costs`, found by method name.
         columns: What to show, from left to right; by default `COLUMNS`, what a model with fitted familiarity declines,
             and the AUROC of its fitted scores. Columns without any number are left out.
-        allow_mismatch: Compare evaluations of different sets, sizes or labels anyway, and say so in the notes. Inputs
-            that differ while labels agree are noted, never refused: models may need different preprocessing.
 
     Raises:
-        DataError: There is nothing to compare, or the evaluations are not of the same data.
-        ConfigError: They use different scores or conventions; or evaluations of different models have the same name.
+        DataError: There is nothing to compare, or the evaluations are of different sets, sizes or labels. Inputs that
+            differ while labels agree are noted: models may need different preprocessing.
+        ConfigError: They use different scores or conventions.
 
     Examples:
         >>> methods = {"whole": base, "pruned": he.prune(base, [(5, 0), (5, 1)])}
@@ -274,11 +251,9 @@ def compare(
         >>> table = he.compare(found)
         >>> [row.name for row in table.rows]
         ['whole', 'pruned']
-        >>> "| whole |" in str(table)
-        True
     """
     methods = group_runs(evaluations)
-    notes = _describe(methods, allow_mismatch)
+    notes = _describe(methods)
     by_name = {cost.name: cost for cost in costs or ()}
     rows = {name: (runs, by_name.get(name)) for name, runs in methods.items()}
     if columns is None:
@@ -289,38 +264,20 @@ def compare(
 
 
 def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
-    """Evaluations by method name, in the given order.
-
-    In a list, equal names are runs of one method, so their models must match; unnamed evaluations are numbered. A
-    mapping is taken as it is: the caller decided what belongs together.
-    """
+    """Evaluations by method name, in the given order; of a list, those without a name are numbered."""
     methods: dict[str, list[Evaluation]] = {}
     if isinstance(evaluations, Mapping):
         methods = {name: [one] if isinstance(one, Evaluation) else list(one) for name, one in evaluations.items()}
     else:
         listed = list(evaluations)
-        unnamed = [run for run in listed if run.name == UNNAMED]
-        for run in listed:
-            number = next(place for place, one in enumerate((*unnamed, run), 1) if one is run)
-            name = f"{UNNAMED} {number}" if run.name == UNNAMED and len(unnamed) > 1 else run.name
+        unnamed = [index for index, run in enumerate(listed) if run.name == UNNAMED]
+        for index, run in enumerate(listed):
+            numbered = index in unnamed and len(unnamed) > 1
+            name = f"{UNNAMED} {unnamed.index(index) + 1}" if numbered else run.name
             methods.setdefault(name, []).append(run)
-            first, other = _make(methods[name][0]), _make(run)
-            if first != other:
-                unlike = ", ".join(
-                    f"{key} ({first[key]} and {other[key]})" for key in first if first[key] != other[key]
-                )
-                advice = "give them different names (evaluate(name=)), or give compare a mapping {name: runs}"
-                raise ConfigError(f"evaluations called {name!r} are of models that differ in {unlike}; {advice}")
     if not methods or not all(methods.values()):
         raise DataError("nothing to compare: give at least one evaluation of each method")
     return methods
-
-
-def _make(run: Evaluation) -> dict[str, object]:
-    """What all models of a method share; seeds keep equally many heads, but not always the same."""
-    model = run.model
-    plain = {key: getattr(model, key) for key in ("kind", "source", "members", "classes", "parameters")}
-    return {**plain, "heads": model.heads_label, "calibrated": _is_calibrated(run)}
 
 
 def _is_calibrated(run: Evaluation) -> bool:
@@ -335,7 +292,7 @@ def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell
     numbers = [run.numbers().get(column.key) for run in runs]
     varies = any(value is not None for value in numbers)  # costs do not vary with the seed
     if not varies:
-        numbers = [cost_of(run, cost, column.key) for run in runs]
+        numbers = [getattr(cost, column.key, None) or getattr(run.model, column.key, None) for run in runs]
     values = [float(value) for value in numbers if value is not None]
     if not values:
         return Cell("–")
@@ -344,14 +301,7 @@ def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell
     return Cell(column.write(mean, spread), mean, spread)
 
 
-def cost_of(run: Evaluation, cost: Cost | None, key: str) -> float | None:
-    """A cost: as measured, otherwise from the model; None if unknown."""
-    measured = getattr(cost, key, None)
-    value = getattr(run.model, key, None) if measured is None else measured
-    return value if isinstance(value, int | float) else None
-
-
-def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool) -> tuple[str, ...]:
+def _describe(methods: Mapping[str, Sequence[Evaluation]]) -> tuple[str, ...]:
     """Check that the evaluations are comparable; return notes on the data and the methods."""
     (first_name, first), *others = [(name, run) for name, runs in methods.items() for run in runs]
     notes = [_data_note(first)]
@@ -371,9 +321,8 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
         elif differing := [key for key, one in run.sets.items() if one.digest != first.sets[key].digest]:
             why = "other samples, or the same prepared differently"
             notes.append(f"{name} was given other inputs than {first_name} in {', '.join(differing)}: {why}.")
-        if problem and not allow_mismatch:
-            raise DataError(f"{problem}; evaluate both on the same data, or allow it (allow_mismatch=True)")
-        notes += [f"Not the same data: {problem}."] if problem else []
+        if problem:
+            raise DataError(f"{problem}; evaluate both on the same data")
     if any(len(runs) > 1 for runs in methods.values()):
         counts = ", ".join(f"{name}: {len(runs)}" for name, runs in methods.items())
         notes.append(f"Mean ± standard deviation over runs ({counts}).")
@@ -403,12 +352,10 @@ def _data_note(evaluation: Evaluation) -> str:
     for name, result in evaluation.ood.items():
         groups.setdefault("OOD" if result.group == "ungrouped" else result.group, []).append(name)
     sets = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
-    samples, right, common = evaluation.id.samples, evaluation.id.accuracy, evaluation.id.commonest
+    samples, right = evaluation.id.samples, evaluation.id.accuracy
     share = (samples * right + 2) / (samples + 4)  # Agresti-Coull: not 1 if all are correct
     known = f"accuracy to ±{196 * math.sqrt(share * (1 - share) / (samples + 4)):.2g} points (95 %)"
     text = f"In distribution: {evaluation.id_name} ({samples:,} samples), which give {known}."
-    if 1 - right >= (1 - common) / 2:  # at least half the errors of a constant answer
-        text += f" Always naming the most frequent class is right on {100 * common:.4g} %."
     if not sets:
         return text
     return f"{text} Out of distribution, {sets}. Score: {evaluation.score}; convention: {evaluation.convention}."

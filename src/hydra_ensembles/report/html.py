@@ -1,27 +1,37 @@
 """The report: one self-contained HTML page that runs no script; or its table alone, as CSV or Markdown.
 
-The template `report.html.j2` defines the layout and escapes all values; this module computes the values.
+The template `report.html.j2` defines the layout and escapes all values; this module computes the values, and matplotlib
+draws the figures from the columns of evaluations, as SVG.
 """
 
 import base64
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from .._utils import __version__, library
 from ..errors import ConfigError
 from ..evaluation.evaluation import Evaluation
 from ..files import expanded, write_atomically
+from ..metrics.ood import risk_curve, roc_curve
+from ..metrics.probabilities import reliability_bins
 from ..model.cost import Cost
 from ..model.metadata import ACCEPTS_ALL
-from . import figures
 from .compare import Column, Comparison, Runs, columns_for, compare, group_runs, to_csv, to_markdown
 
 ONE_TABLE = 12  # maximum number of columns before the results are split into two tables
 FIRST_RUNS = "Figures, and the numbers beside them, are of the first run of each method."
-SHOWN, THUMBNAIL, LETTERS = 6, 96, 280  # inputs of a shelf of the gallery, longest side of a picture, characters
+SERIES = ("#2563c9", "#d1571b", "#14866d", "#9a3fb5", "#a67c00", "#c62f6b", "#4f7a1a", "#5c6773")  # also in the style
+_INK, _SOFT, _RULE, _OVER, _UNDER = "#1c2330", "#6b7482", "#e3e0d8", "#e08a9c", "#a9d5c6"
+_BINS = 30  # of a histogram
+_POINTS = 160  # maximum number of points of a curve
 _TILES = {
     "accuracy": "Accuracy",
     "near.auroc": "Near-OOD AUROC",
@@ -43,8 +53,6 @@ def write_report(
     title: str | None = None,
     focus: str | None = None,
     baseline: str | None = None,
-    data: Mapping[str, Any] | None = None,
-    allow_mismatch: bool = False,
 ) -> Path:
     """Write a report: as HTML the main numbers, the comparison and every figure, else the comparison alone.
 
@@ -55,9 +63,6 @@ def write_report(
         title: Heading of the page.
         focus: The method the report is about; the last one, if not given.
         baseline: The method to compare with; the first one, if not given.
-        data: Data sets by name (the in-distribution set, OOD sets), in the order in which they were evaluated: shows
-            what the method in focus was most and least sure about.
-        allow_mismatch: As in `compare`.
 
     Raises:
         ConfigError: `focus` or `baseline` is not among the methods, or the format is not known.
@@ -75,7 +80,7 @@ def write_report(
             raise ConfigError(f"{setting}={name!r} is not among the methods; choose one of {list(methods)}")
     focus, baseline = focus or list(methods)[-1], baseline or next(iter(methods))
     measured = {cost.name: cost for cost in costs or ()}
-    comparison = compare(methods, measured.values(), allow_mismatch=allow_mismatch)
+    comparison = compare(methods, measured.values())
     writers = {".csv": to_csv, ".md": to_markdown}
     if file.suffix in writers:
         write_atomically(file, writers[file.suffix](comparison).encode())
@@ -102,15 +107,13 @@ def write_report(
             focus=focus,
             shown=shown,
             accepts_all=ACCEPTS_ALL,
-            colours={name: f"c{index % len(figures.SERIES)}" for index, name in enumerate(methods)},
+            colours={name: f"c{index % len(SERIES)}" for index, name in enumerate(methods)},
             tiles=list(_tiles(comparison, methods, focus, baseline)),
             results=[_table(comparison, columns) for columns in parts if columns],
             notes=[*comparison.notes, *further],
-            figures=figures,
+            figures={one.__name__: one for one in (reliability, histogram, roc, risk_by_coverage)},
             runs=runs,
             detection={name: _detection(runs, name) for name in shown.ood},
-            shifts=list(dict.fromkeys(name for run in runs.values() for name in run.shift)),
-            gallery=[one for name, items in (data or {}).items() for one in _gallery(shown, name, items)],
         )
     )
     write_atomically(file, page.encode())
@@ -139,7 +142,7 @@ def _tiles(
             difference = ours.interval(key, minus=theirs) if single and column.better != "neither" else None
             if difference is not None and 0 not in difference:
                 outcome = "better" if (amount > 0) == (column.better == "higher") else "worse"
-        interval = ours.intervals.get(key) if len(methods[focus]) == 1 else None
+        interval = ours.interval(key) if len(methods[focus]) == 1 else None
         wide = interval is not None and interval.low < interval.high  # else all samples have one value: uninformative
         yield {
             "title": _TILES[key],
@@ -162,40 +165,110 @@ def _table(comparison: Comparison, columns: Sequence[Column]) -> dict[str, Any]:
 
 
 def _detection(runs: Mapping[str, Evaluation], name: str) -> dict[str, Any]:
-    """The numbers of one OOD set, for the methods evaluated on it."""
-    evaluated = {method: run for method, run in runs.items() if name in run.ood}
-    columns = [column for column in columns_for(evaluated.values(), [name]) if f"ood.{name}." in column.key]
-    comparison = compare(evaluated, columns=columns, allow_mismatch=True)
+    """The numbers of one OOD set."""
+    columns = [column for column in columns_for(runs.values(), [name]) if f"ood.{name}." in column.key]
+    comparison = compare(runs, columns=columns)
     return _table(comparison, comparison.columns)
 
 
-def _gallery(run: Evaluation, name: str, data: Any) -> Iterator[dict[str, Any]]:
-    """Shelves of the inputs of one set that the model was most and least sure about, with its answers."""
-    answers = run.sets.get(name) or run.sets.get(f"ood.{name}")
-    if answers is None or len(answers) != len(data):
-        raise ConfigError(f"data[{name!r}] is not the set that was evaluated; evaluated were {list(run.samples)}")
-    order = answers[f"score:{run.score}"].sort(stable=True).indices
-    shelves = {"most sure": order, "least sure": order.flip(0)}
-    if "accuracy" in answers.columns:
-        shelves["most sure, and wrong"] = order[~answers["accuracy"][order]]
-    called = dict(enumerate(run.model.class_names))
-    for words, rows in shelves.items():
-        items = []
-        for row in rows[:SHOWN].tolist():
-            content, predicted = data[row][0], int(answers["predicted"][row])
-            label = int(answers["label"][row]) if "label" in answers.columns else None
-            said, right = (None if one is None else called.get(one, f"class {one}") for one in (predicted, label))
-            picture = _thumbnail(content) if hasattr(content, "thumbnail") else None
-            text = "" if picture else str(content)[:LETTERS]
-            about = {"index": row, "confidence": float(answers["confidence"][row]), "said": said, "label": right}
-            items.append({**about, "picture": picture, "text": text})
-        if items:
-            yield {"title": f"{name}: {words}", "items": items}
+# --- figures ------------------------------------------------------------------------------------------------
 
 
-def _thumbnail(image: Any) -> str:
-    """A small copy of a PIL image as a `data:` address."""
-    small, buffer = image.convert("RGB"), io.BytesIO()
-    small.thumbnail((THUMBNAIL, THUMBNAIL))
-    small.save(buffer, "JPEG", quality=82)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+@contextmanager
+def _drawn(width: float, height: float, rows: int = 1, ratios: Sequence[float] | None = None) -> Iterator[Any]:
+    """A figure with plots below each other, in matplotlib's default style whatever the user's is; text stays text."""
+    matplotlib = library("matplotlib", extra="report")
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        text = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "text.parse_math": False}
+        axes = {"axes.edgecolor": _SOFT, "axes.grid": True, "axes.axisbelow": True, "grid.color": _RULE}
+        matplotlib.rcParams.update({**text, **axes, "axes.spines.top": False, "axes.spines.right": False})
+        size = (width / 72, height / 72)
+        figure = library("matplotlib.figure", extra="report").Figure(figsize=size)
+        figure.subplots_adjust(
+            left=48 / width, right=1 - 8 / width, bottom=40 / height, top=1 - 12 / height, hspace=0.35
+        )
+        yield figure, figure.subplots(rows, squeeze=False, height_ratios=ratios)[:, 0]
+
+
+def _address(figure: Any) -> str:
+    """A figure as a `data:` address, for the `src` of an image."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def reliability(evaluation: Evaluation, series: int) -> str:
+    """Accuracy against confidence, with the share of samples per bin below."""
+    answers = evaluation.sets[evaluation.id_name]
+    bins = reliability_bins(answers["confidence"], answers["accuracy"])
+    width, ink = 1 / len(bins.count), SERIES[series % len(SERIES)]
+    with _drawn(340, 286, 2, (5, 1)) as (figure, (upper, lower)):
+        upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
+        for number, (stated, right) in enumerate(zip(bins.confidence.tolist(), bins.accuracy.tolist(), strict=True)):
+            if stated == stated:  # an empty bin has NaN
+                middle, low = (number + 0.5) * width, min(stated, right)
+                upper.bar(middle, low, width * 0.88, color=ink, alpha=0.8)
+                upper.bar(middle, abs(stated - right), width * 0.88, low, color=_OVER if stated > right else _UNDER)
+                upper.hlines(right, middle - 0.44 * width, middle + 0.44 * width, color=_INK, linewidth=2)
+        upper.plot((0, 1), (0, 1), color=_INK, linewidth=1, linestyle="--")
+        lower.set(xlim=(0, 1), xlabel="confidence", ylabel="samples", yticks=())
+        lower.bar((bins.edges[:-1] + width / 2).tolist(), bins.count.tolist(), width * 0.88, color=ink, alpha=0.55)
+        return _address(figure)
+
+
+def histogram(evaluation: Evaluation, set_name: str) -> str:
+    """Distribution of the uncertainty score on ID data and on one OOD set."""
+    name = f"score:{evaluation.score}"
+    shown = [evaluation.sets[evaluation.id_name][name], evaluation.sets[f"ood.{set_name}"][name]]
+    every = [one[name] for one in evaluation.sets.values() if one.group != "shift"]
+    low, high = np.quantile(torch.cat(every).double().numpy(), (0.001, 0.999))  # scores outside count in the end bins
+    edges = np.linspace(low, high, _BINS + 1) if high - low > 1e-12 * abs(high) else np.array([low - 0.5, low + 0.5])
+    with _drawn(340, 220) as (figure, (axes,)):
+        for scores, ink in zip(shown, SERIES, strict=False):
+            counts, _ = np.histogram(scores.double().numpy().clip(edges[0], edges[-1]), edges)
+            axes.stairs(counts / len(scores), edges, fill=True, color=ink, alpha=0.28)
+            axes.stairs(counts / len(scores), edges, color=ink, linewidth=1.5)
+        axes.set(xlim=(edges[0], edges[-1]), ylim=(0, None), xlabel=f"uncertainty ({evaluation.score})", ylabel="share")
+        return _address(figure)
+
+
+def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str) -> str:
+    """ROC curves of all methods on one OOD set."""
+    with _drawn(340, 220) as (figure, (axes,)):
+        axes.plot((0, 1), (0, 1), color=_SOFT, linewidth=1, linestyle="--")
+        for series, (name, run) in enumerate(methods.items()):
+            if (outside := run.sets.get(f"ood.{set_name}")) is not None:
+                score = f"score:{run.score}"
+                x, y, _ = roc_curve(run.sets[run.id_name][score], outside[score])
+                _line(axes, *_thin(x, y), series, name == focus)
+        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="share of ID flagged", ylabel="share of OOD flagged")
+        return _address(figure)
+
+
+def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
+    """Error rate among answered inputs, against the share that is answered."""
+    top = 1e-3
+    with _drawn(446, 270) as (figure, (axes,)):
+        for series, (name, run) in enumerate(methods.items()):
+            answers = run.sets[run.id_name]
+            curve = risk_curve(answers[f"score:{run.score}"], ~answers["accuracy"])
+            top = max(top, float(curve.risk[curve.coverage >= 0.1].max()))  # of very few answers the risk is noisy
+            _line(axes, *_thin(curve.coverage, curve.risk), series, name == focus)
+        axes.set(xlim=(0, 1), ylim=(0, top * 1.08), xlabel="share answered", ylabel="share of wrong answers")
+        return _address(figure)
+
+
+def _line(axes: Any, x: Tensor, y: Tensor, series: int, focus: bool) -> None:
+    """One curve; the method in focus is bold and on top."""
+    width, opacity, order = (2.6, 1, 4) if focus else (1.5, 0.75, 3)
+    axes.plot(x.tolist(), y.tolist(), color=SERIES[series % len(SERIES)], linewidth=width, alpha=opacity, zorder=order)
+
+
+def _thin(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """At most `_POINTS` points, evenly spaced along the curve, including the first and the last."""
+    if len(x) <= _POINTS:
+        return x, y
+    length = torch.cat([x.new_zeros(1), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
+    chosen = torch.searchsorted(length, torch.linspace(0, float(length[-1]), _POINTS, dtype=length.dtype)).unique()
+    return x[chosen], y[chosen]

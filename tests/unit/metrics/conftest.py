@@ -36,11 +36,6 @@ def referee():
     return part_of_torch_uncertainty("metrics.classification")
 
 
-@pytest.fixture(scope="session")
-def conformal_referee():
-    return part_of_torch_uncertainty("post_processing.conformal")
-
-
 @pytest.fixture
 def quiet():
     """Silence the reference libraries' warnings, which are not tested here."""

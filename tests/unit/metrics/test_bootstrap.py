@@ -1,5 +1,6 @@
 """Bootstrap intervals: weights count samples as a loop over resamples would, coverage of the truth, and pairing."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_ensembles.metrics import adaptive_ece_of_confidence, aurc, auroc, ece_of_confidence, ood
+from hydra_ensembles.metrics import aurc, auroc, ood
 from hydra_ensembles.metrics.bootstrap import Interval, paired
 from hydra_ensembles.metrics.ood import detection, weighted_aurc
-from hydra_ensembles.metrics.probabilities import weighted_adaptive_ece, weighted_ece, weighted_mean
+from hydra_ensembles.metrics.probabilities import of_all, weighted_adaptive_ece, weighted_ece, weighted_mean
 
 
 def gaussian_scores(seed: int, n: int = 300, m: int = 200) -> tuple[Tensor, Tensor]:
@@ -35,8 +36,8 @@ def resampled(samples: int, count: int = 4) -> tuple[torch.Tensor, torch.Tensor]
 @pytest.mark.parametrize(
     ("weighted", "plain"),
     [
-        (weighted_ece, ece_of_confidence),
-        (weighted_adaptive_ece, adaptive_ece_of_confidence),
+        (weighted_ece, partial(of_all, weighted_ece)),
+        (weighted_adaptive_ece, partial(of_all, weighted_adaptive_ece)),
         (weighted_aurc, aurc),
         (weighted_mean, lambda values, _: values.double().mean().item()),
     ],

@@ -154,7 +154,6 @@ DETECTION, RISK = (auroc, aupr, fpr95, roc_curve), (risk_coverage, aurc, risk_at
     ("functions", "first", "second", "token"),
     [
         (DETECTION, T([]), T([1.0]), "no ID scores"),
-        (DETECTION, T([1.0, 2.0]), T([0, 1]), "OOD scores are torch.int64, all of them 0 or 1, like labels"),
         (DETECTION, T([1.0, 2.0]), T([1.0, torch.nan]), "1 of 2 OOD scores are NaN, the first at index 1"),
         (RISK, T([0.1, 0.2]), T([True]), "2 scores, 1 errors"),
         (RISK, T([0.1, torch.nan]), T([True, False]), "1 of 2 scores are NaN"),

@@ -8,7 +8,15 @@ from cases import random_member_probs, random_probs, updated
 
 from hydra_ensembles import metrics
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.metrics.probabilities import log_mean_probs
+from hydra_ensembles.metrics.probabilities import (
+    differing_pairs,
+    log_mean_probs,
+    of_all,
+    split_entropy,
+    squared_errors,
+    weighted_adaptive_ece,
+    weighted_ece,
+)
 
 T = torch.tensor
 
@@ -22,8 +30,9 @@ def binary(*confidences):
 def test_accuracy_brier_and_nll():
     assert metrics.accuracy(binary(*[0.9] * 9, 0.2), torch.zeros(10, dtype=torch.long)) == 0.9  # exact
     probs = T([[0.7, 0.2, 0.1], [0.0, 0.0, 1.0]])
-    assert metrics.brier_per_sample(probs, T([0, 0])).tolist() == pytest.approx([0.14, 2.0])
-    assert metrics.nll_per_sample(binary(0.5, 0.2), T([1, 1])).exp().tolist() == pytest.approx([2, 1.25])
+    assert squared_errors(probs, T([0, 0])).tolist() == pytest.approx([0.14, 2.0])
+    assert metrics.brier(probs, T([0, 0])) == pytest.approx(1.07)
+    assert metrics.nll(binary(0.5, 0.2), T([1, 1])) == pytest.approx(math.log(2.5) / 2)
     assert metrics.nll(binary(1.0), T([1], dtype=torch.uint8)) == math.inf
     logits = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(log_mean_probs(logits), logits.softmax(-1).mean(0).log())
@@ -66,13 +75,13 @@ def test_random_cases_equal_the_referees(referee, quiet):
 def test_the_order_of_the_data_changes_no_calibration_error():
     """Also not with equal confidences that span several bins."""
     right = torch.arange(300) < 240  # sorted, as by class
-    assert metrics.adaptive_ece_of_confidence(torch.full((300,), 0.8), right) == pytest.approx(0.0, abs=1e-7)
+    assert of_all(weighted_adaptive_ece, torch.full((300,), 0.8), right) == pytest.approx(0.0, abs=1e-7)
     generator = torch.Generator().manual_seed(0)
     confidence = torch.randint(1, 9, (300,), generator=generator) / 8
-    found = metrics.adaptive_ece_of_confidence(confidence, right)
+    found = of_all(weighted_adaptive_ece, confidence, right)
     for _ in range(5):
         rows = torch.randperm(300, generator=generator)
-        assert metrics.adaptive_ece_of_confidence(confidence[rows], right[rows]) == pytest.approx(found, abs=1e-12)
+        assert of_all(weighted_adaptive_ece, confidence[rows], right[rows]) == pytest.approx(found, abs=1e-12)
 
 
 def test_diversity_equals_the_referee(referee, quiet):
@@ -83,9 +92,11 @@ def test_diversity_equals_the_referee(referee, quiet):
             probs = counts / counts.sum(-1, keepdim=True)
         by_sample = probs.transpose(0, 1)  # the reference expects [B, M, C]
         expected = updated(referee.MutualInformation(), by_sample)
-        assert metrics.mutual_information(probs) == pytest.approx(expected, abs=1e-5), seed
-        assert metrics.disagreement(probs) == pytest.approx(updated(referee.Disagreement(), by_sample), abs=1e-6), seed
-        assert metrics.entropy_parts(probs[:1]).epistemic.max() < 1e-6  # one member
+        assert split_entropy(probs).epistemic.mean().item() == pytest.approx(expected, abs=1e-5), seed
+        assert differing_pairs(probs).mean().item() == pytest.approx(
+            updated(referee.Disagreement(), by_sample), abs=1e-6
+        ), seed
+        assert split_entropy(probs[:1]).epistemic.max() < 1e-6  # one member
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -97,36 +108,27 @@ def test_half_precision_equals_the_same_values_in_float32(dtype, classes):
     # widened rows sum to one only within half precision, so compare what `top_label` returns
     confidence, correct = metrics.top_label(probs, labels)
     assert confidence.dtype == torch.float32
-    assert metrics.ece(probs, labels) == pytest.approx(metrics.ece_of_confidence(confidence, correct), abs=1e-5)
-    widened = metrics.ece_of_confidence(confidence.to(dtype), correct)  # exact: values came from this dtype
-    assert widened == metrics.ece_of_confidence(confidence, correct)
-    assert metrics.adaptive_ece(probs, labels) == metrics.adaptive_ece_of_confidence(confidence, correct)
+    assert metrics.ece(probs, labels) == pytest.approx(of_all(weighted_ece, confidence, correct), abs=1e-5)
+    widened = of_all(weighted_ece, confidence.to(dtype), correct)  # exact: values came from this dtype
+    assert widened == of_all(weighted_ece, confidence, correct)
+    assert metrics.adaptive_ece(probs, labels) == of_all(weighted_adaptive_ece, confidence, correct)
     per_sample = (probs.float() - torch.nn.functional.one_hot(labels, classes)).square().sum(-1)
     assert metrics.brier(probs, labels) == pytest.approx(per_sample.mean().item(), abs=1e-5)
 
 
 PROBS, LABELS = binary(0.5, 0.75), T([0, 1])
-OF_SETS = (metrics.top_label, metrics.brier_per_sample, metrics.nll_per_sample)
-OF_MEMBERS = (metrics.disagreement, metrics.mutual_information, metrics.entropy_parts)
-OF_CONFIDENCES = (metrics.ece_of_confidence, metrics.adaptive_ece_of_confidence, metrics.reliability_bins)
 
 
 @pytest.mark.parametrize(
-    ("functions", "given", "token"),
+    ("given", "token"),
     [
-        (OF_SETS, (PROBS, T([0])), "2 inputs"),  # it would be broadcast
-        (OF_SETS, (PROBS, T([0, 2])), "from 0 to 2"),
-        (OF_SETS, (T([[0.5, torch.nan], [1, 0]]), LABELS), r"1 of 4.*\(0, 1\)"),
-        (OF_SETS, (T([[3.0, -2.0], [1, 0]]), LABELS), "softmax"),
-        (OF_MEMBERS, (torch.rand(3, 4),), r"\[M, B, C\].*\[3, 4\]"),
-        (OF_MEMBERS, (5 * torch.ones(2, 3, 4),), "sum to one"),
-        (OF_CONFIDENCES, (T([93.0, 80.0]), T([True, False])), "from 80 to 93"),
-        (OF_CONFIDENCES, (T([0.9, 0.8]), T([3, 1])), "predicted == labels"),
-        (OF_CONFIDENCES, (T([0.9, 0.8]), T([True])), "2 confidences, 1 truth"),  # it would be broadcast
-        (OF_CONFIDENCES, (T([0.9, torch.nan]), T([True, False])), "NaN"),
+        ((PROBS, T([0])), "2 inputs"),  # it would be broadcast
+        ((PROBS, T([0, 2])), "from 0 to 2"),
+        ((T([[0.5, torch.nan], [1, 0]]), LABELS), r"1 of 4.*\(0, 1\)"),
+        ((T([[3.0, -2.0], [1, 0]]), LABELS), "softmax"),
     ],
 )
-def test_what_no_number_can_be_made_of_is_refused(functions, given, token):
-    for function in functions:
+def test_what_no_number_can_be_made_of_is_refused(given, token):
+    for function in (metrics.top_label, metrics.brier, metrics.nll):
         with pytest.raises(DataError, match=token):
             function(*given)
