@@ -2,7 +2,6 @@
 
 import base64
 import socket
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +12,9 @@ import httpx
 import pytest
 
 from cli_cases import fail
-from hydra_ensembles.serve.app import listening
 from processes import environment
 from served_models import served
-from serving import LIMIT, opened, picture, settings
+from serving import LIMIT, opened, picture
 
 ENDED_INSIDE = """
 import os, runpy, signal, sys
@@ -66,38 +64,20 @@ def process(*command: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
         child.communicate()
 
 
-@pytest.mark.ci  # starts servers
-def test_a_socket_is_for_one_user_and_goes_with_the_server_when_all_is_answered(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # a socket path has at most 107 bytes, and this folder's may be longer
-    place = Path("hydra.sock")
-    options = ("serve", folder, "--uds", place, *COMMON)
-    with process("-c", ENDED_INSIDE, "SIGTERM", *options) as (child, line):
-        assert f"unix:{place}" in line
-        assert stat.S_IMODE(place.stat().st_mode) == 0o600
-        fail("serve", folder, "--uds", place)  # a second server does not take it over
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(place)), timeout=LIMIT) as client:
-            assert client.get("http://here/v2/health/ready").status_code == 200
+@pytest.mark.ci  # starts a server
+def test_a_signal_ends_the_server_when_all_is_answered(folder: Path) -> None:
+    with process("-c", ENDED_INSIDE, "SIGTERM", "serve", folder, "--port", 0, *COMMON) as (child, line):
+        address = next(word for word in line.split() if word.startswith("http"))
+        with httpx.Client(base_url=address, timeout=LIMIT) as client:
+            assert client.get("/v2/health/ready").status_code == 200
             images = [base64.b64encode(picture(seed)).decode() for seed in range(4)]  # one row runs, three wait
-            answer = client.post("http://here/v1/predict", json={"images": images})
+            answer = client.post("/v1/predict", json={"images": images})
         output, errors = child.communicate(timeout=LIMIT)
     assert answer.status_code == 200
     expected = served("image").predict([opened(picture(seed)) for seed in range(4)])
     assert [one["label"] for one in answer.json()["predictions"]] == expected.names()
     assert (child.returncode, "Traceback" in errors) == (0, False), errors
     assert '"rows": 4' in output
-    assert not place.exists()
-
-
-def test_a_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = Path("left.sock")
-    socket.create_server(str(path), family=socket.AF_UNIX).close()  # as left by a kill
-    assert path.is_socket()
-    with listening(settings(uds=str(path))):
-        assert path.is_socket()
-    assert not path.exists()
 
 
 @pytest.mark.ci

@@ -1,4 +1,4 @@
-"""On Ray: data are scored exactly once, and a serving replica killed under load loses no request."""
+"""On Ray: a replica killed under load loses no request."""
 
 import asyncio
 import itertools
@@ -11,16 +11,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.batcher import API_KEY
-from hydra_ensembles.serve.protocol import columns
 from hydra_ensembles.serve.ray_app import ATTEMPTS, _Replicas, ray_app
 from hydra_ensembles.serve.rows import Row
-from hydra_ensembles.serve.scoring import Scorer
 from processes import environment
 from served_models import served
 from serving import LIMIT, opened, picture, settings
@@ -31,43 +27,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray war
 
 REQUESTS, CLIENTS, KILLED_AFTER = 200, 16, 40
 KEY = {"X-API-Key": "correct horse"}
-
-
-def test_ray_data_takes_a_scorer_and_resumes(tmp_path: Path) -> None:
-    """With Ray's checkpoints, a second run scores only what the first did not write."""
-    from ray.data.checkpoint import CheckpointConfig
-
-    one, images = served("image"), [opened(picture(seed)) for seed in range(12)]
-    one.save_pretrained(tmp_path / "model")
-    for part, rows in enumerate((range(7), range(7, 12))):  # Ray resumes only reads from files
-        table = pa.table({"image": [picture(row) for row in rows], "id": list(rows)})
-        pq.write_table(table, tmp_path / f"{part}.parquet")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True,
-             runtime_env={"env_vars": {"PYTHONPATH": environment()["PYTHONPATH"]}})  # fmt: skip
-    try:
-        context = ray.data.DataContext.get_current()
-        context.checkpoint_config = CheckpointConfig(
-            id_column="id", checkpoint_path=str(tmp_path / "checkpoint"), delete_checkpoint_on_success=False
-        )
-
-        def score(*parts: str) -> None:
-            settings = {"keep": ["id"], "device": "cpu"}
-            data = ray.data.read_parquet([str(tmp_path / part) for part in parts]).map_batches(
-                Scorer, fn_constructor_args=(str(tmp_path / "model"),), fn_constructor_kwargs=settings,
-                concurrency=1, batch_size=4)  # fmt: skip
-            data.write_parquet(str(tmp_path / "scores"))
-
-        score("0.parquet")
-        score("0.parquet", "1.parquet")
-        context.checkpoint_config = None
-    finally:
-        ray.shutdown()
-    found = pq.read_table(tmp_path / "scores").to_pydict()
-    order = np.argsort(found["id"])
-    assert np.asarray(found["id"])[order].tolist() == list(range(12))  # none lost or doubled
-    for name, wanted in columns(one.predict(images)).items():
-        if wanted.ndim == 1:
-            np.testing.assert_allclose(np.asarray(found[name])[order], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.fixture(scope="module")

@@ -181,7 +181,6 @@ def serve(
     model: Model,
     host: Annotated[str | None, typer.Option(help="Address to listen on, as 0.0.0.0; 127.0.0.1 if not given.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 8000 if not given.")] = None,
-    uds: Annotated[str | None, typer.Option(help="Unix socket to listen on instead.")] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Samples that the model sees at once.")] = None,
     max_wait: Annotated[float | None, typer.Option(help="Milliseconds that a sample waits for others.")] = None,
@@ -203,7 +202,7 @@ def serve(
     from ..serve.app import serve as serving
     from ..serve.batcher import ServeSettings
 
-    given: dict[str, Any] = {"host": host, "port": port, "uds": uds, "name": name}
+    given: dict[str, Any] = {"host": host, "port": port, "name": name}
     given |= {"max_batch": max_batch, "max_wait": max_wait, "precision": precision}
     (settings,) = common.read_settings([ServeSettings], config, given, changes)
     serving(common.load_model(model, device), settings)

@@ -3,6 +3,6 @@
 from .app import make_app, serve
 from .batcher import ServeSettings
 from .ray_app import ray_app
-from .scoring import Scored, Scorer, score
+from .scoring import Scored, score
 
-__all__ = ["Scored", "Scorer", "ServeSettings", "make_app", "ray_app", "score", "serve"]
+__all__ = ["Scored", "ServeSettings", "make_app", "ray_app", "score", "serve"]

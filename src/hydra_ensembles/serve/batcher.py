@@ -1,19 +1,18 @@
-"""Rows in batches: `Runner` answers rows of any shapes; `Batcher` gathers those of many requests for it.
+"""Rows in batches: `Runner` answers rows of any shapes; `Engine` gathers those of many requests for it.
 
-The batcher's thread runs the group of equal shapes that is full or has waited longest. Cancelled rows (the deadline has
-passed, or the client has disconnected) are not run. If the model fails on one row, the other rows of its batch still
-get answers; if its device fails, nothing is tried again: only a new process can use it.
+The group of equal shapes that is full, or has waited longest, runs next, on one thread. Cancelled rows (the deadline
+has passed) are not run. If the model fails on one row, the other rows of its batch still get answers; if its device
+fails, nothing is tried again: only a new process can use it.
 """
 
 import asyncio
-import math
 import os
 import re
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -33,9 +32,6 @@ from .telemetry import log
 API_KEY = "HYDRA_API_KEY"
 """Environment variable with the key that clients must send; a command line would be visible to all local users."""
 
-SMOOTHING = 0.1  # weight of the last batch in the moving average of seconds per row
-LONGEST = 60  # seconds after which a client is told to come back
-
 
 @dataclass(frozen=True)
 class ServeSettings(Checked):
@@ -44,22 +40,18 @@ class ServeSettings(Checked):
     Attributes:
         host: Address to listen on; 0.0.0.0 for every interface.
         port: Port to listen on, 0 for any free one.
-        uds: Unix socket to listen on instead, which only this user can open.
         name: What clients call the model.
         max_batch: Maximum number of samples that the model sees at once.
         max_wait: Milliseconds that a sample waits for others to fill a batch.
-        max_queue: Maximum number of samples, and of requests, accepted at once; further ones are told to retry (503).
+        max_queue: Maximum number of samples that wait; further ones are told to retry (503).
         timeout: Seconds after which a request fails (504).
         precision: Floating type to compute in; that of the model if not given.
         compile: Compile the model for the batch sizes it will see.
         max_body: Maximum size of a request, in megabytes.
-        max_pixels: Maximum size of the images of a request, in megapixels.
-        max_characters: Maximum length of a text, in characters.
     """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Range(0, 65_535)] = 8000
-    uds: str | None = None
     name: str = "model"
     max_batch: Annotated[int, Range(1, 4096)] = 16
     max_wait: Annotated[float, Range(0, below=60_001)] = 5.0
@@ -68,8 +60,6 @@ class ServeSettings(Checked):
     precision: Literal["float32", "bfloat16", "float16"] | None = None
     compile: bool = False
     max_body: Annotated[float, Range(0.001, below=4097)] = 16.0
-    max_pixels: Annotated[float, Range(0.001, below=1001)] = 50.0
-    max_characters: Annotated[int, Range(1, 100_000_000)] = 100_000
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +72,7 @@ class ServeSettings(Checked):
 def key_from_environment() -> str | None:
     """The key that clients must send; None if none is required."""
     key = os.environ.get(API_KEY)
-    if key is not None and (len(key) < 8 or not key.isascii() or not key.isprintable() or key != key.strip()):
+    if key is not None and (len(key) < 8 or not key.isascii() or not key.isprintable()):
         raise ConfigError(f"{API_KEY} has fewer than 8 characters, or some that HTTP headers cannot hold")
     return key
 
@@ -146,130 +136,6 @@ def stacked(rows: Sequence[Row]) -> Tensor | dict[str, Tensor]:
     return next(iter(batch.values())) if len(batch) == 1 else batch
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    row: Any
-    future: Future[Any]
-    since: float
-
-
-class Batcher:
-    """Runs rows of many callers in batches, on one thread.
-
-    Attributes:
-        waiting: Rows in the queue.
-        failure: The error of a device that no further call can use; None while all is well.
-    """
-
-    def __init__(
-        self,
-        run: Callable[[list[Any]], Sequence[Any]],
-        group: Callable[[Any], Hashable],
-        *,
-        max_batch: int,
-        max_wait: float,
-        max_queue: int,
-        observe: Callable[[int, float], None] = lambda rows, seconds: None,
-    ) -> None:
-        """Start the thread; it calls `run` with a batch, which returns an answer or an error for each row.
-
-        `group` returns what the rows of a batch must share: their shape. While the thread is idle, a row waits up to
-        `max_wait` seconds for others. `observe` is called with the number of rows and the seconds of every batch.
-        """
-        self.waiting = 0
-        self.failure: Exception | None = None
-        self._run, self._group, self._observe = run, group, observe
-        self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
-        self._groups: dict[Hashable, deque[_Waiting]] = {}
-        self._changed = threading.Condition()
-        self._closing = False
-        self._seconds_per_row = 0.0
-        self._thread = threading.Thread(target=self._work, name="model", daemon=True)
-        self._thread.start()
-
-    def submit(self, rows: Sequence[Any]) -> list[Future[Any]]:
-        """Queue all of these rows, or none: `RequestError` (503) if there is no room for them, and after `close`."""
-        with self._changed:
-            if self.failure is not None:
-                raise RequestError("the device of the model has failed, and this server must be restarted", 503)
-            if self._closing:
-                raise RequestError("this server is shutting down; try another, or try later", 503, retry_after=1)
-            if self.waiting + len(rows) > self._max_queue:
-                seconds = math.ceil(self.waiting * self._seconds_per_row)
-                raise RequestError("too many samples are waiting; try again later", 503, min(max(seconds, 1), LONGEST))
-            now = time.monotonic()
-            futures = [Future[Any]() for _ in rows]
-            for row, future in zip(rows, futures, strict=True):
-                self._groups.setdefault(self._group(row), deque()).append(_Waiting(row, future, now))
-            self.waiting += len(rows)
-            self._changed.notify()
-        return futures
-
-    def close(self) -> None:
-        """Accept no more rows, answer the queued ones, and stop the thread."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _work(self) -> None:
-        while batch := self._next():
-            self._answer(batch)
-
-    def _next(self) -> list[_Waiting]:
-        """Wait for the next batch; empty when the batcher is closing and the queue is empty."""
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                key = self._due(now)
-                if key is not None:
-                    if batch := self._take(key):
-                        return batch
-                elif self._groups:
-                    self._changed.wait(min(rows[0].since for rows in self._groups.values()) + self._max_wait - now)
-                elif self._closing:
-                    return []
-                else:
-                    self._changed.wait()
-
-    def _due(self, now: float) -> Hashable | None:
-        """The oldest group that is full or has waited long enough; None if there is none."""
-        oldest = {
-            key: rows[0].since
-            for key, rows in self._groups.items()
-            if self._closing or len(rows) >= self._max_batch or rows[0].since + self._max_wait <= now
-        }
-        return min(oldest, key=lambda key: oldest[key]) if oldest else None
-
-    def _take(self, key: Hashable) -> list[_Waiting]:
-        """Remove up to `max_batch` rows of a group from the queue, skipping cancelled ones."""
-        rows = self._groups[key]
-        batch = list[_Waiting]()
-        while rows and len(batch) < self._max_batch:
-            waiting = rows.popleft()
-            self.waiting -= 1
-            if waiting.future.set_running_or_notify_cancel():
-                batch.append(waiting)
-        if not rows:
-            del self._groups[key]
-        return batch
-
-    def _answer(self, batch: list[_Waiting]) -> None:
-        started = time.monotonic()
-        rows = [waiting.row for waiting in batch]
-        answers = each_alone(self._run, rows) if self.failure is None else [self.failure] * len(rows)
-        self.failure = next((one for one in answers if isinstance(one, Exception) and device_failed(one)), None)
-        seconds = time.monotonic() - started
-        before = self._seconds_per_row or seconds / len(batch)
-        self._seconds_per_row = (1 - SMOOTHING) * before + SMOOTHING * seconds / len(batch)
-        self._observe(len(batch), seconds)
-        for waiting, answer in zip(batch, answers, strict=True):
-            if isinstance(answer, Exception):
-                waiting.future.set_exception(answer)
-            else:
-                waiting.future.set_result(answer)
-
-
 def each_alone(run: Callable[[list[Any]], Sequence[Any]], rows: list[Any]) -> list[Any]:
     """What `run` returns for these rows; if it fails on one of them, that one has its error, and the others answers."""
     try:
@@ -296,24 +162,34 @@ def warm_runner(ensemble: Ensemble, settings: ServeSettings) -> Runner:
     return runner
 
 
-class Engine:
-    """A model thread of this process, fed from one queue."""
+@dataclass(frozen=True)
+class _Waiting:
+    row: Any
+    future: asyncio.Future[Answer]
+    since: float
 
-    def __init__(self, ensemble: Ensemble, settings: ServeSettings) -> None:
-        self._ensemble, self._settings = ensemble, settings
+
+class Engine:
+    """A model on a thread of this process, fed from one queue, whose rows are answered in batches.
+
+    Attributes:
+        waiting: Rows in the queue.
+        observe: Called with the number of rows and the seconds of every batch.
+    """
+
+    def __init__(self, ensemble: Ensemble, settings: ServeSettings, runner: Runner | None = None) -> None:
+        self._ensemble, self._settings, self._runner = ensemble, settings, runner
         self.observe: Callable[[int, float], None] = lambda rows, seconds: None
-        self._runner: Runner | None = None
-        self._batcher: Batcher | None = None
+        self.waiting = 0
+        self._groups: dict[Hashable, deque[_Waiting]] = {}
+        self._failure: Exception | None = None  # of the device, which no further call can use
+        self._working: asyncio.Task[None] | None = None
+        self._closing = False
 
     @property
     def ready(self) -> bool:
         """Whether the model is warm, and its device has not failed for good."""
-        return self._batcher is not None and self._batcher.failure is None
-
-    @property
-    def waiting(self) -> int:
-        """Rows in the queue."""
-        return 0 if self._batcher is None else self._batcher.waiting
+        return self._working is not None and self._failure is None and not self._closing
 
     def load(self) -> None:
         """Build and warm up the plans, unless that is done."""
@@ -323,31 +199,82 @@ class Engine:
             log("ready", model=self._settings.name, seconds=round(time.monotonic() - began, 2))
 
     async def start(self) -> None:
-        """Load, then start the thread."""
+        """Load, then run what is queued until `close`."""
         await asyncio.to_thread(self.load)
-        assert self._runner is not None
-        settings = self._settings
-        self._batcher = Batcher(
-            self._runner.answers,
-            lambda row: row.shape,
-            max_batch=settings.max_batch,
-            max_wait=settings.max_wait / 1e3,
-            max_queue=settings.max_queue,
-            observe=self.observe,
-        )
-
-    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
-        """Queue the rows and wait for their answers."""
-        assert self._batcher is not None
-        futures = self._batcher.submit(rows)
-        try:
-            return await asyncio.gather(*map(asyncio.wrap_future, futures))
-        finally:
-            for future in futures:
-                future.cancel()
+        self._changed, self._thread = asyncio.Event(), ThreadPoolExecutor(1, "model")
+        self._working = asyncio.create_task(self._work())
 
     async def close(self) -> None:
-        """Finish all queued rows, then stop the thread."""
-        batcher, self._batcher = self._batcher, None
-        if batcher is not None:
-            await asyncio.to_thread(batcher.close)
+        """Accept no more rows, and answer the queued ones."""
+        self._closing = True
+        if self._working is not None:
+            self._changed.set()
+            await self._working
+            self._thread.shutdown()
+
+    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
+        """Queue all of these rows and wait for their answers; `RequestError` (503) if there is no room for them."""
+        if self._failure is not None:
+            raise RequestError("the device of the model has failed, and this server must be restarted", 503)
+        if self._closing:
+            raise RequestError("this server is shutting down; try another, or try later", 503, retry_after=1)
+        if self.waiting + len(rows) > self._settings.max_queue:
+            raise RequestError("too many samples are waiting; try again later", 503, retry_after=1)
+        loop = asyncio.get_running_loop()
+        queued = [_Waiting(row, loop.create_future(), loop.time()) for row in rows]
+        for one in queued:
+            self._groups.setdefault(one.row.shape, deque()).append(one)
+        self.waiting += len(rows)
+        self._changed.set()
+        try:
+            return await asyncio.gather(*(one.future for one in queued))
+        finally:
+            for one in queued:
+                one.future.cancel()
+
+    async def _work(self) -> None:
+        wait, most, loop = self._settings.max_wait / 1e3, self._settings.max_batch, asyncio.get_running_loop()
+        while self._groups or not self._closing:
+            self._changed.clear()
+            latest = loop.time() - wait
+            due = [
+                shape
+                for shape, rows in self._groups.items()
+                if self._closing or len(rows) >= most or rows[0].since <= latest
+            ]
+            if due:
+                await self._run(self._take(min(due, key=lambda shape: self._groups[shape][0].since)))
+            else:
+                oldest = min((rows[0].since for rows in self._groups.values()), default=None)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), None if oldest is None else oldest - latest)
+
+    def _take(self, shape: Hashable) -> list[_Waiting]:
+        """Remove up to `max_batch` rows of a group from the queue, skipping cancelled ones."""
+        rows, batch = self._groups[shape], list[_Waiting]()
+        while rows and len(batch) < self._settings.max_batch:
+            self.waiting -= 1
+            if not (one := rows.popleft()).future.done():
+                batch.append(one)
+        if not rows:
+            del self._groups[shape]
+        return batch
+
+    async def _run(self, batch: list[_Waiting]) -> None:
+        if not batch:
+            return
+        assert self._runner is not None
+        began, rows = time.monotonic(), [one.row for one in batch]
+        answers: Any = [self._failure] * len(rows)
+        if self._failure is None:
+            loop = asyncio.get_running_loop()
+            answers = await loop.run_in_executor(self._thread, each_alone, self._runner.answers, rows)
+            self._failure = next((one for one in answers if isinstance(one, Exception) and device_failed(one)), None)
+        self.observe(len(batch), time.monotonic() - began)
+        for one, answer in zip(batch, answers, strict=True):
+            if one.future.done():
+                continue
+            if isinstance(answer, Exception):
+                one.future.set_exception(answer)
+            else:
+                one.future.set_result(answer)

@@ -4,7 +4,6 @@
 A row that cannot be read does not end the work: it carries its error, and the others get answers.
 """
 
-import codecs
 import csv
 import errno
 import io
@@ -19,7 +18,6 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -40,7 +38,6 @@ SHORTEST = 16  # minimum number of tokens that texts are padded to
 COLUMNS = {"image": "image", "text": "text", "text_pair": "text_pair"}  # usual names of columns; a pair may be missing
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _DISK = (errno.EIO, errno.ESTALE, errno.ENODEV)  # the disk failed: a rerun may be able to read the file
-_NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # what `surrogateescape` makes of other bytes
 
 
 def cores() -> int:
@@ -102,13 +99,11 @@ class Row:
         inputs: Preprocessed inputs by name, without the batch axis, on the CPU.
         error: Why it cannot be read; None if it can.
         notes: Why it is probably not what was meant: a text that was cut, a photograph stored sideways.
-        pixels: Of the image as stored.
     """
 
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     error: HydraError | None = None
     notes: Sequence[str] = ()
-    pixels: int = 0
 
     @cached_property
     def shape(self) -> Hashable:
@@ -132,16 +127,15 @@ class Reader:
         size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
         self.image_size = tuple(map(int, size)) if self.kind == "image" else None
 
-    def read(self, raw: Any, pixels: float = float("inf")) -> Row:
-        """The row of an image (path, content of a file, `{bytes, path}`, PIL, `uint8` array) or of a text or a pair.
+    def read(self, raw: Any) -> Row:
+        """The row of an image (path, content of a file, PIL) or of a text or a pair.
 
-        An image of more than `pixels` pixels is not decoded. Raises only if this model reads no such rows, or a disk
-        fails.
+        Raises only if this model reads no raw rows, or a disk fails.
         """
         self.require_preprocessing()
         with collect_warnings() as notes:
             try:
-                inputs, size = self._image(raw, pixels) if self.kind == "image" else (self._text(raw), 0)
+                inputs = self._image(raw) if self.kind == "image" else self._text(raw)
             except StorageError:
                 raise
             except RequestError as error:
@@ -151,7 +145,7 @@ class Reader:
             except Exception as error:  # broken data can raise anything in a decoder
                 cause = " ".join(str(error).split()) or type(error).__name__
                 return Row(error=DataError(f"it cannot be read: {cause}"))
-        return Row(inputs, None, tuple(notes), size)
+        return Row(inputs, None, tuple(notes))
 
     def tensors(self, inputs: Mapping[str, Tensor]) -> list[Row]:
         """Rows of preprocessed inputs, `[B, …]` each; raises if they do not fit the model."""
@@ -190,21 +184,15 @@ class Reader:
             missing = "image processor" if self.kind == "image" else "tokenizer"
             raise DataError(f"this model was saved without its {missing}: give {self._main}, or convert it with one")
 
-    def _image(self, raw: Any, most: float) -> tuple[dict[str, Tensor], int]:
+    def _image(self, raw: Any) -> dict[str, Tensor]:
         assert isinstance(self.preprocessing, ImagePreprocessing)
-        if isinstance(raw, Mapping):
-            raw = raw.get("path") if raw.get("bytes") is None else raw["bytes"]
         if isinstance(raw, str | Path):
             try:
                 raw = Path(raw).read_bytes()
             except OSError as error:
                 _raise_if_disk(error, Path(raw))
                 raise DataError(f"{raw} cannot be read: {error.strerror}") from error
-        if isinstance(raw, bytes):
-            raw = opened(raw, most)
-        elif isinstance(raw, np.ndarray):
-            raw = library("PIL.Image", extra="data").fromarray(raw)
-        return {self._main: self.preprocessing([raw])[0].to(self.dtype)}, raw.width * raw.height
+        return {self._main: self.preprocessing([opened(raw) if isinstance(raw, bytes) else raw])[0].to(self.dtype)}
 
     def _text(self, raw: Any) -> dict[str, Tensor]:
         assert isinstance(self.preprocessing, TextPreprocessing)
@@ -220,18 +208,15 @@ class Reader:
         return {name: F.pad(x.long(), (0, length - tokens), value=fill.get(name, 0)) for name, x in inputs.items()}
 
 
-def opened(content: bytes, most: float) -> Any:
-    """An image file, judged by its header before it is decoded: a few bytes may decode to gigabytes of pixels."""
+def opened(content: bytes) -> Any:
+    """An image file, not yet decoded; Pillow refuses one whose header announces gigabytes of pixels."""
     pillow = library("PIL.Image", extra="data")
     try:
-        image = pillow.open(io.BytesIO(content), formats=FORMATS)
+        return pillow.open(io.BytesIO(content), formats=FORMATS)
     except pillow.DecompressionBombError as error:
         raise RequestError(f"it is too large: {error}", 413) from error
     except Exception as error:  # a broken header can raise anything in Pillow
         raise RequestError(f"it ({len(content)} bytes) is none of {', '.join(FORMATS)}, or is broken", 415) from error
-    if image.width * image.height > most:
-        raise RequestError(f"it has {image.width} x {image.height} pixels; at most {int(most)} are accepted", 413)
-    return image
 
 
 def _raise_if_disk(error: OSError, path: Path) -> None:
@@ -270,10 +255,7 @@ class Source:
     def __iter__(self) -> Iterator[Item]:
         """The items, the current one in memory; broken content is an item with its error."""
         try:
-            for item in self._read():
-                text = item.content if isinstance(item.content, str | tuple) else ""
-                broken = _NOT_UTF_8.search("".join(text))
-                yield Item(item.name, None, item.kept, "its text is not in UTF-8; convert it") if broken else item
+            yield from self._read()
         except Exception as error:  # broken data can raise anything in a decoder
             if isinstance(error, OSError):
                 _raise_if_disk(error, self.files[0])
@@ -307,17 +289,15 @@ def sources(
     root, files = (path, _files_below(path, without)) if path.is_dir() else (path.parent, [path])
     readers: dict[str, Callable[[Path, str, Cells], Iterator[Item]]] = {
         ".parquet": _parquet,
-        ".csv": _delimited,
-        ".tsv": _delimited,
+        ".csv": _csv,
         ".jsonl": _json_lines,
-        ".ndjson": _json_lines,
         **dict.fromkeys(_TARS, _tar),
         **({".txt": _lines} if kind == "text" else {}),
     }
     found = list[Source]()
     suffixes = IMAGE_SUFFIXES if kind == "image" else ()
     for folder, beside in groupby(files, key=lambda file: file.parent):
-        names = {file: file.relative_to(root).as_posix().encode("utf-8", "replace").decode() for file in beside}
+        names = {file: file.relative_to(root).as_posix() for file in beside}
         pictures = [file for file in names if file.suffix.lower() in suffixes]
         for start in range(0, len(pictures), images):
             part = pictures[start : start + images]
@@ -356,9 +336,9 @@ class Cells:
         pair = self.kind == "text" and self.columns["text_pair"] != COLUMNS["text_pair"]
         return [self.columns[self.kind], *([self.columns["text_pair"]] if pair else []), *self.keep]
 
-    def require(self, known: Sequence[str], needed: Sequence[str] | None = None) -> None:
+    def require(self, known: Sequence[str]) -> None:
         """Refuse a table without a needed column."""
-        for column in self.needed if needed is None else needed:
+        for column in self.needed:
             if column not in known:
                 raise DataError(f"there is no column {column!r}, but {sorted(known)}; name the right one")
 
@@ -380,16 +360,8 @@ class Cells:
         return Item(name, tuple(parts.values()) if len(parts) == 2 else main, kept)
 
 
-def _opened(file: Path) -> Any:
-    """Open a text file; bytes that are not UTF-8 become lone surrogates, which a `Source` finds."""
-    with file.open("rb") as content:
-        if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # its lines may happen to decode as UTF-8
-            raise DataError("it is in UTF-16; save it as UTF-8")
-    return file.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-
 def _lines(file: Path, name: str, cells: Cells) -> Iterator[Item]:
-    with _opened(file) as lines:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
         for number, line in enumerate(lines):
             if line.strip():
                 yield Item(f"{name}:{number}", line.strip())
@@ -405,12 +377,11 @@ def _parquet(file: Path, name: str, cells: Cells) -> Iterator[Item]:
             yield cells.item(f"{name}:{number}", row)
 
 
-def _delimited(file: Path, name: str, cells: Cells) -> Iterator[Item]:
-    """CSV with a header line, without empty lines. Fields of TSV are never quoted: a lone quotation mark is text."""
+def _csv(file: Path, name: str, cells: Cells) -> Iterator[Item]:
+    """CSV with a header line, without empty lines."""
     csv.field_size_limit(1 << 27)  # characters; the usual limit is shorter than some texts
-    form: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix.lower() == ".tsv" else {}
-    with _opened(file) as lines:
-        rows = filter(None, csv.reader(lines, **form))
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        rows = filter(None, csv.reader(lines))
         header = next(rows, [])
         cells.require(header)
         for number, row in enumerate(rows):
@@ -421,7 +392,7 @@ def _delimited(file: Path, name: str, cells: Cells) -> Iterator[Item]:
 
 
 def _json_lines(file: Path, name: str, cells: Cells) -> Iterator[Item]:
-    with _opened(file) as lines:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
         for number, line in enumerate(filter(str.strip, lines)):
             try:
                 item = cells.item(f"{name}:{number}", json.loads(line))
@@ -441,9 +412,5 @@ def _tar(file: Path, name: str, cells: Cells) -> Iterator[Item]:
                 continue
             content: Any = opened.read()
             if cells.kind == "text":
-                content = content.decode("utf-8-sig", "surrogateescape").strip()
-            yield Item(f"{name}/{path}".encode("utf-8", "replace").decode(), content)
-        ended: Any = members.fileobj  # `tarfile` takes a damaged or missing header for the end
-        ended.seek(members.offset)
-        if ended.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError("its next header is damaged, or it was cut off; what follows is not read")
+                content = content.decode("utf-8-sig").strip()
+            yield Item(f"{name}/{path}", content)

@@ -11,18 +11,15 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tqdm.auto import tqdm
 
-from .._utils import __version__, library, require_device
-from ..batches import READ
+from .._utils import __version__, library
 from ..digest import digest
 from ..errors import ConfigError, DataError, HydraError
 from ..files import expanded, write_atomically, write_json
@@ -30,7 +27,7 @@ from ..model.ensemble import Ensemble
 from ..store import Store
 from .batcher import Runner, stacked
 from .protocol import REASON_WORDS, Answer, Arrays, output_fields
-from .rows import COLUMNS, Cells, Item, Reader, Row, Source, cores, sources
+from .rows import COLUMNS, Item, Reader, Row, Source, cores, sources
 
 ROWS, END, ABOUT = "rows", "_end", "about.json"
 INPUT, CLASS, ERROR, NOTE = "input", "class_name", "error", "note"  # columns beside the outputs of the model
@@ -257,55 +254,3 @@ def _as_text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-class Scorer:
-    """A saved ensemble as a function of batches: `Scorer(path)(batch) -> columns`, as for `score`.
-
-    A batch is a mapping of columns: `image` (encoded bytes, `{bytes, path}`, PIL images, `uint8` arrays, or paths),
-    `text` (and `text_pair`), or inputs that are preprocessed already. It can be pickled, and each process loads the
-    model at its first call: give it to Ray Data (`map_batches(Scorer, fn_constructor_args=(path,), concurrency=2)`) or
-    to `datasets.map(scorer, batched=True)`, whose cache knows it by the content of the folder.
-    """
-
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        columns: Mapping[str, str] | None = None,
-        keep: Sequence[str] = (),
-        wide: bool = False,
-        batch_size: int = 64,
-        device: str | None = None,
-    ) -> None:
-        self.model, self.device, self.wide, self.batch_size = expanded(model), device, wide, batch_size
-        self.names, self.keep = {**COLUMNS, **(columns or {})}, tuple(keep)
-        self.digest = digest((self.model / "config.json").read_bytes())  # which holds those of the weights
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_parts"}
-
-    @cached_property
-    def _parts(self) -> tuple[Reader, Runner, _Table]:
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = Ensemble.from_pretrained(self.model, device=require_device(device))
-        return Reader(model), Runner(model.optimize(), self.batch_size), _Table(model, self.keep, self.wide)
-
-    def __call__(self, batch: Mapping[str, Any]) -> Arrays:
-        """Answers to a batch, one row for each of its rows."""
-        reader, runner, table = self._parts
-        kind, names = reader.kind, [name for name in READ[reader.kind] if batch.get(name) is not None]
-        cells = Cells(kind, self.names, self.keep, Path())
-        known = [name for name in batch if batch[name] is not None]
-        cells.require(known, self.keep if names else cells.needed)
-        count = len(batch[known[0]])
-        items = [cells.item("", {name: batch[name][index] for name in known}) for index in range(count)]
-        if names:
-            stack = {name: torch.from_numpy(np.stack([np.asarray(row) for row in batch[name]])) for name in names}
-            items, rows = [replace(item, error="") for item in items], reader.tensors(stack)
-        else:
-            with ThreadPoolExecutor(cores()) as pool:
-                rows = list(pool.map(partial(_row, reader), items))
-        return {
-            name: column for name, column in table.columns(items, rows, runner.answers(rows)).items() if name != INPUT
-        }

@@ -1,7 +1,7 @@
 """What a server reports: Prometheus metrics, and one line of JSON per request. Inputs are never logged.
 
-Every score has a histogram. If held-out scores are available, the bins hold equal shares of them: inputs like the
-held-out data fill all bins evenly, so drift is visible without knowing what the score means.
+What lies between 0 and 1 has a histogram. Inputs like the held-out data fill the bins of p-values evenly, so drift is
+visible there.
 """
 
 import json
@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from .._utils import __version__, library
-from .protocol import REASON_WORDS, Answer, Served, held_out
+from .protocol import REASON_WORDS, Answer, Served
 
 LOGGER = logging.getLogger(__name__)
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
-BUCKETS = (-1000.0, -300.0, -100.0, -30.0, -10.0, -3.0, -1.0, 0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
-BINS = 20  # for a score with held-out scores
+SHARES = tuple(round(0.05 * step, 2) for step in range(1, 21))
+SHOWN = ("confidence", "disagreement", "p_value", "familiarity")  # outputs between 0 and 1
 MOST_LABELS = 1000  # maximum number of classes for one counter each
 UNCALIBRATED = "no verdict"  # the model has no threshold
 OUTCOMES = tuple(word or "accepted" for word in REASON_WORDS)
@@ -48,8 +47,9 @@ class Telemetry:
         facts |= {"members": str(model.num_members), "classes": str(model.num_classes), "device": str(model.device)}
         gauge("hydra_model", "The model that is served.", list(facts)).labels(**facts).set(1)
         self._scores = {
-            name: histogram(f"hydra_score_{name.replace('++', '_pp')}", meaning, buckets=bins)
-            for name, meaning, bins in _score_bins(served)
+            field.name: histogram(f"hydra_score_{field.name}", field.meaning, buckets=[*SHARES, math.inf])
+            for field in served.outputs
+            if field.name in SHOWN
         }
         meaning = "Answers by the class that was predicted, accepted or not."
         few = len(served.labels) <= MOST_LABELS
@@ -87,30 +87,6 @@ class Telemetry:
         """The metrics in Prometheus format, and their content type."""
         content: bytes = self._client.generate_latest(self._registry)
         return content, str(self._client.CONTENT_TYPE_LATEST)
-
-
-def _score_bins(served: Served) -> list[tuple[str, str, Sequence[float]]]:
-    """Every output that is one number per sample, with its meaning and bin edges."""
-    references = held_out(served.ensemble)
-    most = math.log(len(served.labels))
-    bins: list[tuple[str, str, Sequence[float]]] = []
-    for field in served.outputs:
-        if field.shape or not field.dtype.startswith("float"):
-            continue
-        reference, threshold = references.get(field.name, (None, None))
-        if reference is not None:
-            values = reference.values
-            edges = {values[max(len(values) * step // BINS, 1) - 1] for step in range(1, BINS + 1)}
-        elif field.name in ("confidence", "disagreement", "p_value", "familiarity"):
-            edges = {*SHARES, 1.0}
-        elif field.name in ("entropy", "aleatoric", "epistemic"):
-            edges = {most * share for share in (*SHARES, 1.0)}
-        else:
-            edges = {*BUCKETS, *(SHARES if field.name == "score" else ())}
-        if threshold is not None and math.isfinite(threshold):
-            edges.add(threshold)  # samples above it were not accepted
-        bins.append((field.name, field.meaning, [*sorted(edges), math.inf]))
-    return bins
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------

@@ -1,102 +1,125 @@
 """Batches are as large as allowed, of one shape, in order; no accepted row is lost, and cancelled rows are not run."""
 
+import asyncio
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hydra_ensembles.errors import RequestError
-from hydra_ensembles.serve.batcher import Batcher
+from hydra_ensembles.serve.batcher import Engine, ServeSettings
 
-FOREVER = 3600.0
+FOREVER = 60_000.0  # milliseconds
 LIMIT = 60.0  # seconds, a safety net
 
 
 class Model:
-    """Answers each row with itself and its batch size; `hold` blocks the first batch until `release`."""
+    """Answers each row with its content and its batch size; `hold` blocks batches until `gate` is set."""
 
     def __init__(self, hold: bool = False) -> None:
         self.batches: list[list[Any]] = []
-        self.entered, self._gate = threading.Event(), threading.Event()
+        self.entered, self.gate = threading.Event(), threading.Event()
         if not hold:
-            self.release()
+            self.gate.set()
 
-    def release(self) -> None:
-        self._gate.set()
-
-    def __call__(self, rows: list[Any]) -> list[tuple[Any, int]]:
+    def answers(self, rows: list[Any]) -> list[Any]:
         self.entered.set()
-        assert self._gate.wait(LIMIT)
-        self.batches.append(rows)
-        if any(row == "poison" for row in rows):
+        assert self.gate.wait(LIMIT)
+        contents = [row.content for row in rows]
+        self.batches.append(contents)
+        if "poison" in contents:
             raise RuntimeError("poison")
-        return [(row, len(rows)) for row in rows]
+        return [(content, len(rows)) for content in contents]
 
 
-def batcher(model: Callable[..., Any], **changes: Any) -> Batcher:
-    settings = {"max_batch": 4, "max_wait": 0.0, "max_queue": 8} | changes
-    return Batcher(model, lambda row: type(row), **settings)
+def row(content: Any) -> Any:
+    return SimpleNamespace(content=content, shape=type(content))
 
 
-def held(**changes: Any) -> tuple[Model, Batcher, Future[Any]]:
-    """A model, and a batcher whose thread is blocked on one row, `"first"`."""
+async def started(model: Model, **changes: Any) -> Engine:
+    settings: Any = {"max_batch": 4, "max_wait": 0.0, "max_queue": 8} | changes
+    engine = Engine(None, ServeSettings(**settings), model)  # type: ignore[arg-type]
+    await engine.start()
+    return engine
+
+
+async def held(**changes: Any) -> tuple[Model, Engine, "asyncio.Task[Any]"]:
+    """A model that is blocked on one row, `"first"`."""
     model = Model(hold=True)
-    made = batcher(model, **changes)
-    (first,) = made.submit(["first"])
-    assert model.entered.wait(LIMIT)
-    return model, made, first
+    engine = await started(model, **changes)
+    first = asyncio.create_task(engine.answer([row("first")]))
+    assert await asyncio.to_thread(model.entered.wait, LIMIT)
+    return model, engine, first
 
 
-def results(futures: list[Future[Any]]) -> list[Any]:
-    return [future.result(LIMIT) for future in futures]
+async def queued(engine: Engine, *contents: Any) -> list["asyncio.Task[Any]"]:
+    tasks = [asyncio.create_task(engine.answer([row(content)])) for content in contents]
+    await asyncio.sleep(0)  # they start, in order
+    return tasks
 
 
 def test_what_waits_becomes_full_batches_of_one_shape_in_order() -> None:
-    seen: list[tuple[int, bool]] = []
-    model, made, first = held(observe=lambda rows, seconds: seen.append((rows, seconds >= 0)))
-    futures = [future for row in (1, "a", 2, 3, "b", 4, 5) for future in made.submit([row])]
-    assert made.waiting == 7
-    model.release()
-    assert results([first, *futures])[1:] == [(1, 4), ("a", 2), (2, 4), (3, 4), ("b", 2), (4, 4), (5, 1)]
-    assert (model.batches, made.waiting) == ([["first"], [1, 2, 3, 4], ["a", "b"], [5]], 0)
-    made.close()
-    assert seen == [(1, True), (4, True), (2, True), (1, True)]
+    async def whole() -> None:
+        model, engine, first = await held()
+        seen: list[int] = []
+        engine.observe = lambda rows, seconds: seen.append(rows)
+        tasks = await queued(engine, 1, "a", 2, 3, "b", 4, 5)
+        assert engine.waiting == 7
+        model.gate.set()
+        found = [answer for (answer,) in await asyncio.gather(first, *tasks)]
+        assert found[1:] == [(1, 4), ("a", 2), (2, 4), (3, 4), ("b", 2), (4, 4), (5, 1)]
+        assert (model.batches, engine.waiting) == ([["first"], [1, 2, 3, 4], ["a", "b"], [5]], 0)
+        await engine.close()
+        assert seen == [1, 4, 2, 1]
+
+    asyncio.run(whole())
 
 
 def test_a_full_batch_does_not_wait_and_another_waits_for_more_until_its_time_ends() -> None:
-    made = batcher(Model(), max_wait=FOREVER)
-    early = made.submit([1, 2, 3])
-    assert results([*early, *made.submit([4])]) == [(row, 4) for row in (1, 2, 3, 4)]
-    late = made.submit([5, "a"])
-    made.close()  # nothing else ends the wait
-    assert results(late) == [(5, 1), ("a", 1)]
-    made = batcher(Model(), max_wait=0.001)
-    assert results(made.submit([1])) == [(1, 1)]
-    made.close()
+    async def whole() -> None:
+        engine = await started(Model(), max_wait=FOREVER)
+        early = await queued(engine, 1, 2, 3)
+        assert await engine.answer([row(4)]) == [(4, 4)]
+        assert [answer for (answer,) in await asyncio.gather(*early)] == [(1, 4), (2, 4), (3, 4)]
+        late = await queued(engine, 5, "a")
+        await engine.close()  # nothing else ends the wait
+        assert await asyncio.gather(*late) == [[(5, 1)], [("a", 1)]]
+        with pytest.raises(RequestError, match="shutting down"):
+            await engine.answer([row(6)])
+        engine = await started(Model(), max_wait=1)
+        assert await engine.answer([row(1)]) == [(1, 1)]
+        await engine.close()
+
+    asyncio.run(whole())
 
 
-def test_closing_answers_what_was_taken_in_and_takes_nothing_more() -> None:
-    model, made, first = held()
-    futures = made.submit([1, 2, 3, 4, 5])
-    closing = threading.Thread(target=made.close)
-    closing.start()
-    model.release()
-    closing.join(LIMIT)
-    assert not closing.is_alive()
-    assert all(future.done() for future in (first, *futures))
-    with pytest.raises(RequestError, match="shutting down") as refused:
-        made.submit([6])
-    assert (refused.value.status, refused.value.retry_after) == (503, 1)
+def test_a_full_queue_is_said_and_what_was_given_up_is_not_run() -> None:
+    async def whole() -> None:
+        model, engine, first = await held(max_queue=4)
+        kept, given_up = await queued(engine, 1, 2)
+        with pytest.raises(RequestError, match="try again") as refused:
+            await engine.answer([row(3)] * 3)
+        assert (refused.value.status, refused.value.retry_after) == (503, 1)
+        given_up.cancel()
+        await asyncio.sleep(0)
+        model.gate.set()
+        assert await asyncio.gather(first, kept) == [[("first", 1)], [(1, 1)]]
+        await engine.close()
+        assert model.batches == [["first"], [1]]
+
+    asyncio.run(whole())
 
 
 def test_one_bad_row_costs_no_other_its_answer() -> None:
-    model, made, _ = held()
-    good, bad, other = made.submit(["x", "poison", "y"])
-    model.release()
-    assert results([good, other]) == [("x", 1), ("y", 1)]
-    with pytest.raises(RuntimeError, match="poison"):
-        bad.result(LIMIT)
-    assert results(made.submit(["z"])) == [("z", 1)]  # the thread survives
-    made.close()
+    async def whole() -> None:
+        model, engine, first = await held()
+        good, bad, other = await queued(engine, "x", "poison", "y")
+        model.gate.set()
+        assert await asyncio.gather(first, good, other) == [[("first", 1)], [("x", 1)], [("y", 1)]]
+        with pytest.raises(RuntimeError, match="poison"):
+            await bad
+        assert await engine.answer([row("z")]) == [("z", 1)]
+        await engine.close()
+
+    asyncio.run(whole())

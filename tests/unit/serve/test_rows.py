@@ -34,8 +34,7 @@ def same(answers: list[Any], expected: dict[str, Any]) -> None:
 def test_images_however_they_are_given(tmp_path: Path) -> None:
     one, contents = served("image"), [picture(seed) for seed in range(5)]
     (tmp_path / "4.png").write_bytes(contents[4])
-    given = [opened(contents[0]), contents[1], {"bytes": contents[2], "path": None}, np.asarray(opened(contents[3])),
-             tmp_path / "4.png"]  # fmt: skip
+    given = [opened(contents[0]), *contents[1:4], tmp_path / "4.png"]
     read = [Reader(one).read(raw) for raw in given]
     assert [row.error for row in read] == [None] * 5
     expected = columns(one.predict([opened(content) for content in contents]))
@@ -62,7 +61,6 @@ def test_texts_and_pairs_do_not_depend_on_their_neighbours(masked: bool) -> None
 def test_what_cannot_be_read_says_so_and_what_was_cut_or_turned_too(tmp_path: Path) -> None:
     images, texts = Reader(served("image")), Reader(served("text"))
     for content, status, token in (
-        (png(9_000, 9_000), 413, "9000 x 9000"),
         (png(30_000, 30_000), 413, "large"),  # a picture bomb
         (png(1, 5000, 0, bytes(10_000)), 400, "1 x 5000"),  # resized for the model, it would take gigabytes
         (b"not an image", 415, "PNG"),
@@ -71,12 +69,11 @@ def test_what_cannot_be_read_says_so_and_what_was_cut_or_turned_too(tmp_path: Pa
         (tmp_path / "none.png", 400, "none.png"),
         (None, 400, "PIL"),
     ):
-        error = images.read(content, 5e7).error
+        error = images.read(content).error
         assert error is not None
         assert (getattr(error, "status", 400), token in str(error)) == (status, True), error
     for text in ("half \ud800", None, 3):
         assert texts.read(text).error is not None
-    assert images.read(picture(), 100).error is not None
     assert "EXIF" in images.read(turned()).notes[0]
     assert "tokens" in texts.read("wörld " * 30).notes[0]
     assert not texts.read("hello").notes
@@ -155,12 +152,11 @@ def test_images_of_every_kind_in_one_order(tmp_path: Path) -> None:
 
 def test_texts_of_every_kind_and_their_columns(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text,text_pair,id\n"two\nlines",with,1\n007,,2\n', encoding="utf-8")
-    (tmp_path / "b.tsv").write_text('"id\ttext\n1\ta "quote\n', encoding="utf-8-sig")  # quotes are literal in TSV
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "text_pair": "three"}\n')
     tar(tmp_path / "e.tar", {"1.txt": b"\xef\xbb\xbfin a tar\n", "1.png": b""})
     (tmp_path / "f.txt").write_text("first\n\n second \n")
     assert read(tmp_path, "text") == [
-        ("a.csv:0", ("two\nlines", "with")), ("a.csv:1", ("007", "")), ("b.tsv:0", 'a "quote'), ("c.jsonl:0", "one"),
+        ("a.csv:0", ("two\nlines", "with")), ("a.csv:1", ("007", "")), ("c.jsonl:0", "one"),
         ("c.jsonl:1", ("two", "three")), ("e.tar/1.txt", "in a tar"), ("f.txt:0", "first"), ("f.txt:2", "second"),
     ]  # fmt: skip
     other = tmp_path / "other"
@@ -181,15 +177,14 @@ def test_what_is_broken_is_an_item_and_the_rest_is_read(tmp_path: Path) -> None:
     whole = tar(tmp_path / "e.tar", {"1.txt": b"fine", "2.txt": b"x" * 5000}).read_bytes()
     (tmp_path / "e.tar").write_bytes(whole[:2000])
     (tmp_path / "f.tgz").write_bytes(b"no tar")
-    (tmp_path / "g.txt").write_text("one\ntwo\n", encoding="utf-16")  # its second line is valid UTF-8 with NULs
+    (tmp_path / "g.txt").write_text("one\ntwo\n", encoding="utf-16")
     (tmp_path / "h.csv").write_text("text\ncafé\n", encoding="latin-1")
-    (tmp_path / "i.tar").write_bytes(tar(tmp_path / "i.tar", {"1.txt": b"fine", "2.txt": b"fine"}).read_bytes()[:1024])
     found = read(tmp_path, "text")
-    fine = ["a.csv:0", "a.csv:2", "c.jsonl:0", "c.jsonl:4", "e.tar/1.txt", "i.tar/1.txt"]
+    fine = ["a.csv:0", "a.csv:2", "c.jsonl:0", "c.jsonl:4", "e.tar/1.txt"]
     assert [name for name, content in found if content == "fine"] == fine
     assert [name for name, content in found if content == "!"] == [
-        "a.csv:1", "b.csv", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3", "d.parquet", "e.tar", "f.tgz", "g.txt", "h.csv:0",
-        "i.tar"]  # fmt: skip
+        "a.csv:1", "b.csv", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3", "d.parquet", "e.tar", "f.tgz", "g.txt", "h.csv",
+    ]  # fmt: skip
 
 
 def test_a_disk_that_fails_ends_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
