@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import hydra_ensembles as package
-from chromium import Tab
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [  # every package with a public list
@@ -68,26 +67,3 @@ def test_pages_fetch_nothing(site: Path) -> None:
             r'<link[^>]*rel="?(?:stylesheet|preload|preconnect)[^>]*href="?(http[^"\s>]+)', page.read_text()
         )
         assert not loaded + styles, page.name
-
-
-OVERFLOWS = """(() => {
-  const scrolls = (one) => ["auto", "scroll", "hidden"].includes(getComputedStyle(one).overflowX);
-  const clipped = (one) => one.tagName !== "BODY" && (scrolls(one) || clipped(one.parentElement));
-  const wide = [...document.querySelectorAll("article *")].filter((one) => {
-    const box = one.getBoundingClientRect();
-    return box.width > 0 && box.right > innerWidth + 1 && !clipped(one.parentElement);
-  });
-  const broken = [...document.images].filter((one) => one.complete && one.naturalWidth === 0);
-  return [...wide.map((one) => one.outerHTML.slice(0, 80)), ...broken.map((one) => one.src)];
-})()"""
-
-
-@pytest.mark.ci  # a hundred pages in a browser
-@pytest.mark.parametrize("width", [390, 1280])
-def test_pages_fit_a_phone_and_a_desk(site: Path, width: int, tab: Tab) -> None:
-    for page in sorted(site.rglob("*.html")):
-        if page.name != "404.html":  # its links are absolute
-            tab.open(page.as_uri(), width)
-            assert tab.run("document.documentElement.scrollWidth") <= width, page.name
-            assert tab.run(OVERFLOWS) == [], page.name
-    assert not tab.complaints
