@@ -15,7 +15,7 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles import data, heads, metrics
-from hydra_ensembles.demo.embedded import load_backbone, load_sample
+from hydra_ensembles.demo.run import load_backbone, load_sample
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles import data, metrics
-from hydra_ensembles.demo.embedded import load_backbone, load_sample
+from hydra_ensembles.demo.run import load_backbone, load_sample
 from hydra_ensembles.heads.members import sampled_members
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from hydra_ensembles.demo.embedded import load_sample
+from hydra_ensembles.demo.run import load_sample
 
 
 # start: model

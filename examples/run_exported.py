@@ -104,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.model is None:
         import hydra_ensembles as he
-        from hydra_ensembles.demo.embedded import load_backbone, load_sample
+        from hydra_ensembles.demo.run import load_backbone, load_sample
 
         options.model = he.export(load_backbone(), "demo.onnx")
         images = [load_sample().sets["test"][row][0] for row in range(3)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from hydra_ensembles.demo.embedded import load_backbone, load_sample
+from hydra_ensembles.demo.run import load_backbone, load_sample
 from hydra_ensembles.report import to_markdown
 
 

@@ -17,7 +17,7 @@ import timm
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from hydra_ensembles.demo.embedded import load_backbone, load_sample
+from hydra_ensembles.demo.run import load_backbone, load_sample
 
 
 # start: ensemble

@@ -35,7 +35,7 @@ import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.data import ImageDataset
 from hydra_ensembles.demo import load_sample
-from hydra_ensembles.demo.embedded import read_images
+from hydra_ensembles.demo.run import read_images
 
 PACKAGE = Path(he.__file__).parent / "demo"
 SIZE = 64

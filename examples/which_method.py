@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import hydra_ensembles as he
 from hydra_ensembles import baselines, data
-from hydra_ensembles.demo.embedded import load_backbone, load_sample
+from hydra_ensembles.demo.run import load_backbone, load_sample
 
 
 # start: methods

@@ -17,7 +17,7 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles import data
-from hydra_ensembles.demo.embedded import load_sample
+from hydra_ensembles.demo.run import load_sample
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # from libraries that open_clip imports

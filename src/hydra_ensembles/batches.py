@@ -35,7 +35,7 @@ _KEPT = ("epoch", "stream", "generator")
 _FORMS = "(inputs, labels), (inputs,), a mapping with 'labels', or a tensor"
 _RAW = "preprocess texts and images first: data.batches(data, model.metadata.preprocessing), or in collate_fn"
 
-_NAMES = ("class_names", "classes", "class_to_idx")  # attributes of data sets
+_NAMES = ("class_names", "classes")  # attributes of data sets
 _WAYS = "dataset.with_classes(names) for ours, target_transform= for torchvision, model.with_metadata(labels=names)"
 
 
@@ -96,12 +96,9 @@ def read_labels(labels: Any, samples: int, where: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"labels in {where} must be whole numbers [B] from 0, got {short(labels)} ({error})") from error
     not_whole = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
-    if tensor.dim() != 1 or not_whole or len(tensor) != samples:
-        advice = "give class numbers [B]: .long() for floats, .squeeze(1) for [B, 1], .argmax(1) for one-hot rows"
-        got = f"got {tensor.dtype} {list(tensor.shape)}"
-        raise DataError(
-            f"labels in {where} must be whole numbers, one for each of its {samples} inputs; {got}; {advice}"
-        )
+    if tensor.shape != (samples,) or not_whole:
+        problem = f"labels in {where} must be class numbers [{samples}], got {tensor.dtype} {list(tensor.shape)}"
+        raise DataError(f"{problem}: .squeeze(1) columns, .argmax(1) one-hot rows, .long() floats")
     return tensor
 
 
@@ -176,11 +173,6 @@ def named_sources(sources: Sources, name: str) -> dict[str, Batches]:
     """Sources of batches by their name in messages: the single source given, or the entries of a mapping."""
     if not isinstance(sources, Mapping):
         return {name: sources}
-    if not sources:
-        raise DataError(f"{name} is an empty mapping; give {{name: batches}}, or the batches themselves")
-    if any(isinstance(batches, Tensor) for batches in sources.values()):
-        received = f"a single batch, a mapping of tensors {sorted(map(str, sources))}"
-        raise DataError(f"{name} is {received}; give a list of batches, or {{name: batches}}")
     return {f"{name}[{key!r}]": batches for key, batches in sources.items()}
 
 
@@ -357,17 +349,9 @@ def class_names_of(batches: Batches | None) -> Iterator[tuple[str, ...]]:
         columns = features if isinstance(features, Mapping) else {}
         column = columns.get("labels", columns.get("label"))
         given = (*(getattr(part, name, None) for name in _NAMES), getattr(column, "names", None))
-        names = next(filter(None, map(_listed, given)), ())
+        names = next((tuple(map(str, one)) for one in given if isinstance(one, list | tuple) and one), ())
         if names and names != tuple(map(str, range(len(names)))) and getattr(part, "target_transform", None) is None:
             yield names
-
-
-def _listed(names: Any) -> tuple[str, ...]:
-    """Class names as a tuple: of a list, an array, or a mapping from each name to its number; else empty."""
-    if isinstance(names, Mapping) and sorted(names.values(), key=str) == sorted(range(len(names)), key=str):
-        names = sorted(names, key=names.__getitem__)
-    names = names.tolist() if hasattr(names, "tolist") else names
-    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
 
 
 def a_few(names: Sequence[str]) -> str:

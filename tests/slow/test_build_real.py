@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import hydra_ensembles as he
-from hydra_ensembles.data.batching import batches
-from hydra_ensembles.data.dataset import split, subset
+from hydra_ensembles.data.dataset import batches, split, subset
 from hydra_ensembles.data.loading import load
 from shared_paths import SHARED, shared
 from studies.weights import DINOV2, dinov2, minilm, tokenizer

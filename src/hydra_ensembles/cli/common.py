@@ -208,7 +208,7 @@ class Reading:
 
     def batches(self, spec: str, labelled: bool = True) -> Any:
         """The batches of a data set, prepared as the model knows them."""
-        from ..data.batching import batches
+        from ..data.dataset import batches
 
         return batches(self.data(spec, labelled), preprocessing_of(self.model), self.batch_size)
 

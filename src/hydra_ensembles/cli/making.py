@@ -199,7 +199,7 @@ def _candidate(plain: Any, sources: Sources) -> Any:
 def model_and_sets(sources: Sources, hydra: Any) -> tuple[Any, dict[str, Any]]:
     """The model, and batches by role of the sets that the config needs."""
     from ..batches import class_names_in
-    from ..data.batching import TrainTransform, batches
+    from ..data.dataset import TrainTransform, batches
 
     labelled = {name: getattr(sources, name) for name in ("id", "train", "validation")}
     common.outside_of_data(Path(sources.output), *labelled.values(), *sources.ood)

@@ -1,8 +1,18 @@
 """Data for tests, studies and training: loading, subsets, batches, near and far suites, corruptions."""
 
-from .batching import BatchLoader, TrainTransform, batches
 from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
-from .dataset import Dataset, ImageDataset, TextDataset, only_classes, split, subset, without_classes
+from .dataset import (
+    BatchLoader,
+    Dataset,
+    ImageDataset,
+    TextDataset,
+    TrainTransform,
+    batches,
+    only_classes,
+    split,
+    subset,
+    without_classes,
+)
 from .loading import Columns, SetRef, Suite, all_suites, load, suite
 from .synthetic import synthetic_ood
 

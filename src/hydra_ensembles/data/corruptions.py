@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -51,23 +51,21 @@ def corrupted(
     severity: int,
     seed: int = 0,
     parameters: ParameterSet = "imagenet",
-    prepare: "Callable[[Image], Image] | None" = None,
 ) -> ImageDataset:
     """A data set whose images are corrupted when they are read, each with random numbers of its own row in its source.
 
-    `prepare` is applied before the corruption, such as resizing to 256 and cropping to 224 for ImageNet-C.
+    The data set must give images of the size that the parameters were made for.
     """
     _values(name, severity, parameters)
-    read = partial(_read_corrupted, dataset, name, severity, parameters, (seed, CORRUPTIONS.index(name)), prepare)
+    read = partial(_read_corrupted, dataset, name, severity, parameters, (seed, CORRUPTIONS.index(name)))
     title = f"{dataset.name} [{name} {severity}]"
     return ImageDataset(Rows(len(dataset), read), dataset.labels, dataset.class_names, title)
 
 
 def _read_corrupted(
-    dataset: ImageDataset, name: str, severity: int, parameters: ParameterSet, key: Any, prepare: Any, position: int
+    dataset: ImageDataset, name: str, severity: int, parameters: ParameterSet, key: tuple[int, int], position: int
 ) -> "Image":
-    image, seed = dataset[position][0], hash_key(*key, int(dataset.rows[position]))
-    return corrupt(image if prepare is None else prepare(image), name, severity, seed, parameters)
+    return corrupt(dataset[position][0], name, severity, hash_key(*key, int(dataset.rows[position])), parameters)
 
 
 def _values(name: str, severity: int, parameters: ParameterSet) -> list[float]:

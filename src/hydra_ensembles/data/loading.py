@@ -1,5 +1,6 @@
 """Load data sets, through Hugging Face `datasets` and torchvision, and the suites of ID and OOD sets of the paper."""
 
+import inspect
 import re
 import warnings
 from collections.abc import Collection, Sequence
@@ -38,18 +39,12 @@ from .dataset import (
 
 LabelPolicy = Literal["required", "optional"]
 TORCHVISION, HUB = "torchvision:", "hub:"
-TORCHVISION_SETS = {  # how each one names its parts
-    **dict.fromkeys(("CIFAR10", "CIFAR100", "FashionMNIST", "MNIST"), "train"),
-    **dict.fromkeys(("DTD", "Food101", "ImageNet", "OxfordIIITPet", "SVHN"), "split"),
-    **dict.fromkeys(("Caltech101", "EuroSAT"), None),
-}
 # How `datasets` reads each kind of table: CSV fields may be quoted, TSV fields never, and no word means "missing".
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".csv": ("csv", {"keep_default_na": False, "index_col": False}),
     ".tsv": ("csv", {"keep_default_na": False, "index_col": False, "sep": "\t", "quoting": 3}),
     ".jsonl": ("json", {}),
-    ".ndjson": ("json", {}),
 }
 SPLIT_NAMES = ("dev", "test", "train", "training", "val", "valid", "validation")
 MOST_CLASSES = 1 << 20  # larger numbers are ids
@@ -86,10 +81,10 @@ def load(
     """Load a data set by path or by name.
 
     Accepted are a Parquet, CSV, TSV or JSON-lines file, or a folder of them (`<split>.parquet`); a folder of images
-    with one subfolder per class, with or without a level of splits above; what `save_to_disk` of `datasets` wrote; a
-    `.txt` file that lists images, one line `path label` each (OpenOOD); `torchvision:CIFAR10` and the like; and
-    `hub:OWNER/NAME`. Classes are numbered in the order of `class_names`, else as the data say, else sorted by name.
-    Tables are converted once into the cache of `datasets` (`HF_DATASETS_CACHE`).
+    with one subfolder per class, with or without a level of splits above; a `.txt` file that lists images, one line
+    `path label` each (OpenOOD); `torchvision:CIFAR10` and the like; and `hub:OWNER/NAME`. Classes are numbered in the
+    order of `class_names`, else as the data say, else sorted by name. Tables are converted once into the cache of
+    `datasets` (`HF_DATASETS_CACHE`).
 
     `split` may be left out if there is only one. `root` is the folder that relative paths, and torchvision's data,
     start from; `images` the folder of an image list's paths, if not the list's own; `config` a configuration of a hub
@@ -112,9 +107,6 @@ def load(
         raise DataError(f"{path} is a single file and has no split {split!r}; leave split out or give the folder")
     if path.is_dir() and (tables := _tables_in(path)):
         data = _read_tables(tables[_choose(split, tables, path)])
-    elif path.is_dir() and any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
-        data = library("datasets", extra="data").load_from_disk(str(path))
-        data = data[_choose(split, data, path)] if isinstance(data, dict) else data
     elif path.is_dir():
         return _load_folder(path, split, labels, class_names)
     elif path.suffix.lower() == ".txt":
@@ -249,8 +241,7 @@ def numbered(
 
     Whole numbers, also written as text (`7`, not `07`), are class numbers. None, NaN and empty text are no label.
     """
-    present = [value for value in values if value not in (None, "") and value == value]
-    words = sorted({value for value in present if isinstance(value, str)})
+    words = sorted({value for value in values if isinstance(value, str) and value})
     if words and names is None and not all(word.isdecimal() and str(int(word)) == word for word in words):
         names = words
     by_name = {name: number for number, name in enumerate(names or ())}
@@ -263,8 +254,8 @@ def numbered(
             if value not in by_name and not (float(value) == labels[row] < MOST_CLASSES):
                 raise ValueError("not the number of a class")
         except (TypeError, ValueError, OverflowError) as error:
-            accepted = f"class numbers or names{f', such as {[*by_name][:6]}' if by_name else ''}"
-            raise DataError(f"row {row} of {where} has the label {value!r}; labels must be {accepted}") from error
+            known = f"a class number, or one of {[*by_name][:6]}"
+            raise DataError(f"row {row} of {where} has the label {value!r}; a label must be {known}") from error
     if policy == "required" and (labels < 0).any():
         none = f"{(labels < 0).sum()} rows of {where} have no label, the first is row {int((labels < 0).argmax())}"
         raise DataError(f"{none}; only OOD data may lack labels ({_OPTIONAL})")
@@ -280,10 +271,9 @@ def _load_folder(
     """The images of a folder, or of a split in it: one subfolder per class, searched to any depth."""
     title, below = folder.name, _subfolders(folder)
     splits = [name for name in below if name in SPLIT_NAMES]
-    if split is not None or (splits and splits == below):
-        folder = folder / (split if split in below else _choose(split, splits or below, folder))
-    elif splits and class_names is None and len(splits) > 1:  # as classes, they would mix training and test data
-        raise DataError(f"{folder} has the splits {splits} beside other folders; choose one, or give class_names")
+    as_classes = splits != below and (len(splits) < 2 or class_names is not None)  # else train and test would be mixed
+    if split is not None or (splits and not as_classes):
+        folder = folder / _choose(split, below, folder)
     names = _subfolders(folder) if class_names is None else class_names
     if unknown := sorted({*_subfolders(folder)} - {*names}):
         raise DataError(f"{folder} has subfolders {unknown} that are not among the class names {list(names)}")
@@ -308,10 +298,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 def _read_list(list_file: Path, images: Path) -> Any:
     """An image list in OpenOOD's format, lines `path label`; a label of -1, or none, means no class."""
-    try:
-        lines = [line.strip() for line in list_file.read_text(encoding="utf-8-sig").splitlines()]
-    except UnicodeDecodeError as error:
-        raise DataError(f"{list_file} is not UTF-8 text ({error}); save it as UTF-8") from error
+    lines = [line.strip() for line in list_file.read_text(encoding="utf-8-sig").splitlines()]
     listed = [match for line in lines if (match := _LISTED.fullmatch(line))]
     if not listed or not (images / listed[0]["path"]).exists():
         problem = f"{images / listed[0]['path']} does not exist" if listed else f"{list_file} lists no images"
@@ -328,16 +315,15 @@ def _read_list(list_file: Path, images: Path) -> Any:
 
 def _load_torchvision(name: str, split: str | None, root: Path, download: bool) -> ImageDataset:
     """Load a data set of torchvision; `split` is its `split`, or its `train`."""
-    if name not in TORCHVISION_SETS:
-        raise DataError(f"torchvision:{name} cannot be read; known are {', '.join(TORCHVISION_SETS)}")
     settings: dict[str, Any] = {"download": True} if download else {}
-    if TORCHVISION_SETS[name] == "train":
-        settings["train"] = _choose(split, ("test", "train"), f"torchvision:{name}") == "train"
-    elif split is not None:
-        settings["split"] = split
     try:
-        data: Any = getattr(library("torchvision.datasets", extra="data"), name)(root, **settings)
-    except (RuntimeError, ValueError, FileNotFoundError, TypeError) as error:
+        kind = getattr(library("torchvision.datasets", extra="data"), name)
+        if "train" in inspect.signature(kind).parameters:
+            settings["train"] = _choose(split, ("test", "train"), f"torchvision:{name}") == "train"
+        elif split is not None:
+            settings["split"] = split
+        data: Any = kind(root, **settings)
+    except (RuntimeError, AttributeError, FileNotFoundError, TypeError, ValueError) as error:
         where = f"torchvision:{name} (split {split!r})"
         raise DataError(f"{where} cannot be loaded from {root}: {error}. Check root=, or pass download=True") from error
     attributes = ("targets", "labels", "_labels", "y")  # torchvision's various names for the labels
@@ -410,25 +396,6 @@ class SetRef:
             positions = positions[np.isin(positions, keyed_order(len(data), SHARE_SEED)[start:stop])]
         return without_classes(data.select(positions, name=self.name), self.without)
 
-    def may_share_rows(self, other: "SetRef") -> bool:
-        """Whether some rows may be in both sets, regardless of their names and the classes left out.
-
-        The number of rows is unknown, so rows counted from the start and from the end may coincide. An unnamed split
-        may be any split, except for torchvision, which has a default.
-        """
-        if (self.source, self.config) != (other.source, other.config):
-            return False
-        unnamed = None in (self.split, other.split) and not self.source.startswith("torchvision:")
-        if self.split != other.split and not unnamed:
-            return False
-        return not (self._ends_before(other) or other._ends_before(self))
-
-    def _ends_before(self, later: "SetRef") -> bool:
-        """Whether this part certainly ends before another begins."""
-        stop, start = (self.rows or (None, None))[1], (later.rows or (None, None))[0] or 0
-        apart = stop is not None and (stop < 0) == (start < 0) and stop <= start
-        return apart or (self.share or (0.0, 1.0))[1] <= (later.share or (0.0, 1.0))[0]
-
 
 @dataclass(frozen=True)
 class Suite:
@@ -448,20 +415,6 @@ class Suite:
     validation: SetRef | None = None
     apart: tuple[SetRef, ...] = ()
     tasks: tuple[SetRef, ...] = ()
-
-    def __post_init__(self) -> None:
-        reported = (*self.near, *self.far, *self.apart)
-        names = sorted(ref.name for ref in reported)
-        if len(set(names)) != len(names):
-            raise DataError(f"suite {self.name!r} names a set twice: {names}")
-        shared = [(ref, self.circuit_ood) for ref in (self.id, *reported, *self.tasks)]
-        shared += [(self.id, ref) for ref in (self.train, self.validation) if ref is not None]
-        for tested, used in shared:
-            if tested.may_share_rows(used):
-                both = f"tests on {tested.name}, which may share rows with {used.name}, used before"
-                raise DataError(f"suite {self.name!r} {both}; give other sets, or rows or shares that do not overlap")
-        if not self.near or not self.far:
-            raise DataError(f"suite {self.name!r} needs at least one near and one far set")
 
     def load(self, root: str | Path | None = None) -> dict[str, dict[str, AnyDataset]]:
         """Load the OOD sets: `{"near": {name: data}, "far": {name: data}}`, as `evaluate` takes them."""

@@ -1,6 +1,5 @@
 """The embedded demo: a small trained vision transformer and a sample of real images, inside the package."""
 
-from .embedded import DemoSample, load_backbone, load_sample
-from .run import run_demo
+from .run import DemoSample, load_backbone, load_sample, run_demo
 
 __all__ = ["DemoSample", "load_backbone", "load_sample", "run_demo"]

@@ -18,9 +18,8 @@ from tqdm import tqdm
 from .._utils import __version__, unwrapped, warn
 from ..batches import Batches, Inputs, iterate, length_of, move, renumbered, require_labels, size_of, warn_if_cut
 from ..calibrate import REUSED
-from ..data.batching import Preprocess
-from ..data.batching import batches as make_batches
-from ..data.dataset import Dataset
+from ..data.dataset import Dataset, Preprocess
+from ..data.dataset import batches as make_batches
 from ..digest import digest, require_other_samples
 from ..errors import ConfigError, DataError
 from ..familiarity import recognised, sample_digests

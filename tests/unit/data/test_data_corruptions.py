@@ -122,7 +122,5 @@ def test_a_corrupted_data_set_and_what_is_refused() -> None:
     assert np.array_equal(first, np.asarray(noisy[0][0]))
     of_subset = corrupted(data.select([1]), "gaussian_noise", 2, seed=3, parameters="cifar")
     assert np.array_equal(np.asarray(of_subset[0][0]), second)
-    small = corrupted(data, "fog", 1, prepare=lambda image: image.resize((8, 8)))
-    assert small[0][0].size == (8, 8)
     with pytest.raises(DataError, match="severity"):
         corrupted(data, "fog", 6)

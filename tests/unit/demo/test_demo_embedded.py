@@ -8,7 +8,7 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles.demo import load_backbone, load_sample
-from hydra_ensembles.demo.embedded import BACKBONE, SAMPLE
+from hydra_ensembles.demo.run import BACKBONE, SAMPLE
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = {"train": 280, "circuit_id": 192, "circuit_ood": 128, "calibration": 256, "test": 420}

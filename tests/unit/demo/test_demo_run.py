@@ -7,7 +7,7 @@ import pytest
 
 import hydra_ensembles as he
 from cli_cases import fail, succeed
-from hydra_ensembles.demo import embedded, load_sample, run
+from hydra_ensembles.demo import load_sample, run
 from hydra_ensembles.errors import HydraError
 
 
@@ -18,8 +18,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def few() -> Any:
         sets = {name: images.select(range(0, len(images), 4)) for name, images in whole.sets.items()}
-        near, far = ({name: sets.pop(name) for name in names} for names in (embedded.NEAR, embedded.FAR))
-        return embedded.DemoSample(**sets, near=near, far=far)
+        near, far = ({name: sets.pop(name) for name in names} for names in (run.NEAR, run.FAR))
+        return run.DemoSample(**sets, near=near, far=far)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run, "load_sample", few)

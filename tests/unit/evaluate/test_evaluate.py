@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hydra_ensembles import metrics
 from hydra_ensembles.calibrate import calibrate
-from hydra_ensembles.data.batching import batches
-from hydra_ensembles.data.dataset import ImageDataset
+from hydra_ensembles.data.dataset import ImageDataset, batches
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import _Pass, evaluate
 from hydra_ensembles.evaluation.evaluation import Evaluation

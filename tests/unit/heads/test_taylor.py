@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from hydra_ensembles.data.batching import batches as data_batches
+from hydra_ensembles.data.dataset import batches as data_batches
 from hydra_ensembles.errors import DataError, HeadError
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import taylor

@@ -10,6 +10,7 @@ from PIL import Image
 from small_studies import CLASSES, CPU, Pictures, SmallZeroShot
 
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
+from pictures import meet
 from shared_paths import SHARED
 from studies.classifiers import ClassifierTask, recipe
 from studies.sets import (
@@ -37,8 +38,8 @@ def test_no_reported_set_chooses_anything(name: str) -> None:
     sets, held_out = task.suite, task._foreign("held_out")["far"]
     reported = (sets.id, *sets.near, *sets.far)
     for one in (sets.train, sets.validation, sets.circuit_ood):
-        assert not any(one.may_share_rows(other) for other in (*reported, *sets.apart))
-    assert not any(one.may_share_rows(other) for one in held_out for other in (*reported, sets.circuit_ood))
+        assert not any(meet(one, other) for other in (*reported, *sets.apart))
+    assert not any(meet(one, other) for one in held_out for other in (*reported, sets.circuit_ood))
 
 
 def test_cifar10_is_read_from_the_npm_package(tmp_path: Path) -> None:

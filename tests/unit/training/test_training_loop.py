@@ -9,7 +9,7 @@ import torch
 from training_cases import Stopping, batches, own_batches, pair_loader, pairs, same, samples, shuffled, tiny, tiny_dual
 
 from hydra_ensembles.batches import begin_epoch, restored
-from hydra_ensembles.data.batching import batches as data_batches
+from hydra_ensembles.data.dataset import batches as data_batches
 from hydra_ensembles.errors import CheckpointError, DataError, DivergedError, HydraWarning, StorageError
 from hydra_ensembles.training import loop
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import hydra_ensembles as he
-from hydra_ensembles.data.batching import BatchLoader
-from hydra_ensembles.data.batching import batches as data_batches
+from hydra_ensembles.data.dataset import BatchLoader
+from hydra_ensembles.data.dataset import batches as data_batches
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from random_ensembles import noisy, small
