@@ -74,15 +74,6 @@ def test_two_checkouts_are_measured_side_by_side(tmp_path: Path) -> None:
     assert len(again) == len(rows)  # other lines stay
 
 
-def test_what_fails_on_one_side_is_a_line(tmp_path: Path) -> None:
-    (tmp_path / "old" / "src" / "hydra_ensembles").mkdir(parents=True)
-    (tmp_path / "old" / "src" / "hydra_ensembles" / "__init__.py").write_text("raise RuntimeError('broken')")
-    options = ("--against", str(tmp_path / "old"), "--cases", "import", "--turns", "1")
-    (row,) = ran(against, tmp_path, *options)
-    assert row["verdict"].startswith("failed")
-    assert "broken" in row["verdict"]
-
-
 @pytest.mark.slow
 def test_the_server_is_measured(tmp_path: Path) -> None:
     found = {

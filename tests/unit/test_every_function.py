@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
 from hydra_ensembles.digest import digest
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from unit.pipeline import build_cases as cases
 
 CIRCUIT: dict[str, Any] = {"score": "acc", "budget": 2, "progress": False}
@@ -36,7 +35,6 @@ FUNCTIONS: dict[str, Function] = {
 }
 LABELLED = [name for name in FUNCTIONS if name != "synthetic_ood"]
 AS_IT_COMES = ("evaluate", "calibrate", "fit_familiarity")  # use the loader's own order
-ONE_MEMBER = ("taylor", "naive", "build")
 X, Y = cases.samples(8, seed=5)
 
 
@@ -103,22 +101,3 @@ def test_batches_that_cannot_be_used_are_named(name: str, case: str) -> None:
     data, token = BAD[case]
     with pytest.raises(DataError, match=token):
         FUNCTIONS[name](cases.image_model(), data)
-
-
-@pytest.mark.parametrize("name", LABELLED)
-def test_models_without_classes_or_with_several_members_are_refused(name: str) -> None:
-    model = cases.image_model()
-    headless = he.Ensemble(replace(model.config, readout=replace(model.config.readout, num_classes=0)))
-    several = he.Ensemble.stack([model, cases.image_model(1)])
-    for given, names, token in ((headless, LABELLED, "class"), (several, ONE_MEMBER, "2 members")):
-        if name in names:
-            with pytest.raises(ConfigError, match=token):
-                FUNCTIONS[name](given, cases.batches())
-
-
-@pytest.mark.parametrize("name", LABELLED)
-def test_classes_in_another_order_than_the_models_are_refused(name: str) -> None:
-    folders: Any = TensorDataset(X, Y)
-    folders.classes = ("blue", "green", "red")  # like torchvision's ImageFolder
-    with pytest.raises(DataError, match=r"class 0 of .* is 'blue', .* class 2"):
-        FUNCTIONS[name](cases.image_model(), DataLoader(folders, 4))

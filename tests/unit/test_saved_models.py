@@ -31,7 +31,6 @@ from checkpoint_models import (
     text,
 )
 from hydra_ensembles.errors import CheckpointError, StorageError
-from hydra_ensembles.files import write_atomically
 from hydra_ensembles.model.dual_encoder import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble, weights_of
 from hydra_ensembles.model.metadata import Metadata
@@ -116,20 +115,8 @@ def test_a_folder_of_another_library_is_left_alone(tmp_path: Path) -> None:
         ensemble(single()).save_pretrained(tmp_path)
 
 
-def test_files_and_folders_respect_the_umask(tmp_path: Path) -> None:
-    mask = 0o077
-    before = os.umask(mask)
-    try:
-        write_atomically(tmp_path / "model/file", b"of any kind")
-        ensemble(text()).save_pretrained(tmp_path / "model")
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o666 & ~mask}
-    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o777 & ~mask
-
-
 @pytest.mark.parametrize("step", range(13))  # of the calls below: 4 fsyncs and the commit, 4 moves and their fsyncs
-@pytest.mark.parametrize("ending", [KeyboardInterrupt, OSError(28, "No space left on device"), "killed"])
+@pytest.mark.parametrize("ending", [OSError(28, "No space left on device"), "killed"])
 def test_a_save_cut_short_anywhere_leaves_one_model_whole_and_the_next_one_tidies_up(
     step: int, ending: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +138,7 @@ def test_a_save_cut_short_anywhere_leaves_one_model_whole_and_the_next_one_tidie
     if ending == "killed":
         assert in_a_child(lambda: new.save_pretrained(tmp_path)) in (0, 9)
     else:
-        with contextlib.suppress(KeyboardInterrupt, StorageError):  # a folder that cannot be flushed is no error
+        with contextlib.suppress(StorageError):  # a folder that cannot be flushed is no error
             new.save_pretrained(tmp_path)
     monkeypatch.undo()
     found = Ensemble.from_pretrained(tmp_path)
@@ -231,12 +218,6 @@ def test_missing_folders_and_files(folder: Path, tmp_path: Path, monkeypatch: py
 def test_files_that_are_not_what_was_saved(name: str, content: bytes, token: str, folder: Path) -> None:
     (folder / name).write_bytes(content)
     assert_refused(folder, token)
-
-
-def test_a_value_changed_in_the_config_is_noticed(folder: Path) -> None:
-    content = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(content.replace('"threshold": 0.1', '"threshold": 0.2'))
-    assert_refused(folder, "changed")
 
 
 WITHOUT_LIBRARIES = """

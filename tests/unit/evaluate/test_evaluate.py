@@ -308,9 +308,7 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
     assert found.model == expected.model
 
 
-@pytest.mark.parametrize(
-    "around", [nn.DataParallel, partial(torch.compile, backend="eager"), torch.optim.swa_utils.AveragedModel]
-)
+@pytest.mark.parametrize("around", [nn.DataParallel, partial(torch.compile, backend="eager")])
 def test_what_lies_around_an_ensemble_takes_nothing_from_it(around):
     data = image_batches()
     calibrated = fit_familiarity(tiny_ensemble(), data, "knn").with_metadata(calibration=CALIBRATION)
