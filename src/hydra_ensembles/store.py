@@ -30,7 +30,6 @@ from .settings import short, to_plain
 
 T = TypeVar("T")
 IDENTITY, LOCK, DIGEST = "run.json", ".lock", ".sha256"
-_GIVEN = (IDENTITY, "config.yaml")  # the command line writes its settings beside the products
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Store:
             return
         if not path.exists():
             names = sorted(entry.name for entry in self.folder.iterdir() if not entry.name.startswith("."))
-            if foreign := [name for name in names if name not in _GIVEN]:
+            if foreign := [name for name in names if name != IDENTITY]:
                 raise CheckpointError(f"{self.folder} has other files ({foreign[0]}, …); give a new or empty folder")
             files.write_json(path, self._identity)
         with files.writing(self.folder):

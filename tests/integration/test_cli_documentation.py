@@ -31,7 +31,7 @@ def commands() -> list[list[str]]:
 
 def adapted(command: list[str]) -> list[str]:
     """The command for the small model."""
-    more = [] if "run/config.yaml" in command else FASTER.get(command[0], [])  # that file sets the method
+    more = FASTER.get(command[0], [])
     if VIT[0] in command:
         command = [VIT[1] if part == VIT[0] else part for part in command]
         more = [f"--option={name}={value}" for name, value in cases.VIT_OPTIONS.items()]

@@ -11,9 +11,9 @@ import typer
 
 from ..errors import ConfigError, DataError
 from . import common
-from .common import BATCH, BatchSize, Changes, Column, Config, Device, File, Json, Limit, Model, Quiet, Root
+from .common import BATCH, BatchSize, Changes, Column, Config, Device, File, Limit, Model, Quiet, Root
 
-NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")  # in `prediction.OUTPUTS`
+NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")  # of an answer
 IN_TABLE = ("confidence", "epistemic", "familiarity")  # those that fit into a terminal
 LONGEST = 60  # maximum number of characters of an input in a table
 PASSES = 16  # batches of inputs that are read at a time: those of similar length share a batch
@@ -47,31 +47,28 @@ def predict(
       cat reviews.txt | hydra-ensembles predict my-bert - --format csv
     """
     from ..serve.batcher import Runner
-    from ..serve.rows import Reader
+    from ..serve.protocol import Served
 
     ensemble = common.load_model(model, device)
-    reader, runner = Reader(ensemble), Runner(ensemble, batch_size)
+    served, runner = Served(ensemble, model), Runner(ensemble, batch_size)
+    reader, answers, problems = served.reader, list[dict[str, Any]](), list[str]()
     reader.require_preprocessing()
-    answers, problems, found = (
-        list[dict[str, Any]](),
-        list[str](),
-        _inputs(ensemble.kind, inputs or (), text or (), column),
-    )
+    found = _inputs(ensemble.kind, inputs or (), text or (), column)
     while items := [item for item, _ in zip(found, range(PASSES * batch_size), strict=False)]:
         rows = [reader.read(content) for _, content in items]
         for (name, _), answer in zip(items, runner.answers(rows), strict=True):
             if isinstance(answer, Exception):
                 problems.append(f"{name}: {answer}")
             else:
-                answers.append(_plain(name, answer, ensemble.metadata.labels))
+                told = served.plain(answer)
+                answers.append(
+                    {"input": name} | {key: told.get(key) for key in ("label", "accept", "reason", *NUMBERS)}
+                )
     if not answers and not problems:
-        remedy = (
-            "image files or folders" if ensemble.kind == "image" else '--text "...", a file, or - for standard input'
-        )
-        raise DataError(f"got nothing to predict; give {remedy}")
+        raise DataError("got nothing to predict; give files or folders, texts by --text, or - for standard input")
     if answers:
         common.emit(_formatted(answers, format), output)
-        if answers[0]["verdict"] is None:
+        if answers[0]["accept"] is None:
             print("no verdict: this model has no threshold; hydra-ensembles calibrate makes one", file=sys.stderr)
     if problems:
         raise DataError(f"{len(problems)} of {len(problems) + len(answers)} inputs have no answer; {problems[0]}")
@@ -99,46 +96,23 @@ def _inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], column: Any)
     yield from ((text, text) for text in texts)
 
 
-def _plain(name: str, answer: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
-    """The output for one input; without class names a label is a class index."""
-    from ..serve.protocol import REASON_WORDS
-
-    label = int(answer["label"])
-    numbers = {key: None if answer.get(key) is None else float(answer[key]) for key in NUMBERS}
-    accept = answer.get("accept")
-    verdict = None if accept is None else "accept" if accept else "abstain"
-    reason = REASON_WORDS[int(answer["reason"])] if "reason" in answer else ""
-    shown = reason or None
-    return {
-        "input": name,
-        "label": labels[label] if labels else str(label),
-        **numbers,
-        "verdict": verdict,
-        "reason": shown,
-    }
-
-
-def _formatted(answers: Sequence[dict[str, Any]], format: str) -> Any:
+def _formatted(answers: Sequence[dict[str, Any]], format: str) -> str:
     if format == "jsonl":
         return "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
     if format == "csv":
         from ..report.compare import csv_text
 
         return csv_text(answers, list(answers[0]))
-    from rich.box import SIMPLE
-    from rich.markup import escape
-    from rich.table import Table
-
     shown = [name for name in IN_TABLE if answers[0][name] is not None]
-    table = Table("input", "label", *shown, "verdict", box=SIMPLE, padding=(0, 1), collapse_padding=True)
+    rows = [("input", "label", *shown, "verdict")]
     for answer in answers:
-        name, verdict = answer["input"], answer["verdict"] or "–"
+        name, declined = answer["input"], f"abstain: {answer['reason']}"
+        verdict = "–" if answer["accept"] is None else "accept" if answer["accept"] else declined
         short = name if len(name) <= LONGEST else f"…{name[-LONGEST:]}" if "/" in name else f"{name[:LONGEST]}…"
-        reason = f": {answer['reason']}" if answer["reason"] else ""
-        style = "yellow" if verdict == "abstain" else None
-        numbers = (f"{answer[name]:.3f}" for name in shown)
-        table.add_row(escape(short), escape(answer["label"]), *numbers, f"{verdict}{reason}", style=style)
-    return table
+        rows.append((short, answer["label"], *(f"{answer[number]:.3f}" for number in shown), verdict))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines) + "\n"
 
 
 def score(
@@ -149,10 +123,8 @@ def score(
     keep: Annotated[list[str] | None, typer.Option(help="Column of tables to copy to the output, repeatable.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="Write probabilities and member logits, too.")] = False,
     batch_size: BatchSize = BATCH,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads that read; one a core if not given.")] = None,
     device: Device = "auto",
     quiet: Quiet = False,
-    as_json: Json = False,
 ) -> None:
     """Label an archive of any size.
 
@@ -166,13 +138,9 @@ def score(
     from ..serve.scoring import score as scored
 
     ensemble = common.load_model(model, device)
-    common.outside_of_data(output, str(source))
     settings: dict[str, Any] = {"columns": common.named_columns(column), "keep": keep or (), "wide": wide}
-    found = scored(ensemble, source, output, **settings, batch_size=batch_size, workers=workers, progress=not quiet)
-    if as_json:
-        common.emit_json(found)
-    else:
-        print(f"{found.rows} rows in {output / 'rows'}; {found.unreadable} have no answer: column `error` says why")
+    found = scored(ensemble, source, output, **settings, batch_size=batch_size, progress=not quiet)
+    print(f"{found.rows} rows in {output / 'rows'}; {found.unreadable} have no answer: column `error` says why")
     if found.rows and found.unreadable == found.rows:
         raise DataError(f"nothing in {source} could be read")
 
@@ -228,7 +196,6 @@ def evaluate(
     batch_size: BatchSize = BATCH,
     device: Device = "auto",
     quiet: Quiet = False,
-    as_json: Json = False,
 ) -> None:
     """Measure a model on its task and on OOD data.
 
@@ -240,15 +207,14 @@ def evaluate(
       hydra-ensembles evaluate safe --suite paper-cifar100 --root data/
     """
     from ..evaluation.evaluate import evaluate as evaluated
-    from ..files import expanded, read_object, remove
+    from ..files import expanded, remove
 
     if id is None and suite is None:
         raise ConfigError("no data to evaluate on; give --id (and --ood near:NAME=DATA), or --suite")
     ensemble = common.load_model(model, device)
     title = name or expanded(model).resolve().name
     slug = "-".join(re.findall(r"[\w.]+", title)).lower()
-    file = common.outside_of_data(output, id, *(ood or ())) / f"{slug}.json"
-    _require_same_model(file, ensemble)
+    file = expanded(output) / f"{slug}.json"
     reading = common.Reading(ensemble, root, common.named_columns(column), limit, batch_size)
     test = reading.data(id or f"suite:{suite}:test")
     groups: dict[str, dict[str, Any]] = {}
@@ -263,20 +229,7 @@ def evaluate(
     evaluation = evaluated(ensemble, test, flat, shifts, **how, output=kept, progress=not quiet)
     evaluation.save(file)
     remove(kept)
-    if as_json:
-        common.emit_json(read_object(file))
-    else:
-        print(f"{evaluation}\nwrote {file}; hydra-ensembles report {output} compares all in that folder")
-
-
-def _require_same_model(file: Path, ensemble: Any) -> None:
-    """Refuse to replace the evaluation of another model."""
-    from ..evaluation.evaluation import Evaluation
-
-    if file.exists():
-        model = Evaluation.load(file).model
-        if (model.members, model.parameters) != (ensemble.num_members, ensemble.describe().parameters):
-            raise ConfigError(f"{file} holds the evaluation of another model; give this one its own --name or --output")
+    print(f"{evaluation}\nwrote {file}; hydra-ensembles report {output} compares all in that folder")
 
 
 def _grouped(specs: Sequence[str]) -> Iterator[tuple[str, str, str]]:
@@ -350,7 +303,7 @@ def demo(
     """
     from ..demo.run import run_demo
 
-    folder = common.outside_of_data(output)
+    folder = output.expanduser()
     table = run_demo(folder, seed=seed, progress=not quiet)
     print(f"{table}\nReport  {folder / 'report.html'}\nModel   {folder / 'model'}\n")
     print(common.next_commands(folder / "model", "info", "predict", "serve"))

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 HUB, TORCHVISION, SUITE = "hub:", "torchvision:", "suite:"
 LIMIT_SEED = 0  # `--limit` always keeps the same samples
 BATCH = 64
-WIDE = 240  # width, in characters, of a terminal table written to a file
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a converted, built or calibrated model.")]
 Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders of trainings of one model.")]
@@ -96,6 +95,11 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
 
 
+def named_values(pairs: Iterable[str] | None) -> dict[str, Any]:
+    """Values by name, from `NAME=VALUE`."""
+    return {name: parse_yaml(value, name) for name, _, value in (pair.partition("=") for pair in pairs or ())}
+
+
 def named_columns(pairs: Iterable[str] | None) -> dict[str, str]:
     """The columns of a table by their role, from `ROLE=NAME`."""
     columns = {role: name for role, _, name in (pair.partition("=") for pair in pairs or ())}
@@ -128,25 +132,13 @@ def load_model(name: str, device: str = "auto", classifies: bool = True) -> Any:
     return require_ensemble(model, f"{name}: this command", classifies=True) if classifies else model
 
 
-def new_folder(output: Path, *data: str | None) -> Path:
-    """The output folder, which must be new or empty, and outside of the data."""
-    from ..files import expanded
-
-    folder = outside_of_data(output, *data)
-    if folder.exists() and (not folder.is_dir() or any(not entry.name.startswith(".") for entry in folder.iterdir())):
-        raise ConfigError(f"output is {folder}, where something is already; name a new folder")
-    return expanded(folder)
-
-
-def outside_of_data(output: Path, *data: str | None) -> Path:
-    """The output folder; inside the data, later runs would read what was written."""
+def new_folder(output: Path) -> Path:
+    """The output folder, which must be new or empty."""
     from ..files import expanded
 
     folder = expanded(output)
-    for spec in filter(None, data):
-        path, _ = split_path(spec.rpartition("=")[2])
-        if path is not None and folder.resolve().is_relative_to(path.resolve()):
-            raise DataError(f"output is {folder}, which is among the data of {path}; name a folder outside it")
+    if folder.exists() and (not folder.is_dir() or any(not entry.name.startswith(".") for entry in folder.iterdir())):
+        raise ConfigError(f"output is {folder}, where something is already; name a new folder")
     return folder
 
 
@@ -245,14 +237,6 @@ def split_name(spec: str) -> tuple[str, str]:
     return (name, data) if separator and split_path(spec)[0] is None else (spec, spec)
 
 
-def absolute(spec: str) -> str:
-    """A model or data spec, with its name, that means the same in every folder."""
-    name, data = split_name(spec)
-    path, split = split_path(data)
-    full = data if path is None else f"{path.resolve()}{'' if split is None else f':{split}'}"
-    return full if name == data else f"{name}={full}"
-
-
 def preprocessing_of(model: "Ensemble") -> Any:
     """The preprocessing of raw inputs; raises if the model has none."""
     if model.metadata.preprocessing is None:
@@ -275,21 +259,14 @@ def did_you_mean(name: str | Path, known: Iterable[str] = ()) -> str:
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
-def emit(content: Any, output: Path | None = None) -> None:
-    """Print text or a table, or write it to a file; tables in files are `WIDE` characters wide."""
+def emit(text: str, output: Path | None = None) -> None:
+    """Print a text, or write it to a file."""
     from ..files import expanded, write_atomically
 
-    if not isinstance(content, str):
-        from rich.console import Console
-
-        console = Console(width=None if output is None else WIDE)
-        with console.capture() as captured:
-            console.print(content)
-        content = captured.get()
     if output is None:
-        print(content, end="", flush=True)
+        print(text, end="", flush=True)
     else:
-        write_atomically(expanded(output), content.encode())
+        write_atomically(expanded(output), text.encode())
 
 
 def emit_json(result: Any) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,10 +10,9 @@ import typer
 
 from ..errors import DataError
 from . import common
-from .common import BATCH, Changes, Column, Config, Json, Limit, Quiet, Recipe
+from .common import Changes, Column, Config, Limit, Quiet, Recipe
 
 SYNTHETIC = "synthetic"
-SETTINGS = "config.yaml"  # beside the products, so that the same run can be repeated
 PER_RANKING = 2  # times as many batches as a Taylor ranking reads, so that members are ranked on different ones
 
 Data = Annotated[str | None, typer.Option(help="Held-out labelled data.")]
@@ -36,7 +35,6 @@ class Sources:
     models: tuple[str, ...] = ()
     columns: Mapping[str, str] = field(default_factory=dict)
     limit: int | None = None
-    batch_size: int | None = None
     device: str = "auto"
 
 
@@ -70,27 +68,23 @@ def build(
     seed: Seed = None,
     column: Column = None,
     limit: Limit = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per batch at most.")] = None,
     config: Config = None,
     changes: Changes = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or auto.")] = None,
     quiet: Quiet = False,
-    as_json: Json = False,
 ) -> None:
     """Make an ensemble from one trained model.
 
     Ranks heads, prunes members, trains them if asked, fuses, calibrates. Every step is kept in the run folder; an
-    interrupted build resumes with the same command, and config.yaml there repeats it. The strategies circuit and
-    sampled need --ood.
+    interrupted build resumes with the same command. The strategies circuit and sampled need --ood.
 
     \b
     Example:
       hydra-ensembles build my-bert --id val.csv --ood news.csv --train train.csv --recipe sst2 -o run
       hydra-ensembles build my-vit --id val/ --ood synthetic --prune 12 --shared-layers 0 -o run
-      hydra-ensembles build --config run/config.yaml
+      hydra-ensembles build --config settings.yaml
     """
     given = _settings(locals())
-    from ..files import expanded
     from ..pipeline.build import RESULT
     from ..pipeline.build import build as built
     from ..pipeline.settings import HydraConfig
@@ -98,14 +92,8 @@ def build(
     given["columns"] = common.named_columns(column)
     sources, hydra = common.read_settings([Sources, HydraConfig], config, given, changes)
     ensemble, sets = model_and_sets(sources, hydra)
-    folder = expanded(sources.output)
-    fitted = replace(hydra, recipe=in_chunks(hydra.recipe, sources.batch_size))
-    made = built(ensemble, fitted, **sets, output=folder, progress=not quiet)
-    write_settings(folder, "build", sources, hydra)
-    if as_json:
-        about = made.metadata
-        common.emit_json({"ensemble": folder / RESULT, "metrics": about.metrics, "history": about.history})
-        return
+    folder = Path(sources.output)
+    made = built(ensemble, hydra, **sets, output=folder, progress=not quiet)
     print(f"{made.describe()}\n\nThe ensemble is in {folder / RESULT}.")
     print(common.next_commands(folder, "predict", "evaluate"))
 
@@ -128,7 +116,6 @@ def search(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or auto.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what the candidates would cost.")] = False,
     quiet: Quiet = False,
-    as_json: Json = False,
 ) -> None:
     """Find the best ensemble for a price.
 
@@ -141,38 +128,27 @@ def search(
       hydra-ensembles search base --id val/ --candidates candidates.yaml -o search --dry-run
     """
     given = _settings(locals())
-    from ..files import expanded, write_atomically
     from ..pipeline.build import RESULT
     from ..pipeline.search import search as searched
     from ..pipeline.settings import HydraConfig
-    from ..report.compare import to_markdown
 
     given |= {"model": models[0], "models": models[1:]} if models else {}
     given["candidates"] = None if candidates is None else common.read_yaml(candidates)
     sources, options = common.read_settings([Sources, SearchOptions], config, given, changes)
     usual = HydraConfig(recipe=options.recipe, seed=options.seed)
     ensemble, sets = model_and_sets(sources, usual)
-    listed = None if options.candidates is None else [_candidate(one, sources) for one in options.candidates]
-    folder = expanded(sources.output)
-    names = ("cost", "familiarity", "price", "seed")
+    folder, names = Path(sources.output), ("cost", "familiarity", "price", "seed", "recipe")
     front = searched(
         ensemble,
         **sets,
         **{name: getattr(options, name) for name in names},
-        recipe=in_chunks(options.recipe, sources.batch_size),
-        candidates=listed,
+        candidates=None if options.candidates is None else list(map(_candidate, options.candidates)),
         models=[common.load_model(name, sources.device) for name in sources.models],
         batch_size=options.latency_batch,
         output=folder,
         dry_run=dry_run,
         progress=not quiet,
     )
-    if not dry_run:
-        write_atomically(folder / "table.md", to_markdown(front.table()).encode())
-        write_settings(folder, "search", sources, options)
-    if as_json:
-        common.emit_json(replace(front, ensemble=None))
-        return
     print(front.table())
     if not dry_run:
         print(f"The choice is in {folder / RESULT}.")
@@ -181,16 +157,16 @@ def search(
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a command that are settings, by name."""
-    others = ("column", "config", "changes", "quiet", "as_json", "dry_run", "models")
+    others = ("column", "config", "changes", "quiet", "dry_run", "models")
     return {name: value for name, value in given.items() if name not in others}
 
 
-def _candidate(plain: Any, sources: Sources) -> Any:
+def _candidate(plain: Any) -> Any:
     """Settings of a candidate, with its recipe, if it has its own."""
     from ..training.recipe import read_recipe
 
     own = isinstance(plain, Mapping) and "recipe" in plain  # `search` refuses what is no mapping
-    return {**plain, "recipe": in_chunks(read_recipe(plain["recipe"]), sources.batch_size)} if own else plain
+    return {**plain, "recipe": read_recipe(plain["recipe"])} if own else plain
 
 
 # --- shared by both --------------------------------------------------------------------------------------------------
@@ -202,9 +178,8 @@ def model_and_sets(sources: Sources, hydra: Any) -> tuple[Any, dict[str, Any]]:
     from ..data.dataset import TrainTransform, batches
 
     labelled = {name: getattr(sources, name) for name in ("id", "train", "validation")}
-    common.outside_of_data(Path(sources.output), *labelled.values(), *sources.ood)
     ensemble = common.load_model(sources.model, sources.device)
-    reading = common.Reading(ensemble, None, sources.columns, sources.limit, sources.batch_size or BATCH)
+    reading = common.Reading(ensemble, None, sources.columns, sources.limit)
     sets: dict[str, Any] = {}
     for role, spec in labelled.items():
         if spec is None or (role == "train" and not hydra.reads_train):
@@ -212,7 +187,7 @@ def model_and_sets(sources: Sources, hydra: Any) -> tuple[Any, dict[str, Any]]:
         data, transform, size = reading.data(spec), common.preprocessing_of(ensemble), reading.batch_size
         recipe = hydra.recipe if role == "train" else None
         if recipe is not None and recipe.batch_size:
-            size = math.ceil(recipe.batch_size / in_chunks(recipe, sources.batch_size).gradient_accumulation)
+            size = math.ceil(recipe.batch_size / recipe.gradient_accumulation)
         elif hydra.strategy == "taylor" and role in ("train", "id"):
             size = max(1, min(size, len(data) // (PER_RANKING * hydra.calibration_batches)))
         if recipe is not None and (recipe.augment or recipe.rand_augment) and ensemble.kind == "image":
@@ -225,32 +200,3 @@ def model_and_sets(sources: Sources, hydra: Any) -> tuple[Any, dict[str, Any]]:
     if not ensemble.metadata.labels and "id" in sets:
         ensemble = ensemble.with_metadata(labels=class_names_in(sets["id"], ensemble.num_classes))
     return ensemble, sets
-
-
-def in_chunks(recipe: Any, most: int | None) -> Any:
-    """A recipe with batches of at most `most` samples: gradients of equal chunks, rounded up, are accumulated.
-
-    It trains the same in less memory. One without a batch size, or with batches that are small enough, is unchanged.
-    """
-    if recipe is None or not recipe.batch_size or most is None:
-        return recipe
-    chunks = max(recipe.gradient_accumulation, math.ceil(recipe.batch_size / most))
-    return replace(recipe, gradient_accumulation=chunks)
-
-
-def write_settings(folder: Path, command: str, sources: Sources, options: Any) -> None:
-    """Write all settings of a run, which then means the same in every folder, as a file for `--config`."""
-    import yaml
-
-    from ..files import expanded, write_atomically
-    from ..settings import to_plain
-
-    plain = {**to_plain(sources), **to_plain(options)}
-    for name in ("model", "id", "train", "validation"):
-        plain[name] = None if plain[name] is None else common.absolute(plain[name])
-    for name in ("ood", "models"):
-        plain[name] = list(map(common.absolute, plain[name]))
-    plain["output"] = str(expanded(sources.output).resolve())
-    heading = f"# Repeat the run with: hydra-ensembles {command} --config THIS_FILE\n"
-    text = yaml.safe_dump({name: value for name, value in plain.items() if value not in (None, [])}, sort_keys=False)
-    write_atomically(folder / SETTINGS, (heading + text).encode())

@@ -12,7 +12,6 @@ from .common import Column, Device, Json, Limit, Model, Models, Output
 TOKENS = 128  # length of the texts in `bench`, unless the model's maximum is smaller
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder, timm:NAME or hub:OWNER/NAME.")]
-Numbers = list[float] | None
 
 
 # --- convert ---------------------------------------------------------------------------------------------------------
@@ -24,12 +23,10 @@ def convert(
     weights: Annotated[Path | None, typer.Option(help="Weights of a timm model, a .safetensors file.")] = None,
     labels: Annotated[str | None, typer.Option(help="Class names: a,b,c or a file with one per line.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Argument of timm.create_model, as img_size=64.")] = None,
-    image_size: Annotated[str | None, typer.Option(help="224, or height,width.")] = None,
-    crop: Annotated[float | None, typer.Option(help="Share of the resized image to keep, from its centre.")] = None,
-    mean: Annotated[str | None, typer.Option(help="Mean to subtract from pixels in [0, 1], as 0.5,0.5,0.5.")] = None,
-    std: Annotated[str | None, typer.Option(help="Standard deviation to divide by.")] = None,
-    interpolation: Annotated[str | None, typer.Option(help="How images are resized, as bicubic.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Maximum length of a text, in tokens.")] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Of preprocessing, as image_size=224 or mean=[0.5,0.5,0.5].", metavar="NAME=VALUE"),
+    ] = None,
 ) -> None:
     """Make a folder of a model of another library.
 
@@ -44,27 +41,13 @@ def convert(
     from ..convert.processors import with_preprocessing
 
     folder = common.new_folder(output)
-    options = {
-        name: common.parse_yaml(value, name) for name, _, value in (item.partition("=") for item in option or ())
-    }
-    numbers = {"image_size": image_size, "mean": mean, "std": std}
-    changes: dict[str, Any] = {name: _numbers(name, text) for name, text in numbers.items() if text is not None}
-    given = {"crop": crop, "interpolation": interpolation, "max_length": max_length}
-    changes |= {name: value for name, value in given.items() if value is not None}
-    foreign, processor = _foreign(source, weights, options)
-    model = converted(foreign, processor=processor)
-    if changes:
-        model = with_preprocessing(model, changes)
+    foreign, processor = _foreign(source, weights, common.named_values(option))
+    model = with_preprocessing(converted(foreign, processor=processor), common.named_values(changes))
     if labels is not None:
         names = Path(labels).read_text().splitlines() if Path(labels).is_file() else labels.split(",")
         model = model.with_metadata(labels=tuple(name.strip() for name in names if name.strip()))
     model.save_pretrained(folder)
-    print(f"{_described(source, model)}\n\nThe model is in {folder}. " + common.next_commands(folder, "calibrate"))
-
-
-def _numbers(name: str, text: str) -> tuple[float, ...]:
-    values = tuple(common.parse_yaml(part, name) for part in text.split(","))
-    return values * 2 if name == "image_size" and len(values) == 1 else values
+    print(f"{_described(source, model)}\n\nThe model is in {folder}. {common.next_commands(folder, 'calibrate')}")
 
 
 def _foreign(source: str, weights: Path | None, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -245,7 +228,7 @@ def calibrate(
     from ..batches import class_names_in
     from ..calibrate import calibrate as calibrated
 
-    folder = common.new_folder(output, data)
+    folder = common.new_folder(output)
     ensemble = common.load_model(model, device)
     held_out = common.Reading(ensemble, columns=common.named_columns(column), limit=limit).batches(data)
     if not ensemble.metadata.labels:
@@ -293,8 +276,6 @@ def _save(model: Any, folder: Path, *commands: str) -> None:
 def export(
     model: Model,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: NAME.onnx or NAME.pt2.")],
-    example: Annotated[list[str] | None, typer.Option(help="Images, a folder or a table to compare on.")] = None,
-    column: Column = None,
     tolerance: Annotated[float | None, typer.Option(help="How much answers may differ; 5e-5 for float32.")] = None,
 ) -> None:
     """Write a model as a file that runs elsewhere.
@@ -303,20 +284,11 @@ def export(
 
     \b
     Example:
-      hydra-ensembles export safe model.onnx --example photos/
+      hydra-ensembles export safe model.onnx
     """
-    from ..data.dataset import decode_image, read_image
     from ..serve.export import export as exported
-    from ..serve.rows import sources
 
-    ensemble = common.load_model(model, "cpu")
-    columns = common.named_columns(column)
-    items = [item.content for one in example or () for found in sources(one, ensemble.kind, columns) for item in found]
-    examples: list[Any] = [
-        read_image(one) if isinstance(one, Path) else decode_image(one, "an example") if isinstance(one, bytes) else one
-        for one in items
-    ]
-    path = exported(ensemble, file, examples=examples or None, tolerance=tolerance)
+    path = exported(common.load_model(model, "cpu"), file, tolerance=tolerance)
     print(f"wrote {path}, with class names and preprocessing beside it")
 
 
@@ -331,7 +303,6 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 20,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON for `report`, too.")] = None,
     device: Device = "auto",
-    as_json: Json = False,
 ) -> None:
     """Measure what a model costs.
 
@@ -354,9 +325,6 @@ def bench(
     ]
     if output is not None:
         save_costs(output, costs)
-    if as_json:
-        common.emit_json(costs)
-        return
     print(f"on {costs[0].device}, medians of {repeats} runs\n")
     print(f"{'model':<24}{'batch':>6}{'ms':>10}{'ratio':>8}{'inputs/s':>10}")
     for cost in costs:

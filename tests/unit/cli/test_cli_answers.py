@@ -18,7 +18,7 @@ def test_predict_says_what_the_library_says(safe: Path, world: Path) -> None:
     rows = [json.loads(line) for line in succeed("predict", safe, *files, "--format", "jsonl").splitlines()]
     expected = he.load(safe).predict([Image.open(file) for file in files])
     assert [row["label"] for row in rows] == list(expected.names())
-    assert [row["verdict"] == "accept" for row in rows] == expected.accept.tolist()
+    assert [row["accept"] for row in rows] == expected.accept.tolist()
     assert [row["reason"] for row in rows] == list(expected.reason)
     assert [row["confidence"] for row in rows] == pytest.approx(expected.confidence.tolist(), abs=1e-5)
     whole = succeed("predict", safe, world / "test", "--format", "csv", "-o", world / "answers.csv")
@@ -52,7 +52,7 @@ def test_what_cannot_be_read_is_named_and_the_others_are_answered(safe: Path, wo
 
 def test_no_threshold_no_verdict_and_inputs_that_are_none(world: Path, safe: Path, safe_text: Path) -> None:
     result = run("predict", world / "base", world / "dots", "--format", "jsonl")
-    assert json.loads(result.stdout.splitlines()[0])["verdict"] is None
+    assert json.loads(result.stdout.splitlines()[0])["accept"] is None
     assert "calibrate" in result.stderr
     for model, arguments in ((safe, ()), (safe, ("--text", "x")), (safe, (world / "none.png",)), (safe_text, ("-",))):
         fail("predict", model, *arguments, input="")
@@ -63,15 +63,15 @@ def test_score_has_a_row_for_every_item_and_resumes(safe: Path, world: Path, tmp
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "broken.png").write_bytes(b"no picture")
     Image.new("RGB", (20, 20)).save(tmp_path / "in" / "good.png")
-    found = json.loads(succeed("score", safe, tmp_path / "in", "-o", output, "--json", "-q"))
-    assert (found["rows"], found["unreadable"]) == (2, 1)
+    found = succeed("score", safe, tmp_path / "in", "-o", output, "-q")
+    assert "2 rows" in found
     rows = [row for file in output.rglob("rows/*.parquet") for row in parquet.read_table(file).to_pylist()]
     assert {row["input"]: bool(row["error"]) for row in rows} == {"broken.png": True, "good.png": False}
-    assert json.loads(succeed("score", safe, tmp_path / "in", "-o", output, "--json", "-q")) == found
+    assert succeed("score", safe, tmp_path / "in", "-o", output, "-q") == found
 
 
-def test_export_writes_what_the_library_writes(safe: Path, world: Path, tmp_path: Path) -> None:
-    succeed("export", safe, tmp_path / "model.pt2", "--example", world / "dots")
+def test_export_writes_what_the_library_writes(safe: Path, tmp_path: Path) -> None:
+    succeed("export", safe, tmp_path / "model.pt2")
     assert (tmp_path / "model.pt2").exists()
     fail("export", safe, tmp_path / "model.txt")
 
@@ -105,9 +105,8 @@ def test_an_evaluation_is_what_the_library_measures(evaluations: Path, safe: Pat
     assert saved.numbers()["near.auroc"] == saved.ood["dots"].detection["msp"].auroc
     assert not list(evaluations.glob("*.run"))
     sets = ["--id", world / "test", "-q", "-o", evaluations]
-    assert "another model" in fail("evaluate", world / "run", "--name", "safe", *sets)
-    out = json.loads(succeed("evaluate", safe, *sets, "--name", "again", "--shift", f"odd={world / 'val'}", "--json"))
-    assert "odd" in str(out)
+    succeed("evaluate", safe, *sets, "--name", "again", "--shift", f"odd={world / 'val'}")
+    assert "odd" in (evaluations / "again.json").read_text()
     (evaluations / "again.json").unlink()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cli_cases import fail, run, succeed
-from hydra_ensembles.cli.common import Reading, absolute, named_columns, read_settings, split_name
+from hydra_ensembles.cli.common import Reading, named_columns, read_settings, split_name
 from hydra_ensembles.cli.main import app, report_failure
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.training.recipe import Recipe
@@ -115,9 +115,6 @@ def test_columns_names_and_places_of_data(tmp_path: Path, monkeypatch: pytest.Mo
     Path("a=b").mkdir()
     assert split_name("a=b") == ("a=b", "a=b")  # a path may contain "="
     assert split_name("cars=data/") == ("cars", "data/")
-    assert absolute("near=a=b") == f"near={tmp_path / 'a=b'}"
-    assert absolute("a=b:test") == f"{tmp_path / 'a=b'}:test"
-    assert absolute("hub:owner/name:test") == "hub:owner/name:test"
 
 
 @pytest.mark.parametrize("spec", ["nothing-here", "suite:paper-cifar100:no-set", "hub:a:b:c:d", "torchvision:A:b:c"])

@@ -24,7 +24,8 @@ def test_a_converted_folder_answers_as_its_library_does(world: Path) -> None:
 
 def test_what_convert_is_told_is_in_the_folder(world: Path, tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("no\nyes\n")
-    succeed("convert", world / "bert", "--max-length", 7, "--labels", tmp_path / "names.txt", "-o", tmp_path / "short")
+    names = ["--labels", tmp_path / "names.txt"]
+    succeed("convert", world / "bert", "--set", "max_length=7", *names, "-o", tmp_path / "short")
     short = he.load(tmp_path / "short").metadata
     assert (short.preprocessing.max_length, short.labels) == (7, ("no", "yes"))
 
@@ -72,7 +73,6 @@ def test_a_model_is_calibrated_as_the_function_does(world: Path, safe: Path) -> 
     expected = he.calibrate(base, data, share=0.8)
     assert saved.metadata.calibration == expected.metadata.calibration
     assert "already" in fail("calibrate", world / "base", "--data", world / "val", "-o", safe)
-    assert "among the data" in fail("calibrate", world / "base", "--data", world / "val", "-o", world / "val" / "x")
     assert "holds texts" in fail("calibrate", world / "base", "--data", world / "val.csv", "-o", world / "x")
 
 
@@ -104,9 +104,9 @@ def test_info_as_text_and_as_json(run_folder: Path, world: Path) -> None:
 def test_bench_measures_like_with_like(run_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     options = ["--batch", "1,2", "--repeats", 1, "--baseline", "deep", "--output", file]
-    rows = json.loads(succeed("bench", run_folder, *options, "--optimize", "--json"))
+    succeed("bench", run_folder, *options, "--optimize")
+    rows = json.loads(file.read_text())["costs"]
     assert [(row["name"], row["batch"]) for row in rows] == [
         (name, size) for size in (1, 2) for name in ("deep", "run")
     ]
-    assert json.loads(file.read_text())["costs"] == rows
     assert "whole numbers" in fail("bench", run_folder, "--batch", "0")
