@@ -120,7 +120,7 @@ class PaperTask(ClassifierTask):
         """Training batches for a recipe; several processes crop, mirror and augment images."""
         if self.kind == "text":
             return super().lessons(training)
-        change = TrainTransform.matching(self.preprocessing, rand_augment=training.rand_augment)
+        change = TrainTransform(self.preprocessing, rand_augment=training.rand_augment)
         workers = os.cpu_count() or 0 if self.device.type == "cuda" else 0
         images = cast(Prepared, self.train).dataset
         size = min(training.batch_size or 128, len(images))

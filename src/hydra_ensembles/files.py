@@ -16,17 +16,14 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from .errors import CheckpointError, ConfigError, StorageError
+from .errors import CheckpointError, StorageError
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EINVAL}
 
 
 def expanded(path: str | Path) -> Path:
     """Expand a leading `~` or `~name` to the home folder."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:  # unknown user, or no home folder
-        raise ConfigError(f"{path}: there is no such home folder here; give the whole path") from error
+    return Path(path).expanduser()
 
 
 @contextmanager
@@ -45,8 +42,6 @@ def writing(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write to a temporary file in the same folder, flush it to disk, then rename it; folders are made."""
     with writing(path):
-        if path.exists() and not path.is_file():  # a folder, or a device
-            raise FileExistsError(errno.EEXIST, "it exists and is not a plain file")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
@@ -62,12 +57,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write plain data as JSON, atomically; NaN and infinity are no JSON."""
-    try:
-        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        content = text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be written as JSON: {error}") from error
-    write_atomically(path, content)
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(path, text.encode())
 
 
 def remove(path: Path) -> None:

@@ -74,7 +74,7 @@ class Checked:
         hints = _hints(type(self), include_extras=True)
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             path = f"{type(self).__name__}.{field.name}"
-            value = _read(hints[field.name], getattr(self, field.name), path, complete=False)
+            value = _read(hints[field.name], getattr(self, field.name), path)
             object.__setattr__(self, field.name, value)  # the classes are frozen
 
 
@@ -83,7 +83,7 @@ def require(name: str, value: Any, kind: Any) -> Any:
 
     For public functions that would otherwise silently give a wrong answer; NumPy numbers become Python's.
     """
-    return _read(kind, value, name, complete=False)
+    return _read(kind, value, name)
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
@@ -115,11 +115,8 @@ def to_plain(value: Any) -> Any:
     return _of_python(value)
 
 
-def from_plain(cls: type[T], data: Any, path: str = "config", complete: bool = False) -> T:
-    """Build the dataclass `cls` from plain data, as parsed from JSON or YAML; `ConfigError`s name the path of a value.
-
-    With `complete`, no field may be missing, here and in nested dataclasses: files that we wrote have them all.
-    """
+def from_plain(cls: type[T], data: Any, path: str = "config") -> T:
+    """Build the dataclass `cls` from plain data, as parsed from JSON or YAML; an error names the path of a value."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} must have named fields, got {short(data)}")
     values = dict(data)
@@ -133,12 +130,12 @@ def from_plain(cls: type[T], data: Any, path: str = "config", complete: bool = F
     missing = [
         name
         for name, field in fields.items()
-        if name not in values and (complete or field.default is field.default_factory is dataclasses.MISSING)
+        if name not in values and field.default is field.default_factory is dataclasses.MISSING
     ]
     if missing:
         raise ConfigError(f"{path} lacks the fields {missing}")
     hints = _hints(cls, include_extras=True)
-    return cls(**{name: _read(hints[name], item, f"{path}.{name}", complete) for name, item in values.items()})
+    return cls(**{name: _read(hints[name], item, f"{path}.{name}") for name, item in values.items()})
 
 
 def _of_python(value: Any) -> Any:
@@ -150,14 +147,14 @@ def _of_python(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
+def _read(hint: Any, value: Any, path: str) -> Any:
     """Check a value against a type annotation and convert it to the annotated Python type."""
     value = _of_python(value)
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any or (value is None and type(None) in args):
         return value
     if origin is Annotated:
-        read = _read(args[0], value, path, complete)
+        read = _read(args[0], value, path)
         args[1].require(path, read)
         return read
     if origin is Literal:
@@ -165,23 +162,23 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
             raise ConfigError(f"{path} must be one of {list(args)}, got {short(value)}")
         return value
     if origin in (Union, types.UnionType):
-        return _read_union([arm for arm in args if arm is not type(None)], value, path, complete)
+        return _read_union([arm for arm in args if arm is not type(None)], value, path)
     if origin is tuple:
         if not isinstance(value, list | tuple) or (args[-1] is not Ellipsis and len(value) != len(args)):
             count = "" if args[-1] is Ellipsis else f" of {len(args)}"
             raise ConfigError(f"{path} must be a list{count}, got {short(value)}")
         kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
         items = enumerate(zip(kinds, value, strict=True))
-        return tuple(_read(kind, item, f"{path}[{i}]", complete) for i, (kind, item) in items)
+        return tuple(_read(kind, item, f"{path}[{i}]") for i, (kind, item) in items)
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} must have named fields, got {short(value)}")
-        return {str(key): _read(args[1], item, f"{path}.{key}", complete) for key, item in value.items()}
+        return {str(key): _read(args[1], item, f"{path}.{key}") for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
-        return value if isinstance(value, hint) else from_plain(hint, value, path, complete)  # type: ignore[arg-type]
+        return value if isinstance(value, hint) else from_plain(hint, value, path)  # type: ignore[arg-type]
     if isinstance(hint, type) and issubclass(hint, tuple):  # a named tuple
         fields = types.GenericAlias(tuple, tuple(_hints(hint, include_extras=True).values()))
-        return hint(*_read(fields, value, path, complete))
+        return hint(*_read(fields, value, path))
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if not abs(value) <= sys.float_info.max:
             raise ConfigError(f"{path} must be a finite number, got {short(value)}")
@@ -194,7 +191,7 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
     return value
 
 
-def _read_union(kinds: list[Any], value: Any, path: str, complete: bool) -> Any:
+def _read_union(kinds: list[Any], value: Any, path: str) -> Any:
     """Read a value as the dataclass named by its `kind`, or as the first member of the union that fits."""
     if dataclasses.is_dataclass(value) and type(value) in kinds:
         return value
@@ -203,11 +200,11 @@ def _read_union(kinds: list[Any], value: Any, path: str, complete: bool) -> Any:
         tag = value.get("kind") if isinstance(value, Mapping) else None
         if tag not in tagged:
             raise ConfigError(f"{path}.kind must be one of {sorted(tagged)}, got {short(tag)}")
-        return _read(tagged[tag], value, path, complete)
+        return _read(tagged[tag], value, path)
     problems = []
     for kind in kinds:
         try:
-            return _read(kind, value, path, complete)
+            return _read(kind, value, path)
         except ConfigError as error:
             problems.append(str(error))
     raise ConfigError("; or ".join(problems))

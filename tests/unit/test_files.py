@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hydra_ensembles.errors import CheckpointError, ConfigError, StorageError
+from hydra_ensembles.errors import CheckpointError, StorageError
 from hydra_ensembles.files import expanded, parse_json, read_file, read_json, read_object, remove, write_atomically
 from hydra_ensembles.files import write_json as write
 
@@ -38,9 +38,8 @@ def test_json_comes_back_and_only_plain_files_are_read(tmp_path: Path) -> None:
     path, value = tmp_path / "a.json", {"a": [1, None, "é", {"b": 0.1}]}
     write(path, value)
     assert read_json(path) == read_object(path) == value
-    for bad in (float("nan"), {1, 2}):
-        with pytest.raises(CheckpointError, match="JSON"):
-            write(path, bad)
+    with pytest.raises(ValueError, match="JSON"):
+        write(path, float("nan"))
     write(path, [1])
     with pytest.raises(CheckpointError, match="list"):
         read_object(path)
@@ -52,8 +51,6 @@ def test_json_comes_back_and_only_plain_files_are_read(tmp_path: Path) -> None:
 
 def test_paths(tmp_path: Path) -> None:
     assert expanded("~/x") == Path.home() / "x"
-    with pytest.raises(ConfigError, match="home"):
-        expanded("~nobody-of-this-name/x")
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "a")
     remove(tmp_path / "link")

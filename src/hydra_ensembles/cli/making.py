@@ -191,7 +191,7 @@ def model_and_sets(sources: Sources, hydra: Any) -> tuple[Any, dict[str, Any]]:
         elif hydra.strategy == "taylor" and role in ("train", "id"):
             size = max(1, min(size, len(data) // (PER_RANKING * hydra.calibration_batches)))
         if recipe is not None and (recipe.augment or recipe.rand_augment) and ensemble.kind == "image":
-            transform = TrainTransform.matching(transform, rand_augment=recipe.rand_augment)
+            transform = TrainTransform(transform, rand_augment=recipe.rand_augment)
         sets[role] = batches(data, transform, size, shuffle=role == "train", seed=hydra.seed)
     if SYNTHETIC in sources.ood and len(sources.ood) > 1:
         raise DataError(f"ood is either {SYNTHETIC} or data that you give, not both")

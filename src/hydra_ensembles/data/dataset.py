@@ -20,10 +20,10 @@ from torch.utils.data import Dataset as TorchDataset
 
 from .._utils import library
 from ..batches import a_few, same_names
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, DataError
 from ..files import read_file
-from ..preprocessing import ImagePreprocessing, Interpolation, require_channels, to_grey, to_rgb
-from ..settings import Checked, Positive, PositiveShare, Share, Whole, require, short
+from ..preprocessing import ImagePreprocessing, to_grey, to_rgb
+from ..settings import Checked, PositiveShare, Share, Whole, require, short
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -174,29 +174,24 @@ AnyDataset = ImageDataset | TextDataset
 SomeDataset = TypeVar("SomeDataset", bound=Dataset[Any])
 
 
-def decode_image(content: bytes, where: str, formats: Sequence[str] | None = None) -> "Image":
-    """Decode the bytes of an image file to RGB; errors name `where` if the bytes are no image, truncated, or a bomb.
-
-    Only `formats` (Pillow's names) are tried; None tries all. Of several frames the first is read.
-    """
+def decode_image(content: bytes, where: str) -> "Image":
+    """Decode the bytes of an image file to RGB (the first of several frames); an error names `where`."""
     pillow = library("PIL.Image", extra="data")
     try:
-        image = pillow.open(io.BytesIO(content), formats=formats)
+        image = pillow.open(io.BytesIO(content))
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its name is known
         return to_rgb(image)
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, pillow.DecompressionBombError) as error:
-        why = "unknown format" if isinstance(error, pillow.UnidentifiedImageError) else error  # hides an address
-        size = len(content)
-        raise DataError(f"{where} cannot be decoded as an image ({size} bytes): {why}; repair or remove it") from error
+    except (OSError, SyntaxError, ValueError, struct.error, pillow.DecompressionBombError) as error:
+        raise DataError(f"{where} cannot be decoded as an image: {error}; repair or remove it") from error
 
 
-def read_image(path: Path, where: str | None = None, formats: Sequence[str] | None = None) -> "Image":
-    """Read an image file as RGB; a `DataError` if it is missing or no image. `formats` as in `decode_image`."""
+def read_image(path: Path, where: str | None = None) -> "Image":
+    """Read an image file as RGB; a `DataError` if it is missing or no image."""
     try:
         content = read_file(path)
     except CheckpointError as error:
         raise DataError(f"image file {error}") from error
-    return decode_image(content, where or f"image file {path}", formats)
+    return decode_image(content, where or f"image file {path}")
 
 
 def images_below(folder: Path) -> list[Path]:
@@ -441,59 +436,38 @@ def _identity(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class TrainTransform(Checked):
-    """Random resized crop, random flip, optionally RandAugment, then normalisation.
+    """Random resized crop, random flip, optionally RandAugment, then the normalisation of a model's preprocessing.
 
     The defaults are the paper's fine-tuning transform for ImageNet-1K; for CIFAR-100 the paper omits RandAugment
     (`rand_augment=None`). Draws only from torch's CPU generator.
 
     Attributes:
-        size: Height and width of the result.
+        preprocessing: Size, interpolation, mean and standard deviation.
         crop_scale: Smallest and largest share of the image's area that a crop may take.
         flip_probability: Probability of mirroring left and right.
         rand_augment: Operations and magnitude of RandAugment, or None.
-        mean, std: Mean and standard deviation of each channel, for the normalisation; one value each for grey images.
-        interpolation: How crops are resized.
     """
 
-    size: tuple[Whole, Whole] = (224, 224)
+    preprocessing: ImagePreprocessing
     crop_scale: tuple[PositiveShare, PositiveShare] = (0.08, 1.0)
     flip_probability: Share = 0.5
     rand_augment: tuple[int, int] | None = (2, 12)
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
-    interpolation: Interpolation = "bilinear"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_channels(self.mean, self.std)
-        if self.crop_scale[0] > self.crop_scale[1]:
-            raise ConfigError(f"crop_scale must be 0 < smallest <= largest <= 1, got {self.crop_scale}")
-
-    @classmethod
-    def matching(cls, preprocessing: ImagePreprocessing, **changes: Any) -> Self:
-        """Take size, mean, standard deviation and interpolation from a model's preprocessing."""
-        names = ("size", "mean", "std", "interpolation")
-        return cls(**{**{name: getattr(preprocessing, name) for name in names}, **changes})
-
-    def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
+    def __call__(self, images: "Sequence[Image]") -> Tensor:
         """Transform PIL images into a tensor `[B, channels, height, width]`, each image with its own random draws."""
-        batch = list(images) if isinstance(images, Sequence) else [images]
-        convert = to_grey if len(self.mean) == 1 else to_rgb
-        return torch.stack([self._pipeline(convert(image)) for image in batch])
+        convert = to_grey if len(self.preprocessing.mean) == 1 else to_rgb
+        return torch.stack([self._pipeline(convert(image)) for image in images])
 
     @cached_property
     def _pipeline(self) -> Any:
-        transforms = library("torchvision.transforms.v2", extra="data")
-        augment = self.rand_augment
-        return transforms.Compose(
-            [
-                transforms.RandomResizedCrop(
-                    self.size, scale=self.crop_scale, interpolation=transforms.InterpolationMode(self.interpolation)
-                ),
-                transforms.RandomHorizontalFlip(self.flip_probability),
-                *([] if augment is None else [transforms.RandAugment(*augment)]),
-                transforms.ToImage(),
-                transforms.ToDtype(torch.float32, scale=True),
-                transforms.Normalize(list(self.mean), list(self.std)),
-            ]
-        )
+        transforms, like = library("torchvision.transforms.v2", extra="data"), self.preprocessing
+        interpolation = transforms.InterpolationMode(like.interpolation)
+        steps = [
+            transforms.RandomResizedCrop(like.size, scale=self.crop_scale, interpolation=interpolation),
+            transforms.RandomHorizontalFlip(self.flip_probability),
+            *([] if self.rand_augment is None else [transforms.RandAugment(*self.rand_augment)]),
+            transforms.ToImage(),
+            transforms.ToDtype(torch.float32, scale=True),
+            transforms.Normalize(list(like.mean), list(like.std)),
+        ]
+        return transforms.Compose(steps)

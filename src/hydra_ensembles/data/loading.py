@@ -154,19 +154,14 @@ def _read_tables(files: Sequence[Path]) -> Any:
 
 
 def _loaded(path: str, problem: str, **options: Any) -> Any:
-    """What `datasets.load_dataset` returns, without progress bars."""
+    """What `datasets.load_dataset` returns."""
     datasets = library("datasets", extra="data")
-    showed = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Length of header")  # pandas would drop a field of every row
             return datasets.load_dataset(path, **options)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{problem}: {error.__cause__ or error}") from error
-    finally:
-        if showed:
-            datasets.enable_progress_bars()
 
 
 def _dataset(

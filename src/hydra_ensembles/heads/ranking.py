@@ -122,7 +122,7 @@ class HeadRanking:
         plain = read_object(expanded(path))
         if plain.pop("digest", None) != digest(plain):
             raise HeadError(f"{path} is not a head ranking as it was saved; make it again")
-        return from_plain(cls, plain, "ranking", complete=True)
+        return from_plain(cls, plain, "ranking")
 
 
 RANKING: Form[HeadRanking] = Form(".json", HeadRanking.load, lambda path, ranking: ranking.save(path))

@@ -21,7 +21,7 @@ from ..convert.convert import convert
 from ..digest import digest, digest_batches
 from ..errors import ConfigError, DataError, DivergedError, SameMembersError
 from ..evaluation.evaluate import evaluate
-from ..files import expanded, read_object, remove, write_json
+from ..files import remove
 from ..fuse import fuse, soup
 from ..heads.members import random_members
 from ..metrics.distance import FamiliarityName
@@ -30,8 +30,8 @@ from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import ENSEMBLE, Ensemble
 from ..model.zero_shot import DEFAULT_TEMPLATES
 from ..report.compare import Cell, Column, Comparison, tabulated, to_markdown
-from ..settings import Range, from_plain, require, to_plain
-from ..store import Form, Store
+from ..settings import Range, from_plain, require
+from ..store import Store
 from ..training.recipe import Recipe
 from .build import (
     RESULT,
@@ -90,7 +90,7 @@ class SearchResult:
         samples: Number of samples used to judge, by set.
         choice: Name of the best one that is not worse than the given model; empty for a plan, which builds nothing.
         why: The reason, in a sentence.
-        ensemble: The choice, calibrated, ready to use; None for a plan, or if the result was read from a file.
+        ensemble: The choice, calibrated, ready to use; None for a plan.
 
     Examples:
         >>> he.SearchResult((), cost=1.5, measured="latency", scores=(), samples={}).choice
@@ -145,18 +145,6 @@ class SearchResult:
     def losses(self, numbers: Mapping[str, float]) -> tuple[float, ...]:
         """Losses to compare candidates by: NLL, AURC, and one minus accuracy and AUROCs; lower is better."""
         return (numbers["nll"], numbers["aurc"], *(1.0 - numbers[key] for key in ("accuracy", *self.scores)))
-
-    def save(self, path: str | Path) -> None:
-        """Write a JSON file, without the ensemble."""
-        write_json(expanded(path), to_plain(replace(self, ensemble=None)))
-
-    @classmethod
-    def load(cls, path: str | Path) -> "SearchResult":
-        """Read what `save` wrote."""
-        return from_plain(cls, read_object(expanded(path)), str(path))
-
-
-RESULT_FILE = Form(".json", SearchResult.load, lambda path, result: result.save(path))
 
 
 @torch.inference_mode(False)
@@ -244,7 +232,7 @@ def search(
             return planned
         if progress:
             tqdm.write(to_markdown(planned.table()))
-        decided = run.step("search", lambda: work.decided(planned), RESULT_FILE)
+        decided = from_plain(SearchResult, run.step("search", lambda: work.decided(planned)), "search.json")
         return replace(decided, ensemble=run.step(RESULT, lambda: work.final(decided.choice), ENSEMBLE))
 
 

@@ -89,8 +89,7 @@ def test_rows_that_are_no_items_with_class_numbers_are_refused() -> None:
 
 
 def test_training_transforms_repeat_in_batches_and_draw_for_each_image() -> None:
-    transform = TrainTransform.matching(ImagePreprocessing(size=(12, 10)), crop_scale=(0.1, 0.5))
-    assert transform.std == (0.229, 0.224, 0.225)
+    transform = TrainTransform(ImagePreprocessing(size=(12, 10)), crop_scale=(0.1, 0.5))
     data = ImageDataset([picture(3, size=32, mode="L")] * 6, [0] * 6)
     first, second = ([inputs for inputs, _ in batches(data, transform, 6, num_workers=count)] for count in (0, 1))
     assert first[0].shape == (6, 3, 12, 10)
@@ -102,9 +101,9 @@ def test_training_transforms_repeat_in_batches_and_draw_for_each_image() -> None
 def test_without_randomness_images_are_those_of_the_models_preprocessing(interpolation: Any, channels: int) -> None:
     normalize = {"mean": (0.5,) * channels, "std": (0.25, 0.5, 1.0)[:channels]}
     preprocessing = ImagePreprocessing(size=(20, 20), interpolation=interpolation, **normalize)
-    transform = TrainTransform.matching(preprocessing, crop_scale=(1.0, 1.0), flip_probability=0.0, rand_augment=None)
+    transform = TrainTransform(preprocessing, crop_scale=(1.0, 1.0), flip_probability=0.0, rand_augment=None)
     image = picture(2, size=32)
-    torch.testing.assert_close(transform(image), preprocessing(image))
-    assert TrainTransform.matching(preprocessing)([image] * 30).shape == (30, channels, 20, 20)
+    torch.testing.assert_close(transform([image]), preprocessing(image))
+    assert TrainTransform(preprocessing)([image] * 30).shape == (30, channels, 20, 20)
     mirrored = replace(transform, flip_probability=1.0)([image] * 2)[1]
     torch.testing.assert_close(mirrored, preprocessing(image)[0].flip(-1))
