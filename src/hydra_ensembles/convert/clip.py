@@ -7,18 +7,17 @@ is separated again.
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._utils import library
 from ..errors import ConversionError
-from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool, ReadoutConfig, TextStemConfig
+from ..model.config import EncoderConfig, EnsembleConfig, Pool, ReadoutConfig
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from . import core, timm_torchvision
-from .core import Architecture, DualArchitecture, NamedTensors, Weights, below, block, either, is_identity, pair, run
+from .core import Architecture, DualArchitecture, Found, NamedTensors, Weights, below, block, either, pair
 from .processors import read_open_clip_tokenizer
-from .transformers import metadata_of_classifier, patch_stem, read_classes, read_encoder
-from .transformers_text import text_stem
+from .transformers import metadata_of_classifier, read_classifier, read_encoder
 
 # --- transformers: CLIP and MetaCLIP 2 --------------------------------------------------------------------------
 
@@ -60,53 +59,37 @@ def _clip_classes(*names: str) -> tuple[str, ...]:
     return tuple(f"transformers.models.{family}{name}" for family in _FAMILIES for name in names)
 
 
-def _clip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    config = getattr(model.config, "vision_config", model.config)
-    stem = patch_stem(config, "bicubic", patch_bias=False, norm=True, norm_eps=float(config.layer_norm_eps))
-    encoder = read_encoder(config)
-    readout = _clip_readout(getattr(model, "visual_projection", None), config, num_labels)
-    if hasattr(model, "classifier"):  # it reads the mean of the patches, before the final norm
-        classes, bias = read_classes(model, model.classifier, num_labels)
-        readout = replace(readout, pool="mean", norm="none", num_classes=classes, bias=bias)
+def _clip_image_config(found: Found, num_labels: int | None) -> EnsembleConfig:
+    config = getattr(found.model.config, "vision_config", found.model.config)
+    stem = found.patch_stem(pair(config.image_size), resample="bicubic")
+    encoder = read_encoder(found, config)
+    readout = ReadoutConfig(norm="pooled", norm_eps=encoder.norm_eps, **read_classifier(found, num_labels))
+    if hasattr(found.model, "classifier"):  # it reads the mean of the patches, before the final norm
+        readout = replace(readout, pool="mean", norm="none")
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    config = getattr(model.config, "text_config", model.config)
-    tables = getattr(model, "text_model", model).embeddings
-    stem = text_stem(tables.token_embedding, tables.position_embedding, norm=False)
-    encoder = read_encoder(config, causal=True)
-    end, words = config.eos_token_id, tables.token_embedding.num_embeddings
+def _clip_text_config(found: Found, num_labels: int | None) -> EnsembleConfig:
+    config = getattr(found.model.config, "text_config", found.model.config)
+    stem, encoder = found.text_stem(), read_encoder(found, config, causal=True)
+    end, words = config.eos_token_id, stem.vocabulary
     if not isinstance(end, int) or not 0 <= end < words:
         problem = f"its eos_token_id, at which texts are read, is {end!r}, but the vocabulary has {words} tokens"
         raise ConversionError(f"{problem}; set that of its tokenizer in the configuration, and build the model anew")
-    readout = replace(
-        _clip_readout(getattr(model, "text_projection", None), config, num_labels),
-        pool="eot",
-        eot_token=None if end == _LEGACY_EOS and type(model).__name__.startswith("CLIP") else end,
-        norm="tokens",
-    )
+    legacy = end == _LEGACY_EOS and type(found.model).__name__.startswith("CLIP")
+    eot, classifier = None if legacy else end, found.classifier(num_labels)
+    readout = ReadoutConfig("eot", norm="tokens", norm_eps=encoder.norm_eps, eot_token=eot, **classifier)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _clip_readout(projection: nn.Linear | None, config: Any, num_labels: int | None) -> ReadoutConfig:
-    return ReadoutConfig(
-        num_classes=core.number_of_classes(0 if projection is None else projection.out_features, num_labels),
-        norm="pooled",
-        norm_eps=float(config.layer_norm_eps),
-        bias=projection is None or projection.bias is not None,
-    )
-
-
 def _answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
-    output = run(model, **inputs)
+    output = model(**inputs)
     answers = (getattr(output, name, None) for name in ("logits", "image_embeds", "text_embeds", "pooler_output"))
     return next(answer for answer in answers if answer is not None)
 
 
 def _clip_dual_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
-    with core.named_outputs(model):
-        output = model.get_image_features(**inputs) if "pixel_values" in inputs else model.get_text_features(**inputs)
+    output = model.get_image_features(**inputs) if "pixel_values" in inputs else model.get_text_features(**inputs)
     return output if isinstance(output, Tensor) else output.pooler_output  # releases of transformers 5 differ
 
 
@@ -134,16 +117,13 @@ _CLIP_TEXTS = Architecture(
     answer=_answer,
 )
 # In the dual encoder both towers are attributes of the model; each declaration ignores tensors of the other.
-_CLIP_CLASSES = _clip_classes("Model")
 _CLIP_UNREAD_BY_IMAGES = ("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids")
 _CLIP_UNREAD_BY_TEXTS = ("vision_model.", "visual_projection.", "logit_scale", "text_model.embeddings.position_ids")
 _CLIP_DUAL = DualArchitecture(
     name="transformers CLIP and MetaCLIP 2",
-    classes=_CLIP_CLASSES,
-    image=(
-        ("", replace(_CLIP_IMAGES, classes=_CLIP_CLASSES, ignored=_CLIP_UNREAD_BY_IMAGES, answer=_clip_dual_answer)),
-    ),
-    text=(("", replace(_CLIP_TEXTS, classes=_CLIP_CLASSES, ignored=_CLIP_UNREAD_BY_TEXTS, answer=_clip_dual_answer)),),
+    classes=_clip_classes("Model"),
+    image=replace(_CLIP_IMAGES, ignored=_CLIP_UNREAD_BY_IMAGES, answer=_clip_dual_answer),
+    text=replace(_CLIP_TEXTS, ignored=_CLIP_UNREAD_BY_TEXTS, answer=_clip_dual_answer),
 )
 
 
@@ -163,36 +143,25 @@ _SIGLIP_IMAGE_TOWER: Weights = {
 _SIGLIP_TEXT_TOWER: Weights = {**_CLIP_TEXT_TOWER, "readout.classifier": "head"}
 
 
-def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    config = getattr(model.config, "vision_config", model.config)
-    stem = patch_stem(config, "bicubic", class_token=False, position_prefix=0)
-    encoder = read_encoder(config)
-    if hasattr(model, "classifier"):  # it reads the mean of the patches: attention pooling is not used
-        classes, bias = read_classes(model, model.classifier, num_labels)
-        mean = ReadoutConfig(pool="mean", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
-        return EnsembleConfig(stem, encoder, mean, encoder.all_heads())
+def _siglip_image_config(found: Found, num_labels: int | None) -> EnsembleConfig:
+    config = getattr(found.model.config, "vision_config", found.model.config)
+    stem = found.patch_stem(pair(config.image_size), resample="bicubic")
+    encoder = read_encoder(found, config)
+    readout = ReadoutConfig("mean", norm_eps=encoder.norm_eps, **read_classifier(found, num_labels))
+    if hasattr(found.model, "classifier"):  # it reads the mean of the patches: attention pooling is not used
+        return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
     if not getattr(config, "vision_use_head", True):
         raise core.refuse("it has no attention pooling for images (vision_use_head), so it has no features")
-    readout = ReadoutConfig(
-        pool="map",
-        num_classes=core.number_of_classes(0, num_labels),
-        norm_eps=encoder.norm_eps,
-        map_heads=encoder.heads,
-        map_mlp_width=encoder.mlp_width,
-        map_activation=core.activation_of(config.hidden_act),
-    )
+    sizes = {"map_heads": encoder.heads, "map_mlp_width": encoder.mlp_width}
+    readout = replace(readout, pool="map", map_activation=encoder.activation, **sizes)  # type: ignore[arg-type]
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+def _siglip_text_config(found: Found, num_labels: int | None) -> EnsembleConfig:
     """The text tower pools the token at the last position, which is padding in all but the longest texts."""
-    model = getattr(model, "text_model", model)  # releases of transformers 5 differ, here and in their classes
-    config = model.config
-    stem = text_stem(model.embeddings.token_embedding, model.embeddings.position_embedding, norm=False)
-    encoder = read_encoder(config)
-    classes = core.number_of_classes(model.head.out_features, num_labels)
-    bias = model.head.bias is not None
-    readout = ReadoutConfig(pool="final", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
+    config = getattr(found.model, "text_model", found.model).config
+    stem, encoder = found.text_stem(), read_encoder(found, config)
+    readout = ReadoutConfig("final", norm_eps=encoder.norm_eps, **found.classifier(num_labels))
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
@@ -223,8 +192,8 @@ _SIGLIP_TEXTS = Architecture(
 _SIGLIP_DUAL = DualArchitecture(
     name="transformers SigLIP",
     classes=(f"{_SIGLIP_MODULE}Model",),
-    image=(("vision_model", _SIGLIP_IMAGES),),
-    text=(("text_model", _SIGLIP_TEXTS),),
+    image="vision_model",
+    text="text_model",
 )
 
 # --- open_clip -------------------------------------------------------------------------------------------------
@@ -262,25 +231,16 @@ _OPEN_TEXT_WEIGHTS: Weights = {
 }
 
 
-def _open_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+def _open_image_config(found: Found, num_labels: int | None) -> EnsembleConfig:
+    model = found.model
     pools: dict[str, Pool] = {"tok": "cls", "avg": "mean"}
-    normed = not is_identity(model.ln_pre)
-    stem = PatchStemConfig(
-        patch_size=pair(model.patch_size),
-        grid=pair(model.grid_size),
-        channels=int(model.conv1.in_channels),
-        patch_bias=False,
-        resample="bicubic_antialias",
-        norm=normed,
-        norm_eps=float(model.ln_pre.eps) if normed else 1e-5,
-    )
-    encoder = _open_encoder(model.transformer, causal=False)
+    stem = found.patch_stem(pair(model.image_size), resample="bicubic_antialias")
+    encoder = _open_encoder(found)
     readout = ReadoutConfig(
         pool=pools[model.pool_type],
-        num_classes=core.number_of_classes(0 if model.proj is None else int(model.proj.shape[1]), num_labels),
         norm="pooled" if model.final_ln_after_pool else "tokens",
         norm_eps=float(model.ln_post.eps),
-        bias=model.proj is None,
+        **found.classifier(num_labels, encoder.width),
     )
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
@@ -291,61 +251,32 @@ def _trunk(model: Any) -> Architecture:
     return tables[core.qualified_name(model.trunk)]
 
 
-def _open_timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+def _open_timm_config(found: Found, num_labels: int | None) -> EnsembleConfig:
     """A tower of open_clip's timm adapter: a timm model and possibly a linear projection, the adapter's or timm's."""
-    config = _trunk(model).config(model.trunk, None)
-    head = dict(model.head.named_children())
-    if "proj" not in head:
-        classes = core.number_of_classes(config.readout.num_classes, num_labels)
-        return replace(config, readout=replace(config.readout, num_classes=classes))
-    readout = replace(
-        config.readout,
-        num_classes=core.number_of_classes(int(head["proj"].out_features), num_labels),
-        bias=head["proj"].bias is not None,
-        dropout=core.dropout_rate(head.get("drop")) or config.readout.dropout,
-    )
-    return replace(config, readout=readout)
+    config = _trunk(found.model).config(found, num_labels)
+    rate = core.dropout_rate(dict(found.model.head.named_children()).get("drop")) or config.readout.dropout
+    return replace(config, readout=replace(config.readout, dropout=rate))
 
 
-def _open_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+def _open_text_config(found: Found, num_labels: int | None) -> EnsembleConfig:
     """A `TextTransformer`, or a `CLIP`, which has the same parts as direct attributes."""
-    positions, width = model.positional_embedding.shape
+    model = found.model
     pool = getattr(model, "text_pool_type", None) or model.pool_type
     pools: dict[str, Pool] = {"first": "cls", "last": "last", "argmax": "eot", "eos": "eot"}
     end = model.text_eos_id if hasattr(model, "text_eos_id") else model.eos_id
-    vocabulary = int(model.token_embedding.num_embeddings)
-    stem = TextStemConfig(vocabulary, positions=int(positions), embedding_width=int(width), norm=False)
-    encoder = _open_encoder(model.transformer, causal=model.attn_mask is not None)
-    projection = model.text_projection
-    linear = isinstance(projection, nn.Linear)
-    outputs = 0 if projection is None else int(projection.out_features if linear else projection.shape[1])
+    encoder = _open_encoder(found, causal=model.attn_mask is not None)
     readout = ReadoutConfig(
         pool=pools[pool],
-        num_classes=core.number_of_classes(outputs, num_labels),
-        norm="tokens",
         norm_eps=float(model.ln_final.eps),
-        bias=projection is None or (linear and projection.bias is not None),
         eot_token=int(end) if pool == "eos" else None,
+        **found.classifier(num_labels, encoder.width),
     )
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+    return EnsembleConfig(found.text_stem(), encoder, readout, encoder.all_heads())
 
 
-def _open_encoder(transformer: Any, causal: bool) -> EncoderConfig:
-    first = transformer.resblocks[0]
-    mlp = first.mlp
-    query_norm: Any = getattr(first.attn, "ln_q", None)
-    return EncoderConfig(
-        width=int(mlp.c_fc.in_features),
-        layers=len(transformer.resblocks),
-        heads=int(first.attn.num_heads),
-        head_dim=int(first.attn.head_dim),
-        mlp_width=int(mlp.c_fc.out_features),
-        activation=core.activation_of(mlp.gelu),
-        norm_eps=float(first.ln_1.eps),
-        qk_norm=not is_identity(query_norm),
-        layer_scale=not is_identity(first.ls_1),
-        causal=causal,
-    )
+def _open_encoder(found: Found, causal: bool = False) -> EncoderConfig:
+    first = found.model.transformer.resblocks[0]
+    return found.encoder(int(first.attn.num_heads), activation=core.activation_of(first.mlp.gelu), causal=causal)
 
 
 def _open_image_metadata(model: Any) -> Metadata:
@@ -403,20 +334,20 @@ _OPEN_TEXTS = Architecture(
 )
 _OPEN_TEXTS_IN_CLIP = replace(
     _OPEN_TEXTS,
-    classes=("open_clip.model.CLIP",),
     ignored=("visual.", "logit_scale", "logit_bias"),
     answer=lambda model, inputs, fresh: model.encode_text(inputs["input_ids"]),  # type: ignore[operator]
 )
 _OPEN_DUAL = DualArchitecture(
     name="open_clip CLIP",
-    classes=("open_clip.model.CLIP", "open_clip.model.CustomTextCLIP"),
-    image=(("visual", _OPEN_IMAGES), ("visual", _OPEN_IMAGES_FROM_TIMM)),
-    text=(("text", _OPEN_TEXTS), ("", _OPEN_TEXTS_IN_CLIP)),
+    classes=("open_clip.model.CLIP",),
+    image="visual",
+    text=_OPEN_TEXTS_IN_CLIP,
 )
+_OPEN_CUSTOM = replace(_OPEN_DUAL, classes=("open_clip.model.CustomTextCLIP",), text="text")
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *(_CLIP_IMAGES, _CLIP_CLASSIFIER, _CLIP_TEXTS),
     *(_SIGLIP_IMAGES, _SIGLIP_CLASSIFIER, _SIGLIP_TEXTS),
     *(_OPEN_IMAGES, _OPEN_IMAGES_FROM_TIMM, _OPEN_TEXTS),
 )
-DUAL_ARCHITECTURES: tuple[DualArchitecture, ...] = (_CLIP_DUAL, _SIGLIP_DUAL, _OPEN_DUAL)
+DUAL_ARCHITECTURES: tuple[DualArchitecture, ...] = (_CLIP_DUAL, _SIGLIP_DUAL, _OPEN_DUAL, _OPEN_CUSTOM)

@@ -7,10 +7,10 @@ another range), only in training, or only on another device is not compared.
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..model.config import TextStemConfig
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
 from ..preprocessing import TextPreprocessing
-from .core import WAYS, Architecture, NamedTensors, block_name
+from .core import WAYS, Found, NamedTensors
 
 _TOKENS = 64
 _HALF = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -33,8 +33,7 @@ _ALLOWED = 1e-4  # of the largest output: covers sums in another order, and floa
 class ModelPair:
     """An original model and the converted one, to compare their answers."""
 
-    architecture: Architecture
-    model: nn.Module  # not changed
+    found: Found  # the original, not changed
     ensemble: Ensemble
     fresh: bool = False  # whether the classifier is new: then features are compared
     projection: GroupedLinear | None = None  # of a dual encoder's tower, applied to its features
@@ -44,14 +43,12 @@ class ModelPair:
         told = f"for a random batch {_shapes(inputs)} the model itself"
         try:
             batch = {name: tensor.clone() for name, tensor in inputs.items()}
-            answer = self.architecture.answer(self.model, batch, self.fresh)
-            samples, shape = len(next(iter(inputs.values()))), list(answer.shape)
+            answer = self.found.architecture.answer(self.found.model, batch, self.fresh)
+            finite = bool(answer.isfinite().all())
         except Exception as error:  # a user's model may raise anything
             why = f"cannot answer ({type(error).__name__}: {error})"
             raise ConversionError(f"{told} {why}; repair it, or convert with probe=False") from error
-        if not self.architecture.classes and (answer.dim() != 2 or len(answer) != samples):
-            raise ConversionError(f"{told} returns {shape}, not [{samples}, classes]; say where logits are (answer=)")
-        if not answer.isfinite().all():
+        if not finite:
             raise ConversionError(f"{told} returns NaN or infinite numbers in {answer.dtype}; try model.float()")
         return answer
 
@@ -71,9 +68,9 @@ def require_same_answers(pair: ModelPair) -> None:
     """
     if pair.ensemble.dtype in _HALF:
         with suppress(Exception):  # a user's model may not be copied, or not into this memory
-            parts = {"model": pair.model, "ensemble": pair.ensemble, "projection": pair.projection}
-            copies: dict[str, Any] = {name: deepcopy(part).float() for name, part in parts.items() if part is not None}
-            pair = replace(pair, **copies)
+            projection = None if pair.projection is None else deepcopy(pair.projection).float()
+            found = Found(pair.found.architecture, deepcopy(pair.found.model).float())
+            pair = ModelPair(found, deepcopy(pair.ensemble).float(), pair.fresh, projection)
     allowed = _HALF.get(pair.ensemble.dtype, _ALLOWED)
     tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32  # ten bits, as float16
     if tf32 and pair.ensemble.device.type == "cuda":
@@ -89,17 +86,15 @@ def require_same_answers(pair: ModelPair) -> None:
                     raise
                 return  # it takes only images of its own size
             apart = _difference(pair.converted(inputs), expected)
-            if by_tokens or not apart <= allowed:  # also if it is NaN
-                place = _first_difference(pair, inputs, allowed)
-                if by_tokens and not place:
-                    continue
-                last = block_name(pair.architecture, pair.model, pair.ensemble.num_layers - 1)
-                said = "its class and its configuration say" if pair.architecture.classes else "the declaration says"
+            same = apart <= allowed  # not if it is NaN
+            place = "" if same and not by_tokens else _first_difference(pair, inputs, allowed)
+            if not same or place:
+                said = "its class and configuration say" if pair.found.architecture.classes else "the declaration says"
                 raise ConversionError(
                     f"the {'features' if pair.fresh else 'answers'} of the converted model differ by {apart:.2g} of "
                     f"their size ({allowed:g} is allowed) on a random batch {_shapes(inputs)}, first "
-                    f"{place or f'after {last}, where tokens are pooled and classified'}: the model does not compute "
-                    f"what {said}. {WAYS} (or probe=False)"
+                    f"{place or 'after the last layer, where tokens are pooled and classified'}: the model does not "
+                    f"compute what {said}. {WAYS} (or probe=False)"
                 )
 
 
@@ -110,7 +105,7 @@ def _answering(pair: ModelPair) -> Iterator[None]:
     Warnings of the model itself are suppressed: they are not about the conversion. What `accelerate` put in place of
     `forward`, which computes in half precision, is put aside.
     """
-    device, model = pair.ensemble.device, pair.model
+    device, model = pair.ensemble.device, pair.found.model
     compiled = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
     mixed = vars(model).pop("forward", None) if "_original_forward" in vars(model) else None
     try:
@@ -132,14 +127,14 @@ def _answering(pair: ModelPair) -> Iterator[None]:
 
 
 def _inputs(pair: ModelPair) -> Iterator[NamedTensors]:
-    """Yield the batches; the same in every process. Two samples show whether a user's own model mixes them."""
+    """Yield the batches; the same in every process. Two samples show whether a model mixes them."""
     stem, ensemble = pair.ensemble.config.stem, pair.ensemble
     generator = torch.Generator("cpu").manual_seed(0)
     if isinstance(stem, TextStemConfig):
         yield {name: tensor.to(ensemble.device) for name, tensor in _texts(pair, stem, generator).items()}
         return
     (height, width), (high, wide) = stem.image_size, stem.patch_size
-    for count, *size in ((1 if pair.architecture.classes else 2, height, width), (1, height + high, width + 2 * wide)):
+    for count, *size in ((2, height, width), (1, height + high, width + 2 * wide)):
         images = torch.randn((count, stem.channels, *size), generator=generator, device="cpu", dtype=torch.float32)
         yield {"pixel_values": images.to(ensemble.device, ensemble.dtype)}
 
@@ -149,7 +144,7 @@ def _texts(pair: ModelPair, stem: TextStemConfig, generator: torch.Generator) ->
 
     CLIP's texts (no other family lacks a norm after the embedding) fill the context and have an end-of-text token.
     """
-    config, architecture = pair.ensemble.config, pair.architecture
+    config, architecture = pair.ensemble.config, pair.found.architecture
     clip = not stem.norm and bool(architecture.classes)
     tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0))
     ids = torch.randint(stem.vocabulary, (2, tokens), generator=generator, device="cpu")
@@ -174,7 +169,7 @@ def _padding(pair: ModelPair, stem: TextStemConfig) -> int:
     """Return the padding id according to the position table, the tokenizer or the word embeddings; 0 if none says."""
     texts = pair.ensemble.metadata.preprocessing
     known = [stem.positions_after, texts.pad_id if isinstance(texts, TextPreprocessing) else None]
-    tables = [module for module in pair.model.modules() if isinstance(module, nn.Embedding)]
+    tables = [module for module in pair.found.model.modules() if isinstance(module, nn.Embedding)]
     known += [table.padding_idx for table in tables if table.num_embeddings == stem.vocabulary]
     return next((one for one in known if one is not None), 0)
 
@@ -196,49 +191,32 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def _first_difference(pair: ModelPair, inputs: NamedTensors, allowed: float) -> str:
-    """Describe the first place where the activations of both models differ; an empty string if all blocks agree."""
-    names = [block_name(pair.architecture, pair.model, layer) for layer in range(pair.ensemble.num_layers)]
-    blocks = [pair.model.get_submodule(name) for name in names]
-    theirs = _tokens(blocks, pair, inputs)
-    if not theirs:
-        return f"somewhere ({names[0] or 'a block'} is not called as a module, so it is not observed)"
-    x, context = pair.ensemble.embed(*pair.ensemble.unpack(dict(inputs)))
-    ours = [x[0]]  # all tokens: the last block of a forward pass computes only those that are read
-    for block in pair.ensemble.encoder.layers:
-        x = block(x, context)
-        ours.append(x[0])  # [B, T, d]
-    mask = inputs.get("attention_mask")
-    as_layer = " as layer {}" if len(set(names)) < len(names) else ""  # of a block that several layers share
-    places = [f"before {names[0]}, where the input is embedded"]
-    places += [f"in {name}{as_layer.format(layer)}" for layer, name in enumerate(names)]
-    for place, mine, their in zip(places, ours, theirs, strict=False):
-        if their.shape != mine.shape and their.dim() == mine.dim():
-            their = their.transpose(0, 1)  # [T, B, d] -> [B, T, d]
-        if mask is not None and their.shape == mine.shape:
-            mine, their = mine[mask.bool()], their[mask.bool()]  # without padding
-        if not _difference(mine, their) <= allowed:
-            return place
-    return places[len(theirs)] if len(theirs) < len(ours) else ""
+    """Describe the first layer after which the tokens of both models differ; an empty string if none is found.
 
+    The blocks of the original are observed by hooks, assuming that they run in order and return tokens.
+    """
+    found, ensemble = pair.found, pair.ensemble
+    names = [found.block(layer) for layer in range(ensemble.num_layers)]
+    theirs: list[Tensor] = []
 
-def _tokens(blocks: Sequence[nn.Module], pair: ModelPair, inputs: NamedTensors) -> list[Tensor]:
-    """Return the input of the original's first block and the output of each, assuming that they run in this order."""
-    tokens: list[Tensor] = []
-
-    def keep(x: Any) -> None:
-        if isinstance(x, Tensor):
-            tokens.append(x.to_padded_tensor(0.0) if x.is_nested else x)
-
-    def before(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if not tokens:
-            keep(next((value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor)), None))
-
-    def after(_: Any, arguments: Any, output: Any) -> None:
-        keep(output[0] if isinstance(output, tuple) else output)
+    def keep(_: Any, arguments: Any, output: Any) -> None:
+        tokens = output[0] if isinstance(output, tuple) else output
+        theirs.append(tokens.to_padded_tensor(0.0) if tokens.is_nested else tokens)
 
     with ExitStack() as hooks:
-        hooks.enter_context(blocks[0].register_forward_pre_hook(before, with_kwargs=True))
-        for block in dict.fromkeys(blocks):  # one that several layers share is hooked once
-            hooks.enter_context(block.register_forward_hook(after))
-        pair.architecture.answer(pair.model, inputs, pair.fresh)
-    return tokens
+        for name in dict.fromkeys(names):  # one that several layers share is hooked once
+            hooks.enter_context(found.model.get_submodule(name).register_forward_hook(keep))
+        found.architecture.answer(found.model, inputs, pair.fresh)
+    if len(theirs) < len(names):
+        return f"somewhere ({names[0] or 'a block'} is not called as a module, so it is not observed)"
+    x, context = ensemble.embed(*ensemble.unpack(dict(inputs)))
+    for layer, (block, their) in enumerate(zip(ensemble.encoder.layers, theirs, strict=False)):
+        x = block(x, context)
+        mine = x[0]  # [B, T, d], all tokens: the last block of a forward pass computes only those that are read
+        if their.shape != mine.shape:
+            their = their.transpose(0, 1)  # [T, B, d] -> [B, T, d]
+        if (mask := inputs.get("attention_mask")) is not None and their.shape == mine.shape:
+            mine, their = mine[mask.bool()], their[mask.bool()]  # without padding
+        if not _difference(mine, their) <= allowed:
+            return f"in layer {layer}, {names[layer]}" + " or the embedding before it" * (layer == 0)
+    return ""

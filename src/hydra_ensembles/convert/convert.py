@@ -1,8 +1,6 @@
 """Conversion of a library's live model to the canonical ensemble or dual encoder: table, weights, equal answers."""
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,15 +23,15 @@ from .core import (
     WAYS,
     Architecture,
     DualArchitecture,
-    is_identity,
+    Found,
+    dropout_rate,
     prefix_errors,
     qualified_name,
     require_all_used,
-    require_finite_weights,
     translate,
 )
 from .declared import Declaration, read_declaration
-from .processors import is_for_images, size_of_images, with_preprocessing, with_processor
+from .processors import is_for_images, size_of_images, with_processor
 from .transformers_text import opened
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -63,7 +61,6 @@ def convert(
     labels: Sequence[str] | None = None,
     processor: Any = None,
     declaration: Declaration | None = None,
-    preprocessing: Any = None,
     probe: bool = True,
 ) -> Ensemble | Any:  # Any: a dual encoder, by its class; use `isinstance`
     """Convert a model of timm, torchvision, transformers or open_clip, or your own, to an `Ensemble` with one member.
@@ -81,8 +78,6 @@ def convert(
             transforms of torchvision, or an `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble. For a
             dual encoder also a processor of both, open_clip's tokenizer, or a list of processors.
         declaration: Where the parts of your own model are.
-        preprocessing: Changes to the preprocessing of the processor or library: `image_size`, `crop`, `mean`, `std`,
-            `interpolation`; for a text model `max_length`.
         probe: Compare the answers of both models. False skips the comparison, for a model that cannot be run
             here or whose difference is known and intended.
 
@@ -96,25 +91,22 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}; load it first")
-    if preprocessing is not None and not isinstance(preprocessing, Mapping):
-        given = f"preprocessing takes changes, such as {{'max_length': 64}}, got a {type(preprocessing).__name__}"
-        raise ConversionError(f"{given}; a tokenizer or image processor is given by processor=")
     model = unwrapped(model)
     architecture: Architecture | DualArchitecture
     if declaration is not None:
         with prefix_errors(type(model).__name__):
-            architecture = read_declaration(declaration, model, size_of_images(processor, preprocessing))
+            architecture = read_declaration(declaration, model, size_of_images(processor))
     elif type(model).__module__.startswith("sentence_transformers."):
         architecture, model = opened(model, table_of)
     else:
         architecture = table_of(type(model))
     with prefix_errors(architecture.name):
         if isinstance(architecture, DualArchitecture):
-            if (num_labels, labels, preprocessing) != (None, None, None):
+            if (num_labels, labels) != (None, None):
                 raise ConversionError("it has two towers and no classifier; give nothing but processor=")
             pairs = _convert_dual(architecture, model, processor)
         else:
-            pairs = [_converted(architecture, model, num_labels, labels, processor, preprocessing)]
+            pairs = [_converted(architecture, model, num_labels, labels, processor)]
         if probe and not any(parameter.is_meta for parameter in model.parameters()):  # these cannot be run
             for pair in pairs:
                 require_same_answers(pair)
@@ -147,18 +139,13 @@ def table_of(kind: type) -> Architecture | DualArchitecture:
 
 
 def _converted(
-    architecture: Architecture,
-    model: nn.Module,
-    num_labels: int | None,
-    labels: Sequence[str] | None,
-    processor: Any,
-    changes: Mapping[str, Any] | None,
+    architecture: Architecture, model: nn.Module, num_labels: int | None, labels: Sequence[str] | None, processor: Any
 ) -> ModelPair:
-    """Convert a model, without comparing answers; the original in the result has a plain classifier."""
-    plain, rates = with_plain_classifier(model) if architecture.classes else (model, [])
-    config = _with_dropout(architecture.config(plain, num_labels), rates)
-    state, fresh, frozen = translate(architecture, plain, config, may_be_fresh=num_labels is not None)
-    stated = _read_metadata(architecture, config, plain, processor)
+    """Convert a model, without comparing answers."""
+    found = Found(architecture, model)
+    config = _with_dropout(architecture.config(found, num_labels), found)
+    state, fresh, frozen = translate(found, config, may_be_fresh=num_labels is not None)
+    stated = _read_metadata(found, config, processor)
     line = f"converted from {architecture.name}" + f", with a new classifier of {num_labels} classes" * fresh
     metadata = replace(
         stated,
@@ -169,45 +156,28 @@ def _converted(
     ensemble = Ensemble.from_state(config, state, metadata)
     for name in frozen:
         ensemble.get_parameter(name).requires_grad_(False)
-    return ModelPair(architecture, plain, with_preprocessing(ensemble, changes or {}), fresh)
+    return ModelPair(found, ensemble, fresh)
 
 
-def with_plain_classifier(model: nn.Module) -> tuple[nn.Module, list[float]]:
-    """Replace a classifier `nn.Sequential(nn.Dropout, …, nn.Linear)` by its linear layer; also return dropout rates.
-
-    Users often replace a library's classifier like this, and torchvision's `heads` also by the linear layer itself. The
-    result is a shallow copy that shares all parts, or the model itself if there is no such classifier.
-    """
-    for place in () if hasattr(model, "head_dist") else ("head", "classifier", "heads"):  # DeiT's two have no dropout
-        part: Any = model._modules.get(place)
-        parts: list[Any] = list(part) if type(part) is nn.Sequential and len(part) else [part]
-        *dropouts, last = parts
-        stands_there = part if place != "heads" else getattr(part, "head", None)
-        plain = type(last) is nn.Linear or is_identity(last)
-        if part is not None and plain and last is not stands_there and all(type(one) is nn.Dropout for one in dropouts):
-            opened = copy(model)
-            heads = nn.Sequential(OrderedDict(head=last)) if place == "heads" else last
-            opened._modules = {**model._modules, place: heads}
-            return opened, [one.p for one in dropouts]
-    return model, []
-
-
-def _with_dropout(config: EnsembleConfig, rates: Sequence[float]) -> EnsembleConfig:
-    """Add dropout before the classifier; several dropouts in a row are combined into one rate."""
+def _with_dropout(config: EnsembleConfig, found: Found) -> EnsembleConfig:
+    """Add the dropout of a user's `nn.Sequential(nn.Dropout, nn.Linear)` in place of a classifier."""
+    source = found.source("readout.classifier.weight")
+    place = "" if source is None else source.names[0].rpartition(".")[0].rpartition(".")[0]
+    behind: Any = found.model.get_submodule(place) if found.has("readout.classifier.weight") else None
+    if not found.architecture.classes or type(behind) is not nn.Sequential:
+        return config
     site = "dropout" if config.readout.hidden is None else "hidden_dropout"
-    rate = getattr(config.readout, site)
-    for more in rates:
-        rate += more - rate * more
-    return replace(config, readout=replace(config.readout, **{site: rate}))
+    rate, more = getattr(config.readout, site), dropout_rate(behind[0])
+    return replace(config, readout=replace(config.readout, **{site: rate + more - rate * more}))
 
 
-def _read_metadata(architecture: Architecture, config: EnsembleConfig, model: nn.Module, processor: Any) -> Metadata:
+def _read_metadata(found: Found, config: EnsembleConfig, processor: Any) -> Metadata:
     """Read the metadata of a model, with its own preprocessing or that of a processor, adjusted to the model."""
-    metadata = with_processor(architecture.metadata(model), processor, config, model)
+    metadata = with_processor(found.architecture.metadata(found.model), processor, config, found.model)
     texts = metadata.preprocessing
     if not isinstance(texts, TextPreprocessing):
         return metadata
-    if not architecture.masks:  # the model attends to padding
+    if not found.architecture.masks:  # the model attends to padding
         texts = replace(texts, attention_mask=False)
     if config.readout.pool == "final":  # and pools the last position
         texts = replace(texts, pad_to_max=True)
@@ -244,39 +214,30 @@ def _disambiguate(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any) -> list[ModelPair]:
     """Convert the image tower and the text tower, with their projections."""
-    towers = _find_tower(dual.image, model), _find_tower(dual.text, model)
-    paths = tuple(f"{path}." for path, _, _ in towers if path)
-    if len(paths) == len(towers):  # a tower without a path of its own checks all tensors itself
+    paths = tuple(f"{side}." for side in (dual.image, dual.text) if isinstance(side, str))
+    if len(paths) == 2:  # a tower without a path of its own checks all tensors itself
         require_all_used((), [name for name in model.state_dict() if not name.startswith((*paths, *_SCALES))])
-    for name in _SCALES:
-        if getattr(model, name, None) is not None:
-            require_finite_weights(getattr(model, name).detach(), name)
     processors = [] if processor is None else list(processor) if isinstance(processor, list | tuple) else [processor]
     origin = Metadata(source=f"{dual.name} ({qualified_name(model)})", history=(f"converted from {dual.name}",))
-    return [_convert_tower(architecture, tower, origin, processors) for _, tower, architecture in towers]
-
-
-def _find_tower(options: Sequence[tuple[str, Architecture]], model: nn.Module) -> tuple[str, nn.Module, Architecture]:
-    """Return the path of a tower in the model, the tower, and its table."""
-    for path, architecture in options:
-        tower: Any = getattr(model, path, None) if path else model
-        if any(f"{base.__module__}.{base.__qualname__}" in architecture.classes for base in type(tower).__mro__):
-            return path, tower, architecture
-    found = [type(getattr(model, path, model)).__name__ for path, _ in options]
-    raise ConversionError(f"a tower is a {found[0]}, not one of {[one.classes[0] for _, one in options]}. {WAYS}")
+    return [_convert_tower(side, model, origin, processors) for side in (dual.image, dual.text)]
 
 
 def _convert_tower(
-    architecture: Architecture, tower: nn.Module, origin: Metadata, processors: Sequence[Any]
+    side: str | Architecture, model: nn.Module, origin: Metadata, processors: Sequence[Any]
 ) -> ModelPair:
     """Convert one tower without classifier, and the projection that is declared as its classifier."""
-    config = architecture.config(tower, None)
-    state, *_ = translate(architecture, tower, config)
+    if isinstance(side, str):
+        model = model.get_submodule(side)
+        side = table_of(type(model))  # type: ignore[assignment]
+    assert isinstance(side, Architecture)
+    found = Found(side, model)
+    config = side.config(found, None)
+    state, *_ = translate(found, config)
     for_images = isinstance(config.stem, PatchStemConfig)
     processor = next((candidate for candidate in processors if is_for_images(candidate) in (for_images, None)), None)
-    stated = _read_metadata(architecture, config, tower, processor)
+    stated = _read_metadata(found, config, processor)
     metadata = replace(origin, preprocessing=stated.preprocessing, preprocessing_from=stated.preprocessing_from)
     weight, bias = (state.pop(f"readout.classifier.{leaf}", None) for leaf in ("weight", "bias"))
     config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))
     projection = None if weight is None else linear(weight, bias)
-    return ModelPair(architecture, tower, Ensemble.from_state(config, state, metadata), projection=projection)
+    return ModelPair(found, Ensemble.from_state(config, state, metadata), projection=projection)

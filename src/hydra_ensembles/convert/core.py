@@ -4,14 +4,14 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ConversionError
-from ..model.config import Activation, EnsembleConfig
+from ..model.config import Activation, EncoderConfig, EnsembleConfig, NormKind, PatchStemConfig, TextStemConfig
 from ..model.ensemble import shapes_of
 from ..model.metadata import Metadata
 from ..settings import nearest
@@ -113,29 +113,9 @@ def _reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor.reshape(shape)
 
 
-def run(model: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Call a model, with its hooks and whatever else was changed about it."""
-    with named_outputs(model):
-        return model(*arguments, **keywords)
-
-
-@contextmanager
-def named_outputs(model: nn.Module) -> Iterator[None]:
-    """Make a model of transformers and its parts return named outputs (`return_dict`), whatever their configuration."""
-    configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]
-    silent = [config for config in configs if getattr(config, "return_dict", None) is False]
-    for config in silent:
-        config.return_dict = True
-    try:
-        yield
-    finally:
-        for config in silent:
-            config.return_dict = False
-
-
 def plain_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     """Call a model that takes one tensor and returns one."""
-    answer: Tensor = run(model, next(iter(inputs.values())))
+    answer: Tensor = model(next(iter(inputs.values())))
     return answer
 
 
@@ -143,15 +123,16 @@ def plain_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
 class Architecture:
     """The table of one foreign architecture.
 
-    `config` reads the canonical configuration from a live model, or raises if there is none; its second argument is the
-    number of classes of a new classifier, for a model without one. `weights` maps a canonical parameter name or prefix
-    to a foreign name, prefix or `Source`; of a tuple, the first that the foreign model has. `answer` returns the logits
-    `[B, C]` of the live model, or its pooled features if the classifier is new (third argument True).
+    `weights` maps a canonical parameter name or prefix to a foreign name, prefix or `Source`; of a tuple, the first
+    that the foreign model has. `config` gives the canonical configuration of a live model: sizes follow from the
+    tensors that were `Found`, only what these do not show is read from the model; its second argument is the number of
+    classes of a new classifier. `answer` returns the logits `[B, C]` of the live model, or its pooled features if the
+    classifier is new (third argument True).
     """
 
     name: str  # library and model, as users call it
     classes: tuple[str, ...]  # qualified names of the foreign classes it covers; none for a user's own declaration
-    config: Callable[[nn.Module, int | None], EnsembleConfig]
+    config: Callable[["Found", int | None], EnsembleConfig]
     weights: Weights
     ignored: tuple[str, ...] = ()  # prefixes of foreign tensors that do not affect the logits
     metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()  # read from the live model
@@ -162,15 +143,12 @@ class Architecture:
 
 @dataclass(frozen=True)
 class DualArchitecture:
-    """The table of a foreign dual encoder: its classes, and for each tower possible (path, table of the tower) pairs.
-
-    The path is empty for a tower whose parts are direct attributes of the model, next to those of the other tower.
-    """
+    """A foreign dual encoder: its classes, and for each tower its path, or a table if its parts are the model's own."""
 
     name: str
     classes: tuple[str, ...]
-    image: tuple[tuple[str, Architecture], ...]
-    text: tuple[tuple[str, Architecture], ...]
+    image: str | Architecture
+    text: str | Architecture
 
 
 def below(prefix: str, weights: Weights) -> Weights:
@@ -198,17 +176,164 @@ def qualified_name(model: object) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
+# --- a model seen through its table -----------------------------------------------------------------------------
+
+
+class Found:
+    """A live model through its table: where each canonical parameter is, and the sizes that follow from the shapes."""
+
+    def __init__(self, architecture: Architecture, model: nn.Module) -> None:
+        self.architecture = architecture
+        self.model: Any = model
+        self.weights = {**architecture.weights, **architecture.variant(model)}
+        stored = {**dict(model.named_buffers()), **model.state_dict()}
+        self.tensors = {name: tensor.detach() for name, tensor in stored.items()}
+
+    def source(self, name: str) -> Source | None:
+        """Return the declared source of a canonical parameter: its own entry, or that of its longest prefix."""
+        parts = name.split(".")
+        layer = parts[2] if parts[0] == "encoder" else ""
+        head = ".".join(["encoder", "layers", "{i}", *parts[3:]]) if layer else name
+        tail = ""
+        while head not in self.weights:
+            head, _, leaf = head.rpartition(".")
+            tail = f".{leaf}{tail}"
+            if not head:
+                return None
+        entries = [
+            as_stored(entry + tail) if isinstance(entry, str) else entry for entry in _alternatives(self.weights[head])
+        ]
+        sources = [replace(entry, names=tuple(path.replace("{i}", layer) for path in entry.names)) for entry in entries]
+        return next((source for source in sources if self.tensors.keys() >= set(source.names)), sources[0])
+
+    def parts(self, name: str) -> list[Tensor]:
+        """Return the foreign tensors of a canonical parameter; none if the model does not have it."""
+        source = self.source(name)
+        found = [self.tensors.get(path) for path in (() if source is None else source.names)]
+        return [tensor for tensor in found if tensor is not None] if None not in found else []
+
+    def has(self, name: str) -> bool:
+        """Whether the model has a canonical parameter."""
+        return bool(self.count(name))
+
+    def count(self, name: str) -> int:
+        """Return how many numbers a canonical parameter has; 0 if the model does not have it."""
+        return sum(tensor.numel() for tensor in self.parts(name))
+
+    def rows(self, name: str) -> int:
+        """Return the number of rows of a table of embeddings; 0 if there is none."""
+        return sum(tensor.numel() // tensor.shape[-1] for tensor in self.parts(name))
+
+    def norm(self, name: str) -> tuple[NormKind, float]:
+        """Return the kind and epsilon of a norm."""
+        source = self.source(f"{name}.weight")
+        assert source is not None
+        norm = self.model.get_submodule(source.names[0].rpartition(".")[0])
+        if not type(norm).__name__.startswith("LayerNorm"):
+            return "rms", float(norm.eps)
+        return "layer" if norm.bias is not None else "layer_no_bias", float(norm.eps)
+
+    def block(self, layer: int) -> str:
+        """Path of a block in the foreign model: the common prefix of its norms and MLP; "" if there is none."""
+        names = [self.source(f"encoder.layers.{layer}.{part}.weight") for part in ("norm1", "norm2", "mlp.down")]
+        paths = [path.split(".") for source in names if source is not None for path in source.names]
+        return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, zip(*paths, strict=False)))
+
+    def encoder(self, heads: int, **settings: Any) -> EncoderConfig:
+        """Read the blocks; `settings` are what the tensors of the first one do not show."""
+        block = "encoder.layers.0."
+        out, down = (self.parts(block + part) for part in ("attention.out", "mlp.down.weight"))
+        if not out or not down:
+            raise ConversionError(f"there is no first block with the parameters of its table. {WAYS}")
+        width, inside, mlp_width = len(out[0]), out[0].shape[-1], down[0].shape[-1]
+        if heads < 1 or inside % heads:
+            raise ConversionError(f"heads is {heads}; give the number that divides the {inside} columns of out")
+        if "norm" not in settings:
+            settings["norm"], settings["norm_eps"] = self.norm(f"{block}norm2")
+        if "layers" not in settings:
+            settings["layers"] = next(i for i in count() if not self.has(f"encoder.layers.{i}.norm2.weight"))
+        has: Callable[[str], bool] = lambda part: self.has(block + part)  # noqa: E731
+        return EncoderConfig(
+            width=width,
+            heads=heads,
+            head_dim=inside // heads,
+            mlp_width=mlp_width,
+            gated=self.count(f"{block}mlp.up.weight") == 2 * width * mlp_width,
+            qk_norm=has("attention.query_norm.weight"),
+            qkv_bias=has("attention.qkv_bias"),
+            key_bias=self.count(f"{block}attention.qkv_bias") != 2 * inside,
+            out_bias=has("attention.out_bias"),
+            mlp_bias=has("mlp.down.bias"),
+            up_bias=has("mlp.up.bias") or not has("mlp.down.bias"),
+            mlp_norm=has("mlp.norm.weight"),
+            layer_scale=has("attention.scale"),
+            **settings,
+        )
+
+    def patch_stem(
+        self, image_size: tuple[int, int], patch_size: tuple[int, int] | None = None, **settings: Any
+    ) -> PatchStemConfig:
+        """Read the stem of an image model; `settings` are what the tensors do not show."""
+        shape = self.parts("stem.patch")[0].shape  # [d, channels, height, width]
+        patch = patch_size or (shape[2], shape[3])
+        grid = image_size[0] // patch[0], image_size[1] // patch[1]
+        positions = self.rows("stem.position")
+        if not all(grid) or 0 < positions < grid[0] * grid[1]:
+            raise ConversionError(f"{positions} positions do not fit {grid[0]}x{grid[1]} patches; give image_size=")
+        return PatchStemConfig(
+            patch_size=patch,
+            grid=grid,
+            channels=shape[1:].numel() // (patch[0] * patch[1]),
+            patch_bias=self.has("stem.patch_bias"),
+            class_token=self.has("stem.class_token"),
+            distillation_token=self.has("stem.distillation_token"),
+            registers=self.rows("stem.register_tokens"),
+            position_prefix=max(0, positions - grid[0] * grid[1]),
+            learned_positions=bool(positions),
+            **{**self._embedding_norm(), **settings},
+        )
+
+    def text_stem(self, **settings: Any) -> TextStemConfig:
+        """Read the stem of a text model; its `positions` are a setting if they are not learned."""
+        words = self.parts("stem.words")[0]
+        sizes = {
+            "vocabulary": len(words),
+            "embedding_width": words.shape[1],
+            "segments": self.rows("stem.segments"),
+            "project": self.has("stem.project.weight"),
+            "learned_positions": self.has("stem.positions"),
+            "positions": self.rows("stem.positions"),
+        }
+        return TextStemConfig(**{**sizes, **self._embedding_norm(), **settings})
+
+    def _embedding_norm(self) -> dict[str, Any]:
+        if not self.has("stem.norm.weight"):
+            return {"norm": False}
+        kind, eps = self.norm("stem.norm")
+        return {"norm": True, "norm_kind": kind, "norm_eps": eps}
+
+    def classifier(self, num_labels: int | None, features: int | None = None) -> dict[str, Any]:
+        """Return the settings of a readout that follow from a linear classifier, or from the new one to be added.
+
+        `features` is their number, by default that of the columns of the classifier's matrix.
+        """
+        weight = self.parts("readout.classifier.weight")
+        classes = weight[0].numel() // (features or weight[0].shape[-1]) if weight else 0
+        bias = not classes or self.has("readout.classifier.bias")
+        return {"num_classes": number_of_classes(classes, num_labels), "bias": bias}
+
+
 # --- translation -------------------------------------------------------------------------------------------
 
 # Parameters that may be missing if the user requested a new classifier.
 _MAY_BE_FRESH = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
 _SHOWN = 8  # maximum number of problems in an error message
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 MERGE = "Merge adapters first: merge_and_unload() of the peft model"
 
 
 def translate(
-    architecture: Architecture, model: nn.Module, config: EnsembleConfig, may_be_fresh: bool = False
+    found: Found, config: EnsembleConfig, may_be_fresh: bool = False
 ) -> tuple[dict[str, Tensor], bool, list[str]]:
     """Return the canonical state dict, whether its classifier is new, and the names of frozen parameters.
 
@@ -217,10 +342,7 @@ def translate(
     foreign tensor must be used or be declared as ignored: anything in a model that this library does not know is an
     error, never a silent difference.
     """
-    _require_numbers(model)
-    stored = model.state_dict()
-    foreign = {name: tensor.detach() for name, tensor in {**dict(model.named_buffers()), **stored}.items()}
-    weights = {**architecture.weights, **architecture.variant(model)}
+    foreign, model = found.tensors, found.model
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     like, generator = next(model.parameters()), torch.Generator("cpu").manual_seed(0)
     state: dict[str, Tensor] = {}
@@ -230,7 +352,7 @@ def translate(
     misfits: list[str] = []
     fresh = False
     for name, shape in shapes_of(config).items():
-        source = _source_of(weights, name, foreign)
+        source = found.source(name)
         absent = {name} if source is None else set(source.names) - foreign.keys()
         if absent and may_be_fresh and name.startswith(_MAY_BE_FRESH):
             fresh |= name.startswith("readout.classifier")
@@ -244,30 +366,19 @@ def translate(
             used.update(source.names)
             if any(trains.values()) and not any(trains.get(path, True) for path in source.names):
                 frozen.append(name)
-            for path in source.names:
-                require_finite_weights(foreign[path], path)
             try:
                 state[name] = source.read([foreign[path] for path in source.names], shape).reshape(shape)
             except (RuntimeError, IndexError) as error:
                 misfits.append(f"{list(source.names)} cannot become the canonical {name} {list(shape)}: {error}")
-    unused = [name for name in stored if name not in used and not name.startswith(architecture.ignored)]
+    ignored = found.architecture.ignored
+    unused = [name for name in model.state_dict() if name not in used and not name.startswith(ignored)]
     problems = [f"no tensor {path} for {name}{perhaps_meant(path, unused)}" for path, name in missing.items()] + misfits
     require_all_used(problems, unused)
-    read = [*state.values(), *(foreign[name] for name in used)]  # joined tensors have one type, whatever theirs were
-    dtypes = sorted({str(tensor.dtype) for tensor in read if tensor.is_floating_point()})
-    if len(dtypes) > 1:
-        raise ConversionError(f"the parameters have different types {dtypes}; use one of them, as by model.float()")
+    dtypes = {tensor.dtype for tensor in (*state.values(), *(foreign[name] for name in used))}  # some are joined
+    if len(dtypes) > 1 or not dtypes <= _DTYPES:
+        types = sorted(map(str, dtypes))
+        raise ConversionError(f"the parameters are {types}; give one type for all, not quantised: model.float()")
     return state, fresh, frozen
-
-
-def _require_numbers(model: nn.Module) -> None:
-    """Raise if some, but not all, parameters are on the meta device, or if parameters are quantised."""
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if 0 < len(empty) < sum(1 for _ in model.parameters()):
-        raise ConversionError(f"{empty[0]} is on the meta device, without values; load the whole model, not offloaded")
-    strange = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.dtype not in _DTYPES})
-    if strange:
-        raise ConversionError(f"parameters are {strange}, as if quantised; convert the model before it is quantised")
 
 
 def require_all_used(problems: Sequence[str], unused: Sequence[str]) -> None:
@@ -279,43 +390,10 @@ def require_all_used(problems: Sequence[str], unused: Sequence[str]) -> None:
         raise ConversionError(f"{'; '.join(faults)}. {MERGE if any('lora_' in name for name in unused) else WAYS}")
 
 
-def require_finite_weights(tensor: Tensor, name: str) -> None:
-    """Raise if weights are NaN or infinite: they would turn every prediction into NaN."""
-    if not tensor.is_meta and not tensor.isfinite().all():
-        broken = f"{int((~tensor.isfinite()).sum())} of the {tensor.numel()} values of {name}"
-        raise ConversionError(f"{broken} are NaN or infinite; load weights of a training that did not diverge")
-
-
 def perhaps_meant(name: str, known: Collection[str]) -> str:
     """Return ` (did you mean …?)` with the most similar known name, or an empty string if none is similar."""
     similar = nearest(name, known)
     return f" (did you mean {similar[0]}?)" if similar else ""
-
-
-def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
-    """Path of a block in the foreign model: the common prefix of its norms and MLP; "" if there is none."""
-    foreign = model.state_dict()
-    names = list[list[str]]()
-    for part in ("norm1.weight", "norm2.weight", "mlp.down.weight"):
-        source = _source_of(architecture.weights, f"encoder.layers.{layer}.{part}", foreign)
-        names += [path.split(".") for path in ([] if source is None else source.names)]
-    return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, zip(*names, strict=False)))
-
-
-def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> Source | None:
-    """Return the declared source of a canonical parameter: its own entry, or that of its longest prefix."""
-    parts = name.split(".")
-    layer = parts[2] if parts[0] == "encoder" else ""
-    head = ".".join(["encoder", "layers", "{i}", *parts[3:]]) if layer else name
-    tail = ""
-    while head not in weights:
-        head, _, leaf = head.rpartition(".")
-        tail = f".{leaf}{tail}"
-        if not head:
-            return None
-    entries = [as_stored(entry + tail) if isinstance(entry, str) else entry for entry in _alternatives(weights[head])]
-    sources = [replace(entry, names=tuple(path.replace("{i}", layer) for path in entry.names)) for entry in entries]
-    return next((source for source in sources if foreign.keys() >= set(source.names)), sources[0])
 
 
 # --- helpers that tables share -------------------------------------------------------------------------------
@@ -376,15 +454,6 @@ def is_identity(module: Any) -> bool:
 def pair(size: Any) -> tuple[int, int]:
     """Height and width from a number or a pair."""
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
-
-
-def read_classifier(module: Any, num_labels: int | None) -> tuple[int, bool]:
-    """Return the number of classes and whether there is a bias, of a linear classifier or the new one to be added."""
-    if is_identity(module):
-        return number_of_classes(0, num_labels), True
-    if not isinstance(module, nn.Linear):
-        raise refuse(f"the classifier is a {qualified_name(module)}, not an nn.Linear")
-    return number_of_classes(module.out_features, num_labels), module.bias is not None
 
 
 def number_of_classes(classes: int, num_labels: int | None) -> int:

@@ -16,19 +16,16 @@ from torch import Tensor, nn
 from ..errors import ConfigError, ConversionError
 from ..model.config import (
     Activation,
-    EncoderConfig,
     EnsembleConfig,
     HiddenActivation,
     NormKind,
-    PatchStemConfig,
     Pool,
     ReadoutConfig,
     Resample,
     RotaryConfig,
-    TextStemConfig,
 )
 from . import core
-from .core import Architecture, NamedTensors, Source, concatenated, pair, perhaps_meant, refuse
+from .core import Architecture, Found, NamedTensors, Source, concatenated, pair, perhaps_meant, refuse
 
 Place = str | tuple[str, ...] | Tensor
 _BLOCK = "encoder.layers.{i}"
@@ -200,7 +197,7 @@ def _called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) ->
         padding = next((name for name in _MASKS if name in arguments), None)
         if padding is not None and "attention_mask" in inputs:
             keywords[padding] = inputs["attention_mask"] == 0
-        output = core.run(model, main[1], **keywords)
+        output = model(main[1], **keywords)
         output = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(output, Tensor):
         raise TypeError(f"it returns a {type(output).__name__}; say with answer= where its logits [B, C] are")
@@ -209,263 +206,203 @@ def _called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) ->
 
 # --- from a declaration to a table ---------------------------------------------------------------------------
 
-_MATRICES = ("patch", "words", "out", "up", "down", "classifier")
+_SETTLED = ("qkv", "out", "up", "down", "patch", "classifier")  # whether these have biases is a setting
 
 
 def read_declaration(declaration: Declaration, model: nn.Module, size: tuple[int, int] | None) -> Architecture:
     """Turn a declaration into a table for this model; `size` is that of its images, if the declaration has none."""
+    declaration, rates = _spelled_out(declaration, model)
     if declaration.image_size is None:
         declaration = replace(declaration, image_size=size)
-    reader = _Reader(declaration, model)
+    for part in ("norm1", "qkv", "out", "norm2", "up", "down"):
+        if part not in declaration.names:
+            raise ConversionError(f"names does not say where {part} is")
+    tensors = {**dict(model.named_buffers()), **model.state_dict()}
+    numbers = tuple(name for name, tensor in tensors.items() if not tensor.is_floating_point())
     return Architecture(
         name=type(model).__name__,
         classes=(),
-        config=reader.config,
-        weights=dict(reader.table()),
-        ignored=(*declaration.ignored, *(name for name, x in reader.tensors.items() if not x.is_floating_point())),
+        config=partial(_config, declaration, rates),
+        weights=dict(_table(declaration, tensors)),
+        ignored=(*declaration.ignored, *numbers),
         answer=lambda model, inputs, fresh: _called(declaration, model, inputs),
         masks=_is_masked(declaration, model),
     )
 
 
-class _Reader:
-    """A declaration beside a model: where every tensor is, and the configuration that follows from their shapes."""
+def _spelled_out(declaration: Declaration, model: nn.Module) -> tuple[Declaration, dict[str, float]]:
+    """Replace `encoder`, `block` and `attention` by the names of their parts; read settings and dropout from them."""
+    names, settings, rates = dict(declaration.names), dict[str, Any](), dict[str, float]()
+    modules: dict[str, Any] = dict(model.named_modules())
 
-    def __init__(self, declaration: Declaration, model: nn.Module) -> None:
-        self.modules: dict[str, Any] = dict(model.named_modules())
-        stored = {**dict(model.named_buffers()), **model.state_dict()}
-        self.tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in stored.items()}
-        self.rates: dict[str, float] = {}
-        self.declared = self._spelled_out(declaration)
-        self.names = self.declared.names
-        for part in ("norm1", "qkv", "out", "norm2", "up", "down"):
-            if part not in self.names:
-                raise ConversionError(f"names does not say where {part} is")
-        for part, place in self.names.items():
-            for path in paths(place):
-                if self._weight(path).replace("{i}", "0") not in self.tensors:
-                    near = perhaps_meant(path.replace("{i}", "0"), [*self.tensors, *self.modules])
-                    raise ConversionError(f"{part} is said to be {path}, which the model does not have{near}")
-        self.layers, norm1 = 0, self._weight(str(self.names["norm1"]))
-        while norm1.replace("{i}", str(self.layers)) in self.tensors:
-            self.layers += 1
+    def module(part: str, place: Any, kind: type[nn.Module]) -> Any:
+        found = modules.get(path := place.replace("{i}", "0"))
+        if not isinstance(found, kind):
+            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but is a {type(found).__name__}")
+        return found
 
-    def _spelled_out(self, declaration: Declaration) -> Declaration:
-        """Replace `encoder`, `block` and `attention` by the names of their parts, and read settings from them."""
-        names, settings = dict(declaration.names), dict[str, Any]()
-        if (encoder := names.pop("encoder", None)) is not None:
-            module = self._module("encoder", encoder, nn.TransformerEncoder)
-            names["block"] = f"{encoder}.layers.{{i}}"
-            if module.norm is not None:
-                names.setdefault("norm", f"{encoder}.norm")
-        if (block := names.pop("block", None)) is not None:
-            layer = self._module("block", block, nn.TransformerEncoderLayer)
-            parts = {"attention": "self_attn", "norm1": "norm1", "norm2": "norm2", "up": "linear1", "down": "linear2"}
-            names |= {part: f"{block}.{path}" for part, path in parts.items()}
-            settings = {"norm_first": bool(layer.norm_first), "activation": core.activation_of(layer.activation)}
-            rates = {"activation": "dropout", "projection": "dropout1", "output": "dropout2"}
-            self.rates = {f"{site}_dropout": core.dropout_rate(getattr(layer, part)) for site, part in rates.items()}
-        if (attention := names.pop("attention", None)) is not None:
-            module = self._module("attention", attention, nn.MultiheadAttention)
-            names |= {"qkv": f"{attention}.in_proj_weight", "out": f"{attention}.out_proj"}
-            settings["heads"] = int(module.num_heads)
-            self.rates["attention_dropout"] = float(module.dropout)
-        if declaration.dropout is not None:
-            self.rates |= dict.fromkeys(("projection_dropout", "output_dropout"), declaration.dropout)
-        unsaid = {name: value for name, value in settings.items() if getattr(declaration, name) is None}
-        return replace(declaration, names=names, **unsaid)
+    if (encoder := names.pop("encoder", None)) is not None:
+        if module("encoder", encoder, nn.TransformerEncoder).norm is not None:
+            names.setdefault("norm", f"{encoder}.norm")
+        names["block"] = f"{encoder}.layers.{{i}}"
+    if (block := names.pop("block", None)) is not None:
+        layer = module("block", block, nn.TransformerEncoderLayer)
+        parts = {"attention": "self_attn", "norm1": "norm1", "norm2": "norm2", "up": "linear1", "down": "linear2"}
+        names |= {part: f"{block}.{path}" for part, path in parts.items()}
+        settings = {"norm_first": bool(layer.norm_first), "activation": core.activation_of(layer.activation)}
+        dropouts = {"activation": layer.dropout, "projection": layer.dropout1, "output": layer.dropout2}
+        rates = {f"{site}_dropout": core.dropout_rate(dropout) for site, dropout in dropouts.items()}
+    if (attention := names.pop("attention", None)) is not None:
+        whole = module("attention", attention, nn.MultiheadAttention)
+        names |= {"qkv": f"{attention}.in_proj_weight", "out": f"{attention}.out_proj"}
+        settings["heads"], rates["attention_dropout"] = int(whole.num_heads), float(whole.dropout)
+    if declaration.dropout is not None:
+        rates |= dict.fromkeys(("projection_dropout", "output_dropout"), declaration.dropout)
+    unsaid = {name: value for name, value in settings.items() if getattr(declaration, name) is None}
+    return replace(declaration, names=names, **unsaid), rates
 
-    def _module(self, part: str, place: Place, kind: type[nn.Module]) -> Any:
-        path = str(place).replace("{i}", "0")
-        module = self.modules.get(path)
-        if not isinstance(module, kind):
-            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, but is a {type(module).__name__}")
-        return module
 
-    def _weight(self, path: str) -> str:
+def _table(declaration: Declaration, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Source]]:
+    """Yield canonical names and their sources; a bias that the model does not have is zero."""
+    names = declaration.names
+    order: core.Order = partial(_order, declaration)
+
+    def weight_of(part: str, path: str) -> str:
         """Return the name of the tensor that a path denotes: a tensor itself, or the weight of a module."""
-        return path if path.replace("{i}", "0") in self.tensors else f"{path}.weight"
+        found = next((name for name in (path, f"{path}.weight") if name.replace("{i}", "0") in tensors), None)
+        if found is None:
+            near = perhaps_meant(path.replace("{i}", "0"), tensors)
+            raise ConversionError(f"{part} is said to be {path}, which the model does not have{near}")
+        return found
 
-    def _bias(self, path: str) -> str | None:
-        """Return the name of the bias next to the weight of a path; None if there is none."""
-        head, weight, _ = self._weight(path).rpartition("weight")
-        return f"{head}bias" if weight and f"{head}bias".replace("{i}", "0") in self.tensors else None
+    def bias_of(weight: str) -> str | None:
+        head, ending, _ = weight.rpartition("weight")
+        return f"{head}bias" if ending and f"{head}bias".replace("{i}", "0") in tensors else None
 
-    def _has_bias(self, *parts: str) -> bool:
-        return any(self._bias(path) is not None for part in parts for path in paths(self.names.get(part, ())))
+    def rotated(read: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        return read[0][..., order(shape[-1])].reshape(shape)
 
-    def _tensor(self, part: str) -> Tensor:
-        """Return the weights of a part in the first block; an empty matrix if the declaration has no such part."""
-        place = self.names.get(part, ())
-        if isinstance(place, Tensor):
-            return place
-        tensors = [self.tensors[self._weight(path).replace("{i}", "0")] for path in paths(place)]
-        tensor = torch.cat(tensors) if tensors else torch.empty(0, 1)
-        if part in _MATRICES and tensor.dim() < 2:
-            raise ConversionError(f"{part} is a tensor {list(tensor.shape)}, but a matrix is expected")
-        return tensor
+    readers: dict[str, Callable[[Sequence[Tensor], torch.Size], Tensor]] = {
+        "patch": partial(_patches, declaration.patch_order),
+        "out": core.out_by_head("").read,
+        "position": _first_rows,
+        "words": lambda read, shape: (read[0] * declaration.embedding_scale).reshape(shape),
+        **dict.fromkeys(("query_norm", "key_norm"), rotated),
+    }
+    for part, place in names.items():
+        name = _CANONICAL.get(part, "stem.positions" if "words" in names else "stem.position")
+        weight, bias = name.replace("*", "weight"), name.replace("*", "bias") if "*" in name else f"{name}_bias"
+        if part == "gate":
+            continue
+        if isinstance(place, Tensor):  # computed by the model, which does not store it
+            yield weight, Source((), lambda read, shape, given=place: _first_rows([given], shape))  # type: ignore[misc]
+            continue
+        gated = [weight_of("gate", str(names["gate"]))] if part == "up" and "gate" in names else []
+        found = [*gated, *(weight_of(part, path) for path in paths(place))]
+        biases = [bias_of(path) for path in found]
+        if part == "qkv":
+            read = partial(_heads, declaration, order)
+            yield weight, Source(tuple(found), read)
+            if any(biases):
+                yield bias, Source(tuple(bias or path for bias, path in zip(biases, found, strict=True)), read)
+            continue
+        yield weight, Source(tuple(found), readers.get(part, concatenated().read))
+        if None not in biases:
+            vector = rotated if part in ("query_norm", "key_norm") else concatenated().read
+            yield bias, Source(tuple(map(str, biases)), vector)
+        elif part not in _SETTLED:
+            yield bias, Source(tuple(found), lambda read, shape: read[0].new_zeros(shape))
 
-    def _rows(self, part: str) -> int:
-        """Return the number of rows in a table of embeddings; 0 if there is none."""
-        return self._tensor(part).numel() // self._tensor(part).shape[-1]
 
-    # --- where the canonical parameters come from ------------------------------------------------------------
+def _heads(declaration: Declaration, order: core.Order, read: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """Return query, key and value of every head, `[H, 3, d_k, …]`, from rows in the declared order."""
+    if len(shape) == 3:  # of biases, which may be those of some only
+        read = [x if x.dim() == 1 else x.new_zeros(len(x)) for x in read]
+    heads = core.qkv_by_head(order=order, layout=declaration.head_layout).read(read, shape)
+    if declaration.attention_scale is None:
+        return heads
+    factor = declaration.attention_scale * shape[2] ** 0.5  # folded into the queries
+    return torch.cat([heads[:, :1] * factor, heads[:, 1:]], dim=1)
 
-    def table(self) -> Iterator[tuple[str, Source]]:
-        """Yield canonical names and their sources; a bias that the model does not have is zero."""
-        positions = "stem.positions" if "words" in self.names else "stem.position"
-        readers = {
-            "patch": self._patches,
-            "out": core.out_by_head("").read,
-            "position": _first_rows,
-            "words": lambda tensors, shape: (tensors[0] * self.declared.embedding_scale).reshape(shape),
-            **dict.fromkeys(("query_norm", "key_norm"), self._rotated),
-        }
-        for part, place in self.names.items():
-            name = _CANONICAL.get(part, positions)
-            weight, bias = name.replace("*", "weight"), name.replace("*", "bias") if "*" in name else f"{name}_bias"
-            if isinstance(place, Tensor):  # computed by the model, which does not store it
-                yield weight, Source((), partial(_first_rows, given=place.to(self._tensor("norm1"))))
-            elif part == "qkv":
-                yield weight, Source(tuple(self._weight(path) for path in paths(place)), self._heads)
-                found = tuple(self._bias(path) or self._weight(path) for path in paths(place))
-                yield bias, Source(found, self._heads_of_vectors)
-            elif part != "gate":
-                parts: tuple[str, ...] = ("gate", "up") if part == "up" and "gate" in self.names else (part,)
-                places = [str(self.names[one]) for one in parts]
-                weights, biases = tuple(map(self._weight, places)), [self._bias(path) for path in places]
-                yield weight, Source(weights, readers.get(part, concatenated().read))
-                if None in biases:
-                    yield bias, Source(weights, lambda tensors, shape: tensors[0].new_zeros(shape))
-                else:
-                    vector = self._rotated if part in ("query_norm", "key_norm") else concatenated().read
-                    yield bias, Source(tuple(map(str, biases)), vector)
 
-    def _rotated(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        return tensors[0][..., self._order(shape[-1])].reshape(shape)
+def _order(declaration: Declaration, head_dim: int) -> list[int]:
+    """Return the order in which to read query and key rows, so that rotated pairs are the halves of a head."""
+    if declaration.rotary is None or declaration.rotary_pairs == "halves":
+        return [*range(head_dim)]
+    return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
 
-    def _patches(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        _, width, channels, height, wide = shape
-        if tensors[0].dim() == 2 and self.declared.patch_order == "hwc":
-            return tensors[0].reshape(width, height, wide, channels).permute(0, 3, 1, 2)
-        return tensors[0].reshape(shape)
 
-    def _heads(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        """Return query, key and value of every head, `[H, 3, d_k, …]`, from rows in the declared order."""
-        heads = core.qkv_by_head(order=self._order, layout=self.declared.head_layout).read(tensors, shape)
-        if self.declared.attention_scale is None:
-            return heads
-        factor = self.declared.attention_scale * shape[2] ** 0.5  # folded into the queries
-        return torch.cat([heads[:, :1] * factor, heads[:, 1:]], dim=1)
+def _patches(order: str, read: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    _, width, channels, height, wide = shape
+    if read[0].dim() == 2 and order == "hwc":
+        return read[0].reshape(width, height, wide, channels).permute(0, 3, 1, 2)
+    return read[0].reshape(shape)
 
-    def _heads_of_vectors(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        return self._heads([x if x.dim() == 1 else x.new_zeros(len(x)) for x in tensors], shape)
 
-    def _order(self, head_dim: int) -> list[int]:
-        """Return the order in which to read query and key rows, so that rotated pairs are the halves of a head."""
-        if self.declared.rotary is None or self.declared.rotary_pairs == "halves":
-            return [*range(head_dim)]
-        return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
+def _first_rows(read: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """Return the first rows of a table, as many as the shape needs, ignoring axes of length one."""
+    if read[0].shape[-1:] != shape[-1:]:
+        raise RuntimeError(f"shape {list(read[0].shape)} is not [..., {shape[-1]}]")
+    return read[0].reshape(-1, shape[-1])[: shape[-2]].reshape(shape)
 
-    # --- the configuration -----------------------------------------------------------------------------------
 
-    def config(self, model: nn.Module, num_labels: int | None) -> EnsembleConfig:
-        """Build the canonical configuration from the declaration and the shapes of the tensors."""
-        declared, (down, up, out) = self.declared, (self._tensor(part) for part in ("down", "up", "out"))
-        heads, rotary = declared.heads, declared.rotary
-        if heads is None or heads < 1 or out.shape[-1] % heads:
-            raise ConversionError(f"heads is {heads}; give the number that divides the {out.shape[-1]} columns of out")
-        kind, eps = self._norm("norm1")
-        encoder = EncoderConfig(
-            width=self._tensor("norm1").numel(),
-            layers=self.layers,
-            heads=heads,
-            head_dim=out.shape[1] // heads,
-            mlp_width=down.shape[1],
-            activation=declared.activation or "gelu",
-            gated=up.shape[0] * (2 if "gate" in self.names else 1) == 2 * down.shape[1],
-            norm=kind,
-            norm_eps=eps,
-            norm_first=declared.norm_first is not False,
-            qk_norm="query_norm" in self.names,
-            qkv_bias=self._has_bias("qkv"),
-            out_bias=self._has_bias("out"),
-            mlp_bias=self._has_bias("up", "down"),
-            layer_scale="scale1" in self.names,
-            rotary=RotaryConfig(rotary) if isinstance(rotary, int | float) else rotary,
-            **self.rates,  # type: ignore[arg-type]
-        )
-        stem = self._text_stem() if "words" in self.names else self._patch_stem()
-        return EnsembleConfig(stem, encoder, self._readout(num_labels), encoder.all_heads())
+# --- the configuration ---------------------------------------------------------------------------------------
 
-    def _norm(self, part: str) -> tuple[NormKind, float]:
-        """Return the kind and epsilon of a norm; those of the first block stand for all."""
-        module = self.modules.get(str(self.names[part]).replace("{i}", "0"))
-        kind = "rms" if isinstance(module, nn.RMSNorm) else self.declared.norm_kind
-        eps = getattr(module, "eps", self.declared.norm_eps)
-        if eps is None and kind == "layer":
-            raise ConversionError(f"the eps of {part} is not known; give norm_eps=")
-        return kind, torch.finfo(self._tensor(part).dtype).eps if eps is None else float(eps)
 
-    def _embedded(self) -> dict[str, Any]:
-        """Return the settings that image and text stems share."""
-        kind, eps = self._norm("embedding_norm") if "embedding_norm" in self.names else ("layer", 1e-6)
-        settings = {"norm": "embedding_norm" in self.names, "norm_kind": kind, "norm_eps": eps}
-        return {**settings, "learned_positions": "position" in self.names, "dropout": self.declared.dropout or 0.0}
-
-    def _text_stem(self) -> TextStemConfig:
-        words, rows = self._tensor("words"), self._rows("position")
-        most = self.declared.max_tokens or rows
+def _config(declared: Declaration, rates: Mapping[str, float], found: Found, num_labels: int | None) -> EnsembleConfig:
+    """Build the canonical configuration from the declaration and the shapes of the tensors."""
+    if declared.heads is None:
+        raise ConversionError("heads is None; give the number of attention heads of a block")
+    rotary = RotaryConfig(declared.rotary) if isinstance(declared.rotary, int | float) else declared.rotary
+    kind, eps = _norm(declared, found, "norm1")
+    encoder = found.encoder(
+        declared.heads,
+        activation=declared.activation or "gelu",
+        norm=kind,
+        norm_eps=eps,
+        norm_first=declared.norm_first is not False,
+        rotary=rotary,
+        **rates,
+    )
+    embedded: dict[str, Any] = {"dropout": declared.dropout or 0.0}
+    if "embedding_norm" in declared.names:
+        embedded["norm_kind"], embedded["norm_eps"] = _norm(declared, found, "embedding_norm")
+    given = declared.names.get("position")
+    rows = given.numel() // given.shape[-1] if isinstance(given, Tensor) else found.rows("stem.positions")
+    if "words" in declared.names:
+        most = declared.max_tokens or rows
         if not most or (rows and most > rows):
             raise ConversionError(f"max_tokens is {most}, with {rows} positions; give max_tokens=, at most as many")
-        projects, segments = "embedding_projection" in self.names, self._rows("segments")
-        return TextStemConfig(*(words.shape[0], most, words.shape[1], segments), project=projects, **self._embedded())
-
-    def _patch_stem(self) -> PatchStemConfig:
-        patch, registers, rows = self._tensor("patch"), self._rows("registers"), self._rows("position")
-        prefix = registers + ("class_token" in self.names)
-        size = (int(patch.shape[2]), int(patch.shape[3])) if patch.dim() == 4 else self._square_patch(patch.shape[1])
-        height, width = pair(self.declared.image_size or 0)
-        grid = height // size[0], width // size[1]
-        spare = rows - grid[0] * grid[1]
-        if not all(grid) or (spare < 0 and rows):
-            raise ConversionError(f"{rows} positions do not fit {grid[0]}x{grid[1]} patches; give image_size=")
-        return PatchStemConfig(
-            patch_size=size,
-            grid=grid,
-            channels=patch[0].numel() // (size[0] * size[1]),
-            patch_bias=self._has_bias("patch"),
-            class_token="class_token" in self.names,
-            registers=registers,
-            position_prefix=max(0, min(spare, prefix)),
-            resample=self.declared.resample,
-            **self._embedded(),
-        )
-
-    def _square_patch(self, numbers: int) -> tuple[int, int]:
-        """Return the patch size of a linear layer on patches of 3 channels, or 1."""
-        for channels in (3, 1):
-            side = math.isqrt(numbers // channels)
-            if channels * side**2 == numbers:
-                return side, side
-        raise refuse(f"a patch of {numbers} numbers is not a square with 1 or 3 channels")
-
-    def _readout(self, num_labels: int | None) -> ReadoutConfig:
-        _, eps = self._norm("norm" if "norm" in self.names else "norm1")
-        return ReadoutConfig(
-            pool=self.declared.pool,
-            pool_prefix=self.declared.pool_prefix,
-            num_classes=core.number_of_classes(len(self._tensor("classifier")), num_labels),
-            norm="none" if "norm" not in self.names else "pooled" if self.declared.norm_after_pool else "tokens",
-            norm_eps=eps,
-            hidden=self.declared.pooler_activation if "pooler" in self.names else None,
-            bias="classifier" not in self.names or self._has_bias("classifier"),
-        )
+        stem: Any = found.text_stem(positions=most, learned_positions=bool(rows), **embedded)
+    else:
+        patch = found.parts("stem.patch")[0]
+        side = None if patch.dim() == 4 else _square_patch(patch.shape[1])
+        stem = found.patch_stem(pair(declared.image_size or 0), side, resample=declared.resample, **embedded)
+    readout = ReadoutConfig(
+        pool=declared.pool,
+        pool_prefix=declared.pool_prefix,
+        norm="none" if "norm" not in declared.names else "pooled" if declared.norm_after_pool else "tokens",
+        norm_eps=_norm(declared, found, "norm" if "norm" in declared.names else "norm1")[1],
+        hidden=declared.pooler_activation if "pooler" in declared.names else None,
+        **found.classifier(num_labels),
+    )
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _first_rows(tensors: Sequence[Tensor], shape: torch.Size, given: Tensor | None = None) -> Tensor:
-    """Return the first rows of a table, as many as the shape needs, ignoring axes of length one."""
-    table = tensors[0] if given is None else given
-    if table.shape[-1:] != shape[-1:]:
-        raise RuntimeError(f"shape {list(table.shape)} is not [..., {shape[-1]}]")
-    return table.reshape(-1, shape[-1])[: shape[-2]].reshape(shape)
+def _norm(declared: Declaration, found: Found, part: str) -> tuple[NormKind, float]:
+    """Return the kind and epsilon of a norm; those of the first block stand for all."""
+    module = dict(found.model.named_modules()).get(str(declared.names[part]).replace("{i}", "0"))
+    kind = "rms" if isinstance(module, nn.RMSNorm) else declared.norm_kind
+    eps = getattr(module, "eps", declared.norm_eps)
+    if eps is None and kind == "layer":
+        raise ConversionError(f"the eps of {part} is not known; give norm_eps=")
+    return kind, torch.finfo(found.parts("encoder.layers.0.norm1.weight")[0].dtype).eps if eps is None else float(eps)
+
+
+def _square_patch(numbers: int) -> tuple[int, int]:
+    """Return the patch size of a linear layer on patches of 3 channels, or 1."""
+    for channels in (3, 1):
+        side = math.isqrt(numbers // channels)
+        if channels * side**2 == numbers:
+            return side, side
+    raise refuse(f"a patch of {numbers} numbers is not a square with 1 or 3 channels")

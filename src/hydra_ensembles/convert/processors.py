@@ -8,12 +8,11 @@ import numpy as np
 import torch
 
 from .._utils import library, warn
-from ..errors import ConfigError, ConversionError
+from ..errors import ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig, TextStemConfig
-from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing, Interpolation, TextCleaning, TextPreprocessing
-from .core import pair, perhaps_meant, qualified_name
+from .core import pair, qualified_name
 
 _ACCEPTED = {
     "text": "a fast tokenizer of transformers, a tokenizer of open_clip, or a TextPreprocessing",
@@ -68,10 +67,8 @@ def is_for_images(processor: Any) -> bool | None:
     return theirs or isinstance(processor, ImagePreprocessing)
 
 
-def size_of_images(processor: Any, changes: Mapping[str, Any] | None) -> tuple[int, int] | None:
-    """Return the image height and width given by the user or by a processor; None if neither does."""
-    if changes is not None and "image_size" in changes:
-        return _sides(changes["image_size"])
+def size_of_images(processor: Any) -> tuple[int, int] | None:
+    """Return the image height and width given by a processor; None if it does not."""
     processor = processor.image_processor if is_for_images(processor) is None else processor
     return _read_image_processor(processor).size if is_for_images(processor) else None
 
@@ -95,48 +92,6 @@ def _run(processor: Any, *inputs: Any, **settings: Any) -> Any:
     except Exception as error:
         problem = f"cannot prepare a small example ({type(error).__name__}: {error})"
         raise ConversionError(f"a {qualified_name(processor)} {problem}; repair it") from error
-
-
-# --- changes by the user -------------------------------------------------------------------------------------
-
-_SETTINGS = {name: name for name in ("mean", "std", "interpolation")} | {"image_size": "size", "crop": "crop_fraction"}
-
-
-def with_preprocessing(ensemble: Ensemble, changes: Mapping[str, Any]) -> Ensemble:
-    """Return the ensemble with some settings of its preprocessing changed, by the names that users know.
-
-    If no image preprocessing is known, mean and standard deviation must be among them.
-    """
-    stem, metadata = ensemble.config.stem, ensemble.metadata
-    for_images = isinstance(stem, PatchStemConfig)
-    names = _SETTINGS if for_images else {"max_length": "max_length"}
-    for name in changes:
-        if name not in names:
-            meant = perhaps_meant(str(name), names)
-            raise ConfigError(f"there is no preprocessing setting {name!r}{meant}; this model has {', '.join(names)}")
-    if not changes:
-        return ensemble
-    settings = {names[name]: value for name, value in changes.items()}
-    if "size" in settings:
-        settings["size"] = _sides(settings["size"])
-    for name in settings.keys() & {"mean", "std"}:
-        values = np.atleast_1d(settings[name]).astype(float).tolist()
-        settings[name] = tuple(values) * (stem.channels if len(values) == 1 else 1)  # type: ignore[union-attr]
-    known: Any = metadata.preprocessing
-    if known is None and not (for_images and {"mean", "std"} <= changes.keys()):
-        raise ConfigError(
-            "the preprocessing of this model is not known: give processor=, or for images mean and std too"
-        )
-    changed = replace(known or ImagePreprocessing(stem.image_size), **settings)  # type: ignore[union-attr]
-    told = f"{metadata.preprocessing_from or 'unknown'}; said by the user: {', '.join(sorted(changes))}"
-    return ensemble.with_metadata(preprocessing=read_processor(changed, stem), preprocessing_from=told)
-
-
-def _sides(size: Any) -> tuple[int, int]:
-    sides = np.atleast_1d(size).tolist()
-    if not 1 <= len(sides) <= 2 or not all(isinstance(side, int) for side in sides):
-        raise ConfigError(f"image_size must be one whole number, or height and width, got {size!r}")
-    return sides[0], sides[-1]
 
 
 # --- tokenizers ----------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ from functools import partial
 from itertools import product
 from typing import Any, get_args
 
-from ..model.config import EncoderConfig, EnsembleConfig, NormKind, PatchStemConfig, ReadoutConfig, RotaryConfig
+from ..model.config import EnsembleConfig, ReadoutConfig, RotaryConfig
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing, Interpolation
 from . import core
-from .core import Architecture, Source, Weights, activation_of, attention, below, dropout_rate, is_identity, pair
+from .core import Architecture, Found, Source, Weights, activation_of, attention, below, dropout_rate, is_identity, pair
 
 # --- timm ----------------------------------------------------------------------------------------------------
 
@@ -48,74 +48,20 @@ _WEIGHTS: Weights = {
     "readout.map.norm": "attn_pool.norm",
     "readout.map.up": "attn_pool.mlp.fc1",
     "readout.map.down": "attn_pool.mlp.fc2",
-    "readout.classifier": "head",
+    "readout.classifier": ("head", "head.1"),
 }
 
 
-def _config(model: Any, num_labels: int | None, distilled: bool = False) -> EnsembleConfig:
-    encoder = _encoder(model)
-    pools = {"token": "distilled"} if distilled else {"token": "cls", "avg": "mean", "map": "map"}
-    takes_prefix = bool(getattr(model, "pool_include_prefix", model.attn_pool is not None))  # Eva has no such setting
-    classes, bias = core.read_classifier(model.head, num_labels)
-    if distilled and not classes:
-        raise core.refuse("it has two classifiers without classes")
-    norm = next((norm for norm in (model.norm, model.fc_norm) if not is_identity(norm)), None)
-    pool = model.attn_pool
-    readout = ReadoutConfig(
-        pool=pools[model.global_pool],  # type: ignore[arg-type]
-        num_classes=classes,
-        norm="none" if norm is None else "tokens" if norm is model.norm else "pooled",
-        norm_eps=encoder.norm_eps if norm is None else float(norm.eps),
-        bias=bias,
-        dropout=0.0 if distilled else dropout_rate(model.head_drop),  # not used with two classifiers
-        map_heads=0 if pool is None else int(pool.num_heads),
-        map_mlp_width=0 if pool is None else int(pool.mlp.fc1.out_features),
-        map_activation="gelu" if pool is None else activation_of(pool.mlp.act),
-        pool_prefix=takes_prefix and bool(model.num_prefix_tokens) and model.global_pool != "token",
-    )
-    return EnsembleConfig(_stem(model, distilled), encoder, readout, encoder.all_heads())
-
-
-def _stem(model: Any, distilled: bool) -> PatchStemConfig:
-    patch, normed = model.patch_embed, not is_identity(model.norm_pre)
-    return PatchStemConfig(
-        patch_size=pair(patch.patch_size),
-        grid=pair(patch.grid_size),
-        channels=int(patch.proj.in_channels),
-        patch_bias=patch.proj.bias is not None,
-        class_token=model.cls_token is not None,
-        distillation_token=distilled,
-        registers=0 if model.reg_token is None else int(model.reg_token.shape[1]),
-        position_prefix=0 if model.no_embed_class else int(model.num_prefix_tokens),
-        resample="bicubic_antialias",
-        norm=normed,
-        norm_eps=float(model.norm_pre.eps) if normed else 1e-6,
-        dropout=dropout_rate(model.pos_drop),
-        norm_kind=_norm_kind(model.norm_pre) if normed else "layer",
-        learned_positions=model.pos_embed is not None,
-    )
-
-
-def _encoder(model: Any) -> EncoderConfig:
-    first = model.blocks[0]
+def _config(found: Found, num_labels: int | None, distilled: bool = False) -> EnsembleConfig:
+    model = getattr(found.model, "trunk", found.model)  # the model inside a tower of open_clip
+    first, pool = model.blocks[0], model.attn_pool
     attn, mlp = first.attn, first.mlp
-    return EncoderConfig(
-        width=int(model.embed_dim),
-        layers=len(model.blocks),
-        heads=int(attn.num_heads),
-        head_dim=int(attn.head_dim),
-        mlp_width=int(mlp.fc2.in_features),
+    stem = found.patch_stem(
+        pair(model.patch_embed.img_size), resample="bicubic_antialias", dropout=dropout_rate(model.pos_drop)
+    )
+    encoder = found.encoder(
+        int(attn.num_heads),
         activation=activation_of(mlp.act),
-        gated=type(mlp).__name__ in ("GluMlp", "SwiGLU"),
-        norm=_norm_kind(first.norm1),
-        norm_eps=float(first.norm1.eps),
-        qk_norm=not is_identity(attn.q_norm),
-        qkv_bias=_biases(attn)[0],
-        key_bias=_biases(attn) != (True, False),
-        out_bias=attn.proj.bias is not None,
-        mlp_bias=mlp.fc2.bias is not None,
-        mlp_norm=not is_identity(mlp.norm),
-        layer_scale=not is_identity(getattr(first, "ls1", getattr(first, "gamma_1", None))),
         rotary=_rotary(model),
         attention_dropout=dropout_rate(attn.attn_drop),
         projection_dropout=dropout_rate(attn.proj_drop),
@@ -123,20 +69,24 @@ def _encoder(model: Any) -> EncoderConfig:
         output_dropout=dropout_rate(getattr(mlp, "drop2", mlp.drop1)),
         drop_path=tuple(dropout_rate(block.drop_path1) for block in model.blocks),
     )
-
-
-def _norm_kind(norm: Any) -> NormKind:
-    if not type(norm).__name__.startswith("LayerNorm"):
-        return "rms"
-    return "layer" if norm.bias is not None else "layer_no_bias"
-
-
-def _biases(attn: Any) -> tuple[bool, bool]:
-    """Return whether queries and values have a bias, and whether keys have one."""
-    if attn.qkv is None:
-        return attn.q_proj.bias is not None, attn.k_proj.bias is not None
-    apart = getattr(attn, "q_bias", None) is not None  # `EvaAttention`, which has zeros as key bias
-    return apart or attn.qkv.bias is not None, attn.qkv.bias is not None
+    pools = {"token": "distilled"} if distilled else {"token": "cls", "avg": "mean", "map": "map"}
+    takes_prefix = bool(getattr(model, "pool_include_prefix", pool is not None))  # Eva has no such setting
+    classifier = found.classifier(num_labels)
+    if distilled and not classifier["num_classes"]:
+        raise core.refuse("it has two classifiers without classes")
+    norm = next((norm for norm in (model.norm, model.fc_norm) if not is_identity(norm)), None)
+    readout = ReadoutConfig(
+        pool=pools[model.global_pool],  # type: ignore[arg-type]
+        norm="none" if norm is None else "tokens" if norm is model.norm else "pooled",
+        norm_eps=encoder.norm_eps if norm is None else float(norm.eps),
+        dropout=0.0 if distilled else dropout_rate(model.head_drop),  # not used with two classifiers
+        map_heads=0 if pool is None else int(pool.num_heads),
+        map_mlp_width=0 if pool is None else int(pool.mlp.fc1.out_features),
+        map_activation="gelu" if pool is None else activation_of(pool.mlp.act),
+        pool_prefix=takes_prefix and bool(model.num_prefix_tokens) and model.global_pool != "token",
+        **classifier,
+    )
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _rotary(model: Any) -> RotaryConfig | None:
@@ -148,9 +98,7 @@ def _rotary(model: Any) -> RotaryConfig | None:
         reference = None if rope.ref_feat_shape is None else pair(tuple(rope.ref_feat_shape))
         return RotaryConfig(float(rope.temperature), offset=float(rope.grid_offset), reference=reference)
     if kind == "RotaryEmbeddingDinoV3":
-        shift, jitter, rescale = rope.shift_coords or 0.0, rope.jitter_coords or 1.0, rope.rescale_coords or 1.0
-        moves: Any = {"shift": float(shift), "jitter": float(jitter), "rescale": float(rescale)}
-        return RotaryConfig(float(rope.temperature), centred=True, **moves)
+        return RotaryConfig(float(rope.temperature), centred=True)
     raise core.refuse(f"its rotary embedding is a {kind}")
 
 
@@ -169,11 +117,10 @@ def _eva_attention(model: Any) -> Weights:
     prefix = "encoder.layers.{i}.attention."
     head_order = None if rope is None else order
     split = model.blocks[0].attn.qkv is None
-    weights = tuple(f"attn.{part}_proj.*" for part in "qkv") if split else ("attn.qkv.*",)
-    entries = {**attention("attn.proj", *weights, order=head_order)}
-    if not _biases(model.blocks[0].attn)[1]:
-        biases = ("attn.q_proj.bias", "attn.v_proj.bias") if split else ("attn.q_bias", "attn.v_bias")
-        entries[f"{prefix}qkv_bias"] = core.qkv_by_head(*biases, order=head_order)
+    projections = [f"attn.{part}_proj.*" for part in "qkv"] if split else ["attn.qkv.*"]
+    entries: dict[str, Any] = {**attention("attn.proj", *projections, order=head_order)}
+    both = ("attn.q_proj.bias", "attn.v_proj.bias") if split else ("attn.q_bias", "attn.v_bias")
+    entries[f"{prefix}qkv_bias"] = (entries[f"{prefix}qkv_bias"], core.qkv_by_head(*both, order=head_order))
     if rope is not None:
         for norm, leaf in product(("query_norm", "key_norm"), ("weight", "bias")):
             names = (f"attn.{norm[0]}_norm.{leaf}",)
@@ -242,33 +189,19 @@ _TORCHVISION_LAYER = core.block(
 )
 
 
-def _torchvision_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    first = model.encoder.layers[0]
-    heads, mlp = first.self_attention, first.mlp
-    grid = int(model.image_size) // int(model.patch_size)
-    stem = PatchStemConfig(
-        patch_size=(int(model.patch_size),) * 2,
-        grid=(grid, grid),
-        resample="bicubic_align_corners",
-        dropout=dropout_rate(model.encoder.dropout),
-    )
-    encoder = EncoderConfig(
-        width=int(model.hidden_dim),
-        layers=len(model.encoder.layers),
-        heads=int(heads.num_heads),
-        head_dim=int(heads.head_dim),
-        mlp_width=int(mlp[0].out_features),
-        activation=activation_of(mlp[1]),
-        norm_eps=float(first.ln_1.eps),
-        qkv_bias=heads.in_proj_bias is not None,
-        out_bias=heads.out_proj.bias is not None,
-        attention_dropout=float(heads.dropout),
+def _torchvision_config(found: Found, num_labels: int | None) -> EnsembleConfig:
+    model = found.model
+    first, side = model.encoder.layers[0], int(model.image_size)
+    stem = found.patch_stem((side, side), resample="bicubic_align_corners", dropout=dropout_rate(model.encoder.dropout))
+    encoder = found.encoder(
+        int(first.self_attention.num_heads),
+        activation=activation_of(first.mlp[1]),
+        attention_dropout=float(first.self_attention.dropout),
         projection_dropout=dropout_rate(first.dropout),
-        activation_dropout=dropout_rate(mlp[2]),
-        output_dropout=dropout_rate(mlp[4]),
+        activation_dropout=dropout_rate(first.mlp[2]),
+        output_dropout=dropout_rate(first.mlp[4]),
     )
-    classes, bias = core.read_classifier(getattr(model.heads, "head", None), num_labels)
-    readout = ReadoutConfig(num_classes=classes, norm_eps=float(model.encoder.ln.eps), bias=bias)
+    readout = ReadoutConfig(norm_eps=float(model.encoder.ln.eps), **found.classifier(num_labels))
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
@@ -295,7 +228,7 @@ _TORCHVISION = Architecture(
         "stem.position": "encoder.pos_embedding",
         **below("encoder.layers.encoder_layer_{i}.", _TORCHVISION_LAYER),
         "readout.norm": "encoder.ln",
-        "readout.classifier": "heads.head",
+        "readout.classifier": ("heads.head", "heads", "heads.1"),
     },
     metadata=_torchvision_metadata,
 )

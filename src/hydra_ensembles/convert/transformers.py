@@ -6,50 +6,34 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ConversionError
-from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool, ReadoutConfig, Resample, RotaryConfig
+from ..model.config import EncoderConfig, EnsembleConfig, Pool, ReadoutConfig, Resample, RotaryConfig
 from ..model.metadata import Metadata
 from . import core
-from .core import Architecture, NamedTensors, Weights, attention, below, block, concatenated, either, pair, run
+from .core import Architecture, Found, NamedTensors, Weights, attention, below, block, concatenated, either, pair
 
 # --- shared by all of them, and by texts and towers ------------------------------------------------------------
 
 
-def read_encoder(config: Any, **settings: Any) -> EncoderConfig:
-    """Read the blocks from a configuration; `settings` are those that a family reads in its own way."""
-    width, heads = int(config.hidden_size), int(config.num_attention_heads)
-    shared = {
-        "width": width,
-        "layers": int(config.num_hidden_layers),
-        "heads": heads,
-        "head_dim": int(getattr(config, "head_dim", None) or width // heads),
-        "mlp_width": int(settings.get("mlp_width") or config.intermediate_size),
-        "activation": settings.get("activation") or core.activation_of(config.hidden_act),
-        "norm_eps": float(settings.get("norm_eps") or config.layer_norm_eps),
-    }
+def read_encoder(found: Found, config: Any, **settings: Any) -> EncoderConfig:
+    """Read the blocks by the configuration's usual names; `settings` are what a family reads in its own way."""
+    if "activation" not in settings:
+        settings["activation"] = core.activation_of(config.hidden_act)
     if "attention_dropout" not in settings:
         rate = getattr(config, "attention_probs_dropout_prob", None)
-        shared["attention_dropout"] = float(config.attention_dropout if rate is None else rate)
-    return EncoderConfig(**{**shared, **settings})
+        settings["attention_dropout"] = float(config.attention_dropout if rate is None else rate)
+    return found.encoder(int(config.num_attention_heads), **settings)
 
 
-def patch_stem(config: Any, resample: Resample, **settings: Any) -> PatchStemConfig:
-    """Read the patch stem from a configuration; `settings` are those that a family reads in its own way."""
-    patch, image = pair(config.patch_size), pair(config.image_size)
-    grid = image[0] // patch[0], image[1] // patch[1]
-    return PatchStemConfig(patch, grid, channels=int(config.num_channels), resample=resample, **settings)
-
-
-def read_classes(model: Any, classifier: Any, num_labels: int | None) -> tuple[int, bool]:
-    """Return the number of classes and whether there is a bias; raise if classes are not mutually exclusive."""
-    classes, bias = core.read_classifier(classifier, num_labels)
-    problem = getattr(model.config, "problem_type", None)
-    if isinstance(classifier, nn.Linear) and problem not in (None, "single_label_classification"):
+def read_classifier(found: Found, num_labels: int | None) -> dict[str, Any]:
+    """Return the settings of a readout that follow from the classifier; raise if classes are not mutually exclusive."""
+    problem = getattr(found.model.config, "problem_type", None)
+    if found.has("readout.classifier.weight") and problem not in (None, "single_label_classification"):
         why = "but the probabilities here are a softmax over mutually exclusive classes"
         raise ConversionError(f"problem_type is {problem!r}, {why}")
-    return classes, bias
+    return found.classifier(num_labels)
 
 
 def metadata_of_classifier(model: Any) -> Metadata:
@@ -66,7 +50,7 @@ def metadata_of_classifier(model: Any) -> Metadata:
 def answer(model: Any, inputs: NamedTensors, fresh: bool, pool: Pool = "cls") -> Tensor:
     """Return logits, or the features of a bare encoder; `pool` is the input of the family's classifiers."""
     bare = type(model).__name__.endswith("Model")  # its own `base_model` may be a part of it (DINOv3)
-    output = run(model.base_model if fresh and not bare else model, **inputs)
+    output = (model.base_model if fresh and not bare else model)(**inputs)
     answers = () if fresh else (getattr(output, name, None) for name in ("logits", "pooler_output"))
     for answer in answers:
         if answer is not None:
@@ -82,7 +66,7 @@ READOUT: Weights = {
     "readout.hidden": (
         *("classifier.dense", "pre_classifier", "pooler.dense", "bert.pooler.dense", "albert.pooler", "pooler"),
     ),
-    "readout.classifier": ("classifier", "classifier.out_proj", "cls_classifier"),
+    "readout.classifier": ("classifier", "classifier.1", "classifier.out_proj", "cls_classifier"),
     "readout.distillation_classifier": "distillation_classifier",
 }
 
@@ -90,7 +74,7 @@ READOUT: Weights = {
 def declare(
     name: str,
     stem: str,
-    config: Callable[..., EnsembleConfig],
+    config: Callable[[Found, int | None], EnsembleConfig],
     encoder: Weights,
     classifiers: tuple[str, ...],
     ignored: tuple[str, ...] = (),
@@ -165,50 +149,34 @@ DINO_LAYER: Weights = {
 _DINOV2: Weights = {**_PATCHES, **below("encoder.layer.{i}.", DINO_LAYER)}
 
 
-def _vit_config(
-    model: Any, num_labels: int | None, distilled: bool = False, class_token: bool = True
-) -> EnsembleConfig:
-    config = model.config
+def _vit_config(found: Found, num_labels: int | None) -> EnsembleConfig:
+    config = found.model.config
     dropout = float(config.hidden_dropout_prob)
-    tokens = {"class_token": class_token, "distillation_token": distilled}
-    stem = patch_stem(config, "bicubic", position_prefix=sum(tokens.values()), dropout=dropout, **tokens)
-    encoder = read_encoder(config, qkv_bias=bool(config.qkv_bias), projection_dropout=dropout, output_dropout=dropout)
-    teacher = getattr(model, "cls_classifier", None)
-    classifier = getattr(model, "classifier", teacher)
-    pool: Pool = "distilled" if teacher is not None else "cls" if class_token else "mean"
-    readout = _image_readout(model, num_labels, classifier, pool)
+    stem = found.patch_stem(pair(config.image_size), resample="bicubic", dropout=dropout)
+    encoder = read_encoder(found, config, projection_dropout=dropout, output_dropout=dropout)
+    two = hasattr(found.model, "distillation_classifier")
+    pool: Pool = "distilled" if two else "cls" if stem.class_token else "mean"
+    return EnsembleConfig(stem, encoder, _image_readout(found, num_labels, pool), encoder.all_heads())
+
+
+def _dinov2_config(found: Found, num_labels: int | None, resample: Resample = "bicubic") -> EnsembleConfig:
+    config = found.model.config
+    stem = found.patch_stem(pair(config.image_size), resample=resample, dropout=float(config.hidden_dropout_prob))
+    drop_path = (float(config.drop_path_rate),) * int(config.num_hidden_layers)
+    activation = {"activation": "silu"} if config.use_swiglu_ffn else {}
+    encoder = read_encoder(found, config, drop_path=drop_path, **activation)
+    features = num_labels is None and not found.has("readout.classifier.weight")
+    readout = _image_readout(found, num_labels, "cls" if features else "cls_mean")
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _dinov2_config(model: Any, num_labels: int | None, resample: Resample = "bicubic") -> EnsembleConfig:
-    config = model.config
-    registers = int(getattr(config, "num_register_tokens", 0))
-    dropout = float(config.hidden_dropout_prob)
-    stem = patch_stem(config, resample, position_prefix=1, registers=registers, dropout=dropout)
-    gated = bool(config.use_swiglu_ffn)
-    hidden = int(config.hidden_size * config.mlp_ratio)
-    encoder = read_encoder(
-        config,
-        mlp_width=(int(hidden * 2 / 3) + 7) // 8 * 8 if gated else hidden,  # rounding of the library's SwiGLU
-        gated=gated,
-        qkv_bias=bool(config.qkv_bias),
-        layer_scale=True,
-        drop_path=(float(config.drop_path_rate),) * int(config.num_hidden_layers),
-        **({"activation": "silu"} if gated else {}),
-    )
-    classifier = getattr(model, "classifier", None)
-    bare_features = num_labels is None and classifier is None
-    readout = _image_readout(model, num_labels, classifier, "cls" if bare_features else "cls_mean")
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
-
-
-def _image_readout(model: Any, num_labels: int | None, classifier: Any, pool: Pool) -> ReadoutConfig:
-    classes, bias = read_classes(model, classifier, num_labels)
-    if not classes and pool == "distilled":
+def _image_readout(found: Found, num_labels: int | None, pool: Pool) -> ReadoutConfig:
+    config, classifier = found.model.config, read_classifier(found, num_labels)
+    if not classifier["num_classes"] and pool == "distilled":
         raise core.refuse("it has two classifiers without classes")
-    pooled = not classes and getattr(model, "pooler", None) is not None
-    hidden = model.config.pooler_act if pooled else None
-    return ReadoutConfig(pool, classes, norm_eps=float(model.config.layer_norm_eps), hidden=hidden, bias=bias)
+    pooled = not classifier["num_classes"] and getattr(found.model, "pooler", None) is not None
+    hidden = config.pooler_act if pooled else None
+    return ReadoutConfig(pool, norm_eps=float(config.layer_norm_eps), hidden=hidden, **classifier)
 
 
 def _mae_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
@@ -219,7 +187,7 @@ def _mae_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     order = torch.arange(images.shape[2] // patch[0] * (images.shape[3] // patch[1]), device=images.device)
     model.config.mask_ratio = 0.0
     try:
-        tokens: Tensor = run(model, images, noise=order.expand(len(images), -1).float()).last_hidden_state
+        tokens: Tensor = model(images, noise=order.expand(len(images), -1).float()).last_hidden_state
     finally:
         model.config.mask_ratio = ratio
     return tokens[:, 0]
@@ -235,30 +203,13 @@ _DINOV3_LAYER: Weights = {
 }
 
 
-def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    config = model.config
-    registers = int(config.num_register_tokens)
-    stem = patch_stem(config, "bicubic", position_prefix=0, registers=registers, learned_positions=False)
-    biases = bool(config.query_bias), bool(config.key_bias), bool(config.value_bias)
-    encoder = read_encoder(
-        config,
-        gated=bool(config.use_gated_mlp),
-        qkv_bias=biases[0],
-        key_bias=biases != (True, False, True),
-        out_bias=bool(config.proj_bias),
-        mlp_bias=bool(config.mlp_bias),
-        layer_scale=True,
-        drop_path=(float(config.drop_path_rate),) * int(config.num_hidden_layers),
-        rotary=RotaryConfig(
-            float(config.rope_theta),
-            centred=True,
-            shift=float(config.pos_embed_shift or 0.0),
-            jitter=float(config.pos_embed_jitter or 1.0),
-            rescale=float(config.pos_embed_rescale or 1.0),
-        ),
-    )
-    classes, _ = read_classes(model, None, num_labels)
-    readout = ReadoutConfig(num_classes=classes, norm_eps=float(config.layer_norm_eps))
+def _dinov3_config(found: Found, num_labels: int | None) -> EnsembleConfig:
+    config = found.model.config
+    stem = found.patch_stem(pair(config.image_size), resample="bicubic")
+    drop_path = (float(config.drop_path_rate),) * int(config.num_hidden_layers)
+    rotary = RotaryConfig(float(config.rope_theta), centred=True)
+    encoder = read_encoder(found, config, drop_path=drop_path, rotary=rotary)
+    readout = ReadoutConfig(norm_eps=encoder.norm_eps, **read_classifier(found, num_labels))
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
@@ -280,10 +231,10 @@ _TEACHER = (*_IMAGES, "ForImageClassificationWithTeacher")
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *declare("ViT", "ViT", _vit_config, _VIT, _IMAGES, _UNREAD),
-    *declare("DeiT", "DeiT", partial(_vit_config, distilled=True), _VIT, _TEACHER, _UNREAD),
+    *declare("DeiT", "DeiT", _vit_config, _VIT, _TEACHER, _UNREAD),
     declare("ViT-MAE", "ViTMAE", _vit_config, _VIT, (), _UNREAD, "vit_mae", _mae_answer)[1],
     *declare("ViT-MSN", "ViTMSN", _vit_config, _VIT, _IMAGES, _UNREAD, module="vit_msn", inside="vit"),
-    *declare("I-JEPA", "IJepa", partial(_vit_config, class_token=False), _VIT, _IMAGES, _UNREAD, answer=_MEAN),
+    *declare("I-JEPA", "IJepa", _vit_config, _VIT, _IMAGES, _UNREAD, answer=_MEAN),
     *declare("DINOv2", "Dinov2", _dinov2_config, _DINOV2, _IMAGES, _UNREAD, answer=_WITH_MEAN),
     *declare(
         "DINOv2 with registers",

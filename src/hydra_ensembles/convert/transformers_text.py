@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import ConversionError
-from ..model.config import EnsembleConfig, HiddenActivation, NormKind, Pool, ReadoutConfig, RotaryConfig, TextStemConfig
+from ..model.config import EnsembleConfig, HiddenActivation, Pool, ReadoutConfig, RotaryConfig
 from ..model.metadata import Metadata
 from . import core
-from .core import Architecture, NamedTensors, Weights, activation_of, below, block
+from .core import Architecture, Found, NamedTensors, Weights, activation_of, below, block
 from .processors import read_processor
-from .transformers import READOUT, WORDS, declare, gated, read_classes, read_encoder
+from .transformers import READOUT, WORDS, declare, gated, read_classifier, read_encoder
 
 # --- BERT and its relatives ------------------------------------------------------------------------------------
 
@@ -49,82 +49,50 @@ _ALBERT: Weights = {
 
 
 def _bert_config(
-    model: Any,
+    found: Found,
     num_labels: int | None,
     hidden: HiddenActivation = "tanh",
     drops_first_token: bool = True,
     counts_after_padding: bool = False,
 ) -> EnsembleConfig:
     """BERT, RoBERTa and ELECTRA, which differ in the readout and in how positions are counted."""
-    config, base = model.config, model.base_model
+    config = found.model.config
     dropout = float(config.hidden_dropout_prob)
-    after = int(base.embeddings.padding_idx) if counts_after_padding else None
-    stem = _bert_stem(model, positions_after=after, project=hasattr(base, "embeddings_project"))
-    encoder = read_encoder(config, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
+    after = int(found.model.base_model.embeddings.padding_idx) if counts_after_padding else None
+    stem = found.text_stem(positions_after=after, dropout=dropout)
+    encoder = read_encoder(found, config, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
     rate = dropout if config.classifier_dropout is None else float(config.classifier_dropout)
-    readout = text_readout(model, num_labels, hidden, rate, drops_first_token)
+    readout = text_readout(found, num_labels, hidden, rate, drops_first_token)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    config, eps = model.config, 1e-12  # hard-coded in the library, not in its configuration
-    dropout = float(config.dropout)
-    tables = model.base_model.embeddings
-    stem = text_stem(tables.word_embeddings, tables.position_embeddings, norm_eps=eps, dropout=dropout)
-    encoder = read_encoder(
-        config,
-        norm_first=False,
-        mlp_width=int(config.hidden_dim),
-        norm_eps=eps,
-        activation=activation_of(config.activation),  # the name it uses: a stray `hidden_act` has no effect
-        output_dropout=dropout,
-    )
-    readout = text_readout(model, num_labels, "relu", float(config.seq_classif_dropout), False)
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+def _distilbert_config(found: Found, num_labels: int | None) -> EnsembleConfig:
+    config = found.model.config
+    dropout, activation = float(config.dropout), activation_of(config.activation)  # a stray `hidden_act` has no effect
+    encoder = read_encoder(found, config, norm_first=False, activation=activation, output_dropout=dropout)
+    readout = text_readout(found, num_labels, "relu", float(config.seq_classif_dropout), False)
+    return EnsembleConfig(found.text_stem(dropout=dropout), encoder, readout, encoder.all_heads())
 
 
-def _albert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
+def _albert_config(found: Found, num_labels: int | None) -> EnsembleConfig:
     """ALBERT, whose layers share weights: the canonical encoder has a copy for each layer."""
-    config, stem = model.config, _bert_stem(model, project=True)
-    encoder = read_encoder(config, norm_first=False, projection_dropout=float(config.hidden_dropout_prob))
-    readout = text_readout(model, num_labels, "tanh", float(config.classifier_dropout_prob), False)
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
-
-
-def _bert_stem(model: Any, **settings: Any) -> TextStemConfig:
-    config, tables = model.config, model.base_model.embeddings
-    settings["segments"] = tables.token_type_embeddings.num_embeddings
-    settings |= {"norm_eps": float(config.layer_norm_eps), "dropout": float(config.hidden_dropout_prob)}
-    return text_stem(tables.word_embeddings, tables.position_embeddings, **settings)
-
-
-def text_stem(words: Any, positions: Any, **settings: Any) -> TextStemConfig:
-    """Build a text stem with the sizes of the word and position tables, which may have been resized after loading.
-
-    If positions are not learned, `positions` is their maximum number.
-    """
-    learned = not isinstance(positions, int)
-    most = positions.num_embeddings if learned else positions
-    return TextStemConfig(words.num_embeddings, most, words.embedding_dim, learned_positions=learned, **settings)
+    config = found.model.config
+    dropout, layers = float(config.hidden_dropout_prob), int(config.num_hidden_layers)
+    encoder = read_encoder(found, config, layers=layers, norm_first=False, projection_dropout=dropout)
+    readout = text_readout(found, num_labels, "tanh", float(config.classifier_dropout_prob), False)
+    return EnsembleConfig(found.text_stem(dropout=dropout), encoder, readout, encoder.all_heads())
 
 
 def text_readout(
-    model: Any, num_labels: int | None, hidden: HiddenActivation, rate: float, drops_first_token: bool
+    found: Found, num_labels: int | None, hidden: HiddenActivation, rate: float, drops_first_token: bool
 ) -> ReadoutConfig:
     """Read out the first token through a pooler or hidden layer; without classes, through a pooler if there is one."""
-    head = getattr(model, "classifier", None)
-    classes, bias = read_classes(model, getattr(head, "out_proj", head), num_labels)
-    if not classes:
-        pooled = getattr(model, "pooler", None) is not None
+    classifier = read_classifier(found, num_labels)
+    if not classifier["num_classes"]:
+        pooled = getattr(found.model, "pooler", None) is not None
         return ReadoutConfig(norm="none", hidden="tanh" if pooled else None)
-    return ReadoutConfig(
-        num_classes=classes,
-        norm="none",
-        hidden=hidden,
-        bias=bias,
-        dropout=rate if drops_first_token else 0.0,
-        hidden_dropout=rate,
-    )
+    first = rate if drops_first_token else 0.0
+    return ReadoutConfig(norm="none", hidden=hidden, dropout=first, hidden_dropout=rate, **classifier)
 
 
 # --- text: blocks as in BERT ----------------------------------------------------------------------------------
@@ -149,36 +117,22 @@ def _base(parameters: Any) -> float:
     return float(parameters["rope_theta"])
 
 
-def _rotary_bert_config(model: Any, num_labels: int | None, drops_first_token: bool = False) -> EnsembleConfig:
+def _rotary_bert_config(found: Found, num_labels: int | None, drops_first_token: bool = False) -> EnsembleConfig:
     """Nomic BERT, GTE and Jina embeddings, which differ in gates, biases and the readout."""
-    config = model.config
-    embeddings = model.base_model.embeddings
-    layer = model.base_model.layers[0]
-    segments = embeddings.token_type_embeddings
+    config, mlp = found.model.config, found.model.base_model.layers[0].mlp
     dropout = float(config.hidden_dropout_prob)
-    mlp, gated = layer.mlp, hasattr(layer.mlp, "gate_proj")
-    stem = text_stem(
-        embeddings.word_embeddings,
-        int(config.max_position_embeddings),
-        segments=0 if segments is None else segments.num_embeddings,
-        norm_eps=float(config.layer_norm_eps),
-        dropout=dropout,
-    )
     encoder = read_encoder(
+        found,
         config,
         norm_first=False,
-        gated=gated,
-        qkv_bias=layer.self_attn.q_proj.bias is not None,
-        out_bias=layer.self_attn.o_proj.bias is not None,
-        mlp_bias=(mlp.down_proj if gated else mlp.fc2).bias is not None,
-        up_bias=(mlp.up_proj if gated else mlp.fc1).bias is not None,
         projection_dropout=dropout,
         activation_dropout=dropout if hasattr(mlp, "dropout") else 0.0,
         output_dropout=dropout,
         rotary=RotaryConfig(_base(config.rope_parameters)),
     )
     rate = dropout if config.classifier_dropout is None else float(config.classifier_dropout)
-    readout = text_readout(model, num_labels, "tanh", rate, drops_first_token)
+    stem = found.text_stem(positions=int(config.max_position_embeddings), dropout=dropout)
+    readout = text_readout(found, num_labels, "tanh", rate, drops_first_token)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
@@ -193,33 +147,24 @@ _MODERNBERT: Weights = {
 }
 
 
-def _modernbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    config = model.config
-    eps = float(model.config.norm_eps)
-    kind: NormKind = "layer" if config.norm_bias else "layer_no_bias"
+def _modernbert_config(found: Found, num_labels: int | None) -> EnsembleConfig:
+    config = found.model.config
     local = tuple(layer_type == "sliding_attention" for layer_type in config.layer_types)
     base, local_base = (_base(config.rope_parameters[f"{reach}_attention"]) for reach in ("full", "sliding"))
-    tables = model.base_model.embeddings.tok_embeddings, int(config.max_position_embeddings)
-    stem = text_stem(*tables, norm_eps=eps, norm_kind=kind, dropout=float(config.embedding_dropout))
+    stem = found.text_stem(positions=int(config.max_position_embeddings), dropout=float(config.embedding_dropout))
     encoder = read_encoder(
+        found,
         config,
         activation=activation_of(config.hidden_activation),
-        gated=True,
-        norm=kind,
-        norm_eps=eps,
         first_norm=False,
-        qkv_bias=bool(config.attention_bias),
-        out_bias=bool(config.attention_bias),
-        mlp_bias=bool(config.mlp_bias),
         projection_dropout=float(config.attention_dropout),
         activation_dropout=float(config.mlp_dropout),
         rotary=RotaryConfig(base, local_base=local_base),
         local=local,
         window=int(config.local_attention) // 2 if any(local) else None,
     )
-    classes, bias = read_classes(model, getattr(model, "classifier", None), num_labels)
-    readout = ReadoutConfig(num_classes=classes, norm_eps=eps, bias=bias)
-    if getattr(model, "head", None) is not None:
+    readout = ReadoutConfig(norm_eps=encoder.norm_eps, **read_classifier(found, num_labels))
+    if getattr(found.model, "head", None) is not None:
         readout = replace(
             readout,
             pool=config.classifier_pooling,
@@ -270,7 +215,7 @@ def opened(model: Any, table_of: Callable[[type], Any]) -> tuple[Architecture, n
         _require_plain(model, first, behind)
 
     def metadata(encoder: nn.Module) -> Metadata:
-        tokenizer = read_processor(first.tokenizer, architecture.config(encoder, None).stem)
+        tokenizer = read_processor(first.tokenizer, architecture.config(Found(architecture, encoder), None).stem)
         base = Metadata() if behind else architecture.metadata(encoder)  # has the class names
         return replace(base, preprocessing=tokenizer, preprocessing_from="the tokenizer of the model")
 
@@ -279,18 +224,18 @@ def opened(model: Any, table_of: Callable[[type], Any]) -> tuple[Architecture, n
     pooling: Any = behind[0]
     pool = _POOLS[_mode(pooling)]
 
-    def config(encoder: nn.Module, num_labels: int | None) -> EnsembleConfig:
+    def config(found: Found, num_labels: int | None) -> EnsembleConfig:
         cut = getattr(model, "truncate_dim", None)
         if num_labels is None and (len(behind) > 1 or cut is not None):
             change = "scaled to length one" if cut is None else f"cut to {cut} numbers (truncate_dim)"
             raise core.refuse(f"its embeddings are {change}", "A classifier can read all of them: give num_labels=")
-        bare = architecture.config(encoder, None)
+        bare = architecture.config(found, None)
         classes = core.number_of_classes(0, num_labels)
         last = bare.readout  # has the norm after the last block
         return replace(bare, readout=ReadoutConfig(pool, classes, norm=last.norm, norm_eps=last.norm_eps))
 
     def answer(encoder: nn.Module, inputs: NamedTensors, fresh: bool) -> Tensor:
-        tokens = core.run(encoder, **inputs).last_hidden_state  # [B, T, d]
+        tokens = encoder(**inputs).last_hidden_state  # [B, T, d]
         features = {"token_embeddings": tokens, "attention_mask": inputs["attention_mask"]}
         pooled: Tensor = pooling(features)["sentence_embedding"]
         return pooled

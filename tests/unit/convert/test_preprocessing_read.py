@@ -1,4 +1,4 @@
-"""Preprocessing is the training's: read from the library by name, with changes by the user."""
+"""Preprocessing is the training's: read from the library by name."""
 
 from typing import Any
 
@@ -9,7 +9,6 @@ from convert_cases import vit
 from PIL import Image
 
 import hydra_ensembles as he
-from architectures_transformers import TEXT, transformers_model
 
 
 @pytest.mark.parametrize(
@@ -55,23 +54,3 @@ def test_of_timm_it_gives_the_pixels_of_timm_for_images_that_are_not_square(crop
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (70, 111, 3), dtype=np.uint8))
     for image in (picture, picture.transpose(Image.Transpose.ROTATE_90)):
         assert torch.allclose(ours(image)[0], theirs(image), atol=1e-6)
-
-
-def test_settings_are_changed_by_name_and_that_is_said() -> None:
-    changes = {"crop": 0.8, "interpolation": "bilinear", "mean": 0.25, "image_size": np.array([48, 32])}
-    ours, plain = he.convert(vit(), preprocessing=changes).metadata, he.convert(vit()).metadata.preprocessing
-    named = {"crop_fraction": 0.8, "interpolation": "bilinear", "mean": (0.25,) * 3, "size": (48, 32)}
-    assert vars(ours.preprocessing) == {**vars(plain), **named}
-    assert all(name in ours.preprocessing_from for name in changes)
-    with pytest.raises(he.HydraError, match=r"'crops' .did you mean crop"):
-        he.convert(vit(), preprocessing={"crops": 0.8})
-
-
-def test_texts_may_be_cut_shorter() -> None:
-    model, given = transformers_model("BertForSequenceClassification", TEXT), he.TextPreprocessing(max_length=20)
-    base = he.convert(model, processor=given, preprocessing={"max_length": 7})
-    assert base.metadata.preprocessing.max_length == 7
-    with pytest.raises(he.HydraError, match="lower max_length"):
-        he.convert(model, processor=given, preprocessing={"max_length": 99})
-    with pytest.raises(he.HydraError, match=r"got a TextPreprocessing; .*processor="):
-        he.convert(model, preprocessing=given)

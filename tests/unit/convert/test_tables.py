@@ -12,8 +12,7 @@ from torch import nn
 import hydra_ensembles as he
 from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
 from architectures_clip import TOWER_VARIANTS, open_clip_model, transformers_clip
-from architectures_transformers import DINOV3, DISTILBERT, TEXT, VARIANTS, VISION, token_batch, transformers_model
-from hydra_ensembles.model.dropout import dropping
+from architectures_transformers import DISTILBERT, TEXT, VARIANTS, VISION, token_batch, transformers_model
 
 CASES = [*VISION_VARIANTS, *VARIANTS, *TOWER_VARIANTS]
 
@@ -25,28 +24,6 @@ def test_variants_answer_like_the_originals_for_inputs_of_every_shape(case: Arch
     converted = he.convert(model)
     for inputs in (case.inputs(), *(make() for make in case.other_inputs)):
         alike(converted(inputs)[0], case.logits(model, inputs))
-
-
-def test_positions_move_in_training_as_those_of_the_original() -> None:
-    moves = {"pos_embed_shift": 0.2, "pos_embed_jitter": 1.5, "pos_embed_rescale": 2.0}
-    names = ("rope_shift_coords", "rope_jitter_coords", "rope_rescale_coords")
-    originals = [
-        transformers_model("DINOv3ViTModel", {**DINOV3, **moves}),
-        timm_model("vit_small_patch16_dinov3", init_values=1.0, **dict(zip(names, moves.values(), strict=True))),
-    ]
-    for model in originals:
-        converted, inputs = he.convert(model), images(32, 32)["pixel_values"]
-        answers = []
-        for one in (model.train(), converted.train()):
-            torch.manual_seed(3)  # both draw shift, jitter and rescale in the same order
-            answer = one(inputs)
-            answers.append(answer[0] if isinstance(answer, torch.Tensor) and answer.dim() == 3 else answer)
-        expected = getattr(answers[0], "pooler_output", answers[0])
-        assert torch.allclose(answers[1], expected, rtol=1e-4, atol=1e-5)
-        still = converted.eval()(inputs)[0]
-        assert (still - expected).abs().max() > 1e-3 * expected.abs().max()
-        with dropping(torch.Generator().manual_seed(0)):  # as in MC Dropout: without the training's augmentation
-            assert torch.equal(converted(inputs)[0], still)
 
 
 # --- transformers ------------------------------------------------------------------------------------------------
@@ -136,14 +113,6 @@ def test_labels_are_taken_when_they_are_names() -> None:
     assert he.convert(model.base_model, num_labels=5).metadata.labels == ()  # a new classifier has no names
 
 
-@pytest.mark.parametrize("make", [partial(transformers_clip, {}, {}), partial(build, "bert")])
-def test_outputs_are_named_whatever_the_configuration_says(make: Any) -> None:
-    expected, model = he.convert(make()).state_dict(), make(return_dict=False)
-    found = he.convert(model).state_dict()
-    assert all(torch.equal(found[name], one) for name, one in expected.items())
-    assert model.config.return_dict is False
-
-
 @pytest.mark.parametrize("make", [partial(build, "vit"), vit])
 def test_what_is_frozen_stays_frozen_unless_all_is(make: Any) -> None:
     """A fused QKV weight is frozen only where all three are."""
@@ -190,7 +159,7 @@ def with_adapters() -> Any:
     return peft.get_peft_model(bert(), peft.LoraConfig(r=2, target_modules=["query", "value"]))
 
 
-EXTRA, NAN, INF = nn.Parameter(torch.zeros(3)), float("nan"), float("inf")
+EXTRA = nn.Parameter(torch.zeros(3))
 HALF = nn.Linear(32, 32).half()
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
 REFUSED: list[tuple[Callable[[], Any], str]] = [
@@ -201,15 +170,13 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: nn.LSTM(3, 4), r"no table.*he\.Declaration.*docs/models\.md.*calibrate"),
     (with_adapters, "peft.*merge_and_unload"),
     (lambda: with_adapters().base_model.model, "merge_and_unload"),
-    (lambda: changed(vit(), "head.bias", nn.Parameter(torch.tensor([0, 1, NAN, 2, INF]))), "2 of the 5 values of head"),
     (lambda: changed(vit(), "head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
-    (lambda: changed(vit(), "blocks.1", vit().blocks[1].to("meta")), r"blocks\.1\..* meta device"),
-    (lambda: changed(vit(), "norm", nn.LayerNorm(32).bfloat16()), r"different types.*model\.float\(\)"),
-    (lambda: changed(bert(), "bert.encoder.layer.0.attention.self.key", HALF), "different types"),  # joined with others
+    (lambda: changed(vit(), "norm", nn.LayerNorm(32).bfloat16()), r"one type.*model\.float\(\)"),
+    (lambda: changed(bert(), "bert.encoder.layer.0.attention.self.key", HALF), "one type"),  # joined with others
     (lambda: hf("GteModel", TEXT, rope_parameters=LINEAR_ROPE), "linear"),
-    (lambda: bert(is_decoder=True), r"differ.*first in bert\.encoder\.layer\.0"),
+    (lambda: bert(is_decoder=True), "differ.*first in layer 0"),
     (lambda: hf("ViTForImageClassification", VISION, problem_type="multi_label_classification"), "multi_label"),
-    (lambda: open_clip_model({"layers": (1, 1, 1, 1)}), "a tower is a ModifiedResNet"),
+    (lambda: open_clip_model({"layers": (1, 1, 1, 1)}), "no table.*ModifiedResNet"),
     (lambda: open_clip_model(text={"pool_type": "none"}), "table does not fit.*'none'"),
     (lambda: transformers_clip({}, {"eos_token_id": 49407}), "eos_token_id.*49407"),
     (lambda: changed(open_clip_model(), "adapter", EXTRA), r"no canonical place: \['adapter'\]"),
