@@ -25,7 +25,7 @@ def convert(
     option: Annotated[list[str] | None, typer.Option(help="Argument of timm.create_model, as img_size=64.")] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Of preprocessing, as image_size=224 or mean=[0.5,0.5,0.5].", metavar="NAME=VALUE"),
+        typer.Option("--set", help="Of preprocessing, as crop_fraction=1 or mean=[0.5,0.5,0.5].", metavar="NAME=VALUE"),
     ] = None,
 ) -> None:
     """Make a folder of a model of another library.
@@ -38,11 +38,17 @@ def convert(
       hydra-ensembles convert timm:vit_small_patch16_224 --weights mine.safetensors --labels cat,dog -o base
     """
     from ..convert.convert import convert as converted
-    from ..convert.processors import with_preprocessing
+    from ..settings import from_plain, to_plain
 
     folder = common.new_folder(output)
     foreign, processor = _foreign(source, weights, common.named_values(option))
-    model = with_preprocessing(converted(foreign, processor=processor), common.named_values(changes))
+    model = converted(foreign, processor=processor)
+    if changes:
+        known = model.metadata.preprocessing
+        if known is None:
+            raise ConfigError("the preprocessing of this model is not known: convert it in Python, with processor=")
+        settings = {**to_plain(known), **common.named_values(changes)}
+        model = model.with_metadata(preprocessing=from_plain(type(known), settings, "set"))
     if labels is not None:
         names = Path(labels).read_text().splitlines() if Path(labels).is_file() else labels.split(",")
         model = model.with_metadata(labels=tuple(name.strip() for name in names if name.strip()))
