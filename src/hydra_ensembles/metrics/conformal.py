@@ -38,15 +38,6 @@ def conformal_threshold(scores: Tensor, share: float) -> float:
     return math.inf if rank > len(ordered) else ordered[rank - 1].item()
 
 
-def p_values(reference: Tensor, scores: Tensor) -> Tensor:
-    """P-value of each score `[B]`: (1 + number of held-out scores `[n]` at least as high) / (n + 1), `[B]`.
-
-    For a new sample from the same distribution it is at most a given level with at most that probability.
-    """
-    precise = torch.promote_types(torch.promote_types(reference.dtype, scores.dtype), torch.float32)
-    return Reference.of(reference, most=None).p_values(check_scores(scores, "scores").to(precise))
-
-
 @dataclass(frozen=True)
 class Reference:
     """Sorted held-out scores, to compare new scores with; of many, only some at evenly spaced ranks are kept."""
