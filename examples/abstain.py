@@ -16,7 +16,7 @@ import torch
 import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.demo.run import load_backbone, load_sample
-from hydra_ensembles.heads.members import sampled_members
+from hydra_ensembles.heads.ranking import sampled_members
 
 
 # start: service

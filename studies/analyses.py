@@ -23,7 +23,7 @@ from hydra_ensembles import HeadRanking
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.heads import jensen_shannon, overlap
 from hydra_ensembles.heads.masking import attention_of, existing_heads
-from hydra_ensembles.heads.members import CIRCUIT_ORDER, circuit_members, random_members, sampled_members
+from hydra_ensembles.heads.ranking import CIRCUIT_ORDER, circuit_members, random_members, sampled_members
 from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.training.recipe import DataRecipe
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hydra_ensembles import DualEncoder, Recipe, tune_text
 from hydra_ensembles.data.loading import SetRef
-from hydra_ensembles.model.zero_shot import LABEL
+from hydra_ensembles.model.dual_encoder import LABEL
 from hydra_ensembles.training.text import image_features
 
 from .samples import ImageSamples, normalised, resized

@@ -15,7 +15,7 @@ from hydra_ensembles.data import split
 from hydra_ensembles.data.corruptions import CORRUPTIONS, SEVERITIES, corrupted
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
 from hydra_ensembles.data.loading import SetRef
-from hydra_ensembles.heads.members import (
+from hydra_ensembles.heads.ranking import (
     CIRCUIT_ORDER,
     Members,
     Score,

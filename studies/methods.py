@@ -16,7 +16,7 @@ from typing import Any
 import hydra_ensembles as he
 from hydra_ensembles import baselines
 from hydra_ensembles.fuse import Fusion
-from hydra_ensembles.heads.members import CIRCUIT_ORDER
+from hydra_ensembles.heads.ranking import CIRCUIT_ORDER
 from hydra_ensembles.training.recipe import DataRecipe
 
 from .classifiers import ClassifierLab, ClassifierTask, Heads

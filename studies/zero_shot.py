@@ -26,11 +26,11 @@ from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.data.loading import SetRef
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.familiarity import with_score
-from hydra_ensembles.heads.members import CIRCUIT_ORDER, Members, Score, circuit_members, random_members
-from hydra_ensembles.heads.ranking import Head
+from hydra_ensembles.heads.masking import Head
+from hydra_ensembles.heads.ranking import CIRCUIT_ORDER, Members, Score, circuit_members, random_members
 from hydra_ensembles.metrics import nll
+from hydra_ensembles.model.dual_encoder import DEFAULT_TEMPLATES, class_embeddings
 from hydra_ensembles.model.metadata import Familiarity
-from hydra_ensembles.model.zero_shot import DEFAULT_TEMPLATES, class_embeddings
 from hydra_ensembles.settings import from_plain
 from hydra_ensembles.store import Store
 from hydra_ensembles.training.recipe import DataRecipe

@@ -10,8 +10,8 @@ from hydra_ensembles.circuit.cache import CachedTower, Work, WorkingModel
 from hydra_ensembles.circuit.exact import Exact, Naive
 from hydra_ensembles.circuit.extract import extract_circuit
 from hydra_ensembles.circuit.scores import Objective, Score, read_samples
-from hydra_ensembles.heads.masking import existing_heads, working_copy
-from hydra_ensembles.heads.ranking import Head, HeadRanking
+from hydra_ensembles.heads.masking import Head, existing_heads, working_copy
+from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.ensemble import Ensemble
 from random_ensembles import CLASSES, random_batches, random_ensemble
 

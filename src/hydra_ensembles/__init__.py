@@ -24,17 +24,18 @@ if TYPE_CHECKING:
     from .familiarity import fit_familiarity as fit_familiarity
     from .fuse import fuse as fuse
     from .fuse import soup as soup
+    from .heads.masking import Head as Head
     from .heads.masking import masked as masked
-    from .heads.ranking import Head as Head
+    from .heads.masking import prune as prune
     from .heads.ranking import HeadRanking as HeadRanking
     from .heads.taylor import taylor as taylor
     from .model.config import RotaryConfig as RotaryConfig
     from .model.dual_encoder import DualEncoder as DualEncoder
+    from .model.dual_encoder import load as load
+    from .model.dual_encoder import retarget as retarget
+    from .model.dual_encoder import zero_shot as zero_shot
     from .model.ensemble import Ensemble as Ensemble
-    from .model.kinds import load as load
     from .model.stem_readout import Projections as Projections
-    from .model.zero_shot import retarget as retarget
-    from .model.zero_shot import zero_shot as zero_shot
     from .pipeline.build import build as build
     from .pipeline.search import SearchResult as SearchResult
     from .pipeline.search import search as search
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from .prediction import Prediction as Prediction
     from .preprocessing import ImagePreprocessing as ImagePreprocessing
     from .preprocessing import TextPreprocessing as TextPreprocessing
-    from .prune import prune as prune
     from .report.compare import compare as compare
     from .report.html import write_report as write_report
     from .serve.export import export as export
@@ -62,21 +62,18 @@ _NAMES = {
     "evaluation.evaluation": "Evaluation",
     "familiarity": "fit_familiarity",
     "fuse": "fuse soup",
-    "heads.masking": "masked",
-    "heads.ranking": "Head HeadRanking",
+    "heads.masking": "Head masked prune",
+    "heads.ranking": "HeadRanking",
     "heads.taylor": "taylor",
     "model.config": "RotaryConfig",
-    "model.dual_encoder": "DualEncoder",
+    "model.dual_encoder": "DualEncoder load retarget zero_shot",
     "model.ensemble": "Ensemble",
-    "model.kinds": "load",
     "model.stem_readout": "Projections",
-    "model.zero_shot": "retarget zero_shot",
     "pipeline.build": "build",
     "pipeline.search": "SearchResult search",
     "pipeline.settings": "HydraConfig",
     "prediction": "Prediction",
     "preprocessing": "ImagePreprocessing TextPreprocessing",
-    "prune": "prune",
     "report.compare": "compare",
     "report.html": "write_report",
     "serve.export": "export",

@@ -18,8 +18,8 @@ from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice
 from .metrics.ood import aurc
 from .metrics.probabilities import check_labels, log_mean_probs, mean
+from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble, weights_of
-from .model.kinds import require_ensemble
 from .model.metadata import ACCEPTS_ALL, Calibration, Familiarity
 from .prediction import ScoreName, own_logits, require_members_for
 from .settings import PositiveShare, require

@@ -19,9 +19,9 @@ from .errors import ConfigError, DataError, TooFewSamplesError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_relative, prepared
 from .metrics.probabilities import check_finite
-from .model.dropout import dropping
+from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
-from .model.kinds import require_ensemble
+from .model.layers import dropping
 from .model.metadata import Familiarity, FamiliaritySettings
 from .settings import Rate, require
 

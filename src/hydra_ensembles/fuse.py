@@ -12,9 +12,8 @@ from ._utils import warn, with_float64
 from .convert.convert import convert_if_needed
 from .errors import ConfigError
 from .model.config import KeptHeads, Sharing
-from .model.dual_encoder import DualEncoder
+from .model.dual_encoder import DualEncoder, require_ensemble, require_model, require_single
 from .model.ensemble import Ensemble, singles
-from .model.kinds import require_ensemble, require_model, require_single
 from .model.layers import GroupedLinear, linear
 from .model.member_states import (
     common_layers,

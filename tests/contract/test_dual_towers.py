@@ -10,7 +10,7 @@ from architectures_clip import DUAL_CASES, DualCase
 from contract.models import dual as converted
 from contract.models import dual_answers
 from hydra_ensembles.errors import ConfigError, HeadError
-from hydra_ensembles.heads.members import random_members
+from hydra_ensembles.heads.ranking import random_members
 
 every_case = pytest.mark.parametrize("case", DUAL_CASES, ids=str)
 CASE = next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar")

@@ -14,7 +14,7 @@ from circuit_models import Problem, evidence
 from contract.models import base, dual, original, variants
 from contract.test_circuits import varied
 from hydra_ensembles.errors import HeadError
-from hydra_ensembles.heads.members import random_members
+from hydra_ensembles.heads.ranking import random_members
 from zero_shot_models import NAMES, tokenizer_for
 
 NAMED = ("timm-siglip", "timm-pe-core", "transformers-clip-siglip-image")

@@ -11,7 +11,7 @@ LAYERS = (
     "errors files settings store _utils _distributed",
     "batches digest metrics preprocessing prediction",
     "model model_card checkpoint",
-    "heads prune fuse convert",
+    "heads fuse convert",
     "circuit training familiarity calibrate baselines optimize data",
     "evaluation report",
     "pipeline serve",

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from .._utils import derive_seed
 from ..batches import Batches
 from ..model.config import Sharing
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_single
 from ..model.member_states import copies_of
 from ..settings import END, Checked, NotNegative, Positive, Range, Whole
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised

@@ -19,12 +19,9 @@ from torch.nn import functional as F
 from .._utils import with_float64, without_autocast
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
-from ..model.dropout import dropping
-from ..model.dual_encoder import DualEncoder, embed
-from ..model.kinds import require_model
-from ..model.layers import GroupedLinear
+from ..model.dual_encoder import DualEncoder, checked_names, checked_templates, embed, prompts_of, require_model
+from ..model.layers import GroupedLinear, dropping
 from ..model.metadata import Metadata
-from ..model.zero_shot import checked_names, checked_templates, prompts_of
 from ..settings import END, Checked, Positive, Range
 from ..training.text import features_of, read_pairs
 from .building_blocks import View, append_one, with_bias

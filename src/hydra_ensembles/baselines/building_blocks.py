@@ -14,10 +14,9 @@ from ..familiarity import with_score
 from ..fuse import find_equal_members
 from ..metrics.distance import FittedName
 from ..model.config import GROUPS, EnsembleConfig, Sharing
-from ..model.dropout import OurModel
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, singles
-from ..model.kinds import require_ensemble
-from ..model.layers import GroupedLinear
+from ..model.layers import GroupedLinear, OurModel
 from ..model.member_states import join_states
 from ..model.metadata import Calibration, Familiarity, FamiliaritySettings, Metadata
 from ..prediction import Prediction

@@ -8,8 +8,8 @@ from .._utils import derive_seed
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import EnsembleConfig, TextStemConfig
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_single
 from ..settings import Checked, Positive, Whole
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains

@@ -11,8 +11,8 @@ from .._utils import derive_seed
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import Sharing
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_single
 from ..settings import Checked, Positive, Whole
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import TrainOptions, trains

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..model.config import EnsembleConfig
-from ..model.dropout import dropping
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, build_with_state
-from ..model.kinds import require_ensemble
+from ..model.layers import dropping
 from ..settings import Rate, Whole, require
 from .building_blocks import View
 

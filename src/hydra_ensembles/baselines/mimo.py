@@ -11,8 +11,8 @@ from .._utils import derive_seed
 from ..batches import Batches, Inputs, move
 from ..errors import ConfigError
 from ..model.config import PatchStemConfig, Sharing
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_single
 from ..model.metadata import Metadata
 from ..settings import END, Checked, Range, Share, Whole
 from ..training.finetune import EnsembleLearner, train_classifier, trained_metadata

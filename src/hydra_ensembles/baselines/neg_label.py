@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from .._utils import derive_seed, without_autocast
 from ..errors import DataError
+from ..model.dual_encoder import Templates, checked_templates, class_embeddings, text_side_of
 from ..model.ensemble import Ensemble
-from ..model.zero_shot import Templates, checked_templates, class_embeddings, text_side_of
 from ..settings import Checked, PositiveShare, Seed, Share, Whole
 from .building_blocks import embedding_statistics, scored
 

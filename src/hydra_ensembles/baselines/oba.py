@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._utils import derive_seed
 from ..batches import Batches, Inputs, epoch_of, in_model_order, labelled, require_rereadable, restored
 from ..errors import ConfigError, DataError
-from ..model.dropout import dropping
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_single
+from ..model.layers import dropping
 from ..model.member_states import place_of
 from ..settings import Checked, Rate, Whole
 from ..training.finetune import Parametrised, train_parametrised

@@ -13,9 +13,9 @@ from ..batches import Batches, iterate
 from ..errors import ConfigError
 from ..metrics.probabilities import check_finite
 from ..model.config import Sharing
-from ..model.dropout import dropping
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_single
+from ..model.layers import dropping
 from ..settings import END, Checked, Positive, Range, Seed, Whole
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains

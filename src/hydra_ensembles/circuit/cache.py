@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import free_memory
-from ..heads.masking import working_copy
-from ..heads.ranking import Head
+from ..heads.masking import Head, working_copy
 from ..model.ensemble import Ensemble
 from ..model.layers import Attention, Block, Context, Read, select_queries
 from ..model.stem_readout import MapPool, Readout

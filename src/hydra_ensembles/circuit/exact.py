@@ -11,12 +11,10 @@ from torch.nn import functional as F
 
 from .._distributed import Ranks
 from ..errors import ConfigError
-from ..heads.masking import masked, working_copy
-from ..heads.ranking import Head
-from ..model.dual_encoder import DualEncoder
+from ..heads.masking import Head, masked, working_copy
+from ..model.dual_encoder import DualEncoder, average_templates, prompts_of
 from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
-from ..model.zero_shot import average_templates, prompts_of
 from .cache import CachedTower, Work
 from .scores import NO_HEAD, CircuitData, IntArray, Objective, Result, SampleGroup, Tally, parts, to_device
 

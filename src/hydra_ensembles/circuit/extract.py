@@ -18,13 +18,28 @@ from ..batches import Batches, Sources, in_model_order
 from ..data.synthetic import synthetic_ood
 from ..digest import digest
 from ..errors import ConfigError, DataError
-from ..heads.masking import ONE_TOWER, checked_layers, max_removable, removable, split_heads, towers_of, working_copy
-from ..heads.members import Score
-from ..heads.ranking import Head, HeadRanking, require_budget
-from ..model.dual_encoder import DualEncoder, Tower
+from ..heads.masking import (
+    ONE_TOWER,
+    Head,
+    checked_layers,
+    max_removable,
+    removable,
+    split_heads,
+    towers_of,
+    working_copy,
+)
+from ..heads.ranking import HeadRanking, Score, require_budget
+from ..model.dual_encoder import (
+    DEFAULT_TEMPLATES,
+    DualEncoder,
+    Templates,
+    Tower,
+    checked_names,
+    checked_templates,
+    require_model,
+    zero_shot,
+)
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_model
-from ..model.zero_shot import DEFAULT_TEMPLATES, Templates, checked_names, checked_templates, zero_shot
 from ..settings import from_plain, require, to_plain
 from ..store import Store
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size

@@ -21,8 +21,8 @@ from .._utils import torch_seeded, with_float64
 from ..batches import Batches, Sources, begin_epoch, iterate, named_sources, require_labels, restored
 from ..digest import digest, require_other_samples, row_digests
 from ..errors import DataError
-from ..heads.members import Score
-from ..heads.ranking import Head
+from ..heads.masking import Head
+from ..heads.ranking import Score
 from ..model.ensemble import Ensemble
 from ..model.inputs import Arguments
 

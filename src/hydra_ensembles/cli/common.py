@@ -118,7 +118,7 @@ def load_model(name: str, device: str = "auto", classifies: bool = True) -> Any:
 
     from .._utils import require_device
     from ..files import expanded, read_object
-    from ..model.kinds import load, require_ensemble
+    from ..model.dual_encoder import load, require_ensemble
 
     place = require_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     path, config = expanded(name), expanded(name) / "config.json"

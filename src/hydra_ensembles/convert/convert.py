@@ -9,10 +9,9 @@ from torch import nn
 from .._utils import unwrapped
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig
-from ..model.dropout import OurModel
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from ..model.layers import linear
+from ..model.layers import OurModel, linear
 from ..model.metadata import Metadata
 from ..model.stem_readout import Projections
 from ..preprocessing import TextPreprocessing

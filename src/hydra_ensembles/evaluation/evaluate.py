@@ -24,10 +24,10 @@ from ..digest import digest, require_other_samples
 from ..errors import ConfigError, DataError
 from ..familiarity import recognised, sample_digests
 from ..metrics.probabilities import Convention, at_least_float32
-from ..model.dropout import evaluating
+from ..model.dual_encoder import require_model
 from ..model.ensemble import Ensemble, warn_if_edited
 from ..model.inputs import model_call
-from ..model.kinds import require_model
+from ..model.layers import evaluating
 from ..model.metadata import Calibration, Familiarity, Metadata
 from ..optimize.runner import OptimizedEnsemble
 from ..prediction import AnyScore, Prediction, ScoreName

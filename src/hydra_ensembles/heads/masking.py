@@ -1,23 +1,62 @@
-"""Finding heads in an ensemble, and switching them off temporarily.
+"""Heads of an ensemble: their addresses; switching them off for a while, and removing them for good.
 
 Heads are always addressed by the index they had before any pruning; `head_rows` maps it to rows of the weights.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from dataclasses import replace
+from numbers import Integral
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import HeadError
 from ..model.config import EnsembleConfig
-from ..model.dual_encoder import DualEncoder
+from ..model.dual_encoder import DualEncoder, require_model
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_model
 from ..model.layers import Attention, gating
-from ..model.member_states import member_index
-from .ranking import Head, HeadLike, as_heads
+from ..model.member_states import head_axis, member_index
+
+
+class Head(NamedTuple):
+    """One attention head: layer and original index, counted from 0, and the tower it belongs to.
+
+    Examples:
+        >>> he.Head(layer=11, head=3)
+        Head(layer=11, head=3, tower='main')
+        >>> he.Head(11, 3) == (11, 3, "main")
+        True
+    """
+
+    layer: int
+    head: int
+    tower: str = "main"
+
+    def __str__(self) -> str:
+        """`3.7`, or `text:3.7` outside the main tower."""
+        prefix = "" if self.tower == "main" else f"{self.tower}:"
+        return f"{prefix}{self.layer}.{self.head}"
+
+
+HeadLike = Head | tuple[int, int] | tuple[int, int, str] | Sequence[int]
+
+
+def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
+    """Read heads from `Head`s or tuples, keeping their order; the same head twice is an error."""
+    heads = tuple(_as_head(value) for value in values)
+    if len(set(heads)) < len(heads):
+        raise HeadError(f"a head is listed twice: {' '.join(map(str, heads))}")
+    return heads
+
+
+def _as_head(value: HeadLike) -> Head:
+    parts = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(parts) not in (2, 3) or not all(isinstance(part, Integral) for part in parts[:2]):
+        raise HeadError(f"a head is Head(layer, head) or a tuple (layer, head), got {value!r}")
+    return Head(int(parts[0]), int(parts[1]), *parts[2:])  # NumPy integers become Python ones
+
 
 ONE_TOWER = "main"
 
@@ -152,3 +191,52 @@ def checked_layers(config: EnsembleConfig, layers: Iterable[int] | None) -> tupl
     if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= layer < count for layer in chosen):
         raise HeadError(f"layers must be distinct numbers from 0 to {count - 1}, at least one, got {chosen}")
     return tuple(sorted(chosen))
+
+
+def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
+    """Remove heads: a new ensemble, or dual encoder, without them; the input is not changed.
+
+    The bias of the output projection stays, also in a layer that loses its last head. Heads keep the indices they
+    had in the original model, so pruning in two steps and pruning at once name the same heads. Those of an attention
+    that pools the tokens (SigLIP) are heads of layer `num_layers`; one of them must stay. Heads of a dual encoder are
+    given with their tower, `(layer, head, "image")`. Prune members before fusing them.
+
+    Examples:
+        >>> member = he.prune(base, [(4, 0), (5, 1), (5, 2)])
+        >>> member.heads[0][5], base.heads[0][5]
+        ((0, 3, 4, 5), (0, 1, 2, 3, 4, 5))
+    """
+    require_model(ensemble, "prune")
+    if ensemble.num_members != 1:
+        raise HeadError(f"prune takes one member, got {ensemble.num_members}; prune each model.member(i), then fuse")
+    gone = as_heads(heads)
+    for head in gone:
+        head_rows(tower_of(ensemble, head).config, head)  # raises if it does not exist
+    towers = {
+        name: _without(tower, [head for head in gone if head.tower == name])
+        for name, tower in towers_of(ensemble).items()
+    }
+    if isinstance(ensemble, Ensemble):
+        return next(iter(towers.values()))
+    projections = ensemble.projections.member(0)
+    return DualEncoder(towers["image"], towers["text"], projections, ensemble.logit_scale, ensemble.logit_bias).eval()
+
+
+def _without(ensemble: Ensemble, gone: Sequence[Head]) -> Ensemble:
+    """A copy without these heads, which its history lists."""
+    config, lost = ensemble.config, {head[:2] for head in gone}
+    kept = [[head for head in heads if (layer, head) not in lost] for layer, heads in enumerate(config.heads[0])]
+    if config.pooling is not None and not kept[-1]:
+        raise HeadError("one of the heads that pool the tokens must stay")
+    state = {}
+    for name, tensor in ensemble.whole_state().items():
+        layer = head_axis(config, name)
+        if layer is not None:
+            rows = [row for row, head in enumerate(config.heads[0][layer]) if head in kept[layer]]
+            tensor = tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
+        state[name] = tensor
+    metadata = ensemble.metadata
+    if gone:
+        metadata = metadata.after(f"pruned {len(gone)} heads (layer.head): {' '.join(map(str, gone))}")
+    config = replace(config, heads=(tuple(map(tuple, kept)),))
+    return Ensemble.from_state(config, state, metadata, ensemble.frozen)

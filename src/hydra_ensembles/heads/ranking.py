@@ -1,57 +1,23 @@
-"""Addresses of heads, and rankings: the order in which heads are removed, with its provenance."""
+"""Rankings: the order in which heads are removed, with its provenance; and the members chosen by them."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
+
+import numpy as np
 
 from ..digest import digest
-from ..errors import HeadError
+from ..errors import ConfigError, HeadError, SameMembersError
 from ..files import expanded, read_object, write_json
+from ..model.dual_encoder import DualEncoder
+from ..model.ensemble import Ensemble
 from ..settings import Count, from_plain, require, to_plain
 from ..store import Form
-
-
-class Head(NamedTuple):
-    """One attention head: layer and original index, counted from 0, and the tower it belongs to.
-
-    Examples:
-        >>> he.Head(layer=11, head=3)
-        Head(layer=11, head=3, tower='main')
-        >>> he.Head(11, 3) == (11, 3, "main")
-        True
-    """
-
-    layer: int
-    head: int
-    tower: str = "main"
-
-    def __str__(self) -> str:
-        """`3.7`, or `text:3.7` outside the main tower."""
-        prefix = "" if self.tower == "main" else f"{self.tower}:"
-        return f"{prefix}{self.layer}.{self.head}"
-
-
-HeadLike = Head | tuple[int, int] | tuple[int, int, str] | Sequence[int]
-
-
-def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
-    """Read heads from `Head`s or tuples, keeping their order; the same head twice is an error."""
-    heads = tuple(_as_head(value) for value in values)
-    if len(set(heads)) < len(heads):
-        raise HeadError(f"a head is listed twice: {' '.join(map(str, heads))}")
-    return heads
-
-
-def _as_head(value: HeadLike) -> Head:
-    parts = tuple(value) if isinstance(value, list | tuple) else ()
-    if len(parts) not in (2, 3) or not all(isinstance(part, Integral) for part in parts[:2]):
-        raise HeadError(f"a head is Head(layer, head) or a tuple (layer, head), got {value!r}")
-    return Head(int(parts[0]), int(parts[1]), *parts[2:])  # NumPy integers become Python ones
+from .masking import Head, as_heads, pooling_of, split_heads, towers_of
 
 
 def require_budget(budget: int, candidates: int) -> None:
@@ -155,3 +121,109 @@ def jensen_shannon(first: HeadRanking, second: HeadRanking, count: int) -> float
         a, b = p[layer], q[layer]
         divergence += sum(heads * math.log(2 * heads / (a + b)) for heads in (a, b) if heads > 0)
     return min(max(divergence / (2 * count), 0.0), math.log(2))
+
+
+# --- members
+
+Members = tuple[tuple[Head, ...], ...]
+Score = Literal["acc", "ood", "avg"]  # what a circuit maximises: accuracy, OOD detection, or their mean
+
+CIRCUIT_ORDER: tuple[Score, ...] = ("avg", "acc", "ood")  # order in which circuits are assigned to members
+TAYLOR_DRAWS = 4  # rankings computed per member before giving up on finding distinct members
+
+
+def circuit_members(
+    rankings: Mapping[str, HeadRanking], prune: int, members: int, pool: int | None = None, seed: int = 0
+) -> Members:
+    """Members from the circuits for `"avg"`, `"acc"` and `"ood"`, in this order, then draws from the `"avg"` ranking.
+
+    If a circuit repeats an earlier member, its last head is replaced by a later one of its ranking, if there is one.
+    Members after the third lose heads drawn with the seed from the first `pool` of the `"avg"` ranking (None: all).
+    """
+    needed = CIRCUIT_ORDER[:members]
+    if any(score not in rankings or rankings[score].score != score for score in needed):
+        found = {score: ranking.score for score, ranking in rankings.items()}
+        raise HeadError(f"{members} circuit members need rankings for {list(needed)}, got {found}")
+    if len({rankings[score].provenance.get("model") for score in needed} - {None}) > 1:
+        raise HeadError("members of one ensemble need rankings of one model; these are of several")
+    chosen: list[tuple[Head, ...]] = []
+    for score in needed:
+        heads = rankings[score].heads
+        options = [rankings[score].first(prune), *((*heads[: prune - 1], last) for last in heads[prune:])]
+        earlier = [set(member) for member in chosen]
+        new = [option for option in options if set(option) not in earlier]
+        if not new:
+            same = needed[earlier.index(set(options[0]))]
+            advice = "use another `prune`, other data, or members sampled from one circuit"
+            raise SameMembersError(f"the circuits for {same!r} and {score!r} remove the same {prune} heads; {advice}")
+        chosen.append(new[0])
+    if members > len(chosen):
+        heads = rankings["avg"].first(len(rankings["avg"]) if pool is None else pool)
+        chosen += _draw_distinct(heads, prune, members - len(chosen), seed, "pool", chosen)
+    return tuple(chosen)
+
+
+def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int) -> list[tuple[int, HeadRanking]]:
+    """One (draw, Taylor ranking) pair per member; no two rankings remove the same `prune` heads.
+
+    `rank` computes the ranking of draw 0, 1, 2, …, each with its own seed. A draw that repeats an earlier member is
+    skipped. Raises `SameMembersError` if `TAYLOR_DRAWS` draws per member do not give enough distinct ones.
+    """
+    distinct: dict[frozenset[Head], tuple[int, HeadRanking]] = {}
+    for draw in range(members * TAYLOR_DRAWS):
+        ranking = rank(draw)
+        distinct.setdefault(frozenset(ranking.first(prune)), (draw, ranking))
+        if len(distinct) == members:
+            return list(distinct.values())
+    problem = f"{members * TAYLOR_DRAWS} Taylor rankings chose {len(distinct)} different sets of {prune} heads"
+    advice = "rank with fewer `calibration_batches` or with smaller batches, or change `prune`"
+    raise SameMembersError(f"{problem} for {members} members; {advice}")
+
+
+def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, seed: int = 0) -> Members:
+    """Members that each lose `prune` heads, in removal order, drawn at random from the first `pool` of one ranking."""
+    return tuple(_draw_distinct(ranking.first(pool), prune, members, seed, "pool"))
+
+
+def random_members(
+    model: Ensemble | DualEncoder, prune: int, members: int, seed: int = 0, layers: Iterable[int] | None = None
+) -> Members:
+    """Members that lose `prune` heads drawn from all heads of the layers: the control every ranking has to beat."""
+    if model.num_members != 1:
+        raise ConfigError(f"random_members takes one model, got {model.num_members} members; give model.member(i)")
+    _, heads = split_heads(model, towers_of(model), layers)
+    return tuple(_draw_distinct(heads, prune, members, seed, "layers", never_all=pooling_of(model, heads)))
+
+
+def _draw_distinct(
+    heads: Sequence[Head],
+    prune: int,
+    count: int,
+    seed: int,
+    setting: str,
+    taken: Sequence[tuple[Head, ...]] = (),
+    never_all: Sequence[Head] = (),
+) -> list[tuple[Head, ...]]:
+    """Draw `count` distinct subsets of `prune` heads, none of them in `taken`; repeated draws are rejected.
+
+    Each subset keeps the order of `heads`, and none contains all of `never_all`. `setting` names the argument that
+    determines how many heads there are, for error messages.
+    """
+    if prune > len(heads):
+        raise HeadError(f"prune is {prune}, but there are {len(heads)} heads to draw from; enlarge `{setting}`")
+    subsets = {frozenset(subset) for subset in taken}
+    possible = math.comb(len(heads), prune) - sum(subset <= set(heads) for subset in subsets)
+    if 0 < len(never_all) <= prune:
+        possible -= math.comb(len(heads) - len(never_all), prune - len(never_all))
+    if possible < count:
+        problem = f"prune {prune} of {len(heads)} heads leaves {possible} choices for {count} more members"
+        raise SameMembersError(f"{problem}; enlarge `{setting}`, change `prune`, or ask for fewer members")
+    generator = np.random.Generator(np.random.PCG64(seed))
+    drawn: list[tuple[Head, ...]] = []
+    while len(drawn) < count:
+        order = np.argsort(generator.random(len(heads)), kind="stable")[:prune]
+        subset = tuple(heads[index] for index in np.sort(order))
+        if frozenset(subset) not in subsets and not (never_all and set(never_all) <= set(subset)):
+            subsets.add(frozenset(subset))
+            drawn.append(subset)
+    return drawn

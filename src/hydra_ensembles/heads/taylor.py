@@ -18,11 +18,13 @@ from .._utils import require_device, torch_seeded, without_autocast
 from ..batches import Batches, Inputs, begin_epoch, in_model_order, length_of, read_batch, require_labels, restored
 from ..digest import digest
 from ..errors import DataError, HeadError
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_single
 from ..settings import Seed, Whole, require
 from .masking import (
     ONE_TOWER,
+    Head,
+    HeadLike,
     attention_of,
     checked_layers,
     head_rows,
@@ -32,7 +34,7 @@ from .masking import (
     split_heads,
     working_copy,
 )
-from .ranking import Head, HeadLike, HeadRanking, require_budget
+from .ranking import HeadRanking, require_budget
 
 Scope = Literal["layer", "global"]
 LabelledBatches = Iterable[tuple[int, Inputs, Tensor]]  # position in the source, inputs and labels

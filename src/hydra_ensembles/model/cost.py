@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .._utils import few_digits
 from ..batches import move
 from .config import EncoderConfig, EnsembleConfig, KeptHeads, PatchStemConfig
-from .dropout import evaluating
 from .inputs import Given, model_call
+from .layers import evaluating
 
 Name = TypeVar("Name", bound=str)
 

@@ -19,9 +19,8 @@ from ..store import Form
 from . import LATER
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig
 from .cost import Description, describe
-from .dropout import OurModel, dropping
 from .inputs import Arguments, Given, Prepared, read_inputs
-from .layers import Context, Encoder, GroupedNorm, linear
+from .layers import Context, Encoder, GroupedNorm, OurModel, dropping, linear
 from .member_states import (
     member_config,
     member_index,

@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import EncoderConfig, EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
-from .dropout import Dropout
-from .layers import ACTIVATIONS, Attention, Context, GroupedLinear, GroupedNorm, empty, linear
+from .layers import ACTIVATIONS, Attention, Context, Dropout, GroupedLinear, GroupedNorm, empty, linear
 
 
 class PatchStem(nn.Module):

@@ -32,14 +32,23 @@ from ..digest import digest, digest_batches, require_other_samples, row_digests
 from ..errors import DataError, SameMembersError, TooFewSamplesError
 from ..familiarity import fit_familiarity
 from ..fuse import fuse
-from ..heads.members import CIRCUIT_ORDER, Score, circuit_members, distinct_taylor, random_members, sampled_members
-from ..heads.ranking import RANKING, Head, HeadRanking
+from ..heads.masking import Head
+from ..heads.ranking import (
+    CIRCUIT_ORDER,
+    RANKING,
+    HeadRanking,
+    Score,
+    circuit_members,
+    distinct_taylor,
+    random_members,
+    sampled_members,
+)
 from ..heads.taylor import taylor
 from ..metrics.bootstrap import Interval, paired
 from ..metrics.distance import FamiliarityName
 from ..metrics.probabilities import at_labels, weighted_mean
+from ..model.dual_encoder import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import ENSEMBLE, Ensemble
-from ..model.zero_shot import DEFAULT_TEMPLATES, Templates
 from ..settings import to_plain
 from ..store import Store
 from ..training.finetune import finetune

@@ -23,12 +23,11 @@ from ..errors import ConfigError, DataError, DivergedError, SameMembersError
 from ..evaluation.evaluate import evaluate
 from ..files import remove
 from ..fuse import fuse, soup
-from ..heads.members import random_members
+from ..heads.ranking import random_members
 from ..metrics.distance import FamiliarityName
 from ..model.cost import measure_costs
-from ..model.dual_encoder import DualEncoder
+from ..model.dual_encoder import DEFAULT_TEMPLATES, DualEncoder
 from ..model.ensemble import ENSEMBLE, Ensemble
-from ..model.zero_shot import DEFAULT_TEMPLATES
 from ..report.compare import Cell, Column, Comparison, tabulated, to_markdown
 from ..settings import Range, from_plain, require
 from ..store import Store

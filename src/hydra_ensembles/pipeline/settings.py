@@ -16,15 +16,12 @@ from ..circuit.scores import Method, Ties
 from ..convert.convert import convert
 from ..errors import ConfigError, DataError
 from ..fuse import Fusion, StemFusion
-from ..heads.masking import existing_heads, max_removable, towers_of
-from ..heads.members import CIRCUIT_ORDER
-from ..heads.ranking import Head
+from ..heads.masking import Head, existing_heads, max_removable, prune, towers_of
+from ..heads.ranking import CIRCUIT_ORDER
 from ..heads.taylor import Scope
 from ..metrics.distance import FamiliarityChoice
-from ..model.dual_encoder import DualEncoder
+from ..model.dual_encoder import DualEncoder, Templates, checked_names, checked_templates, zero_shot
 from ..model.ensemble import Ensemble
-from ..model.zero_shot import Templates, checked_names, checked_templates, zero_shot
-from ..prune import prune
 from ..settings import Checked, Count, PositiveShare, Seed, Whole
 from ..training.recipe import Recipe
 

@@ -23,8 +23,8 @@ import torch
 
 from .._utils import __version__, library
 from ..errors import DataError, RequestError, StorageError
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_ensemble
 from ..model.metadata import Calibration
 from ..settings import short
 from . import protocol

@@ -21,9 +21,9 @@ from .._utils import __version__, library, without_autocast
 from ..errors import ConfigError, ConversionError, DataError
 from ..files import expanded, write_json, writing
 from ..model.config import PatchStemConfig
-from ..model.dropout import dropping
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_ensemble
+from ..model.layers import dropping
 from ..preprocessing import TextPreprocessing
 from ..settings import to_plain
 from .protocol import REASON_WORDS, Answering, Arrays, held_out, output_fields

@@ -29,8 +29,8 @@ from ..batches import (
 )
 from ..errors import DataError
 from ..metrics.probabilities import log_mean_probs
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_ensemble
 from ..model.metadata import Metadata
 from .loop import Job, Learner, RunResult, Runtime, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state

@@ -14,9 +14,9 @@ from .._utils import derive_seed, evaluation_mode, torch_seeded, with_float64
 from ..batches import Batches, read_labels
 from ..errors import ConfigError, DataError
 from ..model.config import output_width
-from ..model.dropout import dropping
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
+from ..model.layers import dropping
 from .loop import Job, Learner, Runtime, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from circuit_models import SCORES, Problem, evidence, random_problem, searches
 from hydra_ensembles.circuit.scores import Score
+from hydra_ensembles.heads.masking import prune
 from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.prune import prune
 from random_ensembles import CLASSES, HEADS, LAYERS, encoder
 from trained_vit import id_pictures, ood_pictures, trained_vit
 

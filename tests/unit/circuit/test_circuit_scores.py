@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from hydra_ensembles.circuit import scores
-from hydra_ensembles.heads.ranking import Head
+from hydra_ensembles.heads.masking import Head
 
 STEP = scores.grid_step(torch.float64)
 

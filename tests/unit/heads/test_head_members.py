@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 
 from hydra_ensembles.baselines.building_blocks import joined
 from hydra_ensembles.errors import ConfigError, HeadError, SameMembersError
-from hydra_ensembles.heads.members import (
+from hydra_ensembles.heads.masking import Head
+from hydra_ensembles.heads.ranking import (
     CIRCUIT_ORDER,
     TAYLOR_DRAWS,
+    HeadRanking,
     circuit_members,
     distinct_taylor,
     random_members,
     sampled_members,
 )
-from hydra_ensembles.heads.ranking import Head, HeadRanking
 from hydra_ensembles.model.config import Sharing
 from random_ensembles import random_ensemble, without_heads
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hydra_ensembles.errors import HeadError
-from hydra_ensembles.heads.ranking import Head, HeadRanking, as_heads, jensen_shannon, overlap, stability
+from hydra_ensembles.heads.masking import Head, as_heads
+from hydra_ensembles.heads.ranking import HeadRanking, jensen_shannon, overlap, stability
 
 
 def ranking(*heads: tuple[int, int] | tuple[int, int, str], **changes: Any) -> HeadRanking:

@@ -7,7 +7,7 @@ import torch
 
 import hydra_ensembles as he
 from attack import threads
-from hydra_ensembles.model.dropout import dropping
+from hydra_ensembles.model.layers import dropping
 from random_ensembles import random_batches, random_ensemble
 
 

@@ -7,8 +7,8 @@ import torch
 from training_cases import Stopping, batches, largest_gap, pairs, tiny, tiny_dual
 
 from hydra_ensembles.baselines.mc_dropout import mc_dropout
+from hydra_ensembles.heads.masking import prune
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.prune import prune
 from hydra_ensembles.training.finetune import finetune
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import image_features, tune_text
