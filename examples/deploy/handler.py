@@ -40,7 +40,7 @@ class EndpointHandler:
 def encoded(image: Any) -> bytes:
     """The bytes of an image file, in whatever form the endpoint passes it."""
     if not hasattr(image, "save"):
-        return image_of(image)
+        return image if isinstance(image, bytes) else image_of(image)
     target = io.BytesIO()
     to_rgb(image).save(target, "PNG", exif=image.getexif())  # PNG has no CMYK, which JPEG has
     return target.getvalue()

@@ -1,4 +1,4 @@
-"""On Ray: a replica killed under load loses no request."""
+"""On Ray: a replica killed under load costs its own requests alone, which are told to come back."""
 
 import asyncio
 import itertools
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.batcher import API_KEY
-from hydra_ensembles.serve.ray_app import ATTEMPTS, _Replicas, ray_app
+from hydra_ensembles.serve.ray_app import _Replicas, ray_app
 from hydra_ensembles.serve.rows import Row
 from processes import environment
 from served_models import served
@@ -101,12 +100,15 @@ def test_a_replica_dies_under_load_with_a_batch_in_its_hands(address: str, order
     with httpx.Client(base_url=address, headers=KEY, timeout=LIMIT) as client, ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(one, range(REQUESTS)))
     assert not order.exists()  # the replica died
-    assert [answer.status_code for answer in answers] == [200] * REQUESTS
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(refused) <= CLIENTS
+    assert {answer.status_code for answer in refused} == {503}
     expected = served("image").predict([opened(picture(seed)) for seed in range(20)])
-    found = [answer.json()["predictions"][0] for answer in answers]
-    assert [one["label"] for one in found] == [expected.names()[seed % 20] for seed in range(REQUESTS)]
-    confidence = expected.confidence.numpy()[np.arange(REQUESTS) % 20]
-    np.testing.assert_allclose([one["confidence"] for one in found], confidence, atol=2e-4)
+    for index, answer in enumerate(answers):
+        if answer not in refused:
+            (found,) = answer.json()["predictions"]
+            assert found["label"] == expected.names()[index % 20]
+            assert found["confidence"] == pytest.approx(expected.confidence[index % 20].item(), abs=2e-4)
 
 
 def test_routes_are_those_of_the_server(address: str) -> None:
@@ -139,11 +141,8 @@ class Handle:
         return one
 
 
-def test_what_a_dead_replica_took_along_is_asked_again() -> None:
-    died, full = ray.exceptions.ActorDiedError(), serve.exceptions.BackPressureError(1, 1)
-    row = Row()
-    assert asyncio.run(_Replicas(Handle(died, died, {"label": 1})).answer([row])) == [{"label": 1}]
-    for handle in (Handle(*[died] * ATTEMPTS), Handle(full)):
+def test_a_dead_and_a_busy_replica_are_a_503() -> None:
+    for handle in (Handle(ray.exceptions.ActorDiedError()), Handle(serve.exceptions.BackPressureError(1, 1))):
         with pytest.raises(RequestError) as refused:
-            asyncio.run(_Replicas(handle).answer([row]))
+            asyncio.run(_Replicas(handle).answer([Row()]))
         assert (refused.value.status, refused.value.retry_after) == (503, 1)

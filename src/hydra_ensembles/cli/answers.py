@@ -46,6 +46,7 @@ def predict(
       hydra-ensembles predict safe photo.jpg more-photos/
       cat reviews.txt | hydra-ensembles predict my-bert - --format csv
     """
+    from ..files import expanded, write_atomically
     from ..serve.batcher import Runner
     from ..serve.protocol import Served
 
@@ -67,7 +68,10 @@ def predict(
     if not answers and not problems:
         raise DataError("got nothing to predict; give files or folders, texts by --text, or - for standard input")
     if answers:
-        common.emit(_formatted(answers, format), output)
+        if output is None:
+            print(_formatted(answers, format), end="", flush=True)
+        else:
+            write_atomically(expanded(output), _formatted(answers, format).encode())
         if answers[0]["accept"] is None:
             print("no verdict: this model has no threshold; hydra-ensembles calibrate makes one", file=sys.stderr)
     if problems:

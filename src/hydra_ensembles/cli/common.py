@@ -1,6 +1,5 @@
 """Shared by all commands: options, settings from files, models and data by name, and what is printed."""
 
-import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -44,7 +43,7 @@ def read_settings(
     kinds: Sequence[type], config: Path | None, given: Mapping[str, Any], changes: Iterable[str] | None
 ) -> list[Any]:
     """Settings of several classes from one YAML file, options (None if not given) and `--set`: the last one wins."""
-    from ..settings import from_plain, to_plain
+    from ..settings import from_plain, nearest, to_plain
     from ..training.recipe import read_recipe
 
     plain: dict[str, Any] = {} if config is None else read_yaml(config) or {}
@@ -67,7 +66,7 @@ def read_settings(
     known = {kind: {field.name for field in fields(kind)} for kind in kinds}
     names = set[str]().union(*known.values())
     for name in plain.keys() - names:
-        raise ConfigError(f"there is no setting {name!r}{did_you_mean(name, names)}")
+        raise ConfigError(f"there is no setting {name!r}; did you mean {' or '.join(nearest(name, names) or names)}?")
     if missing := [name for name in ("model", "output") if name in names and name not in plain]:
         raise ConfigError(f"{missing[0]} was not given, and it has no default")
     return [from_plain(kind, {name: plain[name] for name in known[kind] & plain.keys()}, "settings") for kind in kinds]
@@ -123,7 +122,7 @@ def load_model(name: str, device: str = "auto", classifies: bool = True) -> Any:
     place = require_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     path, config = expanded(name), expanded(name) / "config.json"
     if not path.exists() and "/" not in name:
-        raise CheckpointError(f"no model {name!r}{did_you_mean(path)}; give a folder, which `convert` makes")
+        raise CheckpointError(f"no model {name!r}; give a folder, which `convert` makes")
     if config.is_file() and "hydra_ensembles" not in str(read_object(config).get("format")):
         raise CheckpointError(
             f"{name} is a model of another library; hydra-ensembles convert {name} -o FOLDER takes it"
@@ -191,7 +190,7 @@ class Reading:
             data = load(TORCHVISION + name, parts[0] if parts else None, root=self.root, **options)
         else:
             forms = "a path, hub:NAME[:CONFIG][:SPLIT], torchvision:NAME[:SPLIT] or suite:NAME:SET"
-            raise DataError(f"no data {spec!r}{did_you_mean(Path(spec))}; give {forms}")
+            raise DataError(f"no data {spec!r}; give {forms}")
         if data.kind != self.model.kind:
             raise DataError(f"{data.name} holds {data.kind}s, but the model reads {self.model.kind}s")
         if self.limit is None or len(data) <= self.limit:
@@ -243,34 +242,3 @@ def preprocessing_of(model: "Ensemble") -> Any:
         missing = "tokenizer" if model.kind == "text" else "image processor"
         raise DataError(f"the model has no preprocessing, so it reads no files; convert it with its {missing}")
     return model.metadata.preprocessing
-
-
-def did_you_mean(name: str | Path, known: Iterable[str] = ()) -> str:
-    """`; did you mean a, b?`; empty if no known name, or file next to the path, is similar."""
-    from ..settings import nearest
-
-    if isinstance(name, Path):
-        known = [entry.name for entry in name.parent.iterdir()] if name.parent.is_dir() else []
-        name = name.name
-    similar = nearest(str(name), known, most=3)
-    return f"; did you mean {', '.join(similar)}?" if similar else ""
-
-
-# --- output ----------------------------------------------------------------------------------------------------------
-
-
-def emit(text: str, output: Path | None = None) -> None:
-    """Print a text, or write it to a file."""
-    from ..files import expanded, write_atomically
-
-    if output is None:
-        print(text, end="", flush=True)
-    else:
-        write_atomically(expanded(output), text.encode())
-
-
-def emit_json(result: Any) -> None:
-    """Print plain data as JSON."""
-    from ..settings import to_plain
-
-    print(json.dumps(to_plain(result), indent=1, ensure_ascii=False))

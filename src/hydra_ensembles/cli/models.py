@@ -1,11 +1,12 @@
 """`convert`, `info`, `calibrate`, `fuse`, `export` and `bench`: commands that take models and make folders or files."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from ..errors import CheckpointError, ConfigError, ConversionError
+from ..errors import CheckpointError, ConfigError, ConversionError, HydraError
 from . import common
 from .common import Column, Device, Json, Limit, Model, Models, Output
 
@@ -41,7 +42,12 @@ def convert(
     from ..settings import from_plain, to_plain
 
     folder = common.new_folder(output)
-    foreign, processor = _foreign(source, weights, common.named_values(option))
+    try:
+        foreign, processor = _foreign(source, weights, common.named_values(option))
+    except HydraError:
+        raise
+    except Exception as error:  # libraries also raise errors of the model, the hub client and its HTTP library
+        raise CheckpointError(f"{source} could not be loaded with these weights and options: {error!r:.400}") from error
     model = converted(foreign, processor=processor)
     if changes:
         known = model.metadata.preprocessing
@@ -66,27 +72,16 @@ def _foreign(source: str, weights: Path | None, options: dict[str, Any]) -> tupl
     if kind == "timm":
         return _timm(name, weights, options), None
     if kind == "hub":
-        hub = library("huggingface_hub", extra="transformers")
-        try:
-            config = read_object(Path(hub.hf_hub_download(name, "config.json")))
-        except Exception as error:  # the hub client also raises errors of its HTTP library
-            raise CheckpointError(
-                f"cannot fetch {name!r} from the hub: {error!r}; check name and connection"
-            ) from error
-        place = f"hf-hub:{name}"
+        place, hub = f"hf-hub:{name}", library("huggingface_hub", extra="transformers")
+        config = read_object(Path(hub.hf_hub_download(name, "config.json")))
     elif folder.is_dir():
         name, place = str(folder), f"local-dir:{folder}"
         if (folder / "modules.json").is_file():
             sentences = library("sentence_transformers", extra="transformers")
             return sentences.SentenceTransformer(name, device="cpu", trust_remote_code=False), None
-        if (folder / "adapter_config.json").is_file():
-            raise ConversionError(
-                f"{source} holds only adapters; load it with peft and give it to he.convert in Python"
-            )
         config = read_object(folder / "config.json")
     else:
-        forms = "a folder, timm:NAME or hub:OWNER/NAME"
-        raise CheckpointError(f"no model {source!r}{common.did_you_mean(folder)}; give {forms}")
+        raise CheckpointError(f"no model {source!r}; give a folder, timm:NAME or hub:OWNER/NAME")
     if "architecture" in config and not config.get("architectures"):
         return _timm(place, weights, options), None
     if weights is not None or options:
@@ -96,28 +91,20 @@ def _foreign(source: str, weights: Path | None, options: dict[str, Any]) -> tupl
 
 def _timm(name: str, weights: Path | None, options: dict[str, Any]) -> Any:
     """A timm model with its pretrained weights, or with those of a file, which determine the number of classes."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from .._utils import library
     from ..files import expanded
 
     timm = library("timm", extra="timm")
-    if ":" not in name and name.partition(".")[0] not in timm.list_models():
-        raise CheckpointError(f"timm has no model {name!r}{common.did_you_mean(name, timm.list_models())}")
-    if weights is None and "num_classes" in options:
-        raise ConfigError("num_classes would put an untrained classifier on the model; give your own --weights, too")
-    try:
-        state = None if weights is None else load_file(expanded(weights))  # never pickle files, which can run code
-        classes = [len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state]
-        options = {"num_classes": classes[0], **options} if classes else options
-        model = timm.create_model(name, pretrained=state is None, **options).eval()
-        if state is not None:
-            model.load_state_dict(state)
-    except SafetensorError as error:
-        raise CheckpointError(f"the weights {weights} cannot be read as safetensors: {error}") from error
-    except Exception as error:  # timm also raises errors of the model, the hub client and its HTTP library
-        raise CheckpointError(f"timm could not make {name} with these weights and options: {error!s:.400}") from error
+    if weights is None:
+        if "num_classes" in options:
+            raise ConfigError("num_classes alone gives an untrained classifier; give your own --weights, too")
+        return timm.create_model(name, pretrained=True, **options).eval()
+    state = load_file(expanded(weights))  # never pickle files, which can run code
+    classes = [len(state[key]) for key in ("head.weight", "head.fc.weight") if key in state]
+    model = timm.create_model(name, **({"num_classes": classes[0]} if classes else {}), **options).eval()
+    model.load_state_dict(state)
     return model
 
 
@@ -132,19 +119,13 @@ def _transformers(source: str, config: dict[str, Any]) -> tuple[Any, Any]:
     tasks = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
     names = [str(name) for name in config.get("architectures") or ()]
     chosen = next((name for name in names if name.endswith(tasks) and hasattr(transformers, name)), None)
-    if chosen is None:
-        made = " or ".join(names) or config.get("model_type") or "something else"
-        advice = (
-            "fine-tune it by AutoModelFor…Classification; of a CLIP model, he.zero_shot makes a classifier in Python"
-        )
-        raise ConversionError(f"{source} is a {made}, which has no trained classifier; {advice}")
+    if chosen is None:  # loaded as one, it would get an untrained classifier
+        advice = "fine-tune it by AutoModelFor…Classification; of a CLIP model, he.zero_shot makes one in Python"
+        raise ConversionError(f"{source} is a {' or '.join(names)}, which has no trained classifier; {advice}")
     text = chosen.endswith("ForSequenceClassification")
     reader = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
     transformers.utils.logging.disable_progress_bar()
-    try:
-        model = getattr(transformers, chosen).from_pretrained(source, trust_remote_code=False).eval()
-    except Exception as error:  # transformers can raise anything
-        raise CheckpointError(f"transformers could not load {source}: {error!r}") from error
+    model = getattr(transformers, chosen).from_pretrained(source, trust_remote_code=False).eval()
     try:
         processor = reader.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError):
@@ -169,7 +150,7 @@ def info(model: Model, as_json: Json = False) -> None:
     towers = {model: loaded} if isinstance(loaded, Ensemble) else {"image": loaded.image, "text": loaded.text}
     if as_json:
         facts = {name: _facts(tower) for name, tower in towers.items()}
-        common.emit_json(facts if len(towers) > 1 else facts[model])
+        print(json.dumps(facts if len(towers) > 1 else facts[model], indent=1, ensure_ascii=False))
     else:
         print("\n\n".join(_described(name, tower) for name, tower in towers.items()))
 
@@ -199,13 +180,11 @@ def _facts(ensemble: Any) -> dict[str, Any]:
 
 def _described(title: str, ensemble: Any) -> str:
     """What a model is, its heads, and how it was made."""
-    names = ("kind", "members", "trunk", "classes", "dtype", "labels", "source")
-    facts = {name: value for name, value in _facts(ensemble).items() if name in names and value not in (None, "", [])}
-    about = [f"  {name:<12} {', '.join(value) if isinstance(value, list) else value}" for name, value in facts.items()]
     known = ensemble.metadata
     fitted = {"preprocessing": known.preprocessing, "calibration": known.calibration, "familiarity": known.familiarity}
-    about.append(f"  {'has':<12} {', '.join(name for name, value in fitted.items() if value is not None) or 'no more'}")
-    return "\n".join([title, *about, str(ensemble.describe()), *known.history])
+    has = ", ".join(name for name, value in fitted.items() if value is not None) or "no preprocessing, no thresholds"
+    about = f"{ensemble.kind} model with {ensemble.num_classes} classes: {', '.join(known.labels) or 'no names'}"
+    return "\n".join([title, about, f"has {has}", str(ensemble.describe()), *known.history])
 
 
 # --- calibrate, fuse, export -----------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from ..model.cost import Description, interleaved_times
 from ..model.ensemble import Ensemble
 from ..model.inputs import Given
 from ..prediction import Prediction
-from .freeze import frozen, has_copies, with_plan
-from .frozen_layers import Plan
+from .freeze import Plan, frozen, has_copies, with_plan
 
 PLANS: tuple[Plan, ...] = get_args(Plan)
 USUAL_SHAPES = 16  # input shapes for which plans are measured, code compiled and graphs kept
@@ -71,7 +70,6 @@ class OptimizedEnsemble:
         plans: Iterable[Plan] | None = None,
         compile: bool = False,
         shapes: int = USUAL_SHAPES,
-        graphs: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Prepare an ensemble for fast inference.
@@ -82,8 +80,7 @@ class OptimizedEnsemble:
             plans: Plans to choose from; None for all that differ for this ensemble.
             compile: Whether to compile the plan chosen for an input shape.
             shapes: Number of input shapes that are measured and compiled; further ones run uncompiled, with the plan
-                of the nearest batch size. Of CUDA graphs, those of so many shapes are kept.
-            graphs: Whether to record CUDA graphs; None does so on a CUDA device.
+                of the nearest batch size. Of CUDA graphs (on a CUDA device), those of so many shapes are kept.
             dtype: Floating type to compute in, such as `torch.bfloat16`; None keeps the ensemble's. A caller's autocast
                 changes nothing: what is compiled or recorded serves all calls.
         """
@@ -92,36 +89,20 @@ class OptimizedEnsemble:
             raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(chosen)}")
         ensemble.whole_state()  # frozen layers cannot hold computed weights
         self.device, self.dtype = ensemble.device, dtype or ensemble.dtype
-        on_cuda = self.device.type == "cuda"
-        if graphs and not on_cuda:
-            raise ConfigError(f"CUDA graphs need an ensemble on a CUDA device, but this one is on {self.device}")
         self.config, self.metadata, self._description = ensemble.config, ensemble.metadata, ensemble.describe()
         self.kind, self.num_members, self.num_classes = ensemble.kind, ensemble.num_members, ensemble.num_classes
-        self._compile, self._shapes, self._graphed = compile, shapes, on_cuda if graphs is None else graphs
+        self._compile, self._shapes, self._graphed = compile, shapes, self.device.type == "cuda"
         base = frozen(ensemble, self.dtype)
         usual = PLANS if has_copies(base) else PLANS[:1]
         self._modules: dict[Plan, Ensemble] = {plan: with_plan(base, plan) for plan in chosen or usual}
         self._model = next(iter(self._modules.values()))  # reads inputs and makes predictions
-        self._reset_state()
-        if example_inputs is not None:
-            self(example_inputs)
-
-    def _reset_state(self) -> None:
-        """Set up the state of this process: nothing is measured, compiled or recorded yet."""
         self.choices: dict[Key, Choice] = {}
         self._lock = threading.Lock()
         self._stream: Any = None  # on which graphs were last replayed
         self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
         self._runs: dict[tuple[Plan, bool], Run] = {}  # by plan, and whether it is compiled
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Weights and settings; a copy, or a pickle in another process, measures, compiles and records again."""
-        of_process = ("choices", "_lock", "_stream", "_pool", "_runs")
-        return {name: value for name, value in vars(self).items() if name not in of_process}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset_state()
+        if example_inputs is not None:
+            self(example_inputs)
 
     @torch.inference_mode()
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:

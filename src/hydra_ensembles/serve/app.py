@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -263,17 +263,14 @@ def raw_rows(served: Served, images: Sequence[bytes], texts: Sequence[Text]) -> 
     return rows
 
 
-def tensor_rows(served: Served, inputs: dict[str, Any]) -> list[Row]:
-    """Rows from named tensors: encoded images, texts, or preprocessed inputs."""
-    reader = served.reader
-    names = [field.name for field in reader.inputs]
-    if inputs.keys() == {reader.kind}:
-        return raw_rows(served, *protocol.read_named({f"{reader.kind}s": inputs[reader.kind]}))
-    if not inputs.keys() <= set(names) or any(isinstance(value, list) for value in inputs.values()):
+def tensor_rows(served: Served, inputs: Mapping[str, Any]) -> list[Row]:
+    """Rows from named tensors, which are preprocessed inputs."""
+    names = [field.name for field in served.reader.inputs]
+    if not inputs.keys() <= set(names):
         raise RequestError(
-            f"got {short(sorted(inputs))}; give {reader.kind} as BYTES, or numbers as {', '.join(names)}"
+            f"got the inputs {short(sorted(inputs))}; give {', '.join(names)}, or raw rows to /v1/predict"
         )
-    return reader.tensors({name: torch.tensor(array) for name, array in inputs.items()})
+    return served.reader.tensors({name: torch.tensor(array) for name, array in inputs.items()})
 
 
 async def _raw(request: "Request", body: bytes, most: int) -> tuple[list[bytes], list[Text]]:

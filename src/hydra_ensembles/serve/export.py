@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._utils import __version__, library, without_autocast
-from ..errors import ConfigError, ConversionError, DataError
+from ..errors import ConfigError, ConversionError
 from ..files import expanded, write_json, writing
 from ..model.config import PatchStemConfig
 from ..model.dual_encoder import require_ensemble
@@ -38,7 +38,6 @@ DISTANCES = 100  # factor on the tolerance for feature distances: squares, expan
 TRACED = (5, 7)  # samples and, for texts, tokens of the traced batch
 COMPARED = ((1, 9), (7, 33), (32, 64))
 DATA, TOKENIZER, ABOUT = ".data", ".tokenizer.json", ".json"  # suffixes of files next to it; DATA: weights above 2 GB
-_NOISY = ("torch.onnx", "onnxscript", "onnx_ir")  # loggers that report every step
 
 
 @without_autocast()
@@ -47,7 +46,6 @@ def export(
     path: str | Path,
     format: Format | None = None,
     *,
-    examples: Any = None,
     tolerance: float | None = None,
 ) -> Path:
     """Write an ensemble, with calibration, familiarity and verdict, as a file that runs without this library.
@@ -58,14 +56,13 @@ def export(
     `NAME.tokenizer.json`, and for ONNX above 2 GB the weights, `NAME.data`.
 
     Before the file is stored it is run in its own runtime and compared with the ensemble, on random inputs of
-    several sizes and on yours. If answers differ, nothing is written.
+    several sizes. If answers differ, nothing is written.
 
     Args:
         ensemble: A classifier; a zero-shot one, too.
         path: The file; an earlier one is replaced.
         format: `"onnx"` (ONNX Runtime, CPU) or `"pt2"` (`torch.export.load`), which is also the suffix of the file, and
             is taken from there if it is not given.
-        examples: Your own inputs, as for `predict`, to compare on as well.
         tolerance: How much answers may differ, as a part of 1 + the largest number of a row; 5e-5 for float32.
             Feature distances may differ 100 times as much.
 
@@ -90,8 +87,6 @@ def export(
     model = copy.deepcopy(ensemble).cpu() if format == "onnx" and ensemble.device.type != "cpu" else ensemble
     answering, inputs = Answering(model), input_fields(model)
     batches = [_random(model, inputs, *size) for size in COMPARED]
-    if examples is not None:
-        batches.append(_from_examples(model, inputs, examples))
     with torch.no_grad(), dropping(False):
         expected = [_arrays(answering(**batch)) for batch in batches]  # first: caches familiarity on the device
         with _staged(path) as file:
@@ -144,9 +139,7 @@ def _staged(path: Path) -> Iterator[Path]:
 @contextmanager
 def _quiet(format: Format) -> Iterator[None]:
     """Silence exporters' warnings and logs, which concern their own code; report a failure in one line."""
-    levels = {name: logging.getLogger(name).level for name in _NOISY}
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -157,8 +150,7 @@ def _quiet(format: Format) -> Iterator[None]:
         problem = f"torch {torch.__version__} cannot export this ensemble as {format}: {reason}"
         raise ConversionError(f"{problem}; nothing was written. The other format may do") from error
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 # --- inputs and answers ---------------------------------------------------------------------------------------------
@@ -179,20 +171,6 @@ def _random(ensemble: Ensemble, inputs: Sequence[Field], samples: int, tokens: i
         "token_type_ids": torch.randint(0, max(stem.segments, 1), (samples, tokens), generator=generator),
     }
     return {field.name: tensors[field.name].to(ensemble.device) for field in inputs}
-
-
-def _from_examples(ensemble: Ensemble, inputs: Sequence[Field], examples: Any) -> dict[str, Tensor]:
-    """The user's examples by name, as inputs of the exported file."""
-    prepared = ensemble.prepare(examples)
-    main = prepared[inputs[0].name]
-    if ensemble.kind == "image":
-        shape = inputs[0].shape
-        if main.shape[1:] != shape:
-            raise DataError(f"the examples are {list(main.shape[1:])}, but the file takes images {list(shape)}")
-        return {inputs[0].name: main}
-    zeros = torch.zeros_like(main)
-    left_out = {"attention_mask": zeros + 1, "token_type_ids": zeros}  # defaults: no padding, one segment
-    return {field.name: {**left_out, **prepared}[field.name].long() for field in inputs}
 
 
 def _arrays(outputs: Named) -> Arrays:

@@ -204,23 +204,15 @@ def read_named(body: Mapping[str, Any]) -> tuple[list[bytes], list[Text]]:
 
 
 def image_of(value: Any) -> bytes:
-    """The bytes of an image file; decoded if it is base64, as in JSON, which no image file is by itself."""
+    """The bytes of an image file from JSON."""
     try:
-        text = value.decode("ascii") if isinstance(value, bytes) else value
-        return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+        return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value, validate=True)
     except (AttributeError, ValueError) as error:  # not a string, or not base64
-        if isinstance(value, bytes):
-            return value
-        raise RequestError("an image that is not bytes must be a base64 string on one line") from error
+        raise RequestError("an image in JSON must be a base64 string on one line") from error
 
 
 def text_of(value: Any) -> Text:
-    """A text or a pair of texts from JSON, or a text from its bytes."""
-    if isinstance(value, bytes):
-        try:
-            return value.decode("utf-8-sig")
-        except UnicodeDecodeError as error:  # a guessed encoding would change the text
-            raise RequestError("a text is not in UTF-8") from error
+    """A text or a pair of texts from JSON."""
     if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value):
         return value[0], value[1]
     if not isinstance(value, str):
@@ -231,14 +223,14 @@ def text_of(value: Any) -> Text:
 # --- requests of the protocol ----------------------------------------------------------------------------------------
 
 
-def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[str, Array | list[bytes]]]:
-    """The JSON of a request and its inputs by name; BYTES inputs are lists."""
+def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], Arrays]:
+    """The JSON of a request and its inputs by name."""
     length = len(body) if header is None else int(header) if header.isdecimal() and len(header) < 18 else 0
     request, rest = request_of(body[:length]), memoryview(body)[length:]
     inputs = request.get("inputs")
     if not isinstance(inputs, list) or not inputs or not all(isinstance(entry, dict) for entry in inputs):
         raise RequestError("a request needs 'inputs', a list of tensors with name, shape, datatype and data")
-    tensors: dict[str, Array | list[bytes]] = {}
+    tensors: Arrays = {}
     for entry in inputs:
         try:
             size = _parameters(entry).get("binary_data_size")
@@ -256,29 +248,14 @@ def _parameters(of: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters if isinstance(parameters, dict) else {}
 
 
-def _tensor(datatype: str, shape: tuple[int, ...], content: Any) -> Array | list[bytes]:
+def _tensor(datatype: str, shape: tuple[int, ...], content: Any) -> Array:
     """A tensor from its list in JSON or from its bytes; raises whatever NumPy does if they do not fit."""
     binary = isinstance(content, memoryview)
     if not shape or min(shape) < 1 or not (binary or isinstance(content, list)):
         raise ValueError("give a shape, samples first, and a list or binary data")
-    if datatype == "BYTES":
-        strings = _strings(bytes(content)) if binary else [text.encode("utf-8", "surrogatepass") for text in content]
-        if len(strings) != math.prod(shape):
-            raise ValueError(f"got {len(strings)} strings")
-        return strings
     dtype = np.dtype(DATATYPES[datatype]).newbyteorder("<")
     array: Array = np.frombuffer(content, dtype) if binary else np.array(content, dtype)
     return array.reshape(shape)
-
-
-def _strings(content: bytes) -> list[bytes]:
-    """Strings, each behind its length in 4 bytes."""
-    strings, start = list[bytes](), 0
-    while start < len(content):
-        end = start + 4 + int.from_bytes(content[start : start + 4], "little")
-        strings.append(content[start + 4 : end])
-        start = end
-    return strings
 
 
 # --- responses -------------------------------------------------------------------------------------------------------
@@ -328,9 +305,8 @@ def asked_outputs(request: Mapping[str, Any], served: Served) -> list[AskedField
 
 
 def model_metadata(served: Served) -> dict[str, Any]:
-    """Model metadata: inputs (raw or as tensors; either is enough), outputs, classes and reasons."""
+    """Model metadata: inputs, outputs, classes and reasons."""
     reader = served.reader
-    raw = [] if reader.preprocessing is None else [{"name": reader.kind, "datatype": "BYTES", "shape": [-1]}]
 
     def described(field: Field) -> dict[str, Any]:
         datatype = NAMES.get(field.dtype, "FP32")
@@ -343,7 +319,7 @@ def model_metadata(served: Served) -> dict[str, Any]:
         "name": served.name,
         "versions": ["1"],
         "platform": "hydra_ensembles",
-        "inputs": [*raw, *inputs],
+        "inputs": inputs,
         "outputs": [described(field) for field in served.outputs],
         "parameters": {
             "labels": list(served.labels),

@@ -1,7 +1,6 @@
 """The same server on Ray Serve: one deployment accepts requests, replicas of another run the model in batches.
 
-Replicas start and stop with the load, on all machines of a cluster. An answer depends only on its input, so rows of a
-replica that dies are sent to another one.
+Replicas start and stop with the load, on all machines of a cluster.
 """
 
 import asyncio
@@ -17,9 +16,6 @@ from .app import make_app
 from .batcher import ServeSettings, device_failed, each_alone, key_from_environment, warm_runner
 from .protocol import Answer
 from .rows import Row
-
-ATTEMPTS = 5  # replicas tried in turn if each one dies
-PAUSE = 0.1  # seconds before the second attempt; doubled before each further one
 
 
 def ray_app(
@@ -132,14 +128,10 @@ class _Replicas:
         return answer
 
     async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
-        """Call a replica; if it dies with the call unanswered, retry with another one after a pause."""
+        """Call a replica; if it is busy, or dies with the call unanswered, the client is told to ask again."""
         died, serving = library("ray.exceptions", extra="ray"), library("ray.serve.exceptions", extra="ray")
-        for attempt in range(ATTEMPTS):
-            await asyncio.sleep(PAUSE * 2 ** (attempt - 1) if attempt else 0)
-            try:
-                return await method(*arguments)
-            except serving.BackPressureError as error:
-                raise RequestError("too many samples are waiting; try again later", 503, retry_after=1) from error
-            except (died.RayActorError, serving.DeploymentUnavailableError, serving.ReplicaUnavailableError):
-                continue
-        raise RequestError("no replica of the model stays alive; try again later", 503, retry_after=1)
+        lost = died.RayActorError, serving.DeploymentUnavailableError, serving.ReplicaUnavailableError
+        try:
+            return await method(*arguments)
+        except (serving.BackPressureError, *lost) as error:
+            raise RequestError("no replica of the model has time for it; try again later", 503, 1) from error

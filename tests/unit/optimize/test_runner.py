@@ -1,7 +1,5 @@
 """An optimized ensemble: choosing plans, compiling, changing shapes, precision, memory."""
 
-import copy
-import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -55,15 +53,6 @@ def test_a_shape_is_measured_once_and_its_choice_kept(monkeypatch: pytest.Monkey
         fast(images(batch))
     assert [len(call.args[1][0]) for call in measured.call_args_list] == [2, 3, 1]
     assert set(fast.choice_for(images(3)).seconds) == {"batched", "loop"}
-
-
-def test_copies_and_pickles_answer_the_same_and_measure_anew() -> None:
-    """As when sent to another process, perhaps on another machine."""
-    fast = hydra().optimize(images(2))
-    for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
-        assert not again.choices
-        assert close(again(images(2)), fast(images(2)))
-        assert again.module("loop") is not fast.module("loop")
 
 
 def test_the_fastest_plan_is_chosen_and_one_without_memory_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
