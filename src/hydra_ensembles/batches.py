@@ -46,8 +46,8 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
     """Split one batch into inputs and labels (None if there are none); raise a `DataError` for any other format.
 
     Accepted are `(inputs, labels)`, `(inputs,)`, a mapping with or without `labels`, and a bare tensor of inputs. Other
-    entries of a mapping (file names, texts) are dropped. `name` and `index` are for messages. With `labelled=False`
-    whatever is in the place of the labels (file names, masks) is ignored.
+    entries of a mapping, and with `labelled=False` whatever is in the place of the labels, are ignored. `name` and
+    `index` are for messages.
     """
     where = f"batch {index} of {name}"
     labels: Any = None

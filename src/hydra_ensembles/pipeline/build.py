@@ -77,8 +77,7 @@ def build(
     """Make an ensemble from one model: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
 
     Each step leaves its product in `output`. Called again with the same arguments, an interrupted build resumes and (on
-    a CPU) gives a bit-identical result; a finished one is read back, the folder of another one is refused. If the
-    result is significantly worse than the model itself on held-out data, a warning and the history say so.
+    a CPU) gives a bit-identical result; a finished one is read back, the folder of another one is refused.
 
     Args:
         model: A model that `convert` takes, or an `Ensemble` or a `DualEncoder` with one member. It is not changed.

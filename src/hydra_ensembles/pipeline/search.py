@@ -90,10 +90,6 @@ class SearchResult:
         choice: Name of the best one that is not worse than the given model; empty for a plan, which builds nothing.
         why: The reason, in a sentence.
         ensemble: The choice, calibrated, ready to use; None for a plan.
-
-    Examples:
-        >>> he.SearchResult((), cost=1.5, measured="latency", scores=(), samples={}).choice
-        ''
     """
 
     rows: tuple[SearchRow, ...]
@@ -130,15 +126,13 @@ class SearchResult:
     def decided(self) -> "SearchResult":
         """The choice, once all rows have their numbers."""
         most = self.losses(self.rows[0].numbers)  # of the given model
-        within = [row for row in self.rows if row.numbers]
-        fit = [row for row in within if all(map(le, self.losses(row.numbers), most))]
+        judged = [row for row in self.rows if row.numbers]
+        fit = [row for row in judged if all(map(le, self.losses(row.numbers), most))]
         best = min(fit, key=lambda row: (row.numbers["nll"], row.price))  # of equals the first: the given model
-        why = f"none of the {len(within) - 1} others within {self.cost:g}× has a lower NLL and is no worse in the rest"
+        why = f"none of the {len(judged) - 1} others within {self.cost:g}× has a lower NLL and is no worse in the rest"
         if best.name != YOURS:
-            why = (
-                f"at {best.price:.2f}× it has the lowest NLL, {best.numbers['nll']:.3f} against {most[0]:.3f}, of the "
-            )
-            why += f"{len(fit) - 1} within {self.cost:g}× that are no worse than yours in any number"
+            lower = f"at {best.price:.2f}× it has the lowest NLL, {best.numbers['nll']:.3f} against {most[0]:.3f}"
+            why = f"{lower}, of the {len(fit) - 1} within {self.cost:g}× that are no worse than yours in any number"
         return replace(self, choice=best.name, why=why)
 
     def losses(self, numbers: Mapping[str, float]) -> tuple[float, ...]:
@@ -423,7 +417,7 @@ def _checked(
     candidates: dict[str, HydraConfig] = {}
     for index, entry in enumerate(proposed):
         try:
-            trains = recipe is not None and isinstance(entry, Mapping) and entry.get("training") is not None
+            trains = isinstance(entry, Mapping) and entry.get("training") is not None
             plain = {"recipe": recipe, **entry} if trains else entry
             asked = entry if isinstance(entry, HydraConfig) else from_plain(HydraConfig, plain, f"candidates[{index}]")
             config = replace(asked.settled(start), calibrate=True, familiarity=familiarity)
