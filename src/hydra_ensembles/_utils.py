@@ -139,21 +139,16 @@ def derive_seed(*parts: int | str) -> int:
 
 @contextmanager
 def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch on the CPU and on `device` inside the block, and restore both generator states afterwards."""
+    """Seed torch on the CPU and on `device` inside the block; generators of the CPU and of CUDA are restored after."""
     kind = device.type
     with torch.random.fork_rng(devices=[device] if kind == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if kind == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
-        state = torch.mps.get_rng_state() if kind == "mps" else None
-        if state is not None:
+        elif kind == "mps":
             torch.mps.manual_seed(seed)
-        try:
-            yield
-        finally:
-            if state is not None:
-                torch.mps.set_rng_state(state)
+        yield
 
 
 @contextmanager

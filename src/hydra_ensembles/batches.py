@@ -306,15 +306,12 @@ def in_model_order(batches: Any, name: str, model: Any) -> Any:
 def _numbered(source: Any, names: tuple[str, ...], reference: tuple[str, ...], owner: str, name: str) -> Any:
     """A source with its classes numbered as in the reference; raises if they are not all there, or it cannot be."""
     numbers = same_names(names, reference)
-    if len(numbers) < len(names):
-        unknown = [one for place, one in enumerate(names) if place not in numbers]
-        raise DataError(f"{name} has the classes {a_few(unknown)}, which {owner} ({a_few(reference)}) lacks: {_WAYS}")
-    moved = next((place for place, number in numbers.items() if place != number), None)
+    moved = next((place for place in range(len(names)) if numbers.get(place) != place), None)
     if moved is None:
         return source
     if hasattr(source, "with_classes"):
         return source.with_classes(reference)
-    where = f"class {moved} of {name} is {names[moved]!r}, which {owner} has as class {numbers[moved]}"
+    where = f"class {moved} of {name} is {names[moved]!r}, which {owner} has as class {numbers.get(moved)}"
     raise DataError(f"{where}; number them in the order {a_few(reference)}: {_WAYS}")
 
 

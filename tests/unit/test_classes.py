@@ -121,16 +121,6 @@ def test_validation_is_numbered_as_train(model: he.Ensemble, whole: ImageDataset
         he.finetune(model, given(part), STILL, progress=False)
 
 
-def test_a_build_calibrates_on_classes_of_train(model: he.Ensemble, whole: ImageDataset, part: ImageDataset) -> None:
-    config = he.HydraConfig(members=2, strategy="random", prune=1, recipe=STILL)
-    sets = {"train": given(whole), "id": given(answered(model, NAMES, NAMES.__getitem__, 3)), "progress": False}
-    wanted = he.build(model, config, validation=given(part.with_classes(NAMES)), **sets)
-    found = he.build(model, config, validation=given(part), **sets)
-    assert found.metadata == wanted.metadata
-    with pytest.raises(DataError, match="class 1 of validation is 'pos'"):
-        he.build(model, config, validation=foreign(part), **sets)
-
-
 def test_sets_of_an_evaluation_are_numbered_alike(model: he.Ensemble, whole: ImageDataset, part: ImageDataset) -> None:
     options: dict[str, Any] = {"preprocess": torch.stack, "progress": False}
     for function in (model, lambda images: model(images)):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hydra_ensembles.errors import CheckpointError, StorageError
-from hydra_ensembles.files import expanded, parse_json, read_file, read_json, read_object, remove, write_atomically
+from hydra_ensembles.files import parse_json, read_file, read_json, read_object, write_atomically
 from hydra_ensembles.files import write_json as write
 
 
@@ -47,14 +47,3 @@ def test_json_comes_back_and_only_plain_files_are_read(tmp_path: Path) -> None:
     for name in ("pipe", "missing"):
         with pytest.raises(CheckpointError, match=name):
             read_file(tmp_path / name)
-
-
-def test_paths(tmp_path: Path) -> None:
-    assert expanded("~/x") == Path.home() / "x"
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    remove(tmp_path / "link")
-    assert (tmp_path / "a" / "b").exists()
-    remove(tmp_path / "a")
-    remove(tmp_path / "never")
-    assert not [*tmp_path.iterdir()]

@@ -62,11 +62,6 @@ def test_a_wrong_value_is_named_by_its_path(change: dict[str, object], told: str
     assert told in str(error.value)
 
 
-def test_fields_without_a_default_must_be_given() -> None:
-    with pytest.raises(ConfigError, match="size"):
-        from_plain(Drawing, {})
-
-
 def test_one_argument() -> None:
     assert type(require("share", np.float32(1), Share)) is float
     with pytest.raises(ConfigError, match="share must be"):

@@ -1,4 +1,3 @@
-import os
 import signal
 import subprocess
 import sys
@@ -81,10 +80,3 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
     with Store(tmp_path, IDENTITY):  # the lock is free again
         pass
-
-
-@pytest.mark.skipif(os.name == "nt", reason="no such permissions")
-def test_an_interruption_says_where_finished_work_is(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt) as stopped, Store(tmp_path, IDENTITY):
-        raise KeyboardInterrupt
-    assert str(tmp_path) in stopped.value.__notes__[0]

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from hydra_ensembles._utils import collect_warnings, evaluation_mode, free_memory, torch_seeded, warn
+from hydra_ensembles._utils import collect_warnings, evaluation_mode, free_memory, warn
 from hydra_ensembles.errors import HydraWarning
 
 GB = 10**9
@@ -32,21 +31,6 @@ def test_free_memory_is_what_limits_leave(tmp_path: Path, groups: str, limits: A
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert round((free_memory(tmp_path) or 0) / GB, 3) == gigabytes
-
-
-def test_generators_are_seeded_and_restored_also_on_apple_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: "before")
-    monkeypatch.setattr(torch.mps, "manual_seed", calls.append)
-    monkeypatch.setattr(torch.mps, "set_rng_state", calls.append)
-    before = torch.get_rng_state()
-    drawn = []
-    for _ in range(2):
-        with torch_seeded(3, torch.device("mps")):
-            drawn.append(torch.rand(2).tolist())
-    assert drawn[0] == drawn[1]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert calls == [3, "before"] * 2
 
 
 def test_who_leaves_evaluation_mode_last_puts_the_flags_back_also_after_an_error() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Item = TypeVar("Item")
-Item_co = TypeVar("Item_co", covariant=True)
 Picture: TypeAlias = "Image"
 Text = str | tuple[str, str]
 LabelArray = npt.NDArray[np.int64]
@@ -40,14 +39,6 @@ Preprocess = Callable[[list[Any]], Tensor | Mapping[str, Tensor]]
 
 UNLABELLED = -1
 """Label of an item that has none; only data sets loaded with `labels="optional"` hold it."""
-
-
-class Items(Protocol[Item_co]):
-    """Anything with a length that returns an item by position, such as a list."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int, /) -> Item_co: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
     def __init__(
         self,
-        source: Items[Item],
+        source: Any,
         labels: npt.ArrayLike,
         class_names: Sequence[str] = (),
         name: str = "data",
@@ -90,7 +81,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         """Wrap a source with a label for each of its rows, restricted to `rows` in the order given (default: all)."""
         self.name = name
         self.class_names = tuple(map(str, class_names))
-        self._source = source.to_numpy() if hasattr(source, "iloc") else source  # type: ignore[attr-defined] # pandas
+        self._source = source.to_numpy() if hasattr(source, "iloc") else source  # pandas
         self._source_labels = _whole(labels, f"labels of {name}")
         found, classes = self._source_labels, len(self.class_names)
         if len(found) != len(source):
@@ -344,7 +335,7 @@ class BatchLoader:
         num_workers: Worker processes that read and preprocess; with 0 the main process does both.
     """
 
-    dataset: Items[tuple[Any, Any]]
+    dataset: Any
     preprocess: Preprocess
     batch_size: int = 64
     shuffle: bool = False
@@ -403,7 +394,7 @@ batches = BatchLoader
 class _Pass:
     """The batches of one pass over the data, indexed by the positions of their samples."""
 
-    dataset: Items[tuple[Any, Any]]
+    dataset: Any
     preprocess: Preprocess
     key: tuple[int, int]
 

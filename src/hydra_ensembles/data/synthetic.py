@@ -65,8 +65,7 @@ def _main_input(inputs: Inputs, index: int) -> tuple[str, Tensor]:
         tensor = tensors.get(name)
         if tensor is not None and (tensor.dim() == 4 or (tensor.dim() == 2 and not tensor.is_floating_point())):
             return name, tensor
-    got = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
-    raise DataError(f"batch {index} of id_batches holds {got}; give images [B, C, H, W] or token ids [B, T]")
+    raise DataError(f"batch {index} of id_batches holds {[*tensors]}; give images [B, C, H, W] or token ids [B, T]")
 
 
 # --- images ----------------------------------------------------------------------------------------------------------

@@ -147,24 +147,22 @@ class Chain:
         """Choose the heads of all members."""
         config, count = self.config, self.config.pruned_members
         layers, pool = config.layers(self.start), config.pool_size(self.start)
-        heads: Sequence[Sequence[Head]] = ()
-        origins = ["drawn from circuit avg"] * count
+        chosen: list[tuple[str, Sequence[Head]]] = []
         match config.strategy:
             case "random":
                 heads = random_members(self.start.ranked, config.lost, count, config.seed, layers)
-                origins = ["random heads"] * count
+                chosen = [("random heads", lost) for lost in heads]
             case "taylor":
                 draws = distinct_taylor(self.taylor, config.lost, count)
-                heads = [ranking.first(config.lost) for _, ranking in draws]
-                origins = [f"taylor, draw {draw}" for draw, _ in draws]
+                chosen = [(f"taylor, draw {draw}", ranking.first(config.lost)) for draw, ranking in draws]
             case "sampled":
                 size = pool or config.lost
                 heads = sampled_members(self.circuit("avg", size), config.lost, size, count, config.seed)
+                chosen = [("drawn from circuit avg", lost) for lost in heads]
             case "circuit":
-                heads = self.circuits(pool)
-                origins = [*(f"circuit {score}" for score in CIRCUIT_ORDER), *origins][:count]
-        whole = config.members - count
-        chosen = zip([*origins, *["all heads"] * whole], [*heads, *[()] * whole], strict=True)
+                names = [f"circuit {score}" for score in CIRCUIT_ORDER] + ["drawn from circuit avg"] * count
+                chosen = list(zip(names, self.circuits(pool), strict=False))
+        chosen += [("all heads", ())] * (config.members - count)
         return [{"origin": origin, "heads": lost} for origin, lost in chosen]
 
     def circuits(self, pool: int | None) -> Sequence[Sequence[Head]]:

@@ -279,6 +279,8 @@ class HydraConfig(Checked):
 
     def check(self, start: StartingModel, data: BuildData) -> None:
         """Check config, model and data against each other before the long work; raises `HydraError`."""
+        if start.dual is None and self.trunk >= start.base.num_layers:
+            raise ConfigError(f"shared_layers is {self.trunk}, not below the number of layers, {start.base.num_layers}")
         if start.dual is not None and (self.trunk or self.strategy == "taylor"):
             raise ConfigError(
                 "taylor and shared_layers are for one tower; for both use circuits and shared_layers=0, or build from "

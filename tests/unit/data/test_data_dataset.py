@@ -75,15 +75,6 @@ def test_subsets(labels: list[int], data: st.DataObject, seed: int, stratified: 
             assert abs((chosen.labels == label).sum() - exact) < 1
 
 
-def test_a_smaller_subset_lies_in_a_larger_one() -> None:
-    dataset = numbered([0] * 50)
-    small, large = subset(dataset, 10, 7), subset(dataset, 30, 7)
-    assert set(small.rows) < set(large.rows)
-    assert set(small.rows) != set(subset(dataset, 10, 8).rows)
-    with pytest.raises(DataError, match="51 items from numbers"):
-        subset(dataset, 51, 0)
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.integers(0, 3), max_size=80), st.lists(st.floats(0, 0.25), min_size=1, max_size=4), seeds, st.booleans()

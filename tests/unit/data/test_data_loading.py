@@ -55,16 +55,12 @@ def test_shards_are_read_in_order_and_one_that_is_missing_is_noticed(
     ("name", "content", "token"),
     [
         ("a.parquet", "PAR1 no", "a.parquet"),
-        ("a.json", "{}", r"\.parquet"),
         ("a.csv", "text,label\n", "no data"),
         ("a.csv", "picture,label\nx,0\n", "picture"),
-        ("a.csv", "text,class\nx,0\n", "class"),
         ("a.csv", "text,label\nnot bad, really,1\n", "header"),  # a comma that is not quoted
         ("a.csv", "text,label\nhello,1000000000000\nbye,0\n", "1000000000000"),
         ("a.jsonl", '{"text": "a", "label": 0}\n\n{"text": \n', r"a\.jsonl"),
-        ("a.jsonl", '{"text": "a", "label": 0.5}\n', "0.5"),
         ("a.jsonl", '{"text": "a", "label": -1}\n{"text": "b"}\n', "2 rows"),
-        ("a.txt", "a.png dog\n", "path label"),
     ],
 )
 def test_files_that_are_broken_or_lack_something(tmp_path: Path, name: str, content: str, token: str) -> None:

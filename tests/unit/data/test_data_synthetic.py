@@ -95,5 +95,5 @@ def test_the_vocabulary_of_a_model_is_used() -> None:
 
 
 def test_what_is_neither_image_nor_text_is_refused() -> None:
-    with pytest.raises(DataError, match=r"torch\.float32"):
+    with pytest.raises(DataError, match="batch 0"):
         he.data.synthetic_ood([torch.zeros(3, 5)])

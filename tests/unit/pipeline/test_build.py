@@ -223,15 +223,6 @@ def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"strategy": "branches"}, {"prune": 0}, {"average_trunk": True}],
-)
-def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        config(**settings)
-
-
 def right(model: he.Ensemble, count: int) -> list[Any]:
     """Samples that a model always gets right."""
     with torch.no_grad():

@@ -12,7 +12,7 @@ import pytest
 from build_cases import batches, image_model, recipe, same, shuffled
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import CheckpointError, HydraError
+from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.pipeline import build as chain
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
@@ -120,26 +120,13 @@ def test_a_kill_between_any_two_writes_can_be_resumed(tmp_path: Path, expected: 
 
 
 def test_the_folder_of_another_build_is_refused(folder: Path) -> None:
-    longer = replace(CONFIG, recipe=recipe(steps=9, evaluate_every=2))
     changes: list[tuple[dict[str, Any], str]] = [
         ({"config": replace(CONFIG, prune=3)}, "config"),
-        ({"config": longer}, "config"),
         ({"model": model(5)}, "model"),
         ({"train": shuffled(16)}, "data"),
-        ({"id": shuffled(16, seed=5)}, "data"),
         ({"ood": batches(12, seed=3)}, "data"),
     ]
     for change, token in changes:
         with pytest.raises(CheckpointError, match=token):
             run(folder, **change)
     run(folder)  # the folder is unchanged
-
-
-def test_a_damaged_product_is_named_and_made_anew_when_deleted(folder: Path, expected: he.Ensemble) -> None:
-    delete(folder, "ensemble*")
-    damaged = folder / "members" / "1" / "model.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-9])
-    with pytest.raises(HydraError, match=re.escape(str(damaged.parent))):
-        run(folder)
-    delete(folder, "members/1*")
-    assert same(run(folder), expected)
