@@ -290,7 +290,7 @@ class ZeroShotLab(Lab):
 
     def fused(self, family: Family, members: Sequence[int], names: Sequence[str]) -> he.Ensemble:
         """Members as one model for class names; their MLPs are equal, so that fusing changes no output."""
-        ensembles = [he.zero_shot(self.member(family, index), names, keep_text=False) for index in members]
+        ensembles = [he.zero_shot(self.member(family, index), names) for index in members]
         return ensembles[0] if len(ensembles) == 1 else he.fuse(ensembles)
 
     @torch.no_grad()
@@ -351,7 +351,7 @@ class ZeroShotLab(Lab):
             inside, _, names = self.task.both_circuits
             batches = SampleBatches(inside, CIRCUIT_BATCH)
             used = min(self.task.counts.taylor_batches, len(batches))
-            model = he.zero_shot(self.dual, names, keep_text=False)
+            model = he.zero_shot(self.dual, names)
             return he.taylor(model, batches, budget=count, seed=self.derived("taylor"), calibration_batches=used)
 
         return self.ranked(f"taylor-{count}", rank)
@@ -407,7 +407,7 @@ def vilu(lab: ZeroShotLab, names: Sequence[str]) -> he.Ensemble:
 
     def trained() -> he.Ensemble:
         labelled, held_out = lab.task.images_of.training(), lab.task.calibration()
-        model = he.zero_shot(lab.dual, labelled.names, keep_text=False)
+        model = he.zero_shot(lab.dual, labelled.names)
         train, validation = (
             SampleBatches(samples, BATCH) for samples in (lab.task.samples(labelled.images), held_out.samples)
         )
@@ -456,7 +456,7 @@ def neg_label(lab: ZeroShotLab, names: Sequence[str]) -> he.Ensemble:
     def make() -> he.Ensemble:
         ensemble = he.zero_shot(lab.dual, names)
         limit = lab.task.counts.words
-        words = lab.once("words", lambda: baselines.embed_words(ensemble, vocabulary(lab.dual)[:limit]))
+        words = lab.once("words", lambda: baselines.embed_words(lab.dual, vocabulary(lab.dual)[:limit]))
         groups = max(1, min(GROUPS, int(len(words.words) * baselines.NegLabel().share) // WORDS_A_GROUP))
         return baselines.neg_label(ensemble, words, settings=baselines.NegLabel(groups=groups))
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .model.config import RotaryConfig as RotaryConfig
     from .model.dual_encoder import DualEncoder as DualEncoder
     from .model.dual_encoder import load as load
-    from .model.dual_encoder import retarget as retarget
     from .model.dual_encoder import zero_shot as zero_shot
     from .model.ensemble import Ensemble as Ensemble
     from .model.stem_readout import Projections as Projections
@@ -66,7 +65,7 @@ _NAMES = {
     "heads.ranking": "HeadRanking",
     "heads.taylor": "taylor",
     "model.config": "RotaryConfig",
-    "model.dual_encoder": "DualEncoder load retarget zero_shot",
+    "model.dual_encoder": "DualEncoder load zero_shot",
     "model.ensemble": "Ensemble",
     "model.stem_readout": "Projections",
     "pipeline.build": "build",

@@ -83,9 +83,6 @@ def _facts(model: "Ensemble") -> Iterable[tuple[str, object]]:
     if metadata.preprocessing is not None:
         origin = f" (from: {metadata.preprocessing_from})" if metadata.preprocessing_from else ""
         yield "preprocessing", f"{metadata.preprocessing}{origin}"
-    if metadata.text_side is not None:
-        templates = ", ".join(metadata.text_side.templates)
-        yield "prompts", f"{templates}; the text towers are kept, so `he.retarget` can set other classes"
 
 
 def _heads(config: EnsembleConfig) -> str:

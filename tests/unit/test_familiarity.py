@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pytorch_ood import detector
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,6 +76,7 @@ def test_distances_are_those_of_the_definition(name, shrinkage) -> None:
 @pytest.mark.usefixtures("usual_kernels")  # vim is a small difference of large float32 numbers
 @pytest.mark.parametrize("name", ["vim", "knn"])
 def test_pytorch_ood_agrees(name) -> None:
+    detector = pytest.importorskip("pytorch_ood.detector")
     one, data = model(RAGGED), labelled(RAGGED)
     inputs, labels = joined(data)
     ours = fit_familiarity(one, data, name, **EXACT, neighbours=3, principal=2).predict(NEW)
@@ -123,7 +123,6 @@ def test_a_zero_shot_ensemble_learns_what_is_familiar() -> None:
     fitted = fit_familiarity(classifier, [(many, torch.arange(60) % len(NAMES))])
     assert fitted.predict(many).familiarity.mean() > 0.2
     assert (fitted.predict(50 + 30 * many).score("mahalanobis") > fitted.predict(many).score("mahalanobis").max()).all()
-    assert he.retarget(fitted, ["boat", "tree"]).metadata.familiarity is None  # new classes have new means
 
 
 def test_a_shuffling_loader_gives_the_same_every_time() -> None:

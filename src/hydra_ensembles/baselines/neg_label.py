@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from .._utils import derive_seed, without_autocast
 from ..errors import DataError
-from ..model.dual_encoder import Templates, checked_templates, class_embeddings, text_side_of
+from ..model.dual_encoder import DEFAULT_TEMPLATES, DualEncoder, Templates, checked_templates, class_embeddings
 from ..model.ensemble import Ensemble
 from ..settings import Checked, PositiveShare, Seed, Share, Whole
 from .building_blocks import embedding_statistics, scored
@@ -47,45 +47,39 @@ class EmbeddedWords:
 
 @without_autocast()
 @torch.no_grad()
-def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates | None = None) -> EmbeddedWords:
-    """Embed words once, for `neg_label` of all ensembles made from the same dual encoder.
+def embed_words(dual: DualEncoder, words: Sequence[str], templates: Templates = DEFAULT_TEMPLATES) -> EmbeddedWords:
+    """Embed words once, for `neg_label` of all ensembles that `he.zero_shot` makes from this dual encoder.
 
-    `ensemble` is made by `he.zero_shot` with `keep_text`, for any classes; class names may be among the words.
-    `templates` are sentences with `{label}`; None for those of the classes.
+    `words` are a large list of nouns and adjectives, such as WordNet's; class names may be among them. `templates` are
+    sentences with `{label}`.
     """
-    embedding_statistics(ensemble, "embed_words")  # raises unless it is a zero-shot classifier
-    side = text_side_of(ensemble)
-    sentences = side.templates if templates is None else checked_templates(templates)
+    sentences = checked_templates(templates)
     distinct = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
     if not distinct:
         raise DataError("there are no words to embed; give a large list of them, such as WordNet's nouns")
-    side = side.on(ensemble.device)
-    return EmbeddedWords(distinct, class_embeddings(side.tower, side.projection, distinct, sentences).float())
+    return EmbeddedWords(distinct, class_embeddings(dual.text, dual.projections.text, distinct, sentences).float())
 
 
 @without_autocast()
 @torch.no_grad()
 def neg_label(
     ensemble: Ensemble,
-    words: Sequence[str] | EmbeddedWords,
+    words: EmbeddedWords,
     settings: NegLabel = NegLabel(),  # noqa: B008 (frozen)
 ) -> Ensemble:
     """Add the score `neglabel` to a copy of a zero-shot ensemble: `p.score("neglabel")`, saved with the model.
 
-    No images are needed, and nothing is trained: the text tower embeds the words once.
-
-    `ensemble` is made by `he.zero_shot` with `keep_text`; `words` are a large list of nouns and adjectives, such as
-    WordNet's, of which class names are left out. `embed_words` embeds them once for several classifiers.
+    No images are needed, and nothing is trained. `words` are what `embed_words` returns for the dual encoder that
+    `ensemble` was made from; class names among them are left out.
     """
     statistics = embedding_statistics(ensemble, "neg_label")
-    vocabulary = words if isinstance(words, EmbeddedWords) else embed_words(ensemble, words)
     classes = {name.casefold().strip() for name in ensemble.metadata.labels}
-    others = [position for position, word in enumerate(vocabulary.words) if word.casefold() not in classes]
+    others = [position for position, word in enumerate(words.words) if word.casefold() not in classes]
     count = int(len(others) * settings.share) // settings.groups * settings.groups
     if not count:
         taken = f"a share of {settings.share:g} of {len(others)} words"
         raise DataError(f"{taken} cannot be put in {settings.groups} groups; give more words, or use fewer groups")
-    embedded = vocabulary.embeddings.to(ensemble.device)[:, others]  # [G, N, e]
+    embedded = words.embeddings.to(ensemble.device)[:, others]  # [G, N, e]
     readout = ensemble.state_dict()
     rows = readout["readout.class_embeddings.weight"].float()  # [G, C, e], multiplied by the logit scale
     chosen = least_similar(embedded, F.normalize(rows, dim=-1), settings.percentile, count)

@@ -128,7 +128,7 @@ def extract_circuit(
     dtype = dtype or ensemble.dtype
     device = local_device(require_device(device or ensemble.device))
     dual = ensemble if isinstance(ensemble, DualEncoder) and "text" in scope.towers else None
-    model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates, False)
+    model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates)
     id_batches = in_model_order(id_batches, "id_batches", model)
     if isinstance(ood_batches, str) and score != "acc":
         id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches

@@ -157,10 +157,12 @@ def info(model: Model, as_json: Json = False) -> None:
 
 def _facts(ensemble: Any) -> dict[str, Any]:
     """Everything about an ensemble, as plain data."""
+    from dataclasses import replace
+
     from ..settings import to_plain
 
     counts = ensemble.describe()
-    metadata = to_plain(ensemble.metadata.plain)
+    metadata = to_plain(replace(ensemble.metadata, familiarity=None))
     if isinstance(metadata.get("preprocessing"), dict) and "tokenizer" in metadata["preprocessing"]:
         metadata["preprocessing"]["tokenizer"] = bool(metadata["preprocessing"]["tokenizer"])  # not the vocabulary
     fitted = ensemble.metadata.familiarity

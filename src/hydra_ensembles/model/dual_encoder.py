@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, ou
 from .ensemble import Ensemble, build_with_state, copied
 from .layers import GroupedLinear, OurModel, dropping
 from .member_states import copies_of, head_axis, member_index, place_of
-from .metadata import Metadata, TextSide, invalid_names
+from .metadata import Metadata, invalid_names
 from .stem_readout import Projections, compose, projection_config, projection_from
 
 Tower = Literal["image", "text"]
@@ -243,14 +242,6 @@ DEFAULT_TEMPLATES: Templates = ("A photo of a {label}.",)
 _PROMPTS_AT_ONCE = 256
 
 
-def text_side_of(ensemble: Ensemble) -> TextSide:
-    """The text towers kept by a zero-shot ensemble, for embedding other words."""
-    side = ensemble.metadata.text_side
-    if side is None:
-        raise ConfigError("this ensemble kept no text towers; make it again with zero_shot(..., keep_text=True)")
-    return side
-
-
 def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
     """Class names, checked: at least two, all different."""
     names = tuple(class_names)
@@ -295,19 +286,17 @@ _CLASSIFIER, _PROJECTION, _CLASSES = "readout.classifier.", "readout.projection.
 
 
 @without_autocast()
-def zero_shot(
-    dual: DualEncoder, class_names: Sequence[str], templates: Templates = DEFAULT_TEMPLATES, keep_text: bool = True
-) -> Ensemble:
+def zero_shot(dual: DualEncoder, class_names: Sequence[str], templates: Templates = DEFAULT_TEMPLATES) -> Ensemble:
     """Make an image classifier from a dual encoder and the names of its classes; nothing is trained.
 
-    Each member's text tower embeds the names once, here; the result is an ensemble like any other.
+    Each member's text tower embeds the names once, here; the result is an ensemble like any other. Keep the
+    dual encoder, pruned or fused as you like, to make classifiers of other classes.
 
     Args:
         dual: One member or several. Its text tower must have a tokenizer.
         class_names: In the order of the logits.
         templates: Sentences with `{label}` (or `{}`) in place of the name. With several, the embeddings of a class are
             averaged: each is scaled to length one, and so is their mean.
-        keep_text: Keep text towers and tokenizer on the CPU, also in files, so that `retarget` can set other classes.
 
     Examples:
         >>> classifier = he.zero_shot(dual, ["cat", "dog", "red bus"], "a photo of the {label}")
@@ -319,8 +308,7 @@ def zero_shot(
         raise ConfigError("the image tower must end in one feature vector, not in class embeddings; convert it again")
     names = checked_names(class_names)
     sentences = checked_templates(templates)
-    side = _text_side(dual, sentences)
-    classes = _class_state(side, names, dual.device)
+    classes = _class_state(dual, names, sentences)
     projection = compose(dual.image.readout.classifier, dual.projections.image)
     config = _config(dual, projection, classes)
     state = {name: tensor for name, tensor in dual.image.state_dict().items() if not name.startswith(_CLASSIFIER)}
@@ -335,58 +323,23 @@ def zero_shot(
     images, texts = dual.image.metadata.history, dual.text.metadata.history
     history = (*images, *(f"text tower: {line}" for line in texts if line not in images))
     line = f"zero-shot classifier of {len(names)} classes, {len(sentences)} templates"
-    kept = _kept(side) if keep_text else None
-    metadata = replace(dual.image.metadata, history=history).after(line, labels=names, text_side=kept)
+    metadata = replace(dual.image.metadata, history=history).after(line, labels=names)
     return Ensemble.from_state(config, state, metadata)
 
 
-@without_autocast()
-def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Templates | None = None) -> Ensemble:
-    """The same zero-shot ensemble for other classes, from the text towers it kept, without its calibration.
-
-    It may have been pruned, fused, saved and loaded since. `templates` are those of before unless given.
-
-    Examples:
-        >>> classifier = he.zero_shot(dual, ["cat", "dog"])
-        >>> he.retarget(classifier, ["house", "boat", "green tree"]).num_classes
-        3
-    """
-    side = text_side_of(require_ensemble(ensemble, "retarget"))
-    names = checked_names(class_names)
-    sentences = side.templates if templates is None else checked_templates(templates)
-    side = replace(side, templates=sentences)
-    classes = _class_state(side, names, ensemble.device)
-    copies = ensemble.config.copies("readout")
-    if copies < len(classes[_CLASSES + "weight"]):  # fused with readout="mean"
-        classes = {name: tensor.mean(0, keepdim=True) for name, tensor in classes.items()}
-    state = {name: tensor for name, tensor in ensemble.state_dict().items() if not name.startswith(_CLASSES)}
-    for name, tensor in classes.items():
-        state[name] = tensor.to(ensemble.device, ensemble.dtype).expand(copies, *tensor.shape[1:])
-    readout = replace(ensemble.config.readout, num_classes=len(names), bias=_CLASSES + "bias" in classes)
-    line = f"re-targeted to {len(names)} classes, {len(sentences)} templates"
-    metadata = ensemble.metadata.after(line, labels=names, text_side=side)
-    return Ensemble.from_state(replace(ensemble.config, readout=readout), state, metadata)
-
-
-def _kept(side: TextSide) -> TextSide:
-    """A copy of a text side on the CPU, with what its tower needs to read texts."""
-    known = Metadata(preprocessing=side.tower.metadata.preprocessing)
-    tower = Ensemble.from_state(side.tower.config, side.tower.whole_state(), known).cpu()
-    return replace(side, tower=tower, projection=None if side.projection is None else deepcopy(side.projection).cpu())
-
-
-def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+def _class_state(dual: DualEncoder, names: Sequence[str], templates: Sequence[str]) -> dict[str, Tensor]:
     """Weights of the readout: class embeddings times the logit scale `[G, C, e]`, and a bias per class `[G, C]`."""
-    side = side.on(device)
-    ids = side.tower.unpack(prompts_of(names, side.templates))[0].unflatten(0, (len(names), -1))  # [C, templates, T]
+    if not isinstance(dual.text.metadata.preprocessing, TextPreprocessing):
+        raise DataError("the text tower has no tokenizer; convert the model with processor=")
+    ids = dual.text.unpack(prompts_of(names, templates))[0].unflatten(0, (len(names), -1))  # [C, templates, T]
     if len(ids.flatten(1).unique(dim=0)) < len(names):
         raise DataError("some classes have the same tokens; use words that the tokenizer knows, and shorter templates")
-    classes = class_embeddings(side.tower, side.projection, names, side.templates)
+    classes = class_embeddings(dual.text, dual.projections.text, names, templates)
     dtype = torch.promote_types(classes.dtype, torch.float32)  # the scale is large: half precision would round it
-    weight = classes * torch.tensor(side.logit_scale, dtype=dtype, device=device).exp()[:, None, None]
-    if side.logit_bias is None:
+    weight = classes * dual.logit_scale.detach().to(dtype).exp()[:, None, None]
+    if dual.logit_bias is None:
         return {_CLASSES + "weight": weight}
-    bias = torch.tensor(side.logit_bias, dtype=dtype, device=device)[:, None]
+    bias = dual.logit_bias.detach().to(dtype)[:, None]
     return {_CLASSES + "weight": weight, _CLASSES + "bias": bias.expand(weight.shape[:2])}
 
 
@@ -405,12 +358,3 @@ def _config(dual: DualEncoder, projection: GroupedLinear | None, classes: Mappin
     all_but_readout = Sharing(stem=True, attention=True, mlp=True, norms=True, readout=once)
     heads = image.heads * dual.num_members
     return replace(image, readout=readout, heads=heads, sharing=all_but_readout, trunk=0)
-
-
-def _text_side(dual: DualEncoder, templates: tuple[str, ...]) -> TextSide:
-    """The text side of a dual encoder, around its own weights."""
-    if not isinstance(dual.text.metadata.preprocessing, TextPreprocessing):
-        raise DataError("the text tower has no tokenizer; convert the model with processor=")
-    scale = tuple(dual.logit_scale.tolist())
-    bias = None if dual.logit_bias is None else tuple(dual.logit_bias.tolist())
-    return TextSide(dual.text, dual.projections.text, scale, bias, templates)

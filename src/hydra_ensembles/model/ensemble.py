@@ -20,7 +20,7 @@ from . import LATER
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig
 from .cost import Description, describe
 from .inputs import Arguments, Given, Prepared, read_inputs
-from .layers import Context, Encoder, GroupedNorm, OurModel, dropping, linear
+from .layers import Context, Encoder, GroupedNorm, OurModel, dropping
 from .member_states import (
     member_config,
     member_index,
@@ -33,7 +33,6 @@ from .metadata import (
     Familiarity,
     FamiliaritySettings,
     Metadata,
-    TextSide,
     common_metadata,
     member_metadata,
 )
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from ..optimize.runner import OptimizedEnsemble
 
 Model = TypeVar("Model", bound=nn.Module)
-TEXT_SIDE, FAMILIARITY = "text_side", "familiarity"  # their keys in the metadata, and the prefixes of their tensors
+FAMILIARITY = "familiarity"  # its key in the metadata, and the prefix of its tensors
 
 
 def build_with_state(build: Callable[[], Model], state: Mapping[str, Tensor], frozen: Iterable[str] = ()) -> Model:
@@ -302,7 +301,7 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         """A copy of one member as a separate ensemble, without the calibration, which belongs to several members."""
         index = member_index(index, self.num_members)
         state = member_state(self.config, self.whole_state(), index)
-        metadata = member_metadata(self.metadata, index, self.num_members)
+        metadata = member_metadata(self.metadata, self.num_members)
         return Ensemble.from_state(member_config(self.config, index), state, metadata, self.frozen)
 
     @classmethod
@@ -341,19 +340,12 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
     # --- saving and loading ------------------------------------------------------------------------------
 
     def stored(self) -> Contents:
-        """Configuration, metadata and tensors as they are saved; a text side is an ensemble of its own, nested."""
-        metadata, tensors = self.metadata, self.whole_state()
-        plain: dict[str, Any] = to_plain(metadata.plain)
-        if (side := metadata.text_side) is not None:
-            tower = side.tower.stored()
-            plain[TEXT_SIDE] = {"model": tower.model, "metadata": tower.metadata, "templates": list(side.templates)}
-            plain[TEXT_SIDE] |= {"logit_scale": to_plain(side.logit_scale), "logit_bias": to_plain(side.logit_bias)}
-            projection = {} if side.projection is None else side.projection.state_dict()
-            tensors |= {f"{TEXT_SIDE}.tower.{name}": tensor for name, tensor in tower.tensors.items()}
-            tensors |= {f"{TEXT_SIDE}.projection.{name}": tensor for name, tensor in projection.items()}
-        if metadata.familiarity is not None:
-            plain[FAMILIARITY] = to_plain(metadata.familiarity.settings)
-            tensors |= {f"{FAMILIARITY}.{name}": tensor for name, tensor in metadata.familiarity.state.items()}
+        """Configuration, metadata and tensors as they are saved."""
+        familiarity, tensors = self.metadata.familiarity, self.whole_state()
+        plain: dict[str, Any] = to_plain(replace(self.metadata, familiarity=None))
+        if familiarity is not None:
+            plain[FAMILIARITY] = to_plain(familiarity.settings)
+            tensors |= {f"{FAMILIARITY}.{name}": tensor for name, tensor in familiarity.state.items()}
         return Contents(self._kind, to_plain(self.config), plain, tensors)
 
     def _contents(self, name: str) -> Contents:
@@ -362,28 +354,15 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
 
     @classmethod
     def _restored(cls, contents: Contents, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":
-        plain = dict(contents.metadata)
-        side, settings = plain[TEXT_SIDE], plain[FAMILIARITY]
-        plain |= {TEXT_SIDE: None, FAMILIARITY: None}
+        settings = contents.metadata[FAMILIARITY]
         config = from_plain(EnsembleConfig, contents.model, "config.model")
-        metadata = from_plain(Metadata, plain, "config.metadata")
-        texts, statistics = contents.part(f"{TEXT_SIDE}."), contents.part(f"{FAMILIARITY}.")
-        beside = {
-            f"{prefix}.{name}" for prefix, part in ((TEXT_SIDE, texts), (FAMILIARITY, statistics)) for name in part
-        }
-        if side is not None:
-            tower = replace(contents, model=side["model"], metadata=side["metadata"], tensors=texts)
-            tower = replace(tower, tensors=tower.part("tower."))
-            maps = placed(replace(tower, tensors=texts).part("projection."), None, dtype)
-            projection = linear(maps["weight"], maps.get("bias")) if maps else None
-            bias = None if side["logit_bias"] is None else tuple(side["logit_bias"])
-            kept = cls._restored(tower, None, dtype), projection, tuple(side["logit_scale"]), bias
-            metadata = replace(metadata, text_side=TextSide(*kept, tuple(side["templates"])))
+        metadata = from_plain(Metadata, {**contents.metadata, FAMILIARITY: None}, "config.metadata")
         if settings is not None:
             fitted = from_plain(FamiliaritySettings, settings, f"config.metadata.{FAMILIARITY}")
-            metadata = replace(metadata, familiarity=Familiarity(fitted, placed(statistics, None, torch.float32)))
+            statistics = placed(contents.part(f"{FAMILIARITY}."), None, torch.float32)
+            metadata = replace(metadata, familiarity=Familiarity(fitted, statistics))
         metadata.check(config)
-        state = {name: tensor for name, tensor in contents.tensors.items() if name not in beside}
+        state = {name: one for name, one in contents.tensors.items() if not name.startswith(f"{FAMILIARITY}.")}
         return build_with_state(lambda: cls(config, metadata), placed(state, device, dtype))
 
     # --- description -------------------------------------------------------------------------------------
@@ -428,7 +407,7 @@ def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], Kep
         state, metadata = model.whole_state(), model.metadata
         for index in range(model.num_members):
             states.append(member_state(model.config, state, index))
-            known.append(member_metadata(metadata, index, model.num_members))
+            known.append(member_metadata(metadata, model.num_members))
     require_same_dtype_and_device(states)
     return states, tuple(heads for model in ensembles for heads in model.config.heads), common_metadata(known)
 

@@ -1,7 +1,6 @@
 """Split and join members: configurations and states, without a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from numbers import Integral
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from .._utils import warn
 from ..errors import ConfigError
-from .config import GROUPS, EnsembleConfig, Group, KeptHeads, Sharing
+from .config import EnsembleConfig, Group, KeptHeads
 
 HEAD_AXIS = ("attention.qkv", "attention.qkv_bias", "attention.out")
 
@@ -76,22 +75,6 @@ def common_layers(heads: KeptHeads, differing: Sequence[str], layers: int) -> in
     places = (place_of(name)[1] for name in differing)
     apart += [layer for layer in places if layer is not None]
     return min([*apart, layers])
-
-
-def join_equal(
-    configs: Sequence[EnsembleConfig], states: Sequence[Mapping[str, Tensor]]
-) -> tuple[EnsembleConfig, dict[str, Tensor]]:
-    """Join single members into one configuration that stores equal parts once; if all are equal, into one member."""
-    heads = tuple(config.heads[0] for config in configs)
-    differing = differing_names(states)
-    layers = configs[0].encoder.layers
-    groups = {place_of(name)[0] for name in differing}
-    trunk = common_layers(heads, differing, layers)
-    if not groups and trunk == layers:
-        return configs[0], dict(states[0])
-    sharing = Sharing(**{group: group not in groups for group in GROUPS if group != "attention"})
-    config = replace(configs[0], heads=heads, sharing=sharing, trunk=trunk)
-    return config, join_states(config, states)
 
 
 def differing_names(states: Sequence[Mapping[str, Tensor]]) -> list[str]:

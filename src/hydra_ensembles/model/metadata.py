@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,11 +16,10 @@ from ..prediction import Prediction, ScoreName, Unfamiliarity, check_temperature
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..settings import Checked, PositiveShare, short
 from .config import EnsembleConfig
-from .layers import GroupedLinear, linear
-from .member_states import differing_names, join_equal
+from .member_states import differing_names
 
 if TYPE_CHECKING:
-    from .ensemble import Ensemble
+    pass
 
 ACCEPTS_ALL = torch.finfo(torch.float32).max  # threshold if samples are too few for another; finite, for JSON
 T = TypeVar("T")
@@ -145,7 +143,7 @@ class Metadata(Checked):
     """Everything about an ensemble that is not needed to compute its logits; what is unknown is empty or None.
 
     `labels` are in the order of the logits, `history` has a line for each change, oldest first, `metrics` are numbers
-    for the model card, and `text_side` is what `retarget` needs. `preprocessing_from` says where the preprocessing
+    for the model card. `preprocessing_from` says where the preprocessing
     was taken from, or why there is none.
     """
 
@@ -155,14 +153,8 @@ class Metadata(Checked):
     calibration: Calibration | None = None
     history: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    text_side: "TextSide | None" = None
     familiarity: Familiarity | None = None
     preprocessing_from: str = ""
-
-    @property
-    def plain(self) -> "Metadata":
-        """A copy without the parts that hold tensors: text side and familiarity."""
-        return replace(self, text_side=None, familiarity=None)
 
     @property
     def measured(self) -> bool:
@@ -198,22 +190,19 @@ class Metadata(Checked):
         return replace(self.unmeasured, history=(*self.history, line), **changes)
 
 
-def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:
+def member_metadata(metadata: Metadata, members: int) -> Metadata:
     """Metadata of one member alone; calibration and metrics of several members are dropped."""
-    if members > 1:
-        metadata = metadata.unmeasured
-    return metadata if metadata.text_side is None else replace(metadata, text_side=metadata.text_side.member(index))
+    return metadata.unmeasured if members > 1 else metadata
 
 
 def common_metadata(members: Sequence[Metadata]) -> Metadata:
-    """Metadata of an ensemble made from members: what they agree on, without calibration, with joined text sides."""
+    """Metadata of an ensemble made from members: what they agree on, without calibration."""
     labels = _common([member.labels for member in members], "labels")  # classes are averaged by position
     labels = labels if all(member.labels for member in members) else ()
     preprocessing = _common([member.preprocessing for member in members], "preprocessing")  # all get the same tensors
     origin = next((member for member in members if member.preprocessing), members[0]).preprocessing_from
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
-    side = join_text_sides([member.text_side for member in members])
-    common = replace(members[0].unmeasured, labels=labels, preprocessing=preprocessing, history=history, text_side=side)
+    common = replace(members[0].unmeasured, labels=labels, preprocessing=preprocessing, history=history)
     return replace(common, preprocessing_from=origin)
 
 
@@ -234,94 +223,3 @@ def invalid_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
     blank = next((index for index, name in enumerate(names) if not isinstance(name, str) or not name.strip()), None)
     counts = Counter(name for name in names if isinstance(name, str))
     return blank, sorted(name for name, count in counts.items() if count > 1)
-
-
-# --- the text side of a zero-shot ensemble ---------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class TextSide:
-    """What turns class names into class embeddings: a text tower with its tokenizer, on the CPU, and a projection.
-
-    Tower, projection (None if the features are the embedding), scale (its logarithm) and bias are those of a dual
-    encoder, there once or once per member; `templates` are sentences with `{label}`.
-    """
-
-    tower: "Ensemble"
-    projection: GroupedLinear | None
-    logit_scale: tuple[float, ...]
-    logit_bias: tuple[float, ...] | None
-    templates: tuple[str, ...]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TextSide) or self._plain != other._plain:
-            return False
-        ours, theirs = self._weights, other._weights
-        return ours.keys() == theirs.keys() and not differing_names([ours, theirs])
-
-    @property
-    def _plain(self) -> tuple[object, ...]:
-        return self.tower.config, self.tower.metadata, self.logit_scale, self.logit_bias, self.templates
-
-    @property
-    def _weights(self) -> dict[str, Tensor]:
-        projection = {} if self.projection is None else self.projection.state_dict(prefix="projection.")
-        return {**self.tower.state_dict(), **projection}
-
-    @property
-    def members(self) -> int:
-        """Number of members that differ in any part; 1 if one text side serves all."""
-        maps = 1 if self.projection is None else len(self.projection.weight)
-        return max(self.tower.num_members, maps, len(self.logit_scale), len(self.logit_bias or "1"))
-
-    def member(self, index: int) -> "TextSide":
-        """The text side of one member."""
-        if self.members == 1:
-            return self
-        tower = self.tower.member(min(index, self.tower.num_members - 1))
-        bias = None if self.logit_bias is None else _of_member(self.logit_bias, index)
-        projection = None if self.projection is None else self.projection.member(index)
-        return TextSide(tower, projection, _of_member(self.logit_scale, index), bias, self.templates)
-
-    def on(self, device: torch.device) -> "TextSide":
-        """The text side with its weights on a device."""
-        if device == self.tower.device:
-            return self
-        projection = None if self.projection is None else deepcopy(self.projection).to(device)
-        return replace(self, tower=deepcopy(self.tower).to(device), projection=projection)
-
-
-def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
-    """Join the text sides of single members, storing equal parts once; None if one lacks it, or they do not match."""
-    present = [side for side in sides if side is not None]
-    if not present or len(present) < len(sides):
-        return None
-    first, towers = present[0], [side.tower for side in present]
-
-    def reads(side: TextSide) -> object:
-        """What must be the same in all of them."""
-        parts = side.templates, side.tower.metadata.preprocessing, side.projection is None, side.logit_bias is None
-        return parts, first.tower.config.differences(side.tower.config)
-
-    if any(reads(side) != reads(first) for side in present):
-        return None
-    config, state = join_equal([tower.config for tower in towers], [tower.whole_state() for tower in towers])
-    maps = [side.projection for side in present if side.projection is not None]
-    if maps and not differing_names([projection.state_dict() for projection in maps]):
-        maps = maps[:1]
-    biases: list[Tensor] = [projection.bias for projection in maps if projection.bias is not None]
-    joined = linear(torch.cat([one.weight for one in maps]), torch.cat(biases) if biases else None) if maps else None
-    scale = _once_if_equal([side.logit_scale for side in present])
-    bias = _once_if_equal([side.logit_bias or () for side in present]) or None
-    return TextSide(first.tower.from_state(config, state, first.tower.metadata), joined, scale, bias, first.templates)
-
-
-def _of_member(copies: tuple[float, ...], index: int) -> tuple[float, ...]:
-    """The value of one member if there is one per member, else the only value."""
-    start = min(index, len(copies) - 1)
-    return copies[start : start + 1]
-
-
-def _once_if_equal(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Concatenate the numbers of single members, or keep one if all are equal."""
-    return values[0] if len(set(values)) == 1 else tuple(number for numbers in values for number in numbers)

@@ -6,7 +6,7 @@ from baseline_cases import assert_resumes
 from torch.nn import functional as F
 
 import hydra_ensembles as he
-from hydra_ensembles.baselines.neg_label import NegLabel, neg_label
+from hydra_ensembles.baselines.neg_label import NegLabel, embed_words, neg_label
 from hydra_ensembles.baselines.vilu import ViLU, ViLULearner, mistake_weights, vilu
 from hydra_ensembles.metrics.distance import log_odds
 from hydra_ensembles.training import loop
@@ -19,10 +19,13 @@ SMALL = ViLU(hidden=(8, 4), batch_size=8)
 WORDS = [f"{one} {two}" for one in ("cat", "red", "the", "picture") for two in ("tree", "of", "photo", "green")]
 
 
-def zero_shot(members=1):
+def dual_of(members=1):
     duals = [tiny_dual(seed) for seed in range(members)]
-    fused = duals[0] if members == 1 else he.fuse(duals, stem="separate", mlp="separate")
-    return he.zero_shot(fused, NAMES)
+    return duals[0] if members == 1 else he.fuse(duals, stem="separate", mlp="separate")
+
+
+def zero_shot(members=1):
+    return he.zero_shot(dual_of(members), NAMES)
 
 
 def data(count=24, size=8, seed=1):
@@ -103,7 +106,7 @@ def test_scores_of_before_stay_the_new_one_decides_and_features_are_fitted_anew(
     both = fitted(first)
     assert both.metadata.familiarity.settings.scores == ("vilu", "knn")
     torch.testing.assert_close(both.predict(images).score("knn"), first.predict(images).score("knn"))
-    third = neg_label(both, WORDS, settings=NegLabel(share=1.0, groups=2))
+    third = neg_label(both, embed_words(dual_of(2), WORDS), NegLabel(share=1.0, groups=2))
     assert third.metadata.familiarity.settings.scores == ("neglabel", "vilu", "knn")
     again = he.calibrate(third, data(64, seed=5), share=0.8, familiarity="mahalanobis")
     assert again.metadata.familiarity.settings.scores == ("mahalanobis", "neglabel", "vilu")  # replaces knn

@@ -6,7 +6,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torchvision
@@ -180,6 +179,7 @@ def test_a_list_of_images(tmp_path: Path) -> None:
 
 
 def test_data_of_the_datasets_library_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
     splits = {
         name: datasets.Dataset.from_dict({"text": texts, "label": [1] * len(texts)}, features=features)
