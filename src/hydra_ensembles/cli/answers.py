@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from . import common
 from .common import BATCH, BatchSize, Changes, Column, Config, Device, File, Limit, Model, Quiet, Root
 
@@ -185,10 +185,9 @@ def serve(
 
 def evaluate(
     model: Model,
-    id: Annotated[str | None, typer.Option("--id", help="Labelled in-distribution test set.")] = None,
+    id: Annotated[str, typer.Option("--id", help="Labelled in-distribution test set.")],
     ood: Annotated[list[str] | None, typer.Option(help="OOD set, repeatable: near:NAME=DATA, far:, apart:.")] = None,
     shift: Annotated[list[str] | None, typer.Option(help="Labelled set under shift, repeatable: NAME=DATA.")] = None,
-    suite: Annotated[str | None, typer.Option(help="A suite, for all sets not named here.")] = None,
     root: Root = None,
     score: Annotated[str, typer.Option(help="Score that detects OOD inputs.")] = "msp",
     name: Annotated[
@@ -208,21 +207,19 @@ def evaluate(
     \b
     Example:
       hydra-ensembles evaluate safe --id test/ --ood near:cars=cars/ --ood far:digits=digits.parquet
-      hydra-ensembles evaluate safe --suite paper-cifar100 --root data/
+      hydra-ensembles evaluate safe --id torchvision:CIFAR100:test --root data/
     """
     from ..evaluation.evaluate import evaluate as evaluated
     from ..files import expanded, remove
 
-    if id is None and suite is None:
-        raise ConfigError("no data to evaluate on; give --id (and --ood near:NAME=DATA), or --suite")
     ensemble = common.load_model(model, device)
     title = name or expanded(model).resolve().name
     slug = "-".join(re.findall(r"[\w.]+", title)).lower()
     file = expanded(output) / f"{slug}.json"
     reading = common.Reading(ensemble, root, common.named_columns(column), limit, batch_size)
-    test = reading.data(id or f"suite:{suite}:test")
+    test = reading.data(id)
     groups: dict[str, dict[str, Any]] = {}
-    for group, one, spec in _grouped(ood or _of_suite(suite)):
+    for group, one, spec in _grouped(ood or ()):
         if one in groups.setdefault(group, {}):
             raise DataError(f"two OOD sets are called {one!r}; rename one as near:NAME=DATA")
         groups[group][one] = reading.data(spec, labelled=False)
@@ -244,15 +241,6 @@ def _grouped(specs: Sequence[str]) -> Iterator[tuple[str, str, str]]:
             f"some OOD sets have no group but others do; write near:, far: or apart: before each of {specs}"
         )
     yield from ((group, *common.split_name(rest)) for group, _, rest in split)
-
-
-def _of_suite(name: str | None) -> list[str]:
-    """The OOD sets of a suite, by group."""
-    from ..data.loading import suite
-
-    if name is None:
-        return []
-    return [f"{group}:{ref.name}=suite:{name}:{ref.name}" for group in GROUPS for ref in getattr(suite(name), group)]
 
 
 def report(

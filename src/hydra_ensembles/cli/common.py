@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from ..data.dataset import AnyDataset
     from ..model.ensemble import Ensemble
 
-HUB, TORCHVISION, SUITE = "hub:", "torchvision:", "suite:"
+HUB, TORCHVISION = "hub:", "torchvision:"
 LIMIT_SEED = 0  # `--limit` always keeps the same samples
 BATCH = 64
 
@@ -26,7 +26,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU i
 BatchSize = Annotated[int, typer.Option(min=1, help="Samples per batch.")]
 Limit = Annotated[int | None, typer.Option(min=2, help="At most so many samples of each set, always the same.")]
 Column = Annotated[list[str] | None, typer.Option(help="Column of a table, as text=review.", metavar="ROLE=NAME")]
-Root = Annotated[str | None, typer.Option(help="Folder with the data of suites and torchvision.")]
+Root = Annotated[str | None, typer.Option(help="Folder with the data of torchvision.")]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file of settings; options override it.")]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", help="Any setting, as recipe.epochs=3.", metavar="NAME=VALUE")
@@ -116,17 +116,9 @@ def load_model(name: str, device: str = "auto", classifies: bool = True) -> Any:
     import torch
 
     from .._utils import require_device
-    from ..files import expanded, read_object
     from ..model.dual_encoder import load, require_ensemble
 
     place = require_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    path, config = expanded(name), expanded(name) / "config.json"
-    if not path.exists() and "/" not in name:
-        raise CheckpointError(f"no model {name!r}; give a folder, which `convert` makes")
-    if config.is_file() and "hydra_ensembles" not in str(read_object(config).get("format")):
-        raise CheckpointError(
-            f"{name} is a model of another library; hydra-ensembles convert {name} -o FOLDER takes it"
-        )
     model = load(name, device=place)
     return require_ensemble(model, f"{name}: this command", classifies=True) if classifies else model
 
@@ -178,18 +170,13 @@ class Reading:
         name, *parts = rest.split(":")
         if path is not None:
             data = load(path, split, **options)
-        elif kind == "suite" and len(parts) == 1:
-            sets = suite_sets(name)
-            if parts[0] not in sets:
-                raise DataError(f"suite {name!r} has no set {parts[0]!r}; it has {', '.join(sets)}")
-            data = sets[parts[0]].load(self.root)
         elif kind == "hub" and len(parts) <= 2:
             config = parts[0] if len(parts) == 2 else None
             data = load(HUB + name, parts[-1] if parts else None, config=config, **options)
         elif kind == "torchvision" and len(parts) <= 1:
             data = load(TORCHVISION + name, parts[0] if parts else None, root=self.root, **options)
         else:
-            forms = "a path, hub:NAME[:CONFIG][:SPLIT], torchvision:NAME[:SPLIT] or suite:NAME:SET"
+            forms = "a path, hub:NAME[:CONFIG][:SPLIT] or torchvision:NAME[:SPLIT]"
             raise DataError(f"no data {spec!r}; give {forms}")
         if data.kind != self.model.kind:
             raise DataError(f"{data.name} holds {data.kind}s, but the model reads {self.model.kind}s")
@@ -209,23 +196,13 @@ class Reading:
         return named if len(named) > 1 else next(iter(named.values()), None)
 
 
-def suite_sets(name: str) -> dict[str, Any]:
-    """The sets of a suite: by role, the others by name."""
-    from ..data.loading import suite
-
-    found = suite(name)
-    sets = {"test": found.id, "circuit_ood": found.circuit_ood, "train": found.train, "validation": found.validation}
-    sets |= {ref.name: ref for ref in (*found.near, *found.far, *found.apart, *found.tasks)}
-    return {part: ref for part, ref in sets.items() if ref is not None}
-
-
 def split_path(spec: str) -> tuple[Path | None, str | None]:
     """The existing file or folder of a data spec, and the split after it; None for both if there is none."""
     from ..files import expanded
 
     before, _, last = spec.rpartition(":")
     for name, split in ((spec, None), (before, last)):
-        if name and not spec.startswith((HUB, TORCHVISION, SUITE)) and expanded(name).exists():
+        if name and not spec.startswith((HUB, TORCHVISION)) and expanded(name).exists():
             return expanded(name), split
     return None, None
 

@@ -1,8 +1,7 @@
 """Use of a saved ensemble: named outputs, export to other runtimes, an HTTP server, scoring of archives."""
 
-from .app import make_app, serve
+from .app import make_app, ray_app, serve
 from .batcher import ServeSettings
-from .ray_app import ray_app
 from .scoring import Scored, score
 
 __all__ = ["Scored", "ServeSettings", "make_app", "ray_app", "score", "serve"]

@@ -23,6 +23,7 @@ import torch
 
 from .._utils import __version__, library
 from ..errors import DataError, RequestError, StorageError
+from ..files import expanded
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
@@ -384,3 +385,63 @@ def _listening(settings: ServeSettings) -> socket.socket:
     threads = f"threads: {torch.get_num_threads()}"
     print(f"serving {settings.name} at {where} ({threads}); Ctrl-C ends it", file=sys.stderr, flush=True)
     return listener
+
+
+# --- on a cluster ----------------------------------------------------------------------------------------------------
+
+
+def ray_app(
+    model: str | Path,
+    settings: ServeSettings | None = None,
+    *,
+    min_replicas: int = 1,
+    max_replicas: int = 4,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+) -> Any:
+    """The same server as an application of Ray Serve: `ray.serve.run(ray_app("my-hydra"))`.
+
+    Every replica is a whole server; Ray starts and stops them with the load, and gives each request to one of them.
+
+    Args:
+        model: A saved classifier, by a folder or hub id that every machine can read.
+        settings: Batches and limits. Tell Ray where to listen: `serve.start(http_options=...)`.
+            A key in HYDRA_API_KEY is read in the process that calls this.
+        min_replicas: Minimum number of replicas.
+        max_replicas: Maximum number of replicas, under load.
+        cpus: CPUs of a replica.
+        gpus: GPUs of a replica; a part of one is enough for a small model.
+    """
+    deploy, used = library("ray.serve", extra="ray"), settings or ServeSettings()
+    if expanded(model).is_dir():
+        model = expanded(model).resolve()  # replicas have another working directory
+    replicas = deploy.deployment(
+        name="Model",
+        max_ongoing_requests=2 * used.max_batch,  # one batch runs while the next one fills
+        max_queued_requests=used.max_queue,
+        autoscaling_config={
+            "min_replicas": min_replicas,
+            "max_replicas": max_replicas,
+            "target_ongoing_requests": used.max_batch,
+        },
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+        graceful_shutdown_timeout_s=used.timeout,
+    )(deploy.ingress()(_Replica))
+    return replicas.bind(model, used, "cuda" if gpus else None, key_from_environment())
+
+
+class _Replica:
+    """A server of one model on Ray."""
+
+    def __init__(self, model: str | Path, settings: ServeSettings, device: str | None, key: str | None) -> None:
+        loaded = Ensemble.from_pretrained(model, device=device)
+        self._engine = Engine(loaded, settings)
+        self._app = make_app(loaded, settings, engine=self._engine, key=key)
+
+    def check_health(self) -> None:
+        """Raise if the device has failed for good: Ray then starts another replica."""
+        if self._engine.failure is not None:
+            raise self._engine.failure
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._app

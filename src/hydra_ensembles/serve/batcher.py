@@ -71,10 +71,7 @@ class ServeSettings(Checked):
 
 def key_from_environment() -> str | None:
     """The key that clients must send; None if none is required."""
-    key = os.environ.get(API_KEY)
-    if key is not None and (len(key) < 8 or not key.isascii() or not key.isprintable()):
-        raise ConfigError(f"{API_KEY} has fewer than 8 characters, or some that HTTP headers cannot hold")
-    return key
+    return os.environ.get(API_KEY) or None
 
 
 class Runner:
@@ -174,6 +171,7 @@ class Engine:
 
     Attributes:
         waiting: Rows in the queue.
+        failure: Of the device, which no further call can use; None while all is well.
         observe: Called with the number of rows and the seconds of every batch.
     """
 
@@ -182,14 +180,14 @@ class Engine:
         self.observe: Callable[[int, float], None] = lambda rows, seconds: None
         self.waiting = 0
         self._groups: dict[Hashable, deque[_Waiting]] = {}
-        self._failure: Exception | None = None  # of the device, which no further call can use
+        self.failure: Exception | None = None
         self._working: asyncio.Task[None] | None = None
         self._closing = False
 
     @property
     def ready(self) -> bool:
         """Whether the model is warm, and its device has not failed for good."""
-        return self._working is not None and self._failure is None and not self._closing
+        return self._working is not None and self.failure is None and not self._closing
 
     def load(self) -> None:
         """Build and warm up the plans, unless that is done."""
@@ -214,7 +212,7 @@ class Engine:
 
     async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
         """Queue all of these rows and wait for their answers; `RequestError` (503) if there is no room for them."""
-        if self._failure is not None:
+        if self.failure is not None:
             raise RequestError("the device of the model has failed, and this server must be restarted", 503)
         if self._closing:
             raise RequestError("this server is shutting down; try another, or try later", 503, retry_after=1)
@@ -265,11 +263,11 @@ class Engine:
             return
         assert self._runner is not None
         began, rows = time.monotonic(), [one.row for one in batch]
-        answers: Any = [self._failure] * len(rows)
-        if self._failure is None:
+        answers: Any = [self.failure] * len(rows)
+        if self.failure is None:
             loop = asyncio.get_running_loop()
             answers = await loop.run_in_executor(self._thread, each_alone, self._runner.answers, rows)
-            self._failure = next((one for one in answers if isinstance(one, Exception) and device_failed(one)), None)
+            self.failure = next((one for one in answers if isinstance(one, Exception) and device_failed(one)), None)
         self.observe(len(batch), time.monotonic() - began)
         for one, answer in zip(batch, answers, strict=True):
             if one.future.done():

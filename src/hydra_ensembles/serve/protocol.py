@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RequestError
-from ..metrics.conformal import Reference
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from ..prediction import OUTPUTS, REASONS, Prediction
@@ -68,15 +67,6 @@ def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
               f"How unlike familiar data the features are, by {name}; higher = less familiar.")
         for name, array in columns(blank).items()
     )  # fmt: skip
-
-
-def held_out(ensemble: Ensemble) -> dict[str, tuple[Reference | None, float | None]]:
-    """Held-out scores and the threshold, by name of the output that is compared with them; each None if not fitted."""
-    calibration, familiarity = ensemble.metadata.calibration, ensemble.metadata.familiarity
-    by_output = {} if calibration is None else {"score": (calibration.reference, calibration.threshold)}
-    if familiarity is not None:
-        by_output[familiarity.settings.scores[0]] = (familiarity.settings.reference, familiarity.settings.threshold)
-    return by_output
 
 
 def named_tensors(prediction: Prediction) -> dict[str, Tensor]:

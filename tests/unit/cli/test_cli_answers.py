@@ -113,7 +113,6 @@ def test_an_evaluation_is_what_the_library_measures(evaluations: Path, safe: Pat
 @pytest.mark.parametrize(
     ("arguments", "token"),
     [
-        ([], "--id"),
         (["--id", "test", "--ood", "near:a=dots", "--ood", "stripes"], "no group"),
         (["--id", "test", "--ood", "near:a=dots", "--ood", "near:a=stripes"], "two OOD sets"),
         (["--id", "test", "--ood", "far:nothing-here"], "nothing-here"),
