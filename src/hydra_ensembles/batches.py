@@ -74,18 +74,15 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
 
 def _tensors_of(mapping: Mapping[str, Any], where: str) -> dict[str, Tensor]:
     """The tensors of a mapping, and arrays and lists under the names of model inputs."""
-    tensors: dict[str, Tensor] = {}
+    found = {name: value for name, value in mapping.items() if isinstance(value, Tensor)}
     for name, value in mapping.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        elif value is not None and name in _ALL_READ:
+        if name in _ALL_READ - found.keys() and value is not None:
             try:
-                rows = [np.asarray(row) for row in value]
-                tensors[name] = torch.from_numpy(np.stack(rows))
-            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                found[name] = torch.from_numpy(np.stack([np.asarray(row) for row in value]))
+            except (TypeError, ValueError) as error:
                 problem = f"{name} of {where} is a {type(value).__name__} that cannot be made a tensor ({error})"
                 raise DataError(f"{problem}; give one tensor (tokenizers: padding=True), or leave it out") from error
-    return tensors
+    return found
 
 
 def read_labels(labels: Any, samples: int, where: str) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ._utils import warn
-from .batches import Batches, Inputs, iterate, length_of, size_of
+from .batches import Batches, Inputs, iterate, length_of
 from .errors import ConfigError, DataError
 from .settings import to_plain
 
@@ -66,23 +66,12 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def digest_batches(batches: Batches, name: str = "data", *, most: int | None = None) -> str:
-    """SHA-256 of all samples and labels in order, however they are cut into batches; `name` is for error messages.
+    """SHA-256 of all batches in order; `name` is for error messages.
 
     With `most`, only so many batches are read, and the length of the source counts: for data too large to read twice.
     """
-    columns: dict[str, Any] = {}
-    samples = 0
-    for _, inputs, labels in islice(iterate(batches, name), most):
-        tensors = {"inputs": inputs} if isinstance(inputs, Tensor) else {f"inputs.{key}": inputs[key] for key in inputs}
-        for key, tensor in (tensors if labels is None else {**tensors, "labels": labels}).items():
-            found, layout = columns.setdefault(key, (hashlib.sha256(), []))
-            if layout[-1:] != [(tensor.dtype, tensor.shape[1:])]:  # padding may change from batch to batch
-                layout.append((tensor.dtype, tensor.shape[1:]))
-                found.update(f"{samples} {tensor.dtype} {list(tensor.shape[1:])}:".encode())
-            found.update(_bytes_of(tensor))
-        samples += size_of(inputs)
-    length = None if most is None else length_of(batches)
-    return digest([length, samples, {key: found.hexdigest() for key, (found, _) in columns.items()}])
+    found = [digest([inputs, labels]) for _, inputs, labels in islice(iterate(batches, name), most)]
+    return digest([None if most is None else length_of(batches), found])
 
 
 def row_digests(inputs: Inputs) -> list[bytes]:

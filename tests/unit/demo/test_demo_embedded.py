@@ -23,17 +23,6 @@ def test_files_are_packaged_and_licensed() -> None:
     assert {path.name for path in SAMPLE.parent.glob("*.md")} == {"DATA_CARD.md", "LICENSE-DATA.md"}
 
 
-def test_the_sets_have_the_sizes_and_classes_of_the_card() -> None:
-    sample = load_sample()
-    assert {name: len(images) for name, images in sample.sets.items()} == SIZES
-    for one in (sample.train, sample.circuit_id, sample.calibration, sample.test):
-        assert set(one.labels) == set(range(7))
-    for one in (sample.circuit_ood, *sample.near.values()):
-        assert set(one.labels) == {-1}
-    assert (len(sample.test.class_names), sample.test[0][0].size) == (7, (64, 64))
-    assert sample.far["FashionMNIST"][0][0].size == (28, 28)
-
-
 def test_no_image_is_in_two_sets_and_none_but_those_to_train_on_was_trained_on() -> None:
     with np.load(SAMPLE) as stored:
         origins = [

@@ -90,14 +90,6 @@ def test_every_member_loses_other_heads(strategy: Strategy, members: int, tmp_pa
     assert {name.partition(".")[0] for name in names} <= {"run", "heads", "rankings", "members", "ensemble"}
 
 
-def test_builds_with_neighbouring_seeds_share_no_draw_of_taylor_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, rank = [], chain.taylor
-    monkeypatch.setattr(chain, "taylor", lambda *given, **more: drawn.append(more["seed"]) or rank(*given, **more))
-    for seed in (0, 1):
-        he.build(image_model(), config(strategy="taylor", prune=3, seed=seed), **sets())
-    assert len(set(drawn)) == len(drawn) >= 6
-
-
 @pytest.mark.parametrize(("strategy", "kind", "shared"), [("circuit", "image", 1), ("taylor", "text", 1)])
 def test_shared_layers_become_the_trunk(strategy: Strategy, kind: str, shared: int) -> None:
     """The trunk is whole, shared and frozen, whatever the recipe trains."""
