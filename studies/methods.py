@@ -216,8 +216,7 @@ def apoptosis(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
 
 def last_layer(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
     """Classifiers drawn around Single's; nothing is trained, so nothing is cached."""
-    prior = setting.get("prior")
-    settings = baselines.Laplace(LAPLACE_MEMBERS, setting["structure"], prior, seed=lab.derived("laplace"))
+    settings = baselines.Laplace(LAPLACE_MEMBERS, setting.get("prior"), seed=lab.derived("laplace"))
     return baselines.laplace(lab.base, lab.task.batches(lab.task.train), settings)
 
 
@@ -270,11 +269,8 @@ BASELINES: Mapping[str, Row] = {
         kinds=("scratch",),
     ),
     OBA: Row(apoptosis, 3, like=CIRC_AVG, kinds=("image",)),
-    LAPLACE: Row(  # Kronecker-factored or diagonal curvature with the most likely prior; and a wide prior
-        last_layer,
-        1,
-        one_of({"structure": "kron"}, {"structure": "diag"}, {"structure": "kron", "prior": 1.0}),
-        kinds=EVERY,
+    LAPLACE: Row(  # Kronecker-factored curvature with the most likely prior; and a wide prior
+        last_layer, 1, one_of({"structure": "kron"}, {"structure": "kron", "prior": 1.0}), kinds=EVERY
     ),
     SNAPSHOT: Row(snapshots, 1, rates(1, 3), kinds=EVERY),
     SWAG: Row(around_the_end, 2, rates(0.3, 1), kinds=EVERY),

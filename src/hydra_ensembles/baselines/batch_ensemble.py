@@ -14,9 +14,9 @@ from ..model.ensemble import Ensemble
 from ..model.member_states import copies_of
 from ..settings import END, Checked, NotNegative, Positive, Range, Whole
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
-from ..training.loop import TrainOptions, trains
+from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
-from .building_blocks import job_of, joined, warn_equal
+from .building_blocks import joined, warn_equal
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def batch_ensemble(
     trunk = 0 if settings.last_layers is None else model.num_layers - settings.last_layers
     sharing = Sharing(stem=True, norms=True, readout=model.config.readout.cosine is not None)
     start = joined([model] * settings.members, sharing, trunk)
-    job = job_of(settings, recipe, train, validation, **run)
+    job = Job(recipe, train, validation, settings=settings, **run)
     seed = derive_seed(recipe.seed, "scales")
     line = f"BatchEnsemble, scales from N(1, {settings.deviation:g}) above a trunk of {trunk}"
     parts = f"scales, {', '.join(recipe.train_groups)}"

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._utils import torch_seeded, warn
-from ..batches import Batches, Inputs
+from ..batches import Inputs
 from ..errors import ConfigError
 from ..familiarity import with_score
 from ..fuse import find_equal_members
@@ -20,8 +20,6 @@ from ..model.layers import GroupedLinear, OurModel
 from ..model.member_states import join_states
 from ..model.metadata import Calibration, Familiarity, FamiliaritySettings, Metadata
 from ..prediction import Prediction
-from ..settings import to_plain
-from ..training.loop import Job, TrainOptions
 from ..training.recipe import Recipe, trainable_state
 
 
@@ -32,20 +30,6 @@ def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ens
     states, heads, metadata = singles(members)
     config = replace(members[0].config, heads=heads, sharing=sharing, trunk=trunk)
     return Ensemble.from_state(config, join_states(config, states), metadata)
-
-
-def job_of(
-    settings: Any,
-    recipe: Recipe,
-    train: Batches,
-    validation: Batches | None = None,
-    *,
-    index: int = 0,
-    **run: Unpack[TrainOptions],
-) -> Job:
-    """The training of a method: its settings, by the name of their class, belong to the identity of the run."""
-    identity = {"method": type(settings).__name__, "settings": to_plain(settings)}
-    return Job(recipe, train, validation, index=index, identity=identity, **run)
 
 
 def warn_equal(ensemble: Ensemble) -> Ensemble:

@@ -15,9 +15,9 @@ from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..settings import Checked, Positive, Whole
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
-from ..training.loop import TrainOptions, trains
+from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
-from .building_blocks import job_of, joined, warn_equal
+from .building_blocks import joined, warn_equal
 
 INPUTS = ("query", "key", "value")
 
@@ -82,7 +82,7 @@ def lora_ensemble(
     start = joined([model] * (settings.members if together else 1), sharing, trunk)
 
     def trained(index: int) -> Ensemble:
-        job = job_of(settings, recipe, train, validation, index=index, **run)
+        job = Job(recipe, train, validation, settings=settings, index=index, **run)
         seed = derive_seed(recipe.seed, "lora", index)
         parts = "updates of query, key, value, out, classifiers"
         line = f"LoRA of rank {settings.rank}, scale {settings.scale:g}, {settings.training}"

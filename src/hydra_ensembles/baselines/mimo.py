@@ -16,9 +16,9 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..settings import END, Checked, Range, Share, Whole
 from ..training.finetune import EnsembleLearner, train_classifier, trained_metadata
-from ..training.loop import Runtime, TrainOptions, trains
+from ..training.loop import Job, Runtime, TrainOptions, trains
 from ..training.recipe import Recipe
-from .building_blocks import fresh, job_of, joined, warn_equal
+from .building_blocks import fresh, joined, warn_equal
 
 PATCH = "stem.patch"
 
@@ -59,7 +59,7 @@ def mimo(
     """
     require_single(model, "mimo")
     start = wide(model, settings, recipe.seed)
-    job = job_of(settings, recipe, train, validation, **run)
+    job = Job(recipe, train, validation, settings=settings, **run)
     result = train_classifier(partial(MimoLearner, model, start, settings, recipe), start, job)
     how = f"rho {settings.rho:g}, batch repeat {settings.batch_repeat}"
     line = f"MIMO of {settings.members} from {settings.start}, {how}: {result.described(recipe)}"

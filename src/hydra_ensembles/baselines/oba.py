@@ -20,9 +20,8 @@ from ..model.layers import dropping
 from ..model.member_states import place_of
 from ..settings import Checked, Rate, Whole
 from ..training.finetune import Parametrised, train_parametrised
-from ..training.loop import TrainOptions, training_runtime, trains
+from ..training.loop import Job, TrainOptions, training_runtime, trains
 from ..training.recipe import Recipe, trainable_state
-from .building_blocks import job_of
 
 _SMALL = 1e-6  # added to the divisor of importances
 
@@ -78,7 +77,7 @@ def oba(
     start = Ensemble.from_state(model.config, state, model.metadata.after(line))
     if recipe is None:
         return start
-    job = job_of(settings, recipe, train, validation, **run)
+    job = Job(recipe, train, validation, settings=settings, **run)
     return train_parametrised(lambda copy: Masked(copy, masks), start, job, "trained what OBA left")
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Unpack
+from typing import Annotated, Unpack
 
 import torch
 from torch import Tensor
@@ -29,13 +29,11 @@ class Laplace(Checked):
 
     Attributes:
         members: Number of classifiers to draw.
-        structure: Structure of the curvature: `"kron"` (a Kronecker product) or `"diag"`.
         prior_precision: Precision of a normal prior around zero; None maximises the marginal likelihood.
         seed: Seed for drawing the classifiers.
     """
 
     members: Whole = 20
-    structure: Literal["kron", "diag"] = "kron"
     prior_precision: Positive | None = None
     seed: Seed = 0
 
@@ -45,8 +43,8 @@ class Laplace(Checked):
 def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) -> Ensemble:  # noqa: B008 (frozen)
     """Draw classifiers around the model's own as members, which share everything else; nothing is trained.
 
-    The posterior is normal; its precision is the Gauss-Newton curvature of the cross-entropy on the training data plus
-    that of the prior. All members cost little more than one: only the last layer differs.
+    The posterior is normal; its precision is the Gauss-Newton curvature of the cross-entropy on the training data, as a
+    Kronecker product, plus that of the prior. All members cost little more than one: only the last layer differs.
 
     `batches` are the training data of the model, read once; labels are not used.
     """
@@ -55,7 +53,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
         raise ConfigError("laplace takes a model with one linear classifier, not class embeddings or two classifiers")
     classifier = model.readout.classifier
     mean, biased = with_bias(classifier), classifier.bias is not None
-    curvature = Curvature(settings.structure, *mean.shape)
+    curvature = Curvature(*mean.shape)
     with dropping(False):
         for index, inputs, _ in iterate(batches, "batches", labelled=False):
             features, logits = model.features_and_logits(inputs)  # [1, B, d], [1, B, C]
@@ -69,7 +67,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     parts = {"weight": drawn[..., :-1], "bias": drawn[..., -1]} if biased else {"weight": drawn}
     state |= {place + name: part.to(state[place + name]) for name, part in parts.items()}
     line = (
-        f"{settings.members} classifiers of a last-layer Laplace approximation ({settings.structure}, prior precision "
+        f"{settings.members} classifiers of a last-layer Laplace approximation (kron, prior precision "
         f"{posterior.prior:.4g}, {curvature.samples} samples)"
     )
     return Ensemble.from_state(many.config, state, model.metadata.after(line))
@@ -78,36 +76,28 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
 class Curvature:
     """Gauss-Newton curvature of the cross-entropy in a classifier `[C, d]`, added up batch by batch in float64.
 
-    For one sample it is the product of `diag(p) - p pᵀ` over classes and `a aᵀ` over inputs. `"kron"` sums the two
-    factors separately, `"diag"` the diagonal of their product.
+    For one sample it is the product of `diag(p) - p pᵀ` over classes and `a aᵀ` over inputs; the two factors are summed
+    separately.
     """
 
-    def __init__(self, structure: Literal["kron", "diag"], classes: int, inputs: int) -> None:
-        self.structure, self.samples = structure, 0
-        self.outputs = torch.zeros(classes, inputs if structure == "diag" else classes, dtype=torch.float64)
+    def __init__(self, classes: int, inputs: int) -> None:
+        self.samples = 0
+        self.outputs = torch.zeros(classes, classes, dtype=torch.float64)
         self.inputs = torch.zeros(inputs, inputs, dtype=torch.float64)
 
     def add(self, inputs: Tensor, logits: Tensor) -> None:
         """Add samples: inputs of the classifier `[B, d]`, and logits `[B, C]`."""
-        self.samples += len(inputs)
         probs = logits.softmax(-1)
-        if self.structure == "diag":
-            self.outputs += (probs * (1 - probs)).T @ inputs.square()
-        else:
-            self.outputs += probs.sum(0).diag() - probs.T @ probs
-            self.inputs += inputs.T @ inputs
+        self.samples += len(inputs)
+        self.outputs += probs.sum(0).diag() - probs.T @ probs
+        self.inputs += inputs.T @ inputs
 
     def posterior(self, mean: Tensor, prior: float | None) -> "Posterior":
         """The normal distribution around `mean` `[C, d]`, with the prior (None: the likeliest)."""
-        axes: tuple[Tensor, ...] = ()
-        values = self.outputs.flatten()
-        if self.structure == "kron":
-            outputs, left = torch.linalg.eigh(self.outputs)
-            inputs, right = torch.linalg.eigh(self.inputs / self.samples)
-            values = (outputs.clamp(min=0)[:, None] * inputs.clamp(min=0)).flatten()
-            axes = (left, right)
-        values = values.clamp(min=0)
-        return Posterior(mean, values, axes, likeliest_prior(values, mean) if prior is None else prior)
+        outputs, left = torch.linalg.eigh(self.outputs)
+        inputs, right = torch.linalg.eigh(self.inputs / self.samples)
+        values = outputs.clamp(min=0)[:, None] * inputs.clamp(min=0)
+        return Posterior(mean, values, (left, right), likeliest_prior(values, mean) if prior is None else prior)
 
 
 def likeliest_prior(values: Tensor, mean: Tensor) -> float:
@@ -126,18 +116,19 @@ def likeliest_prior(values: Tensor, mean: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Posterior:
-    """A normal distribution of classifiers: precisions `values + prior` along `axes` (none: along the parameters)."""
+    """A normal distribution of classifiers: precisions `values + prior` along the products of two axes."""
 
     mean: Tensor  # [C, d]
-    values: Tensor  # [C·d]
-    axes: tuple[Tensor, ...]  # eigenvectors of outputs and inputs, or none
+    values: Tensor  # [C, d]
+    axes: tuple[Tensor, Tensor]  # eigenvectors of outputs and inputs
     prior: float
 
     def draw(self, count: int, seed: int) -> Tensor:
         """Draw classifiers `[count, C, d]`."""
-        noise = torch.randn(count, len(self.values), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        moved = (noise / (self.values + self.prior).sqrt()).unflatten(1, self.mean.shape)  # [count, C, d]
-        return self.mean + (self.axes[0] @ moved @ self.axes[1].T if self.axes else moved)
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(count, self.values.numel(), dtype=torch.float64, generator=generator)
+        moved = noise.unflatten(1, self.mean.shape) / (self.values + self.prior).sqrt()
+        return self.mean + self.axes[0] @ moved @ self.axes[1].T
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from ..familiarity import answers
 from ..metrics.distance import log_odds
 from ..model.ensemble import Ensemble
 from ..settings import Checked, Whole
-from ..training.loop import Learner, Runtime, TrainOptions, train_best, trains
+from ..training.loop import Job, Learner, Runtime, TrainOptions, train_best, trains
 from ..training.recipe import Recipe
-from .building_blocks import embedding_statistics, job_of, scored
+from .building_blocks import embedding_statistics, scored
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def vilu(
     statistics["texts"] = F.normalize(rows, dim=-1)
     cached = cache(ensemble, train, "train", statistics, settings.batch_size, shuffle=True)
     held = None if validation is None else cache(ensemble, validation, "validation", statistics, settings.batch_size)
-    job = job_of(settings, recipe, cached, held, **run)
+    job = Job(recipe, cached, held, settings=settings, **run)
     recipe.check(ensemble, cached, held)
     result = train_best(partial(ViLULearner, rows, settings, recipe), ensemble, job)
     line, samples = f"ViLU: {result.described(recipe, 'a network')}", len(cached.dataset)  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
 """Choosing the head to remove next: by trying every candidate, or by branch and bound."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,27 +20,14 @@ from .scores import NO_HEAD, CircuitData, IntArray, Objective, Result, SampleGro
 OnProgress = Callable[[int], None]  # receives the number of this rank's candidates decided so far in a step
 
 
-class Search(ABC):
-    """A method to find the next head to remove."""
+class WithProgress:
+    """Every search tells its progress within a step."""
 
     on_progress: OnProgress = staticmethod(lambda decided: None)
 
-    @property
-    @abstractmethod
-    def result(self) -> Result:
-        """The result of the current model."""
-
-    @abstractmethod
-    def choose(self, candidates: Sequence[Head]) -> Result:
-        """The candidate whose removal leaves the best score."""
-
-    @abstractmethod
-    def remove(self, head: Head) -> None:
-        """Remove a head permanently."""
-
 
 @dataclass(eq=False)
-class Naive(Search):
+class Naive(WithProgress):
     """The reference: runs the whole model on all samples for each candidate."""
 
     model: Ensemble
@@ -97,7 +83,7 @@ _MIN_AT_ONCE = {"cuda": 16, "cpu": 4}  # minimum number of candidates advanced a
 _PAIRS = {"cuda": 1024, "cpu": 32}  # pairs of candidate and sample that are worth one pass
 
 
-class Exact(Search):
+class Exact(WithProgress):
     """Branch and bound over the candidates of this rank, in step with the other ranks.
 
     All candidates see the samples in the same order, hardest first. The integers of a candidate on the samples seen so
@@ -114,15 +100,10 @@ class Exact(Search):
         self._together = max(_MIN_AT_ONCE[kind], _PAIRS[kind] // self._chunk)
         self.answer()
 
-    @property
-    def result(self) -> Result:
-        """The result of the current model."""
-        return self._result
-
     @torch.no_grad()
     def answer(self) -> None:
         """Update the answers to all samples from the cached features of the current model; no block is run."""
-        self._result = self._current.result(self.tower.answers())
+        self.result = self._current.result(self.tower.answers())
         self._hardest_first = self.objective.hardest_first(self._current.wrong[0], self._current.confidence[0])
 
     def remove(self, head: Head) -> None:
@@ -246,7 +227,7 @@ class JointNaive(Naive):
         return super().answers(of_tower(off, text=False))
 
 
-class JointExact(Search):
+class JointExact(WithProgress):
     """Branch and bound in the image tower; all candidates of `tower`, the pruned text tower, are evaluated in full."""
 
     def __init__(self, images: Exact, texts: Texts, tower: CachedTower) -> None:
@@ -313,3 +294,6 @@ class JointExact(Search):
         use_classes(self._classifier, self._classes[head])
         tower = self.images.tower
         return Tally(tower.samples, self.images.objective, [head], self._classifier.dtype).result(tower.answers())
+
+
+Search = Naive | Exact | JointExact  # has the `result` of the current model, and chooses the next head

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tqdm import tqdm
@@ -21,11 +21,9 @@ from ..errors import ConfigError, DataError
 from ..heads.masking import (
     ONE_TOWER,
     Head,
-    checked_layers,
     max_removable,
     removable,
     split_heads,
-    towers_of,
     working_copy,
 )
 from ..heads.ranking import HeadRanking, Score, require_budget
@@ -74,37 +72,22 @@ def extract_circuit(
     S is the accuracy on the labelled `id_batches` (`"acc"`), the AUROC of the maximum softmax probability between them
     and `ood_batches` (`"ood"`, ties count half), or the mean of both (`"avg"`). `ood_batches` may be a mapping from
     names to batches: sources of equal weight, however many samples each has; `"synthetic"` makes them of the ID
-    samples. All samples are held in memory.
+    samples. All samples are held in memory. The model has one member and is not changed.
 
     `method="naive"` runs the whole model for every head: the reference. `"exact"` makes the same choices with a small
     part of the work. In float64 the result equals the naive one; in float32 rounding may decide between heads that are
     a few integer units apart. Of heads that leave the same S, `ties="likelihood"` removes the one with the larger
     summed log-likelihood of the labels, rounded to 1e-6; then, or at once with `"order"` (the paper's way), the first.
 
-    The model has one member; heads that are pruned are no candidates. For a dual encoder, the heads of both `towers`
-    are candidates together, and images are classified by `class_names` in sentences, as in `zero_shot`. Under
-    `torchrun` or `accelerate launch` the heads are divided among the ranks, and every rank returns the same ranking.
+    For a dual encoder, the heads of the `towers` are candidates together, and images are classified by `class_names`
+    (in the order of the labels) in sentences, as in `zero_shot`. Under `torchrun` or `accelerate launch` the heads are
+    divided among the ranks, and every rank returns the same ranking.
 
-    Args:
-        ensemble: An ensemble with a classifier, or a dual encoder; it is not changed.
-        id_batches: Labelled in-distribution batches.
-        ood_batches: OOD batches, for `"ood"` and `"avg"`.
-        score: What to maximise.
-        budget: Heads to remove.
-        method: How to find the best head of each step.
-        ties: Which of equally good heads to remove.
-        layers: Layers whose heads are candidates; None for all.
-        dtype: Precision of the evaluation; None for the model's own.
-        device: Where to evaluate; None for where the model is. `"cuda"` is the GPU of the rank.
-        max_memory: Bytes of activations to keep in addition to the embedded samples; None for half of the free memory
-            of a GPU, or a quarter of the free memory of the host or container.
-        batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
-        output: A folder that records every removed head; a run that was stopped, or has a larger budget, goes on.
-        progress: Show a progress bar, and print an estimate of the whole time after the first removed head.
-        seed: Seed of PyTorch's random numbers while the batches are read, for loaders that shuffle.
-        class_names: For a dual encoder: the names of the classes, in the order of the labels.
-        templates: For a dual encoder: sentences with `{label}` in place of a name.
-        towers: For a dual encoder: the towers whose heads are candidates.
+    `layers` limits the candidates. `dtype` and `device` are those of the evaluation, by default the model's; `"cuda"`
+    is the GPU of the rank. `max_memory` bytes of activations are kept besides the embedded samples (None: half of the
+    free memory of a GPU, or a quarter of that of the host or container). `batch_size` counts samples, or pairs of head
+    and sample. `seed` is set while the batches are read, for loaders that shuffle. The folder `output` records every
+    removed head: a run that was stopped, or has a larger budget, goes on. `progress` prints an estimate of the time.
 
     Returns:
         The heads in removal order, with S after each removal; `provenance` holds the integers behind S, and the work in
@@ -119,16 +102,27 @@ def extract_circuit(
     require_model(ensemble, "extract_circuit")
     for name, value, accepted in (("score", score, Score), ("method", method, Method), ("ties", ties, Ties)):
         require(name, value, accepted)
-    scope = _checked_scope(ensemble, class_names, templates, towers, layers)
-    _, candidates = split_heads(ensemble, scope.towers, scope.layers)
+    if ensemble.num_members != 1:
+        raise ConfigError(f"a circuit belongs to one model, got {ensemble.num_members}; give ensemble.member(index)")
+    chosen: list[str] = [ONE_TOWER]
+    names: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()
+    if isinstance(ensemble, DualEncoder):
+        chosen = [tower for tower in get_args(Tower) if tower in towers]
+        if class_names is None or not chosen:
+            raise ConfigError(f"a dual encoder needs class_names, and some of the towers {list(get_args(Tower))}")
+        names, sentences = checked_names(class_names), checked_templates(templates)
+    _, candidates = split_heads(ensemble, chosen, layers)
     require_budget(budget, max_removable(ensemble, candidates))
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" needs OOD samples; give ood_batches, or "synthetic", or use score="acc"')
 
     dtype = dtype or ensemble.dtype
     device = local_device(require_device(device or ensemble.device))
-    dual = ensemble if isinstance(ensemble, DualEncoder) and "text" in scope.towers else None
-    model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates)
+    dual = ensemble if isinstance(ensemble, DualEncoder) and "text" in chosen else None
+    model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences)
+    if model.num_classes < 2:
+        raise ConfigError(f"a circuit needs answers to score, but this model has {model.num_classes} classes")
     id_batches = in_model_order(id_batches, "id_batches", model)
     if isinstance(ood_batches, str) and score != "acc":
         id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches
@@ -143,7 +137,7 @@ def extract_circuit(
             "method": method,
             "ties": ties,
             "dtype": str(dtype),
-            "candidates": to_plain(scope),
+            "candidates": {"heads": [str(head) for head in candidates], "names": names, "templates": sentences},
         }
         ranks.require_same(identity["data"], "data")
         ranks.require_same((identity, budget), "model or settings")
@@ -152,7 +146,7 @@ def extract_circuit(
             method=method,
             candidates=candidates,
             model=model,
-            texts=None if dual is None else read_texts(dual, scope.names, scope.templates, dtype, device),
+            texts=None if dual is None else read_texts(dual, names, sentences, dtype, device),
             samples=samples,
             objective=Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties),
             ranks=ranks,
@@ -170,7 +164,7 @@ def extract_circuit(
             **identity,
             "seed": seed,
             "device": device.type,
-            "layers": scope.layers,
+            "layers": sorted({head.layer for head in candidates}),
             "budget": budget,
             "id_samples": objective.id_count,
             "ood_samples": sum(objective.ood_sizes),
@@ -181,42 +175,6 @@ def extract_circuit(
             "model_forwards": sum(step.blocks for step in (start, *steps)) / run.blocks_of_a_pass,
         },
     )
-
-
-class CircuitScope(NamedTuple):
-    """Which heads are candidates; for a dual encoder, also the class names and the templates of their prompts."""
-
-    towers: tuple[str, ...]
-    layers: tuple[int, ...] | None  # None for all layers of several towers
-    names: tuple[str, ...] = ()  # of the classes; empty for an ensemble
-    templates: tuple[str, ...] = ()
-
-
-def _checked_scope(
-    model: Ensemble | DualEncoder,
-    class_names: Sequence[str] | None,
-    templates: Templates,
-    towers: Sequence[Tower],
-    layers: Iterable[int] | None,
-) -> CircuitScope:
-    """Check the arguments and return the scope; class names and templates are only for dual encoders."""
-    if model.num_members != 1:
-        raise ConfigError(f"a circuit belongs to one model, got {model.num_members} members; give ensemble.member(i)")
-    if isinstance(model, Ensemble):
-        if model.num_classes < 2:
-            raise ConfigError(f"a circuit needs answers to score, but this ensemble has {model.num_classes} classes")
-        return CircuitScope((ONE_TOWER,), checked_layers(model.config, layers))
-    if class_names is None:
-        raise ConfigError("a dual encoder needs the names of classes to answer; give class_names")
-    prompts = checked_names(class_names), checked_templates(templates)
-    chosen = tuple(tower for tower in sorted(get_args(Tower)) if tower in list(towers))
-    if not chosen:
-        raise ConfigError(f"towers must be some of {list(get_args(Tower))}, got {list(towers)}")
-    if len(chosen) == 1:
-        return CircuitScope(chosen, checked_layers(towers_of(model)[chosen[0]].config, layers), *prompts)
-    if layers is not None:
-        raise ConfigError('layers are numbered within one tower; leave `layers` out, or give towers=("image",)')
-    return CircuitScope(chosen, None, *prompts)
 
 
 @dataclass(frozen=True)
@@ -285,8 +243,8 @@ class Extraction:
                 reached = self.objective.achieved(choice.errors, choice.discordance)
                 bar.set_postfix(removed=f"{len(steps) - 1}/{budget}", score=f"{reached:.4f}", refresh=False)
                 if shown and not decided:
-                    seconds = (time.monotonic() - begun) * waiting / bar.n
-                    tqdm.write(f"{name}: {budget} heads take up to {_in_words(seconds)}", file=sys.stderr)
+                    most = tqdm.format_interval((time.monotonic() - begun) * waiting / bar.n)
+                    tqdm.write(f"{name}: {budget} heads take up to {most} (minutes:seconds)", file=sys.stderr)
         return steps
 
     def _advance(self, bar: Any, before: int, most: int, decided: int) -> None:
@@ -308,10 +266,3 @@ class Extraction:
 
         images = Exact(cached(model, samples, False, 1.0 if texts is None else 0.75), self.objective, self.ranks)
         return images if texts is None else JointExact(images, texts, cached(texts.tower, texts.prompts, True, 0.25))
-
-
-def _in_words(seconds: float) -> str:
-    """`20 s`, `3 min`, `2.5 h`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

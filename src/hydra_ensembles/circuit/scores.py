@@ -183,9 +183,8 @@ def require_finite(finite: Tensor, samples: CircuitData, head: Head) -> None:
     if finite.all():
         return
     number = int((~finite).nonzero()[0, 0])
-    ends = np.cumsum(list(samples.sources.values()))
-    source = int(np.searchsorted(ends, number, side="right"))
-    name, number = list(samples.sources)[source], number - int(ends[source]) + list(samples.sources.values())[source]
+    names = [name for name, count in samples.sources.items() for _ in range(count)]
+    name, number = names[number], number - names.index(names[number])
     state = "" if head == NO_HEAD else f" with head {head} switched off"
     raise DataError(f"sample {number} of {name} gives logits that are NaN or infinite{state}; check it, or the dtype")
 

@@ -25,9 +25,7 @@ from ..batches import (
     read_batch,
     renumbered,
     require_labels,
-    size_of,
 )
-from ..errors import DataError
 from ..metrics.probabilities import log_mean_probs
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
@@ -118,8 +116,6 @@ class EnsembleLearner(Learner[LabelledBatch]):
     def read(self, raw: Any, index: int) -> LabelledBatch:
         """Inputs and labels, on the loader's device."""
         inputs, labels = read_batch(raw, "train", index)
-        if not size_of(inputs):
-            raise DataError(f"batch {index} of train has no samples; let the loader skip it")
         return inputs, require_labels(labels, self.model.num_classes, "train", index)
 
     def prepared(self, inputs: Inputs) -> Inputs:
@@ -194,35 +190,19 @@ def finetune(
     separate ensembles as members, train them one by one, each with its `index`: random numbers are derived from the
     recipe's seed and the index, so the order of the calls does not matter.
 
-    With `validation`, the weights with the best validation accuracy are kept (if equal: lower NLL, then earlier);
-    without, the last ones. A grid of learning rates needs it, and the rate is chosen in the same way (if equal: the
-    smaller rate).
+    `train` are batches with labels that can be read repeatedly; images are cropped and mirrored at random only if it
+    does so (`data.TrainTransform`). With held-out batches as `validation`, the weights with the best accuracy on them
+    are kept (if equal: lower NLL, then earlier), and a learning rate of a grid is chosen in the same way; without, the
+    last ones.
 
-    With `output`, a killed run resumes when called again with the same arguments, and (on a CPU) gives the same bits; a
-    finished one is read back. Data are recognised by their length and first batch.
+    With the folder `output`, whose `member-<index>/` is rewritten `checkpoint_every` updates, a killed run resumes when
+    called again with the same arguments, and (on a CPU) gives the same bits; a finished one is read back. Data are
+    recognised by their length and first batch. The result is on the device of its input, in evaluation mode, and has
+    no calibration.
 
     Several processes (accelerate launch, torchrun) share the batches and average gradients. If `train` is split by a
     `DistributedSampler`, it is used as it is. Of any other `train` each process gets equally many batches; what is left
     over at the end of an epoch is not used.
-
-    Args:
-        member: An ensemble with a classifier.
-        train: Batches with labels that can be read repeatedly: a DataLoader, or a list of batches. Images are
-            cropped and mirrored at random only if it does so (`data.TrainTransform`).
-        recipe: How to train.
-        validation: Held-out batches with labels.
-        output: Folder for the state of a run and its result, `member-<index>/`.
-        progress: Whether to show a progress bar.
-        device: Where to train; None stays on the ensemble's device. The result is where its input was.
-        index: Number of the member.
-        checkpoint_every: Updates between two writes of the state.
-
-    Returns:
-        A new ensemble in evaluation mode, without the calibration of the old one.
-
-    Raises:
-        HydraError: A recipe that does not fit, batches that cannot be used, a loss that is not finite, or an `output`
-            of another run.
 
     Examples:
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=2)

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -173,7 +173,7 @@ class Job:
     device: torch.device | str | None = None
     checkpoint_every: int = 200
     index: int = 0  # of the member; random numbers are derived from it
-    identity: Mapping[str, Any] = field(default_factory=dict)  # what else the run depends on, as plain data
+    settings: Any = None  # of the method: what else the run depends on
 
     def __post_init__(self) -> None:
         """Check what `Recipe.check` does not."""
@@ -271,15 +271,14 @@ class RunResult:
 
     def described(self, recipe: Recipe, parts: str | None = None) -> str:
         """A history line: parts, steps, optimizer, learning rate, seed, and validation accuracy."""
-        where = "" if recipe.last_blocks is None else f" of the last {recipe.last_blocks} blocks"
-        chosen = f", chosen of {len(recipe.grid)}" if recipe.grid else ""
-        chosen += f" ({', '.join(self.diverged)} diverged)" if self.diverged else ""
+        what = parts or ", ".join(recipe.train_groups)
+        what += "" if recipe.last_blocks is None else f" of the last {recipe.last_blocks} blocks"
+        rate = f"{self.rate:g}" + (f", chosen of {len(recipe.grid)}" if recipe.grid else "")
+        rate += f" ({', '.join(self.diverged)} diverged)" if self.diverged else ""
         best = self.end.best
         quality = "" if best is None else f"; validation accuracy {best.accuracy:.4f} at step {best.step}"
-        return (
-            f"{parts or ', '.join(recipe.train_groups)}{where} for {self.end.step} steps: {recipe.optimizer}, "
-            f"learning rate {self.rate:g}{chosen}, seed {recipe.seed}{quality}"
-        )
+        trained = f"{what} for {self.end.step} steps: {recipe.optimizer}"
+        return f"{trained}, learning rate {rate}, seed {recipe.seed}{quality}"
 
 
 def train_best(
@@ -295,8 +294,13 @@ def train_best(
         runtime = stack.enter_context(training_runtime(job.device, start.device))
         ranks, data = runtime.ranks, dict[str, Any]()
         plain = to_plain(job.recipe)
-        identity = {**job.identity, "recipe": {key: plain[key] for key in plain.keys() - {"grid", "learning_rate"}}}
-        identity |= {"member": job.index, "processes": ranks.size}
+        identity = {
+            "recipe": {key: plain[key] for key in plain.keys() - {"grid", "learning_rate"}},
+            "method": type(job.settings).__name__,
+            "settings": to_plain(job.settings),
+            "member": job.index,
+            "processes": ranks.size,
+        }
         if job.folder is not None or ranks.size > 1:
             seed = derive_seed(job.recipe.seed, "fingerprint")
             held_out = None if job.validation is None else source_digest(job.validation, "validation", seed)
@@ -377,11 +381,7 @@ class Training(Generic[BatchT]):
                 with epoch_of(self.job.train, self.at.epoch, self.order, self.runtime.device):
                     self._run_epoch(bar)
         self._validate()
-        weights = self.best_weights or self.learner.weights()
-        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
-            advice = "lower the rate, clip, or use a wider precision"
-            raise DivergedError(f"weights are not finite after step {self.at.step} ({self.title}): {advice}")
-        return self.at, weights
+        return self.at, self.best_weights or self.learner.weights()
 
     def _done(self) -> bool:
         patience, epochs = self.recipe.patience, self.recipe.epochs
@@ -416,10 +416,8 @@ class Training(Generic[BatchT]):
         try:
             loss = self.learner.update(group, rate, derive_seed(self.seed, "dropout", step))
         except FloatingPointError as error:
-            numbers = ", ".join(str(batch + number) for number in range(len(group)))
-            where = f"at step {step} (batch {numbers} of epoch {epoch}, {self.title})"
-            advice = "look for bad values there, lower the rate, clip, or use a wider precision"
-            raise DivergedError(f"{error} {where}: {advice}") from error
+            where = f"at step {step} (batch {batch} of epoch {epoch}, {self.title})"
+            raise DivergedError(f"{error} {where}: look for bad values there, lower the rate, or clip") from error
         self.at = replace(self.at, step=step + 1, batch=batch + len(group))
         bar.set_postfix({"loss": f"{loss:.4f}", "lr": f"{rate:.2e}"}, refresh=False)
         bar.update()

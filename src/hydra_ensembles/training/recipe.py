@@ -71,7 +71,6 @@ class Recipe(Checked):
     steps: Whole | None = None
     epochs: Whole | None = None
     momentum: Rate = 0.9
-    betas: tuple[Rate, Rate] = (0.9, 0.999)
     weight_decay: NotNegative = 0.0
     no_decay_on_bias_and_norm: bool = True
     warmup: int | float = 0
@@ -99,10 +98,6 @@ class Recipe(Checked):
             values = [getattr(self, name), getattr(self, other)]
             if sum(value not in (None, none) for value in values) != 1:
                 raise ConfigError(f"Recipe needs exactly one of {name} and {other}, got {values[0]} and {values[1]}")
-        if len(set(self.grid)) != len(self.grid):
-            raise ConfigError(f"Recipe.grid must have distinct learning rates, got {self.grid}")
-        if not self.train_groups or len(set(self.train_groups)) != len(self.train_groups):
-            raise ConfigError(f"Recipe.train_groups must name some of {GROUPS}, each once; got {self.train_groups}")
         if self.reinit_classifier and "readout" not in self.train_groups:
             raise ConfigError("Recipe.reinit_classifier needs 'readout' in train_groups, or it would never be trained")
         if self.steps is not None:
@@ -151,19 +146,17 @@ class Recipe(Checked):
             raise ConfigError(f"Recipe.last_blocks is {self.last_blocks}, but the model has {model.num_layers} blocks")
         has_classifier = model.num_classes and model.config.readout.cosine is None  # not class embeddings
         if not has_classifier and (self.reinit_classifier or self.classifier_rate != 1.0):
-            raise ConfigError(
-                "this model has no classifier; leave reinit_classifier at None and classifier_rate at 1.0"
-            )
+            raise ConfigError("this model has no classifier; leave reinit_classifier and classifier_rate out")
         parameters = {name: one for name, one in model.named_parameters() if self.trains(name, model.num_layers)}
         if model.num_classes and not parameters:
             what = f"nothing of Recipe.train_groups {list(self.train_groups)}"
             raise ConfigError(f"the last {self.last_blocks} blocks contain {what}; add groups, or train more blocks")
         frozen = [name for name, one in parameters.items() if not one.requires_grad]
         if frozen and any(one.requires_grad for one in model.parameters()):  # else it was prepared for inference
-            warn(
-                f"{len(frozen)} of {len(parameters)} parameters to train are frozen in the given model (first "
-                f"{frozen[0]}), and train anyway: train_groups and last_blocks of the recipe decide"
+            which = (
+                f"{len(frozen)} of {len(parameters)} parameters to train are frozen in the model (first {frozen[0]})"
             )
+            warn(f"{which}; they train anyway: train_groups and last_blocks of the recipe decide")
 
     def trains(self, name: str, layers: int) -> bool:
         """Whether the parameter of this name trains in a model with `layers` blocks."""
@@ -254,4 +247,4 @@ def make_optimizer(
         group["params"].append(parameter)
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups.values(), lr=0.0, momentum=recipe.momentum)
-    return torch.optim.AdamW(groups.values(), lr=0.0, betas=recipe.betas)
+    return torch.optim.AdamW(groups.values(), lr=0.0)

@@ -55,14 +55,9 @@ def contrastive_loss(
 ) -> Tensor:
     """Mean of two cross-entropies: of every image over all texts, and of every text over all images.
 
-    The target of a row is spread evenly over its positives. If all labels differ, this is CLIP's loss.
-
-    Args:
-        images: Normalised embeddings, `[N, e]`.
-        texts: Likewise, `[N, e]`; text i describes image i.
-        logit_scale: Logarithm of the scale of the cosines, one number.
-        labels: Class of every pair, `[N]`; pairs of the same class are positives of each other. None: each pair alone.
-        label_smoothing: For both cross-entropies.
+    `images` and `texts` are normalised embeddings `[N, e]` of pairs, `logit_scale` the logarithm of the scale of their
+    cosines. Pairs with the same of the `labels` `[N]` are positives of each other, and share the target of a row
+    evenly; if all labels differ, or there are none, this is CLIP's loss.
     """
     logits = logit_scale.exp() * (images @ texts.T)  # [N, N]: images in rows, texts in columns
     classes = torch.arange(len(images), device=images.device) if labels is None else labels
@@ -225,8 +220,8 @@ def tune_text(
         raise ConfigError(f"got {dual.num_members} members; tune each dual.member(index) and fuse the results")
     if train_image_projection and dual.projections.image is None:
         raise ConfigError("train_image_projection is true, but this dual encoder has no image projection to train")
-    identity = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
-    job = Job(recipe, train, validation, identity=identity, **run)
+    settings = {"image_projection": train_image_projection, "projection_rate": projection_rate}
+    job = Job(recipe, train, validation, settings=settings, **run)
     recipe.check(dual.text, train, validation)
     result = train_best(partial(TextLearner, dual, recipe, train_image_projection, projection_rate), dual, job)
     also = " and the image projection" if train_image_projection else ""

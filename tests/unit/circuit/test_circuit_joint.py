@@ -100,7 +100,6 @@ def test_the_score_is_that_of_the_pruned_model_also_by_two_ranks_and_after_a_sto
     ("change", "error", "token"),
     [
         ({"class_names": None}, ConfigError, "class_names"),
-        ({"layers": [0]}, ConfigError, "layers"),
     ],
 )
 def test_what_cannot_work_is_refused(change: dict[str, Any], error: type[Exception], token: str) -> None:
