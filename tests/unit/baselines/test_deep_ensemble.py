@@ -46,15 +46,6 @@ def test_snapshots_go_on_from_each_other():
     assert found.config.trunk == base.num_layers - 1
 
 
-def test_snapshots_of_half_precision_go_on_in_float32():
-    """Updates smaller than bfloat16's spacing accumulate across snapshots."""
-    recipe = replace(QUICK, steps=1, learning_rate=1e-4)
-    found = train(single().bfloat16(), recipe, 4, snapshots=True)
-    whole = train(single().bfloat16().float(), recipe, 4, snapshots=True)
-    assert found.dtype == torch.bfloat16
-    assert same_state(found, whole.bfloat16())
-
-
 def train_packed(model, recipe=QUICK, **options):
     return packed_ensemble(model, some(model), recipe, Packed(members=2, alpha=6.0), progress=False, **options)
 

@@ -118,12 +118,3 @@ def test_members_differ_in_attention_and_classifier_alone(kind, settings, tmp_pa
     if settings.members > 1:
         assert not torch.equal(found.member(0)(some(base)[0][0]), found.member(1)(some(base)[0][0]))
     assert_an_ensemble(found, base, tmp_path / "saved")
-
-
-def test_half_precision_comes_back_and_mixed_precision_is_near():
-    base = single().to(torch.bfloat16)
-    assert train(base, TOGETHER).dtype == torch.bfloat16
-    base = single(dtype=torch.float32)
-    full, mixed = (train(base, TOGETHER, replace(QUICK, precision=one)) for one in ("float32", "bf16"))
-    inputs = some(base)[0][0].float()
-    torch.testing.assert_close(mixed(inputs), full(inputs), rtol=0.1, atol=0.1)

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.oba import OBA, curvature, importances, oba, removable_weights
-from hydra_ensembles.errors import DataError
 from processes import launch
 from random_ensembles import ALL_SHAPES
 
@@ -97,11 +96,3 @@ def test_norms_tokens_embeddings_and_classifier_are_never_removed():
     assert not [name for name in names if any(part in name for part in ("norm", "classifier", "position", "words"))]
     assert not [name for name in names if name.endswith((".scale", "token", "tokens", "segments"))]
     assert "stem.patch" in names
-
-
-def test_values_that_nothing_can_be_ranked_by_are_refused():
-    base = single()
-    data = some(base)
-    data[1] = (torch.full_like(data[1][0], torch.nan), data[1][1])
-    with pytest.raises(DataError, match="batch 1"):
-        oba(base, data, None, OBA(keep=0.9, steps=1, batches=3))

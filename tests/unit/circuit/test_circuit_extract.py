@@ -39,7 +39,7 @@ def test_accuracy_needs_no_ood_data_and_the_other_scores_do_or_make_them() -> No
     ("change", "token"),
     [
         (lambda data: {"id_batches": [(inputs, 0 * labels) for inputs, labels in data]}, "two classes"),
-        (lambda data: {"ood_batches": {"pixel_values": data[0][0]}}, "single batch"),
+        (lambda data: {"ood_batches": {"pixel_values": data[0][0]}}, "one batch"),
         (lambda data: {"ood_batches": {"a": [data[0][0] * torch.nan]}}, r"sample 0 of ood_batches\['a'\]"),
     ],
 )

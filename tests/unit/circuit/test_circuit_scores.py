@@ -1,10 +1,8 @@
 """Scores as integers, where they are large or nearly tied; exact == naive proves the rest."""
 
-import numpy as np
 import torch
 
 from hydra_ensembles.circuit import scores
-from hydra_ensembles.heads.masking import Head
 
 STEP = scores.grid_step(torch.float64)
 
@@ -34,18 +32,3 @@ def test_many_sources_of_odd_sizes_do_not_overflow() -> None:
     assert objective.achieved(0, worst.discordance) == 0
     better = objective.result(scores.NO_HEAD, [0, *(2 * 1000 * size for size in sizes[:-1]), 2 * 1000 * sizes[-1] - 1])
     assert better < worst
-
-
-def test_integers_beyond_forty_bits_are_right() -> None:
-    """The pairs of 750,000 ID and as many OOD samples: large counts do not overflow into each other."""
-    count = 750_000
-    labels = torch.cat([torch.zeros(count, dtype=torch.long), torch.full((count,), -1)])
-    samples = scores.CircuitData((), labels, {"id_batches": count, "ood": count})
-    objective = scores.Objective("avg", count, (count,), "likelihood")
-    table = scores.Tally(samples, objective, [Head(0, 0), Head(0, 1)], torch.float64)
-    table.confidence[0] = 5  # all tie: one unit per pair
-    table.wrong[0] = True
-    assert 2 * count**2 > 1 << 40
-    assert table.results(np.array([0]))[0][-2:] == (count, count**2)
-    table.confidence[0, :count] = 4  # every OOD sample is above every ID sample
-    assert table.results(np.array([0]))[0].discordance == 2 * count**2

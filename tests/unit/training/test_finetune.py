@@ -110,13 +110,6 @@ def test_mixed_precision_is_near_float32(members):
     assert_close(mixed, full, rtol=0.1, atol=5e-3)
 
 
-def test_half_precision_ensembles_come_back_in_half_precision():
-    member = tiny().to(torch.bfloat16)
-    trained = train(member, recipe=replace(RECIPE, train_groups=("readout",)))
-    assert trained.dtype == torch.bfloat16
-    assert moved(member, trained) == {"readout.classifier.weight", "readout.classifier.bias"}
-
-
 def test_members_of_one_ensemble_train_as_they_would_alone_when_nothing_is_shared():
     first, second = tiny(seed=1), tiny(seed=2)
     together = train(Ensemble.stack([first, second]))
@@ -155,10 +148,3 @@ class Doubled(Parametrised):
     def computed(self):
         self.mixed = torch.is_autocast_enabled("cpu")
         return {NAME: 2 * self.ensemble.get_parameter(NAME)}
-
-
-def test_weights_are_computed_in_full_precision_whatever_the_pass_runs_in():
-    model = Doubled(tiny())
-    with torch.autocast("cpu", torch.bfloat16):
-        assert model(samples(4)[0]).dtype == torch.bfloat16
-    assert not model.mixed

@@ -6,12 +6,11 @@ import pytest
 import torch
 from training_cases import Stopping, batches, largest_gap, pairs, tiny, tiny_dual
 
-from hydra_ensembles.baselines.mc_dropout import mc_dropout
 from hydra_ensembles.heads.masking import prune
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.training.finetune import finetune
 from hydra_ensembles.training.recipe import Recipe
-from hydra_ensembles.training.text import image_features, tune_text
+from hydra_ensembles.training.text import tune_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 RECIPE = Recipe(optimizer="adamw", learning_rate=0.003, steps=8, clip_norm=1.0)
@@ -40,14 +39,6 @@ def test_compiled_blocks_train_like_those_that_are_not(precision):
     torch.testing.assert_close(compiled(images), plain(images), atol=tolerance, rtol=tolerance)
 
 
-def test_compiled_blocks_train_with_stochastic_depth_and_batches_of_two_sizes():
-    member = tiny(drop_path=(0.0, 0.5))
-    trained = finetune(member, batches(44), replace(RECIPE, compile=True), device="cuda", progress=False)
-    images = batches()[0][0]
-    assert bool(trained(images).isfinite().all())
-    assert not torch.allclose(trained(images), member(images), atol=1e-3)
-
-
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_a_run_on_a_gpu_is_repeatable_resumable_and_leaves_no_trace(tmp_path, precision):
     member = tiny(dropout=0.2).to("cuda")
@@ -65,27 +56,9 @@ def test_a_run_on_a_gpu_is_repeatable_resumable_and_leaves_no_trace(tmp_path, pr
         torch.testing.assert_close(tensor, expected.state_dict()[name], atol=1e-5, rtol=1e-5)
 
 
-def test_mc_dropout_on_a_gpu_depends_on_the_seed_only():
-    images, view = batches()[0][0].to("cuda"), mc_dropout(tiny().to("cuda"), 0.3, 5)
-    answer = view(images)
-    torch.cuda.manual_seed(3)
-    torch.testing.assert_close(view(images), answer)
-
-
 def test_a_gpu_tunes_as_the_cpu_does():
     dual = tiny_dual()
     expected = tune_text(dual, pairs(), TEXT, train_image_projection=True, progress=False)
     found = tune_text(dual, pairs(), TEXT, train_image_projection=True, device="cuda", progress=False)
     assert found.device.type == "cpu"
     assert largest_gap(expected, found) < 1e-4
-
-
-def test_mixed_precision_on_features_that_lie_on_the_gpu():
-    dual = tiny_dual().to("cuda")
-    features = image_features(dual, [images for images, _, _ in pairs()]).split(8)
-    data = [(feature, texts, labels) for feature, (_, texts, labels) in zip(features, pairs(), strict=True)]
-    tuned = tune_text(dual, data, replace(TEXT, precision="bf16"), validation=data, progress=False)
-    assert tuned.device.type == "cuda"
-    exact = tune_text(dual, data, TEXT, validation=data, progress=False)
-    assert largest_gap(dual, tuned) > 0
-    assert largest_gap(tuned, exact) < 0.02

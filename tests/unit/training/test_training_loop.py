@@ -1,22 +1,20 @@
 """The training loop: selection by validation, data order per member, and bit-exact resuming."""
 
-import itertools
 import os
 from dataclasses import replace
 
 import pytest
 import torch
-from training_cases import Stopping, batches, own_batches, pair_loader, pairs, same, samples, shuffled, tiny, tiny_dual
+from training_cases import Stopping, batches, pair_loader, pairs, same, samples, shuffled, tiny, tiny_dual
 
-from hydra_ensembles.batches import begin_epoch, restored
 from hydra_ensembles.data.dataset import batches as data_batches
-from hydra_ensembles.errors import CheckpointError, DataError, DivergedError, HydraWarning, StorageError
+from hydra_ensembles.errors import CheckpointError, DataError, DivergedError, HydraWarning
 from hydra_ensembles.training import loop
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune
 from hydra_ensembles.training.loop import Position
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import tune_text
-from processes import count_calls, in_a_child
+from processes import in_a_child
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=4, schedule="constant")
 PLAIN = Recipe(optimizer="sgd", learning_rate=0.05, steps=6, schedule="linear")
@@ -57,17 +55,6 @@ def test_training_stops_when_patience_runs_out(monkeypatch, tmp_path):
     assert trained.metadata.metrics["validation/accuracy"] == 0.5008  # the best, though not better by min_delta
 
 
-def test_evaluating_more_often_does_not_change_the_training(monkeypatch):
-    recipe, rising = replace(PLAIN, steps=9, dropout=0.1), itertools.count(1)
-
-    def read(learner, validation):
-        return len(list(validation)) * next(rising) / 100, 1.0  # always rising: the last weights are the best
-
-    monkeypatch.setattr(EnsembleLearner, "measure", read)
-    often = train(shuffled(), replace(recipe, evaluate_every=1), shuffled(seed=3))
-    assert same(train(shuffled(), recipe), often)
-
-
 def test_the_measure_is_accuracy_and_nll_of_the_mean_probabilities():
     data = batches(20)
     trained = train(data, replace(RECIPE, epochs=1), data, tiny(members=3))
@@ -104,19 +91,6 @@ def test_a_rate_that_diverges_is_left_out(tmp_path):
         train(data, replace(recipe, grid=(1e5, 1e4)), data)
 
 
-def test_rates_that_are_finished_serve_another_grid(tmp_path, monkeypatch):
-    data = batches(16)
-    recipe = Recipe(optimizer="sgd", grid=(1e-4, 1e-3, 1e-2), epochs=1, schedule="constant")
-    chosen = train(data, recipe, data, output=tmp_path)
-    steps = []
-    count_calls(monkeypatch, EnsembleLearner, "update", lambda: steps.append(1))
-    fewer = train(data, replace(recipe, grid=(1e-4, 1e-2)), data, output=tmp_path)
-    alone = train(data, replace(recipe, grid=(), learning_rate=1e-2), data, output=tmp_path)
-    assert not steps
-    assert same(fewer, alone)
-    assert same(fewer, chosen) == ("learning rate 0.01" in chosen.metadata.history[-1])
-
-
 TWICE = replace(RECIPE, epochs=2)
 
 
@@ -130,18 +104,6 @@ def test_members_and_seeds_have_augmentations_of_their_own():
     assert not same(first, second)
     assert not same(first, train(source, replace(TWICE, seed=7)))
     assert same(second, train(source, TWICE, index=1))
-
-
-def test_what_was_set_before_makes_no_difference_and_is_put_back():
-    source = own_batches()
-    expected = train(source, TWICE)
-    source.set_epoch(5)
-    source.set_stream(11)
-    assert same(expected, train(source, TWICE, validation=source))
-    with restored(source):
-        begin_epoch(source, 3, 4)
-        assert (source.epoch, source.stream) == (3, 4)
-    assert (source.epoch, source.stream) == (5, 11)
 
 
 class Deadly(Stopping):
@@ -208,15 +170,6 @@ def test_wherever_text_tuning_stops_it_goes_on_exactly(tmp_path):
         text_run(folder, train_image_projection=False)
 
 
-def test_a_stop_during_validation_loses_nothing(tmp_path):
-    data = batches(24)  # 3 batches: validations read 1 (digest), 2 to 4, 5 to 7, 8 to 10
-    recipe = replace(PLAIN, steps=8, evaluate_every=3)
-    for fatal in (5, 6):
-        with pytest.raises(KeyboardInterrupt):
-            train(data, recipe, Stopping(data, fatal), output=tmp_path)
-    assert same(train(data, recipe, data), train(data, recipe, Stopping(data), output=tmp_path))
-
-
 ADAMW = replace(PLAIN, optimizer="adamw", learning_rate=0.01)
 
 
@@ -260,20 +213,6 @@ def test_a_damaged_state_or_result_is_noticed(stopped):
     assert not state.exists()
     assert same(expected, damaged(result))
     assert same(expected, train(Stopping(batches(), 1), ADAMW, output=stopped))  # finished: only the digest reads
-
-
-def test_one_training_at_a_time_works_in_a_folder(tmp_path, monkeypatch):
-    refused = []
-
-    def ask():
-        if not refused:
-            with pytest.raises(StorageError, match="another process"):
-                train(batches(), PLAIN, output=tmp_path)
-            refused.append(True)
-
-    count_calls(monkeypatch, EnsembleLearner, "update", ask)
-    assert same(train(batches(), PLAIN, output=tmp_path), train(batches(), PLAIN))
-    assert refused
 
 
 def test_a_loss_that_is_not_finite_names_its_batch(tmp_path):

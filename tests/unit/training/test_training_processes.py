@@ -65,20 +65,6 @@ def test_processes_that_were_given_different_things_say_so(other):
             refused.result()
 
 
-def test_processes_whose_data_are_others_in_every_reading_train_together():
-    """Augmentations that no seed controls, as by a user's own generator, do not count as different data."""
-
-    class Changing(list):
-        readings = 0
-
-        def __iter__(self):
-            self.readings += 1
-            changed = self.readings / 1000 + int(os.environ["RANK"])
-            return ((images + changed, labels) for images, labels in super().__iter__())
-
-    assert launch(lambda: finetune(tiny(), Changing(batches(32, 4)), RECIPE, device="cpu", progress=False)) == [0, 0]
-
-
 def test_a_training_on_a_loader_that_is_split_already_goes_on_in_its_folder(tmp_path):
     """Each process has its own part of the data; the folder is identified by the first process's part."""
 
