@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .prediction import Prediction as Prediction
     from .preprocessing import ImagePreprocessing as ImagePreprocessing
     from .preprocessing import TextPreprocessing as TextPreprocessing
+    from .promise import Promise as Promise
+    from .promise import certify as certify
     from .report.compare import compare as compare
     from .report.html import write_report as write_report
     from .serve.export import export as export
@@ -73,6 +75,7 @@ _NAMES = {
     "pipeline.settings": "HydraConfig",
     "prediction": "Prediction",
     "preprocessing": "ImagePreprocessing TextPreprocessing",
+    "promise": "Promise certify",
     "report.compare": "compare",
     "report.html": "write_report",
     "serve.export": "export",

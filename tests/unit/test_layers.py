@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "hydra_ensembles"
 LAYERS = (
     "errors files settings store _utils _distributed",
-    "batches digest metrics preprocessing prediction",
+    "batches digest metrics preprocessing prediction promise",
     "model model_card checkpoint",
     "heads fuse convert",
     "circuit training familiarity calibrate baselines optimize data",
