@@ -195,9 +195,8 @@ class Curve:
     def rows_for(self, risk: float, level: float | None) -> int | None:
         """About how many rows with the same share of errors at every confidence would certify a risk; None if none."""
         rows = len(self.errors)
-        sizes = sorted({round(rows * 1.1**step) for step in range(200) if rows * 1.1**step <= _MOST_ROWS})
-        places = range(len(sizes))
-        found = bisect_left(places, True, key=lambda place: bool(self._grown(sizes[place]).most(risk, level)))
+        sizes = [size for step in range(60) if (size := math.ceil(rows * 1.1**step)) <= _MOST_ROWS]
+        found = bisect_left(sizes, True, key=lambda size: bool(self._grown(size).most(risk, level)))
         return sizes[found] if found < len(sizes) else None
 
     def _grown(self, rows: int) -> "Curve":
@@ -272,12 +271,10 @@ def rows_needed(risk: float, level: float | None) -> int:
 
 def best_risk(curve: Curve, level: float | None) -> float | None:
     """The smallest risk of two digits that these rows can promise; None from one half."""
-    for risk in (digits * 10.0**power for power in (-5, -4, -3, -2) for digits in range(10, 100)):
-        if risk >= 0.5:
-            return None
-        if curve.most(risk := float(f"{risk:.2g}"), level):
-            return risk
-    return None
+    risks = [float(f"{digits}e{power}") for power in (-5, -4, -3, -2) for digits in range(10, 100)]
+    risks = [risk for risk in risks if risk < 0.5]
+    found = bisect_left(risks, True, key=lambda risk: bool(curve.most(risk, level)))
+    return risks[found] if found < len(risks) else None
 
 
 def _too_few(curve: Curve, risk: float, level: float | None) -> str:
