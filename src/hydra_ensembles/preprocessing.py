@@ -4,8 +4,7 @@ import html
 import re
 import string
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -149,8 +148,7 @@ class TextPreprocessing(Checked):
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
         cleaned = [self._cleaned(text, f"text {index}") for index, text in enumerate(batch)]
-        with _tokenizing():
-            encodings = _tokenizer(self).encode_batch(cleaned)
+        encodings = _tokenizer(self).encode_batch(cleaned)
         rows = {"input_ids": [encoding.ids for encoding in encodings]}
         if self.attention_mask:
             rows["attention_mask"] = [encoding.attention_mask for encoding in encodings]
@@ -197,26 +195,12 @@ def _items(inputs: Any, *single: type) -> list[Any]:
 @lru_cache(maxsize=8)
 def _tokenizer(settings: TextPreprocessing) -> Any:
     """Parse a `tokenizer.json` once per setting: parsing takes longer than tokenising a batch."""
-    tokenizers = library("tokenizers", extra="text")
-    with _tokenizing():
-        tokenizer = tokenizers.Tokenizer.from_str(settings.tokenizer)
-        side = (tokenizer.truncation or {}).get("direction", "right")  # on which long texts are cut
-        tokenizer.enable_truncation(settings.max_length, direction=side)
-        length = settings.max_length if settings.pad_to_max else None
-        tokenizer.enable_padding(pad_id=settings.pad_id, pad_token=settings.pad_token, length=length)
+    tokenizer = library("tokenizers", extra="text").Tokenizer.from_str(settings.tokenizer)
+    side = (tokenizer.truncation or {}).get("direction", "right")  # on which long texts are cut
+    tokenizer.enable_truncation(settings.max_length, direction=side)
+    length = settings.max_length if settings.pad_to_max else None
+    tokenizer.enable_padding(pad_id=settings.pad_id, pad_token=settings.pad_token, length=length)
     return tokenizer
-
-
-@contextmanager
-def _tokenizing() -> Iterator[None]:
-    """Turn errors of the tokenizers library, whose panics do not derive from `Exception`, into a `ConfigError`."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        advice = "save or download the model again, or update the library tokenizers"
-        raise ConfigError(f"this tokenizer cannot be used: {error}; {advice}") from error
 
 
 # --- images of any mode --------------------------------------------------------------------------------------
@@ -264,9 +248,7 @@ def _is_rotated(image: "Image") -> bool:
 
 # --- cleaning texts ------------------------------------------------------------------------------------------
 
-_ENTITY = re.compile(r"&#?[0-9A-Za-z]{1,24};")
 _TERMINAL_ESCAPE = re.compile("\x1b\\[[0-9;]*[a-zA-Z]")
-_LINE_BREAK = re.compile("\r\n|[\r\u2028\u2029\x85]")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CONTROLS = (*range(0x09), 0x0B, *range(0x0E, 0x20), 0x7F, *range(0x206A, 0x2070), *range(0xFFF9, 0xFFFD), 0xFEFF)
 _REPAIRS: dict[int, str | None] = {
@@ -288,31 +270,9 @@ def clean_text(text: str, cleaning: TextCleaning) -> str:
     """
     if cleaning == "none":
         return text
-    text = html.unescape(html.unescape(_repair(text))).strip()
+    text = _TERMINAL_ESCAPE.sub("", html.unescape(html.unescape(text)))
+    text = unicodedata.normalize("NFC", text.translate(_REPAIRS))
     if cleaning == "canonicalize":
         text = text.replace("_", " ").translate(_PUNCTUATION)
     text = " ".join(text.split())
     return text if cleaning == "whitespace" else text.lower()
-
-
-def _repair(text: str) -> str:
-    """Repair line by line; entities are left alone from the first line with a `<` on."""
-    unescape, lines = True, []
-    for line in re.split(r"(?<=\n)", text):
-        unescape = unescape and "<" not in line
-        before = None
-        while line != before:  # one repair may expose another
-            before = line
-            line = _ENTITY.sub(_unescape, line) if unescape else line
-            line = _LINE_BREAK.sub("\n", _TERMINAL_ESCAPE.sub("", line).translate(_REPAIRS))
-            # surrogate pairs become the character they encode, lone ones the replacement character
-            line = line.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-            line = unicodedata.normalize("NFC", line)
-        lines.append(line)
-    return "".join(lines)
-
-
-def _unescape(entity: re.Match[str]) -> str:
-    """The character an entity stands for; unknown entities are returned unchanged."""
-    character = html.unescape(entity.group())
-    return entity.group() if ";" in character and len(character) > 1 else character

@@ -15,7 +15,7 @@ from ..model.layers import OurModel, linear
 from ..model.metadata import Metadata
 from ..model.stem_readout import Projections
 from ..preprocessing import TextPreprocessing
-from . import clip, timm_torchvision, transformers, transformers_text
+from . import clip, timm_torchvision, transformers
 from .compare import ModelPair, require_same_answers
 from .core import (
     MERGE,
@@ -30,13 +30,12 @@ from .core import (
     translate,
 )
 from .declared import Declaration, read_declaration
-from .processors import is_for_images, size_of_images, with_processor
-from .transformers_text import opened
+from .processors import part_for, size_of_images, with_processor
+from .transformers import opened
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *timm_torchvision.ARCHITECTURES,
     *transformers.ARCHITECTURES,
-    *transformers_text.ARCHITECTURES,
     *clip.ARCHITECTURES,
 )
 _BY_CLASS: dict[str, Architecture | DualArchitecture] = {name: one for one in ARCHITECTURES for name in one.classes}
@@ -190,11 +189,6 @@ def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> t
     names = tuple(labels)
     if len(names) != classes or not all(isinstance(name, str) and name.strip() for name in names) or _twice(names):
         raise ConversionError(f"labels must be {classes} names that tell the classes apart, got {names[:6]}")
-    if names != theirs and set(names) == set(theirs):
-        raise ConversionError(
-            f"labels are the model's own names in another order ({theirs[:3]}, ...); leave them out, or, if the model "
-            "is wrong, rename its classes afterwards: .with_metadata(labels=...)"
-        )
     return names
 
 
@@ -216,14 +210,11 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any) -> l
     paths = tuple(f"{side}." for side in (dual.image, dual.text) if isinstance(side, str))
     if len(paths) == 2:  # a tower without a path of its own checks all tensors itself
         require_all_used((), [name for name in model.state_dict() if not name.startswith((*paths, *_SCALES))])
-    processors = [] if processor is None else list(processor) if isinstance(processor, list | tuple) else [processor]
     origin = Metadata(source=f"{dual.name} ({qualified_name(model)})", history=(f"converted from {dual.name}",))
-    return [_convert_tower(side, model, origin, processors) for side in (dual.image, dual.text)]
+    return [_convert_tower(side, model, origin, processor) for side in (dual.image, dual.text)]
 
 
-def _convert_tower(
-    side: str | Architecture, model: nn.Module, origin: Metadata, processors: Sequence[Any]
-) -> ModelPair:
+def _convert_tower(side: str | Architecture, model: nn.Module, origin: Metadata, processor: Any) -> ModelPair:
     """Convert one tower without classifier, and the projection that is declared as its classifier."""
     if isinstance(side, str):
         model = model.get_submodule(side)
@@ -232,9 +223,7 @@ def _convert_tower(
     found = Found(side, model)
     config = side.config(found, None)
     state, *_ = translate(found, config)
-    for_images = isinstance(config.stem, PatchStemConfig)
-    processor = next((candidate for candidate in processors if is_for_images(candidate) in (for_images, None)), None)
-    stated = _read_metadata(found, config, processor)
+    stated = _read_metadata(found, config, part_for(isinstance(config.stem, PatchStemConfig), processor))
     metadata = replace(origin, preprocessing=stated.preprocessing, preprocessing_from=stated.preprocessing_from)
     weight, bias = (state.pop(f"readout.classifier.{leaf}", None) for leaf in ("weight", "bias"))
     config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))

@@ -51,7 +51,7 @@ _CANONICAL: dict[str, str] = {  # part → canonical parameter; * for "weight" a
     "pooler": "readout.hidden.*",
     "classifier": "readout.classifier.*",
 }
-_PARTS = {**_CANONICAL, **dict.fromkeys(("attention", "block", "gate"), _BLOCK), "encoder": "", "position": ""}
+_PARTS = (*_CANONICAL, "attention", "block", "gate", "encoder", "position")
 _MASKS = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as in `torch.nn`
 
 
@@ -63,29 +63,19 @@ class Declaration:
 
     Attributes:
         names: Part → where it is in the model: the path of a module or tensor, with `{i}` for the number of the
-            block. A part that the model computes instead of storing (sinusoidal positions) may be given as a tensor.
-            Image models: `patch` (a convolution, or a linear layer on flattened patches), `class_token`,
-            `registers`, `position`. Text models: `words`, `position`, `segments`, `embedding_norm`,
-            `embedding_projection`. Blocks: `norm1`, `qkv` (one path for all three, or a tuple of three), `out`,
-            `norm2`, `up`, `down`, and if present `query_norm`, `key_norm`, `scale1`, `scale2` (LayerScale) and
-            `gate` (GLU); instead of `qkv` and `out`, `attention` names an `nn.MultiheadAttention`; instead of a whole
-            block, `block` names an `nn.TransformerEncoderLayer`; instead of all of them, `encoder` names an
-            `nn.TransformerEncoder`. After the blocks: `norm`, `pooler`, `classifier`.
-        heads: Attention heads of a block; not needed for modules from `torch.nn`.
+            block, a tuple of three paths for separate queries, keys and values, or a tensor that the model computes
+            instead of storing. docs/how-to/own_model.md lists the parts; `encoder`, `block` and `attention` stand for
+            all parts of a module from `torch.nn`.
+        heads: Attention heads of a block; not needed for modules from `torch.nn`, as are `norm_first` (default True),
+            `activation` (default `"gelu"`) and the epsilon of the norms.
         head_layout: How the rows of `qkv` are ordered, outermost first: `"qkv h d"` (all queries, all keys, all values)
-            or any other order of the three; without `qkv` if there are three tensors.
+            or any other order of the three.
         attention_scale: What scores are multiplied by, if not by one over the square root of the head width.
-        norm_first: Pre-norm (True, usual for images) or post-norm; read from a `block` or `encoder`.
-        activation: Activation of the MLP, by default `"gelu"`; read from a `block` or `encoder`.
-        pool: What is classified: the first token (`"cls"`), the mean of the patches or tokens (`"mean"`), both
-            (`"cls_mean"`), or the last token (`"last"`).
-        pool_prefix: Whether the mean includes class token and registers.
+        pool: What is classified: the first token (`"cls"`), the mean of the patches or tokens (`"mean"`; `pool_prefix`:
+            with class token and registers), both (`"cls_mean"`), or the last token (`"last"`).
         norm_after_pool: Whether `norm` comes after the pooling instead of before.
-        norm_kind: `"layer"` or `"rms"`, for norms that are not from `torch.nn`.
-        norm_eps: Epsilon of the norms of a block, if these are not from `torch.nn`.
-        pooler_activation: Activation after `pooler`.
+        norm_kind: `"layer"` or `"rms"`, for norms that are not from `torch.nn`; `norm_eps` is then needed, too.
         image_size: Height and width of the images, or one number for both; by default that of the preprocessing.
-        resample: How positions are resampled for images of other sizes, as in `F.interpolate`.
         patch_order: How a linear layer flattens a patch: `"chw"` or `"hwc"`.
         embedding_scale: What word embeddings are multiplied by (often the square root of the width).
         rotary: Base of rotary positions (usually 10000), if queries and keys are rotated; for images, whose rows and
@@ -144,18 +134,12 @@ class Declaration:
     masked: bool | None = None
 
     def __post_init__(self) -> None:
-        for part, place in self.names.items():
+        for part in self.names:
             if part not in _PARTS:
                 meant = perhaps_meant(str(part), _PARTS)
                 raise ConfigError(f"names has no part {part!r}{meant}; there are {', '.join(_PARTS)}")
-            for path in paths(place):
-                if ("{i}" in path) != ("{i}" in _PARTS[part]):
-                    needs = "needs {i} for the number of the block" if "{i}" in _PARTS[part] else "exists once: no {i}"
-                    raise ConfigError(f"names[{part!r}] is {path!r}, but this part {needs}")
         if ("patch" in self.names) == ("words" in self.names):
             raise ConfigError("names must have either patch (a model for images) or words (a model for text)")
-        if sorted(self.head_layout.replace("qkv", "").split()) != ["d", "h"]:
-            raise ConfigError(f"head_layout is {self.head_layout!r}; order qkv, h and d, as in 'qkv h d'")
 
 
 def paths(place: Place) -> tuple[str, ...]:
@@ -166,42 +150,30 @@ def paths(place: Place) -> tuple[str, ...]:
 # --- how a model is called -----------------------------------------------------------------------------------
 
 
-def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(type(model).forward).parameters
-    except (TypeError, ValueError):  # compiled code has none
-        return {}
-
-
 def _is_masked(declaration: Declaration, model: nn.Module) -> bool:
     """Whether a text model knows which tokens are padding."""
-    if declaration.masked is not None:
-        return declaration.masked
-    arguments = _arguments(model)
-    if declaration.answer is not None or any(name in arguments for name in ("attention_mask", *_MASKS)):
-        return True
-    unknown = [name for name in arguments if "mask" in name]
-    if unknown and "words" in declaration.names:
-        advice = "say with answer= how the model is called, or masked=False if it never sees padding"
-        raise ConversionError(f"forward takes {unknown[0]}, which may say what is padding; {advice}")
-    return False
+    arguments = inspect.signature(model.forward).parameters
+    if declaration.masked is None and declaration.answer is None and not {"attention_mask", *_MASKS} & arguments.keys():
+        unknown = [name for name in arguments if "mask" in name]
+        if unknown and "words" in declaration.names:
+            advice = "say with answer= how the model is called, or masked=False if it never sees padding"
+            raise ConversionError(f"forward takes {unknown[0]}, which may say what is padding; {advice}")
+        return False
+    return declaration.masked is not False
 
 
 def _called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> Tensor:
     """Call a model as the declaration says, or by the arguments of its `forward`, and return its logits."""
     if declaration.answer is not None:
-        output: Any = declaration.answer(model, inputs)
-    else:
-        arguments, (main, *extra) = _arguments(model), inputs.items()
-        keywords = {name: tensor for name, tensor in extra if name in arguments}
-        padding = next((name for name in _MASKS if name in arguments), None)
-        if padding is not None and "attention_mask" in inputs:
-            keywords[padding] = inputs["attention_mask"] == 0
-        output = model(main[1], **keywords)
-        output = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if not isinstance(output, Tensor):
-        raise TypeError(f"it returns a {type(output).__name__}; say with answer= where its logits [B, C] are")
-    return output
+        return declaration.answer(model, inputs)
+    arguments, (main, *extra) = inspect.signature(model.forward).parameters, inputs.items()
+    keywords = {name: tensor for name, tensor in extra if name in arguments}
+    padding = next((name for name in _MASKS if name in arguments), None)
+    if padding is not None and "attention_mask" in inputs:
+        keywords[padding] = inputs["attention_mask"] == 0
+    output: Any = model(main[1], **keywords)
+    logits: Tensor = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
+    return logits
 
 
 # --- from a declaration to a table ---------------------------------------------------------------------------
@@ -266,6 +238,7 @@ def _table(declaration: Declaration, tensors: Mapping[str, Tensor]) -> Iterator[
     """Yield canonical names and their sources; a bias that the model does not have is zero."""
     names = declaration.names
     order: core.Order = partial(_order, declaration)
+    like = next(tensor for tensor in tensors.values() if tensor.is_floating_point())
 
     def weight_of(part: str, path: str) -> str:
         """Return the name of the tensor that a path denotes: a tensor itself, or the weight of a module."""
@@ -295,7 +268,7 @@ def _table(declaration: Declaration, tensors: Mapping[str, Tensor]) -> Iterator[
         if part == "gate":
             continue
         if isinstance(place, Tensor):  # computed by the model, which does not store it
-            yield weight, Source((), lambda read, shape, given=place: _first_rows([given], shape))  # type: ignore[misc]
+            yield weight, Source((), lambda read, shape, given=place.to(like): _first_rows([given], shape))  # type: ignore[misc]
             continue
         gated = [weight_of("gate", str(names["gate"]))] if part == "up" and "gate" in names else []
         found = [*gated, *(weight_of(part, path) for path in paths(place))]

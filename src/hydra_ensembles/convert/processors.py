@@ -31,7 +31,7 @@ def with_processor(metadata: Metadata, processor: Any, config: EnsembleConfig, m
     """Set preprocessing and its origin in the metadata of a model from a processor, if one was given."""
     if processor is None:
         return metadata
-    part = _part_for(config.stem, processor)
+    part = part_for(isinstance(config.stem, PatchStemConfig), processor) or processor
     if hasattr(part, "backend_tokenizer") and isinstance(config.stem, TextStemConfig):
         _warn_of_another_tokenizer(part, config, getattr(model, "config", None))
     origin = f"the {type(part).__name__} that was given"
@@ -40,7 +40,7 @@ def with_processor(metadata: Metadata, processor: Any, config: EnsembleConfig, m
 
 def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> ImagePreprocessing | TextPreprocessing:
     """Read the preprocessing that turns raw inputs into tensors for a stem; raise if it does not fit the stem."""
-    processor = _part_for(stem, processor)
+    processor = part_for(isinstance(stem, PatchStemConfig), processor) or processor
     if isinstance(stem, TextStemConfig):
         text = _read_tokenizer(processor, stem)
         if text.max_length > stem.max_tokens:
@@ -59,39 +59,25 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
     return image
 
 
-def is_for_images(processor: Any) -> bool | None:
-    """Whether a processor reads images; None for one of both kinds, False (as for a tokenizer) if unknown."""
-    if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
-        return None
-    theirs = any(hasattr(processor, name) for name in ("image_mean", "crop_size", "transforms"))
-    return theirs or isinstance(processor, ImagePreprocessing)
+def part_for(images: bool, processor: Any) -> Any:
+    """Return what reads images, or else texts, of one processor, one of both kinds, or several; None if nothing does."""
+    for one in processor if isinstance(processor, list | tuple) else [processor]:
+        if hasattr(one, "image_processor") and hasattr(one, "tokenizer"):
+            return one.image_processor if images else one.tokenizer
+        theirs = any(hasattr(one, name) for name in ("image_mean", "crop_size", "transforms"))
+        if images == (theirs or isinstance(one, ImagePreprocessing)):
+            return one
+    return None
 
 
 def size_of_images(processor: Any) -> tuple[int, int] | None:
     """Return the image height and width given by a processor; None if it does not."""
-    processor = processor.image_processor if is_for_images(processor) is None else processor
-    return _read_image_processor(processor).size if is_for_images(processor) else None
-
-
-def _part_for(stem: PatchStemConfig | TextStemConfig, processor: Any) -> Any:
-    """Return the part for this stem of a processor of both kinds."""
-    if is_for_images(processor) is not None:
-        return processor
-    return processor.tokenizer if isinstance(stem, TextStemConfig) else processor.image_processor
+    part = part_for(True, processor)
+    return None if part is None else _read_image_processor(part).size
 
 
 def _unread(processor: Any, kind: str, problem: str = "is not read as preprocessing") -> ConversionError:
     return ConversionError(f"a {qualified_name(processor)} {problem}; for {kind}s give {_ACCEPTED[kind]}")
-
-
-def _run(processor: Any, *inputs: Any, **settings: Any) -> Any:
-    """Run a user's processor, which may raise anything, on an example: a tensor, or several by name."""
-    try:
-        output = processor(*inputs, **settings)
-        return output if isinstance(output, Mapping) else torch.as_tensor(output)
-    except Exception as error:
-        problem = f"cannot prepare a small example ({type(error).__name__}: {error})"
-        raise ConversionError(f"a {qualified_name(processor)} {problem}; repair it") from error
 
 
 # --- tokenizers ----------------------------------------------------------------------------------------------
@@ -106,9 +92,6 @@ def _warn_of_another_tokenizer(tokenizer: Any, config: EnsembleConfig, theirs: A
         ours, given = getattr(theirs, name, None), getattr(tokenizer, name, None)
         if stem.norm and None not in (ours, given) and ours != given:
             signs.append(f"its {name} is {given}, in the model's configuration {ours}")
-    first = tokenizer("a")["input_ids"][:1]
-    if config.readout.pool == "cls" and stem.norm and not set(first) <= set(tokenizer.all_special_ids):
-        signs.append("it begins a text with no special token, which is what the model classifies")
     if signs:
         warn(f"the tokenizer may be that of another model: {'; '.join(signs)}; give the one the model was trained with")
 
@@ -123,11 +106,11 @@ def _read_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
         length, cleaning = int(processor.context_length), _cleaning(processor)
         settings: Any = {"max_length": length, "pad_to_max": True, "attention_mask": False, "segments": False}
         read = replace(_read_fast_tokenizer(processor.tokenizer, stem), cleaning=cleaning, **settings)
-        return _proven(processor, read, {"input_ids": _run(processor, _TEXTS)})
+        return _proven(processor, read, {"input_ids": processor(_TEXTS)})
     if hasattr(processor, "backend_tokenizer"):
         read = _read_fast_tokenizer(processor, stem)
         settings = {"padding": True, "truncation": True, "max_length": read.max_length, "return_tensors": "pt"}
-        return _proven(processor, read, _run(processor, _TEXTS, **settings))
+        return _proven(processor, read, processor(_TEXTS, **settings))
     raise _unread(processor, "text")
 
 
@@ -231,10 +214,8 @@ def _read_image_processor(processor: Any) -> ImagePreprocessing:
     for size in ((2 * read.size[0] + 1, 3 * read.size[1]), (81, 53)):  # larger than what is read, and smaller
         noise = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
         picture = library("PIL.Image", extra="data").fromarray(noise).convert("L" if len(read.mean) == 1 else "RGB")
-        if hasattr(processor, "image_mean"):
-            theirs = torch.as_tensor(_run(processor, picture, return_tensors="pt")["pixel_values"])
-        else:
-            theirs = _run(processor, picture)[None]  # [1, C, H, W]
+        named = hasattr(processor, "image_mean")
+        theirs = processor(picture, return_tensors="pt")["pixel_values"] if named else processor(picture)[None]
         ours, levels = read(picture), 255 * torch.tensor(read.std).view(-1, 1, 1)
         if ours.shape != theirs.shape or ((ours - theirs.to(ours)) * levels).abs().mean() > _LEVELS:
             raise _unread(processor, "image", "produces different pixels than its settings say, by rules of its own")
@@ -268,15 +249,13 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
             "give height and width, or shortest_edge with do_center_crop and a crop_size"
         )
     resized = (size["height"], size["width"]) if squash else pair(size["shortest_edge"])
-    scale = 255.0 * float(processor.rescale_factor) if processor.do_rescale else 255.0  # relative to pixels in [0, 1]
-    scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
     return _image_preprocessing(
         resized,
         (crop["height"], crop["width"]) if crop else resized,
         squash,
         processor.resample,
-        mean=_channels(processor.image_mean if processor.do_normalize else 0.0, scale),
-        std=_channels(processor.image_std if processor.do_normalize else 1.0, scale),
+        mean=_channels(processor.image_mean),
+        std=_channels(processor.image_std),
         crop_corner="floor",
     )
 
@@ -302,7 +281,6 @@ def _named_sides(size: Any) -> dict[str, int]:
     return {name: int(value) for name, value in sides.items() if value is not None}
 
 
-def _channels(values: Any, scale: float = 1.0) -> tuple[float, ...]:
+def _channels(values: Any) -> tuple[float, ...]:
     """Return a mean or standard deviation per channel, for pixels in [0, 1]."""
-    several = [values] * 3 if isinstance(values, int | float) else list(values)
-    return tuple(float(value) / scale for value in several)
+    return tuple(map(float, [values] * 3 if isinstance(values, int | float) else values))
