@@ -7,12 +7,10 @@ import torch
 from torch import nn
 
 import hydra_ensembles as he
-from circuit_models import Problem, evidence
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.heads.masking import existing_heads
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import SHARED, shared
-from studies.weights import DINOV2, minilm, minilm_folder, pretrained, tokenizer
+from studies.weights import DINOV2, minilm, minilm_folder
 from zero_shot_models import relative_error
 
 
@@ -81,50 +79,3 @@ def test_logits_of_minilm_for_tokens_and_strings_padded_or_not(minilm_and_tokeni
     preprocessing = ensemble.metadata.preprocessing
     assert preprocessing.max_length == 512
     assert relative_error(ensemble(preprocessing(sentences))[0], expected) < 1e-5
-
-
-@torch.no_grad()
-def fit_classifier(model: he.Ensemble, inputs: Any, labels: torch.Tensor) -> he.Ensemble:
-    """Least squares on the features of other samples, so that predictions are meaningful but not all right."""
-    features = model.features(inputs)[0]
-    if model.readout.hidden is not None:
-        features = torch.tanh(model.readout.hidden(features[None])[0])
-    targets = 8 * nn.functional.one_hot(labels, model.num_classes).double()
-    ridge = features.T @ features + 8 * features.square().mean() * torch.eye(features.shape[1], dtype=features.dtype)
-    model.readout.classifier.weight.copy_(torch.linalg.solve(ridge, features.T @ targets).T[None])
-    return model
-
-
-@pytest.fixture
-def dinov2_on_cifar10() -> Problem:
-    shared(str(DINOV2))
-    preprocess, known = of_size(42), "images/cifar10/test.parquet"
-
-    def doubled(images: Any) -> torch.Tensor:
-        return preprocess(images).double()
-
-    model = pretrained(SHARED, "dinov2_vits14", 42, tuple("0123456789")).double()
-    fitted = fit_classifier(model, *samples(known, doubled, 500))
-    return Problem(fitted, [samples(known, doubled)], [samples("images/tinyimagenet/validation.parquet", doubled, 100)])
-
-
-@pytest.fixture
-def minilm_on_sst2(minilm_and_tokenizer: Any) -> Problem:
-    tokens, known = tokenizer(SHARED, 12), "text/sst2/validation.parquet"
-    model = pretrained(SHARED, "all_minilm_l6_v2", 0, ("negative", "positive")).double()
-    fitted = fit_classifier(model, *samples(known, tokens, 500))
-    return Problem(fitted, [samples(known, tokens)], [samples("text/ag_news/validation.parquet", tokens)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dinov2_on_cifar10", "minilm_on_sst2"])
-def test_exact_circuits_of_the_last_two_layers_are_the_naive_ones(name: str, request: pytest.FixtureRequest) -> None:
-    """Half of the heads (of MiniLM's, three in four) are removed at the start, to save the naive method time."""
-    problem: Problem = request.getfixturevalue(name)
-    model = problem.model
-    layers = range(model.num_layers - 2, model.num_layers)
-    off = [head for head in existing_heads(model.config, layers) if head.head % (model.num_heads // 3)]
-    for score, budget in (("acc", 1), ("ood", 1), ("avg", 2)):
-        settings: dict[str, Any] = {"score": score, "budget": budget, "layers": layers, "removed": off}
-        exact, naive = (evidence(problem.extract(method=method, **settings)) for method in ("exact", "naive"))
-        assert exact == naive

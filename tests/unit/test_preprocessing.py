@@ -148,5 +148,3 @@ def test_texts_that_cannot_be_read_are_refused() -> None:
     for text, token in (("", "text 1.*no tokens"), ("a \ud83d b", "surrogate"), (("a", 3), "text 1 is a tuple")):
         with pytest.raises(DataError, match=token):
             texts(["hello", text])  # type: ignore[list-item]
-    repaired = TextPreprocessing(max_length=5, tokenizer=TOKENIZER, cleaning="whitespace")
-    assert repaired("hello \ud83d")["input_ids"].tolist() == [[1, 0]]  # as open_clip reads it

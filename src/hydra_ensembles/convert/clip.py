@@ -10,13 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from .._utils import library
-from ..errors import ConversionError
 from ..model.config import EncoderConfig, EnsembleConfig, Pool, ReadoutConfig
 from ..model.metadata import Metadata
-from ..preprocessing import ImagePreprocessing
 from . import core, timm_torchvision
 from .core import Architecture, DualArchitecture, Found, NamedTensors, Weights, below, block, either, pair
-from .processors import read_open_clip_tokenizer
+from .processors import read_open_clip_tokenizer, with_images_of
 from .transformers import metadata_of_classifier, read_classifier, read_encoder
 
 # --- transformers: CLIP and MetaCLIP 2 --------------------------------------------------------------------------
@@ -72,10 +70,7 @@ def _clip_image_config(found: Found, num_labels: int | None) -> EnsembleConfig:
 def _clip_text_config(found: Found, num_labels: int | None) -> EnsembleConfig:
     config = getattr(found.model.config, "text_config", found.model.config)
     stem, encoder = found.text_stem(), read_encoder(found, config, causal=True)
-    end, words = config.eos_token_id, stem.vocabulary
-    if not isinstance(end, int) or not 0 <= end < words:
-        problem = f"its eos_token_id, at which texts are read, is {end!r}, but the vocabulary has {words} tokens"
-        raise ConversionError(f"{problem}; set that of its tokenizer in the configuration, and build the model anew")
+    end = config.eos_token_id
     legacy = end == _LEGACY_EOS and type(found.model).__name__.startswith("CLIP")
     eot, classifier = None if legacy else end, found.classifier(num_labels)
     readout = ReadoutConfig("eot", norm="tokens", norm_eps=encoder.norm_eps, eot_token=eot, **classifier)
@@ -150,8 +145,6 @@ def _siglip_image_config(found: Found, num_labels: int | None) -> EnsembleConfig
     readout = ReadoutConfig("mean", norm_eps=encoder.norm_eps, **read_classifier(found, num_labels))
     if hasattr(found.model, "classifier"):  # it reads the mean of the patches: attention pooling is not used
         return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
-    if not getattr(config, "vision_use_head", True):
-        raise core.refuse("it has no attention pooling for images (vision_use_head), so it has no features")
     sizes = {"map_heads": encoder.heads, "map_mlp_width": encoder.mlp_width}
     readout = replace(readout, pool="map", map_activation=encoder.activation, **sizes)  # type: ignore[arg-type]
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
@@ -198,8 +191,6 @@ _SIGLIP_DUAL = DualArchitecture(
 
 # --- open_clip -------------------------------------------------------------------------------------------------
 
-_MEAN = (0.48145466, 0.4578275, 0.40821073)  # open_clip's default normalisation
-_STD = (0.26862954, 0.26130258, 0.27577711)
 _VOCABULARY = 49408  # size of the vocabulary that OpenAI's CLIP and its successors share
 
 _OPEN_LAYERS: Weights = below(
@@ -280,23 +271,13 @@ def _open_encoder(found: Found, causal: bool = False) -> EncoderConfig:
 
 
 def _open_image_metadata(model: Any) -> Metadata:
-    """Preprocessing that open_clip itself would use; empty if it pads images, which is not supported."""
-    cfg: dict[str, Any] = dict(getattr(model, "preprocess_cfg", None) or {})
-    mode = cfg.get("resize_mode") or "shortest"
-    if mode not in ("shortest", "squash"):
-        return Metadata()
-    mean = cfg.get("mean") or getattr(model, "image_mean", None) or _MEAN
-    std = cfg.get("std") or getattr(model, "image_std", None) or _STD
-    size = pair(cfg.get("size") or model.image_size)
-    bilinear = cfg.get("interpolation") == "bilinear" and (mode == "squash" or size[0] == size[1])  # else their default
-    preprocessing = ImagePreprocessing(
-        size=size,
-        mean=tuple(float(value) for value in mean),
-        std=tuple(float(value) for value in std),
-        interpolation="bilinear" if bilinear else "bicubic",
-        resize_mode="squash" if mode == "squash" else "shortest",
-    )
-    return Metadata(preprocessing=preprocessing, preprocessing_from="open_clip's preprocess_cfg of the model")
+    """Preprocessing that open_clip itself would use; empty if it cannot be reproduced."""
+    library("open_clip", extra="open-clip")
+    from open_clip.model import get_model_preprocess_cfg
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    transform = image_transform_v2(PreprocessCfg(**get_model_preprocess_cfg(model)), is_train=False)
+    return with_images_of(transform, Metadata(), "open_clip's preprocess_cfg of the model")
 
 
 def _open_text_metadata(model: Any) -> Metadata:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._utils import evaluation_mode, torch_seeded
 from ..errors import ConversionError
@@ -166,12 +166,11 @@ def _texts(pair: ModelPair, stem: TextStemConfig, generator: torch.Generator) ->
 
 
 def _padding(pair: ModelPair, stem: TextStemConfig) -> int:
-    """Return the padding id according to the position table, the tokenizer or the word embeddings; 0 if none says."""
+    """Return the padding id according to the position table or the tokenizer; 0 if neither says."""
     texts = pair.ensemble.metadata.preprocessing
-    known = [stem.positions_after, texts.pad_id if isinstance(texts, TextPreprocessing) else None]
-    tables = [module for module in pair.found.model.modules() if isinstance(module, nn.Embedding)]
-    known += [table.padding_idx for table in tables if table.num_embeddings == stem.vocabulary]
-    return next((one for one in known if one is not None), 0)
+    if stem.positions_after is not None:
+        return stem.positions_after
+    return texts.pad_id if isinstance(texts, TextPreprocessing) else 0
 
 
 def _shapes(inputs: NamedTensors) -> dict[str, list[int]]:

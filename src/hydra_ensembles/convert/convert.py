@@ -23,7 +23,6 @@ from .core import (
     Architecture,
     DualArchitecture,
     Found,
-    dropout_rate,
     prefix_errors,
     qualified_name,
     require_all_used,
@@ -44,9 +43,7 @@ _SCALES = ("logit_scale", "logit_bias")
 # Why common models have no table, by a word in the qualified name of their class.
 _REASONS = {
     "swin": "its tokens are merged and its width changes from stage to stage",
-    **dict.fromkeys(("resnet", "convnext", "efficientnet"), "it has no attention heads"),
     **dict.fromkeys(("deberta", "beit", "mpnet", "t5"), "its attention depends on relative positions"),
-    **dict.fromkeys(("gpt", "llama", "qwen"), "it is a decoder, whose tokens see only earlier ones"),
     "peft.": f"it is wrapped in adapters. {MERGE}",
     "ForMaskedLM": "its head has another task; convert model.base_model, with num_labels=",
 }
@@ -141,7 +138,7 @@ def _converted(
 ) -> ModelPair:
     """Convert a model, without comparing answers."""
     found = Found(architecture, model)
-    config = _with_dropout(architecture.config(found, num_labels), found)
+    config = architecture.config(found, num_labels)
     state, fresh, frozen = translate(found, config, may_be_fresh=num_labels is not None)
     stated = _read_metadata(found, config, processor)
     line = f"converted from {architecture.name}" + f", with a new classifier of {num_labels} classes" * fresh
@@ -155,18 +152,6 @@ def _converted(
     for name in frozen:
         ensemble.get_parameter(name).requires_grad_(False)
     return ModelPair(found, ensemble, fresh)
-
-
-def _with_dropout(config: EnsembleConfig, found: Found) -> EnsembleConfig:
-    """Add the dropout of a user's `nn.Sequential(nn.Dropout, nn.Linear)` in place of a classifier."""
-    source = found.source("readout.classifier.weight")
-    place = "" if source is None else source.names[0].rpartition(".")[0].rpartition(".")[0]
-    behind: Any = found.model.get_submodule(place) if found.has("readout.classifier.weight") else None
-    if not found.architecture.classes or type(behind) is not nn.Sequential:
-        return config
-    site = "dropout" if config.readout.hidden is None else "hidden_dropout"
-    rate, more = getattr(config.readout, site), dropout_rate(behind[0])
-    return replace(config, readout=replace(config.readout, **{site: rate + more - rate * more}))
 
 
 def _read_metadata(found: Found, config: EnsembleConfig, processor: Any) -> Metadata:

@@ -27,7 +27,7 @@ from ..model.config import (
 from . import core
 from .core import Architecture, Found, NamedTensors, Source, concatenated, pair, perhaps_meant, refuse
 
-Place = str | tuple[str, ...] | Tensor
+Place = str | tuple[str, ...]
 _BLOCK = "encoder.layers.{i}"
 _CANONICAL: dict[str, str] = {  # part → canonical parameter; * for "weight" and "bias", else "_bias" is appended
     "patch": "stem.patch",
@@ -63,9 +63,8 @@ class Declaration:
 
     Attributes:
         names: Part → where it is in the model: the path of a module or tensor, with `{i}` for the number of the
-            block, a tuple of three paths for separate queries, keys and values, or a tensor that the model computes
-            instead of storing. docs/how-to/own_model.md lists the parts; `encoder`, `block` and `attention` stand for
-            all parts of a module from `torch.nn`.
+            block, or a tuple of three paths for separate queries, keys and values. docs/how-to/own_model.md lists the
+            parts; `encoder`, `block` and `attention` stand for all parts of a module from `torch.nn`.
         heads: Attention heads of a block; not needed for modules from `torch.nn`, as are `norm_first` (default True),
             `activation` (default `"gelu"`) and the epsilon of the norms.
         head_layout: How the rows of `qkv` are ordered, outermost first: `"qkv h d"` (all queries, all keys, all values)
@@ -86,9 +85,8 @@ class Declaration:
         ignored: Prefixes of names of tensors that do not affect the answer.
         answer: How the model is called: the model and a batch (`pixel_values`, or `input_ids` with `attention_mask`, 1
             at tokens, and `token_type_ids`) in, logits `[B, C]` out. By default the model is called with the images
-            or token ids, and with mask and segments if its `forward` has arguments of these names.
-        masked: Whether a text model knows which tokens are padding; by default yes if `answer` is given or its
-            `forward` takes a mask. If not, it attends to padding, and so does the converted model.
+            or token ids, and with mask and segments if its `forward` has arguments of these names. A text model
+            without any mask attends to padding, and so does the converted model.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -131,7 +129,6 @@ class Declaration:
     dropout: float | None = None
     ignored: tuple[str, ...] = ()
     answer: Callable[[Any, Mapping[str, Tensor]], Tensor] | None = None
-    masked: bool | None = None
 
     def __post_init__(self) -> None:
         for part in self.names:
@@ -143,8 +140,8 @@ class Declaration:
 
 
 def paths(place: Place) -> tuple[str, ...]:
-    """Return the paths of a place; none for a tensor."""
-    return () if isinstance(place, Tensor) else (place,) if isinstance(place, str) else place
+    """Return the paths of a place."""
+    return (place,) if isinstance(place, str) else place
 
 
 # --- how a model is called -----------------------------------------------------------------------------------
@@ -153,13 +150,14 @@ def paths(place: Place) -> tuple[str, ...]:
 def _is_masked(declaration: Declaration, model: nn.Module) -> bool:
     """Whether a text model knows which tokens are padding."""
     arguments = inspect.signature(model.forward).parameters
-    if declaration.masked is None and declaration.answer is None and not {"attention_mask", *_MASKS} & arguments.keys():
-        unknown = [name for name in arguments if "mask" in name]
-        if unknown and "words" in declaration.names:
-            advice = "say with answer= how the model is called, or masked=False if it never sees padding"
-            raise ConversionError(f"forward takes {unknown[0]}, which may say what is padding; {advice}")
-        return False
-    return declaration.masked is not False
+    if declaration.answer is not None or {"attention_mask", *_MASKS} & arguments.keys():
+        return True
+    unknown = [name for name in arguments if "mask" in name]
+    if unknown and "words" in declaration.names:
+        raise ConversionError(
+            f"forward takes {unknown[0]}, which may say what is padding; say how it is called: answer="
+        )
+    return False
 
 
 def _called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> Tensor:
@@ -238,7 +236,6 @@ def _table(declaration: Declaration, tensors: Mapping[str, Tensor]) -> Iterator[
     """Yield canonical names and their sources; a bias that the model does not have is zero."""
     names = declaration.names
     order: core.Order = partial(_order, declaration)
-    like = next(tensor for tensor in tensors.values() if tensor.is_floating_point())
 
     def weight_of(part: str, path: str) -> str:
         """Return the name of the tensor that a path denotes: a tensor itself, or the weight of a module."""
@@ -266,9 +263,6 @@ def _table(declaration: Declaration, tensors: Mapping[str, Tensor]) -> Iterator[
         name = _CANONICAL.get(part, "stem.positions" if "words" in names else "stem.position")
         weight, bias = name.replace("*", "weight"), name.replace("*", "bias") if "*" in name else f"{name}_bias"
         if part == "gate":
-            continue
-        if isinstance(place, Tensor):  # computed by the model, which does not store it
-            yield weight, Source((), lambda read, shape, given=place.to(like): _first_rows([given], shape))  # type: ignore[misc]
             continue
         gated = [weight_of("gate", str(names["gate"]))] if part == "up" and "gate" in names else []
         found = [*gated, *(weight_of(part, path) for path in paths(place))]
@@ -340,8 +334,7 @@ def _config(declared: Declaration, rates: Mapping[str, float], found: Found, num
     embedded: dict[str, Any] = {"dropout": declared.dropout or 0.0}
     if "embedding_norm" in declared.names:
         embedded["norm_kind"], embedded["norm_eps"] = _norm(declared, found, "embedding_norm")
-    given = declared.names.get("position")
-    rows = given.numel() // given.shape[-1] if isinstance(given, Tensor) else found.rows("stem.positions")
+    rows = found.rows("stem.positions")
     if "words" in declared.names:
         most = declared.max_tokens or rows
         if not most or (rows and most > rows):

@@ -59,8 +59,17 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
     return image
 
 
+def with_images_of(transform: Any, metadata: Metadata, origin: str, **exact: Any) -> Metadata:
+    """Add the preprocessing of a library's own transform, or why it cannot be reproduced."""
+    try:
+        read = replace(_read_image_processor(transform), **exact)
+        return replace(metadata, preprocessing=read, preprocessing_from=origin)
+    except ConversionError as error:
+        return replace(metadata, preprocessing_from=str(error))
+
+
 def part_for(images: bool, processor: Any) -> Any:
-    """Return what reads images, or else texts, of one processor, one of both kinds, or several; None if nothing does."""
+    """Return what reads images, or texts, of one processor, one of both kinds, or several; None if nothing does."""
     for one in processor if isinstance(processor, list | tuple) else [processor]:
         if hasattr(one, "image_processor") and hasattr(one, "tokenizer"):
             return one.image_processor if images else one.tokenizer

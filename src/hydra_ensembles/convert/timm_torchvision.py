@@ -1,16 +1,17 @@
 """timm: `VisionTransformer` (ViT, DeiT, DINOv2, CLIP, SigLIP) and `Eva` (EVA-02, DINOv3, PE); torchvision's ViT."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
+from .._utils import library
 from ..model.config import EnsembleConfig, ReadoutConfig, RotaryConfig
 from ..model.metadata import Metadata
-from ..preprocessing import ImagePreprocessing, Interpolation
+from ..preprocessing import ImagePreprocessing
 from . import core
 from .core import Architecture, Found, Source, Weights, activation_of, attention, below, dropout_rate, is_identity, pair
+from .processors import with_images_of
 
 # --- timm ----------------------------------------------------------------------------------------------------
 
@@ -129,34 +130,18 @@ def _eva_attention(model: Any) -> Weights:
 
 
 def _metadata(model: Any) -> Metadata:
+    """Class names, and the preprocessing of timm's own transforms for evaluation, if it can be reproduced."""
+    data = library("timm.data", extra="timm")
     cfg: dict[str, Any] = dict(getattr(model, "pretrained_cfg", None) or {})
+    settings = data.resolve_data_config(pretrained_cfg=cfg)
+    settings["input_size"] = (int(model.patch_embed.proj.in_channels), *pair(model.patch_embed.img_size))
+    name = ".".join(str(cfg[key]) for key in ("architecture", "tag") if cfg.get(key)) or "the model"
+    origin = f"timm's pretrained_cfg of {name}" if cfg.get("mean") else "assumed: timm says nothing of this model"
     labels = tuple(cfg.get("label_names") or ())
-    channels = int(model.patch_embed.proj.in_channels)
-    mean, std = (_per_channel(cfg.get(name) or (0.5, 0.5, 0.5), channels) for name in ("mean", "std"))
-    if mean is None or std is None or channels not in (1, 3):  # grey or RGB images
+    scale = {name: settings[name] for name in ("mean", "std")}  # in the transform they are rounded
+    if settings["input_size"][0] != 3:
         return Metadata(labels=labels)
-    interpolation: Any = cfg.get("interpolation") or "bicubic"
-    crop = cfg.get("crop_mode") or "center"
-    if interpolation not in get_args(Interpolation) or crop not in ("center", "squash"):
-        why = f"timm's crop_mode {crop!r} with interpolation {interpolation!r} is not supported"
-        return Metadata(labels=labels, preprocessing_from=why)
-    size = pair(model.patch_embed.img_size)
-    if crop == "center" and size[0] != size[1]:
-        interpolation = "bilinear"  # in timm's own transforms, whatever the cfg says
-    mode: Any = "squash" if crop == "squash" else "shortest"
-    fraction = float(cfg.get("crop_pct") or 1.0)
-    preprocessing = ImagePreprocessing(size, mean, std, interpolation, crop_fraction=fraction, resize_mode=mode)
-    stated = cfg.get("mean") is not None and cfg.get("std") is not None
-    name = ".".join(str(cfg[key]) for key in ("architecture", "tag") if cfg.get(key))
-    origin = f"timm's pretrained_cfg of {name or 'the model'}" if stated else "assumed: timm says nothing of this model"
-    return Metadata(labels=labels, preprocessing=preprocessing, preprocessing_from=origin)
-
-
-def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...] | None:
-    """Return one value per input channel; None if different values are given for another number of channels."""
-    if len(values) != channels and len(set(values)) > 1:
-        return None
-    return tuple(float(value) for value in values) if len(values) == channels else (float(values[0]),) * channels
+    return with_images_of(data.create_transform(**settings), Metadata(labels=labels), origin, **scale)
 
 
 VISION_TRANSFORMER = Architecture(

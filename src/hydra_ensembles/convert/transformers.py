@@ -449,7 +449,7 @@ def opened(model: Any, table_of: Callable[[type], Any]) -> tuple[Architecture, n
     if not behind:
         return replace(architecture, name=name, metadata=metadata), inner
     pooling: Any = behind[0]
-    pool = _POOLS[_mode(pooling)]
+    pool = _POOLS[pooling.pooling_mode]
 
     def config(found: Found, num_labels: int | None) -> EnsembleConfig:
         cut = getattr(model, "truncate_dim", None)
@@ -489,7 +489,3 @@ def _require_plain(model: Any, first: Any, behind: Sequence[Any]) -> None:
     kinds = [type(part).__name__ for part in behind]
     if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
         raise core.refuse(f"after the encoder there are {kinds}")
-
-
-def _mode(pooling: Any) -> str:
-    return str(getattr(pooling, "pooling_mode", None) or pooling.get_pooling_mode_str())

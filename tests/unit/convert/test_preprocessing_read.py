@@ -28,11 +28,10 @@ def test_of_torchvision_it_is_that_of_the_weights_of_this_shape(model: str, weig
 @pytest.mark.parametrize(
     ("changes", "channels", "mean", "told"),
     [
-        ({"crop_mode": "border"}, 3, None, "border"),
+        ({"crop_mode": "border"}, 3, None, "not read"),
         ({"crop_mode": "squash", "interpolation": "bilinear"}, 3, (0.5,) * 3, "pretrained_cfg"),
-        ({"mean": None, "std": None, "interpolation": None}, 3, (0.5,) * 3, "assumed"),
-        ({}, 1, (0.5,), "pretrained_cfg"),
-        ({"mean": (0.1, 0.2, 0.3)}, 1, None, ""),
+        ({"mean": None, "std": None, "interpolation": None}, 3, (0.485, 0.456, 0.406), "assumed"),
+        ({}, 1, None, ""),
     ],
 )
 def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], channels: int, mean: Any, told: str) -> None:
