@@ -127,15 +127,16 @@ def _answering(pair: ModelPair) -> Iterator[None]:
 
 
 def _inputs(pair: ModelPair) -> Iterator[NamedTensors]:
-    """Yield the batches; the same in every process. Two samples show whether a model mixes them."""
+    """Yield the batches; the same in every process. Two samples show whether a user's own model mixes them."""
     stem, ensemble = pair.ensemble.config.stem, pair.ensemble
     generator = torch.Generator("cpu").manual_seed(0)
     if isinstance(stem, TextStemConfig):
         yield {name: tensor.to(ensemble.device) for name, tensor in _texts(pair, stem, generator).items()}
         return
     (height, width), (high, wide) = stem.image_size, stem.patch_size
-    for count, *size in ((2, height, width), (1, height + high, width + 2 * wide)):
-        images = torch.randn((count, stem.channels, *size), generator=generator, device="cpu", dtype=torch.float32)
+    count = 1 if pair.found.architecture.classes else 2
+    for samples, *size in ((count, height, width), (1, height + high, width + 2 * wide)):
+        images = torch.randn((samples, stem.channels, *size), generator=generator, device="cpu", dtype=torch.float32)
         yield {"pixel_values": images.to(ensemble.device, ensemble.dtype)}
 
 
