@@ -9,8 +9,7 @@ from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase
 from contract.models import dual as converted
 from contract.models import dual_answers
-from hydra_ensembles.errors import ConfigError, HeadError
-from hydra_ensembles.heads.ranking import random_members
+from hydra_ensembles.errors import HeadError
 
 every_case = pytest.mark.parametrize("case", DUAL_CASES, ids=str)
 CASE = next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar")
@@ -90,25 +89,3 @@ def test_members_that_were_trained_apart_keep_their_own_projections_and_scales()
     assert close(fused(pixels, texts), torch.cat([member(pixels, texts) for member in members]))
     mean = he.fuse(members, stem="mean", readout="mean")
     assert (mean.config.scale_copies, mean.config.text_projection.copies) == (1, 1)  # type: ignore[union-attr]
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    dual = converted(CASE)
-    twice = [(0, 0, "image"), (0, 0, "image")]
-    for heads in ([(0, 1)], [(0, 9, "text")], [(7, 0, "image")], twice):
-        with pytest.raises(HeadError):
-            he.prune(dual, heads)  # type: ignore[arg-type]
-    for model, head in ((dual.image, (0, 0, "text")), (dual, (0, 9, "text"))):
-        with pytest.raises(HeadError, match="text"), he.masked(model, [head]):  # type: ignore[type-var, list-item]
-            pass
-    with pytest.raises(HeadError, match="member"):
-        he.prune(he.fuse([dual, dual]), [(0, 0, "image")])
-    with pytest.raises(ConfigError, match="DualEncoder"):
-        he.fuse([dual, dual.image])  # type: ignore[type-var]
-
-
-def test_random_members_come_from_both_towers() -> None:
-    dual = converted(CASE)
-    members = random_members(dual, prune=8, members=3)
-    assert {head.tower for heads in members for head in heads} == {"image", "text"}
-    assert all(he.prune(dual, heads).num_members == 1 for heads in members)

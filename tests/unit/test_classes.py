@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import hydra_ensembles as he
-from hydra_ensembles.batches import class_names_in, renumbered, same_names
+from hydra_ensembles.batches import renumbered, same_names
 from hydra_ensembles.data import BatchLoader, ImageDataset, batches
 from hydra_ensembles.errors import DataError
 from random_ensembles import noisy, small
@@ -33,19 +33,6 @@ def test_names_of_classes_are_found_wherever_libraries_keep_them(data: Any) -> N
             renumbered({"data": source}, (), 2)
     else:
         assert renumbered({"data": source}, (), 2) == {"data": source}
-
-
-@pytest.mark.parametrize(
-    ("data", "found"),
-    [
-        (SimpleNamespace(classes=["dog", "cat"]), ("dog", "cat")),
-        (SimpleNamespace(classes=["dog", "cat"], target_transform=abs), ()),
-        (SimpleNamespace(classes=["0", "1"]), ()),  # no names
-    ],
-)
-def test_names_are_taken_from_data_where_they_are_clear(data: Any, found: Any) -> None:
-    source: Any = SimpleNamespace(dataset=data)
-    assert class_names_in(source, 2) == found
 
 
 def test_spelling_makes_no_other_class() -> None:

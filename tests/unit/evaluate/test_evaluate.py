@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from hydra_ensembles import metrics
 from hydra_ensembles.calibrate import calibrate
 from hydra_ensembles.data.dataset import ImageDataset, batches
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, HydraWarning
+from hydra_ensembles.errors import CheckpointError, DataError, HydraError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import _Pass, evaluate
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.familiarity import fit_familiarity
@@ -255,18 +255,6 @@ def test_an_interrupted_evaluation_goes_on_and_new_settings_use_the_same_answers
         evaluate(noisy(model.config), data, OOD, output=tmp_path, progress=False)
 
 
-def test_answers_of_another_neighbour_or_precision_are_not_taken(tmp_path):
-    """Neither setting is visible in the weights or stored features."""
-    model, data = tiny_ensemble(), image_batches()
-    near, far = (fit_familiarity(model, data, "knn", neighbours=count) for count in (1, 5))
-    evaluate(near, image_batches(seed=1), output=tmp_path / "knn", progress=False)
-    with pytest.raises(CheckpointError):
-        evaluate(far, image_batches(seed=1), output=tmp_path / "knn", progress=False)
-    evaluate(model, data, output=tmp_path / "plain", progress=False)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CheckpointError, match="autocast"):
-        evaluate(model, data, output=tmp_path / "plain", progress=False)
-
-
 def test_saved_calibration_is_applied_and_can_be_replaced():
     plain, data = tiny_ensemble(), image_batches()
     calibrated = plain.with_metadata(calibration=CALIBRATION)
@@ -350,14 +338,6 @@ def test_data_sets_are_put_in_batches_with_the_models_preprocessing():
     assert found.numbers() == evaluate(model, prepared, {"rest": other}, progress=False).numbers()
 
 
-def test_samples_that_a_loader_leaves_out_are_said():
-    cut = DataLoader(TensorDataset(*whole(image_batches())), 8, drop_last=True)
-    with pytest.warns(HydraWarning, match="set 'id' left out 3 of 27"):
-        assert evaluate(tiny_ensemble(), cut, progress=False).id.samples == 24
-    with pytest.warns(HydraWarning, match="validation left out 3 of 27"):
-        calibrate(tiny_ensemble(), cut, familiarity=None)
-
-
 def test_samples_in_two_places_are_refused_or_said():
     """One of many does not matter; data that set the thresholds do."""
     model, data = tiny_ensemble(), image_batches((40, 40))
@@ -382,10 +362,3 @@ def test_samples_in_two_places_are_refused_or_said():
 def test_errors_name_the_set(model, arguments, error, token):
     with pytest.raises(error, match=token):
         evaluate(model or tiny_ensemble(), *arguments, progress=False)
-
-
-def test_settings_that_are_not_known_are_refused():
-    with pytest.raises(ConfigError, match="fit_familiarity"):
-        evaluate(tiny_ensemble(), image_batches(), score="mahalanobis", progress=False)
-    with pytest.raises(ConfigError, match="output needs an Ensemble"):
-        evaluate(lambda x: x, image_batches(), output="kept", progress=False)

@@ -122,7 +122,7 @@ PROBS, LABELS = binary(0.5, 0.75), T([0, 1])
 @pytest.mark.parametrize(
     ("given", "token"),
     [
-        ((PROBS, T([0])), "2 inputs"),  # it would be broadcast
+        ((PROBS, T([0])), "class numbers"),  # it would be broadcast
         ((PROBS, T([0, 2])), "from 0 to 2"),
         ((T([[0.5, torch.nan], [1, 0]]), LABELS), r"1 of 4.*\(0, 1\)"),
         ((T([[3.0, -2.0], [1, 0]]), LABELS), "softmax"),

@@ -17,7 +17,6 @@ from hydra_ensembles.report.compare import (
     COLUMNS,
     Cell,
     Column,
-    columns_for,
     compare,
     load_costs,
     rank_cells,
@@ -208,11 +207,3 @@ def test_what_is_fitted_and_what_is_declined_is_shown_unasked(known, found, plai
     assert shown["all.abstained"].value == pytest.approx(mean)
     other = cells(compare([plain, found]), "Plain")
     assert {other[key].text for key in shown if key.startswith("knn:") or key.endswith("abstained")} == {"–"}
-
-
-def test_without_familiarity_the_columns_are_those_of_the_paper(plain):
-    assert columns_for([plain, evaluation(threshold=0.5)]) == COLUMNS
-    only = he.fit_familiarity(noisy(small()), image_batches((60,), seed=2), "knn")  # no threshold, none declined
-    found = he.evaluate(only, DATA, OOD, name="Fitted", progress=False)
-    assert {"knn:far.auroc"} < {column.key for column in compare([found]).columns}
-    assert not [column.key for column in compare([found]).columns if column.key.endswith(("abstained", "accepted"))]
