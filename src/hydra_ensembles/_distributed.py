@@ -36,8 +36,8 @@ class Ranks:
         return list(items[self.rank :: self.size])
 
     def share_batches(self, batches: Any) -> Any:
-        """The batches of this rank: every `size`-th, equally many for each; a sharded loader is returned unchanged."""
-        if self.size == 1 or is_sharded(batches):
+        """The batches of this rank: every `size`-th, equally many for each."""
+        if self.size == 1:
             return batches
         loader = batches if isinstance(batches, DataLoader) else None
         if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
@@ -85,13 +85,13 @@ class Ranks:
         self.gather(None)
         return made
 
-    def common(self, read: Callable[[], T], batches: Any) -> T:
-        """What `read` returns; rank 0's result if ranks may differ: a sharded loader, or other batches each time."""
+    def common(self, read: Callable[[], T]) -> T:
+        """What `read` returns; rank 0's result if it returns something else each time."""
         own = read()
         parts = self.gather(own)
         if all(part == parts[0] for part in parts):
             return own
-        return parts[0] if any(self.gather(is_sharded(batches) or read() != own)) else own
+        return parts[0] if any(self.gather(read() != own)) else own
 
     def require_same(self, item: object, what: str) -> None:
         """Raise if the ranks disagree, as they do if a data set splits itself between processes."""
@@ -177,15 +177,10 @@ def with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     return DataLoader(loader.dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in _LOADING})
 
 
-def is_sharded(data: object) -> bool:
-    """Whether a loader already gives each process its own batches: accelerate's loaders, or a `DistributedSampler`."""
-    samplers = [getattr(source, "sampler", None) for source in (data, getattr(data, "batch_sampler", None))]
-    shards = ("DataLoaderShard", "DataLoaderDispatcher")
-    return type(data).__name__ in shards or any(isinstance(one, DistributedSampler) for one in samplers)
-
-
 def check_unsharded(data: object, name: str) -> None:
-    """Refuse an already sharded loader where every process must read all batches."""
-    if is_sharded(data) and launched():
-        split = "is already split between processes (by DistributedSampler or accelerate)"
-        raise ConfigError(f"{name} {split}, and needed as a whole; give every process the plain DataLoader")
+    """Refuse a loader that already gives each process its own batches: ours are shared out here."""
+    samplers = [getattr(source, "sampler", None) for source in (data, getattr(data, "batch_sampler", None))]
+    split = any(isinstance(one, DistributedSampler) for one in samplers)
+    if launched() and (split or type(data).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")):
+        problem = f"{name} is already split between processes (by DistributedSampler or accelerate)"
+        raise ConfigError(f"{problem}; give every process the plain DataLoader")

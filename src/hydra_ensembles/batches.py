@@ -138,15 +138,12 @@ def size_of(inputs: Inputs) -> int:
 # --- a source of batches -------------------------------------------------------------------------------------
 
 
-def iterate(
-    batches: Batches, name: str = "data", labelled: bool = True, whole: bool = True
-) -> Iterator[tuple[int, Inputs, Tensor | None]]:
+def iterate(batches: Batches, name: str = "data", labelled: bool = True) -> Iterator[tuple[int, Inputs, Tensor | None]]:
     """Read all batches with `read_batch`, each with its number in the source; raise an error that names an empty one.
 
-    Batches without samples are skipped. With `whole`, a source of which each process has only a part is refused.
+    Batches without samples are skipped; a source of which each process has only a part is refused.
     """
-    if whole:
-        check_unsharded(batches, name)
+    check_unsharded(batches, name)
     require_batches(batches, name)
     empty = True
     for index, batch in enumerate(batches):
@@ -158,11 +155,9 @@ def iterate(
         raise DataError(f"{name} has no samples; check the loader, or that it was not consumed before")
 
 
-def labelled(
-    batches: Batches, classes: int, name: str = "data", whole: bool = True
-) -> Iterator[tuple[int, Inputs, Tensor]]:
+def labelled(batches: Batches, classes: int, name: str = "data") -> Iterator[tuple[int, Inputs, Tensor]]:
     """Read all batches with `iterate`, and require labels that fit the number of classes."""
-    for index, inputs, labels in iterate(batches, name, whole=whole):
+    for index, inputs, labels in iterate(batches, name):
         yield index, inputs, require_labels(labels, classes, name, index)
 
 

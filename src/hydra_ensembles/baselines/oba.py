@@ -156,7 +156,7 @@ def pruned_masks(
             raise ConfigError(f"OBA.keep is {settings.keep}, but {rest}; keep more")
         for step in range(settings.steps):
             with epoch_of(train, step, seed, runtime.device):
-                batches = islice(labelled(train, copy.num_classes, "train", whole=False), settings.batches)
+                batches = islice(labelled(train, copy.num_classes, "train"), settings.batches)
                 curved = ranks.all_or_none(partial(curvature, copy, batches, weights))
             scores = importances(curved, {name: weight.detach() for name, weight in weights.items()})
             count = round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed

@@ -178,6 +178,7 @@ class Job:
     def __post_init__(self) -> None:
         """Check what `Recipe.check` does not."""
         require_rereadable(self.train, "train")
+        check_unsharded(self.train, "train")
         if self.validation is not None:
             require_rereadable(self.validation, "validation")
             check_unsharded(self.validation, "validation")
@@ -304,7 +305,7 @@ def train_best(
         if job.folder is not None or ranks.size > 1:
             seed = derive_seed(job.recipe.seed, "fingerprint")
             held_out = None if job.validation is None else source_digest(job.validation, "validation", seed)
-            train = ranks.common(partial(source_digest, job.train, "train", seed), job.train)
+            train = ranks.common(partial(source_digest, job.train, "train", seed))
             data = {"train": train, "validation": held_out}
             identity |= {"model": digest([to_plain(start.config), start]), **data}
         shared = replace(job, train=ranks.share_batches(job.train))

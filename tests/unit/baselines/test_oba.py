@@ -9,7 +9,7 @@ import torch
 from baseline_cases import KINDS, QUICK, assert_an_ensemble, single, some, weights
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.oba import OBA, curvature, importances, oba, removable_weights
@@ -58,11 +58,9 @@ TWICE = replace(SMALL, steps=2)
 
 
 def prune_as_a_rank(folder):
-    """Each rank has its own part of the batches; all prune by those of the first."""
     rank, model = int(os.environ["RANK"]), single()
-    rows = TensorDataset(*some(model, (12,))[0])
-    split = DataLoader(rows, 3, sampler=DistributedSampler(rows, 2, rank, shuffle=False))
-    pruned = oba(model, split, QUICK, TWICE, progress=False, device="cpu")
+    loader = DataLoader(TensorDataset(*some(model, (12,))[0]), 3)
+    pruned = oba(model, loader, QUICK, TWICE, progress=False, device="cpu")
     save_file(pruned.state_dict(), folder / f"{rank}.safetensors")
 
 

@@ -44,8 +44,6 @@ def test_ranks_load_only_their_own_batches():
         ranks = Ranks(rank, 3)
         for source in (listed, DataLoader(data, batch_size=4)):
             assert [labels.tolist() for _, labels in ranks.share_batches(source)] == whole[rank:6:3]
-        split = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 3, rank))
-        assert ranks.share_batches(split) is split
 
 
 @pytest.mark.parametrize("other", ["model", "recipe", "data", "batches"])
@@ -65,16 +63,12 @@ def test_processes_that_were_given_different_things_say_so(other):
             refused.result()
 
 
-def test_a_training_on_a_loader_that_is_split_already_goes_on_in_its_folder(tmp_path):
-    """Each process has its own part of the data; the folder is identified by the first process's part."""
-
-    def work():
-        data = shuffled(32, 4).dataset
-        split = DataLoader(data, 4, sampler=DistributedSampler(data, 2, int(os.environ["RANK"])))
-        for _ in range(2):
-            finetune(tiny(), split, RECIPE, output=tmp_path, device="cpu", progress=False)
-
-    assert launch(work) == [0, 0]
+def test_a_loader_that_is_split_already_is_refused(monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    data = shuffled(32, 4).dataset
+    with pytest.raises(ConfigError, match="plain DataLoader"):
+        finetune(tiny(), DataLoader(data, 4, sampler=DistributedSampler(data, 2, 0)), RECIPE, progress=False)
 
 
 @pytest.fixture(scope="module")
