@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .model.dual_encoder import zero_shot as zero_shot
     from .model.ensemble import Ensemble as Ensemble
     from .model.stem_readout import Projections as Projections
+    from .monitor import Monitor as Monitor
     from .pipeline.build import build as build
     from .pipeline.search import SearchResult as SearchResult
     from .pipeline.search import search as search
@@ -70,6 +71,7 @@ _NAMES = {
     "model.dual_encoder": "DualEncoder load zero_shot",
     "model.ensemble": "Ensemble",
     "model.stem_readout": "Projections",
+    "monitor": "Monitor",
     "pipeline.build": "build",
     "pipeline.search": "SearchResult search",
     "pipeline.settings": "HydraConfig",

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from ._utils import warn, without_autocast
 from .batches import Batches, a_few, warn_if_cut
+from .digest import digest
 from .errors import DataError, TooFewSamplesError
 from .familiarity import PER_THRESHOLD, Answered, copied_with, fit_on, read_answers, recognised, some_rows, with_earlier
-from .metrics.conformal import Reference, conformal_threshold, samples_for
+from .metrics.conformal import Bins, Reference, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice
 from .metrics.ood import aurc
 from .metrics.probabilities import check_labels, log_mean_probs, mean
@@ -95,10 +96,12 @@ def calibrate(
         notes.append(f"no input is ever called unfamiliar: {words}")
     if notes:
         warn("; ".join(notes))
+    calibration = replace(calibration, weights=weights_of(weights), watched=_watched(samples, calibration, familiar))
+    calibration = replace(calibration, identity=digest([calibration, familiar and familiar.settings])[:12])
     others = {name: value for name, value in metadata.metrics.items() if name not in PER_THRESHOLD}
     return copied_with(
         weights,
-        calibration=replace(calibration, weights=weights_of(weights), rows=some_rows(samples.digests)),
+        calibration=replace(calibration, rows=some_rows(samples.digests)),
         familiarity=familiar,
         metrics={**others, **metrics, **both},
         history=(*metadata.history, f"{line}; {words}" if words else line),
@@ -132,7 +135,7 @@ def _with_familiarity(
             warn(f"{told}: its threshold accepts fewer new inputs than it promises; calibrate on other data")
     else:
         draws = np.random.default_rng(0)
-        fits = torch.from_numpy(draws.random(len(samples.labels)) < 0.5)
+        fits = torch.from_numpy(draws.random(len(samples.labels)) < 0.5)  # as `_half`
         try:
             if (left := int((~fits).sum())) < max(samples_for(share), 1):
                 raise TooFewSamplesError(
@@ -162,6 +165,20 @@ def _with_familiarity(
     }
     words = f"{familiarity.settings.scores[0]} threshold {metrics['validation/familiar_share']:.2%}; both accept "
     return familiarity, metrics, f"{words}{mean(accept):.2%} of the {len(held_out.labels)}{who}"
+
+
+def _watched(samples: Answered, calibration: Calibration, familiarity: Familiarity | None) -> dict[str, Bins]:
+    """How scores of held-out samples are spread: edges from the half that may have fitted, counts of the other."""
+    fits = _half(samples)
+    scores = {"confidence": calibration.prediction(samples.logits).score()}
+    if familiarity is not None:
+        scores["familiarity"] = familiarity.scores(samples.features, samples.logits)[0].mean(dim=0)  # [S, M, n] -> [n]
+    return {name: Bins.of(one[fits], one[~fits]) for name, one in scores.items()} if 0 < fits.sum() < len(fits) else {}
+
+
+def _half(samples: Answered) -> Tensor:
+    """A random half, `[n]` of bool, the same for the same samples."""
+    return torch.from_numpy(np.random.default_rng(0).random(len(samples.labels)) < 0.5)
 
 
 def fit_calibration(

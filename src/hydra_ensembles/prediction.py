@@ -22,8 +22,8 @@ from .metrics.probabilities import check_finite as require_finite
 
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
 AnyScore = Literal[ScoreName, FittedName]
-Reason = Literal["unfamiliar", "unsure"]
-REASONS: tuple[Reason | None, ...] = (None, "unsure", "unfamiliar")  # indexed by `Prediction.doubt`
+Reason = Literal["unfamiliar", "unsure", "alarm"]
+REASONS: tuple[Reason | None, ...] = (None, "unsure", "unfamiliar", "alarm")  # indexed by `Prediction.doubt`
 Temperature = float | Sequence[float] | Tensor
 
 GEN_POWER, GEN_CLASSES = 0.1, 100  # of generalised entropy (GEN)
@@ -70,6 +70,8 @@ class Prediction:
     temperature: tuple[float, ...] = (1.0,)  # of `probs`: one after the mean, or one for each member before it
     reference: Reference | None = None  # held-out scores for p-values
     unfamiliarity: Unfamiliarity | None = None  # feature scores, if the ensemble has any (`fit_familiarity`)
+    calibration: str = ""  # identity of the calibration that made it
+    forced: Tensor | None = None  # [B], indices in `REASONS` of what declines samples whatever their scores; 0: nothing
 
     @classmethod
     def from_logits(
@@ -155,6 +157,11 @@ class Prediction:
         """`[B]`, the calibrated probability of `label`."""
         return self.probs.gather(-1, self.label[:, None])[:, 0]
 
+    @property
+    def certainty(self) -> Tensor:
+        """`[B]`, what the threshold of a promise is for: the confidence."""
+        return self.confidence
+
     @cached_property
     def _entropies(self) -> EntropyParts:
         return split_entropy(self.member_probs)
@@ -200,6 +207,8 @@ class Prediction:
         doubt = torch.zeros_like(self.label)
         for reason, passed in passes.items():
             doubt = torch.where(passed, doubt, REASONS.index(reason))
+        if self.forced is not None:
+            return torch.where(self.forced > 0, self.forced, doubt)
         return doubt if passes else None
 
     @cached_property
@@ -319,14 +328,18 @@ class Prediction:
             scores = torch.cat([part.member_scores for part in parts], dim=2)  # [S, M, B]
             unfamiliarity = dataclasses.replace(unfamiliarity, member_scores=scores)
         joined = torch.cat([prediction.member_logits for prediction in predictions], dim=1)
-        return dataclasses.replace(first, member_logits=joined, unfamiliarity=unfamiliarity)
+        forced = None
+        if any(prediction.forced is not None for prediction in predictions):
+            each = [torch.zeros_like(one.label) if one.forced is None else one.forced for one in predictions]
+            forced = torch.cat(each)
+        return dataclasses.replace(first, member_logits=joined, unfamiliarity=unfamiliarity, forced=forced)
 
     @property
     def _rule(self) -> tuple[Any, ...]:
         """What decides about samples, apart from the samples themselves."""
         fitted = self.unfamiliarity
         by_features = None if fitted is None else (fitted.score_names, fitted.threshold, fitted.reference)
-        plain = (self.threshold, self.score_name, self.class_names, self.temperature, self.reference)
+        plain = (self.threshold, self.score_name, self.class_names, self.temperature, self.reference, self.calibration)
         return (self.members, self.classes, *plain, by_features)
 
     def to(self, device: torch.device | str) -> "Prediction":
@@ -364,7 +377,9 @@ class Prediction:
         if unfamiliarity is not None:
             scores = change(unfamiliarity.member_scores.mT).mT  # [S, M, B] as [S, B, M]
             unfamiliarity = dataclasses.replace(unfamiliarity, member_scores=scores)
-        return dataclasses.replace(self, member_logits=change(self.member_logits), unfamiliarity=unfamiliarity)
+        forced = None if self.forced is None else change(self.forced[None])[0]
+        logits = change(self.member_logits)
+        return dataclasses.replace(self, member_logits=logits, unfamiliarity=unfamiliarity, forced=forced)
 
 
 class Output(NamedTuple):

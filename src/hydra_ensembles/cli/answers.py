@@ -145,8 +145,50 @@ def score(
     settings: dict[str, Any] = {"columns": common.named_columns(column), "keep": keep or (), "wide": wide}
     found = scored(ensemble, source, output, **settings, batch_size=batch_size, progress=not quiet)
     print(f"{found.rows} rows in {output / 'rows'}; {found.unreadable} have no answer: column `error` says why")
+    if found.alarms:
+        print(f"alarm: {', '.join(found.alarms)} changed; {output / 'monitor.json'} says where", file=sys.stderr)
     if found.rows and found.unreadable == found.rows:
         raise DataError(f"nothing in {source} could be read")
+
+
+def monitor(
+    model: Model,
+    answers: Annotated[list[Path], typer.Argument(metavar="ANSWERS...", help="Files of answers that score wrote.")],
+    right: Annotated[str | None, typer.Option(help="Column with right labels of a random sample, empty else.")] = None,
+    state: Annotated[Path | None, typer.Option(help="File that keeps the evidence from call to call.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known as JSON.")] = False,
+) -> None:
+    """Watch answers: have inputs changed, is the promise kept?
+
+    Give each row once, in its order. The exit code is 3 after an alarm.
+
+    \b
+    Example:
+      hydra-ensembles monitor safe scores/rows/*.parquet --state watch.json
+      hydra-ensembles monitor safe scores/rows/*.parquet --right kept_label
+    """
+    from ..files import expanded
+    from ..monitor import Monitor
+    from ..serve.scoring import read_answers
+
+    loaded = common.load_model(model, "cpu")
+    keep = None if state is None else expanded(state)
+    watch = Monitor(loaded) if keep is None or not keep.exists() else Monitor.load(keep, loaded)
+    names = loaded.metadata.labels or tuple(map(str, range(loaded.num_classes)))
+    for file in answers:
+        scores, audited = read_answers(file, watch, right, names)
+        watch.update_scores(scores)
+        if audited is not None:
+            watch.audit_labels(audited[0], audited[1], audited[2])
+    if keep is not None:
+        watch.save(keep)
+    if as_json:
+        print(json.dumps(watch.summary(), indent=1))
+    else:
+        rate = watch.error_rate
+        print(watch if rate is None else f"{watch}\nerror rate {rate}")
+    if watch.alarm:
+        raise typer.Exit(3)
 
 
 def serve(
@@ -157,6 +199,8 @@ def serve(
     max_batch: Annotated[int | None, typer.Option(help="Samples that the model sees at once.")] = None,
     max_wait: Annotated[float | None, typer.Option(help="Milliseconds that a sample waits for others.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    watch: Annotated[Path | None, typer.Option(help="Folder that keeps the evidence of a monitor.")] = None,
+    webhook: Annotated[str | None, typer.Option(help="URL that is told of an alarm.")] = None,
     config: Config = None,
     changes: Changes = None,
     device: Device = "auto",
@@ -169,13 +213,14 @@ def serve(
     \b
     Example:
       hydra-ensembles serve safe
-      HYDRA_API_KEY=... hydra-ensembles serve safe --host 0.0.0.0 --max-batch 32
+      HYDRA_API_KEY=... hydra-ensembles serve safe --host 0.0.0.0 --max-batch 32 --watch watch/
     """
     from ..serve.app import serve as serving
     from ..serve.batcher import ServeSettings
 
     given: dict[str, Any] = {"host": host, "port": port, "name": name}
     given |= {"max_batch": max_batch, "max_wait": max_wait, "precision": precision}
+    given |= {"watch": watch, "webhook": webhook}
     (settings,) = common.read_settings([ServeSettings], config, given, changes)
     serving(common.load_model(model, device), settings)
 

@@ -61,7 +61,7 @@ def root(
     """Transformer classifiers that know when not to answer: convert, calibrate, use, fuse and compare them.
 
     `convert` makes a folder of a model of another library; all other commands take such folders. Exit codes: 0 done,
-    2 wrong input (also if some inputs have no answer), 130 interrupted, 1 a mistake of this library.
+    2 wrong input (also if some inputs have no answer), 3 `monitor` alarms, 130 interrupted, 1 a mistake of ours.
 
     \b
     Example:
@@ -73,7 +73,8 @@ def root(
 
 for _command in (
     answers.demo, models.convert, models.info, models.calibrate, answers.predict, answers.serve, answers.score,
-    answers.evaluate, answers.report, models.fuse, making.build, making.search, models.export, models.bench,
+    answers.monitor, answers.evaluate, answers.report, models.fuse, making.build, making.search, models.export,
+    models.bench,
 ):  # fmt: skip
     app.command()(_command)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..metrics.conformal import Reference
+from ..metrics.conformal import Bins, Reference
 from ..metrics.distance import FittedName, Statistics, ready, unfamiliarity
 from ..prediction import Prediction, ScoreName, Unfamiliarity, check_temperature, own_logits, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
@@ -32,6 +32,8 @@ class Calibration(Checked):
     Inputs whose score is above `threshold` are declined; `accepted_share` is the share of in-distribution inputs that
     the threshold was chosen to accept. `reference` has the scores of the held-out data, for p-values, `rows` the
     digests of some of its samples, which `evaluate` recognises, and `weights` the digest of the model's weights.
+    `watched` has the scores of held-out rows in bins, with which a `Monitor` compares new ones, and `identity` tells
+    its predictions from those of others.
     """
 
     temperature: tuple[float, ...] = (1.0,)
@@ -41,6 +43,8 @@ class Calibration(Checked):
     reference: Reference | None = None
     weights: str = field(default="", repr=False)  # of `weights_of`
     rows: tuple[str, ...] = field(default=(), repr=False)
+    watched: Mapping[str, Bins] = field(default_factory=dict, repr=False)
+    identity: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,7 +53,7 @@ class Calibration(Checked):
     @property
     def brief(self) -> "Calibration":
         """A copy without reference and digests, for display."""
-        return replace(self, reference=None, weights="", rows=())
+        return replace(self, reference=None, weights="", rows=(), watched={}, identity="")
 
     def prediction(
         self,
@@ -61,7 +65,7 @@ class Calibration(Checked):
         """Turn member logits `[M, B, C]` into a prediction, with this calibration applied."""
         names = None if class_names is None else tuple(class_names)
         rule = (self.threshold, self.score, names, self.temperature, self.reference, unfamiliarity)
-        return Prediction(own_logits(member_logits, check_finite), *rule)
+        return Prediction(own_logits(member_logits, check_finite), *rule, calibration=self.identity)
 
 
 @dataclass(frozen=True)

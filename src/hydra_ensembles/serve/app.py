@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from .._utils import __version__, library
@@ -30,9 +31,9 @@ from ..model.metadata import Calibration
 from ..settings import short
 from . import protocol
 from .batcher import API_KEY, Engine, ServeSettings, key_from_environment
-from .protocol import Answer, Served, Text, finite
+from .protocol import Answer, Array, Served, Text, finite
 from .rows import Row, cores, doubling
-from .telemetry import Telemetry, log_failure, log_to_stdout
+from .telemetry import Telemetry, Watch, log_failure, log_to_stdout
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -74,6 +75,11 @@ def make_app(
     served, name = Served(model, settings.name), settings.name
     telemetry = Telemetry(served, doubling(1, settings.max_batch), lambda: running.waiting)
     running.observe = telemetry.batch
+    watch = None
+    if settings.watch is not None:
+        watch = Watch(model, expanded(settings.watch), name, settings.webhook, settings.on_alarm)
+        running.watched = watch.update
+        telemetry.watch(watch.monitor)
     pool, most, key = ThreadPoolExecutor(cores(), "decode"), int(settings.max_body * 1e6), key or key_from_environment()
 
     @asynccontextmanager
@@ -84,6 +90,8 @@ def make_app(
         finally:
             await running.close()
             pool.shutdown()
+            if watch is not None:
+                watch.save()
 
     async def decoded(work: Callable[..., Any], *given: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *given)
@@ -117,8 +125,8 @@ def make_app(
 
     @app.get("/v1/model", **private)
     async def described() -> dict[str, Any]:
-        """What is served: kind, classes, members, thresholds."""
-        return _facts(served)
+        """What is served: kind, classes, members, thresholds, and what the monitor says."""
+        return _facts(served) | {"watch": None if watch is None else watch.monitor.summary()}
 
     @app.post("/v1/predict", **private)
     async def predict(request: Request) -> JSONResponse:
@@ -128,6 +136,14 @@ def make_app(
         answers = await answered(request, rows)
         told = [served.plain(answer, row.notes) for row, answer in zip(rows, answers, strict=True)]
         return JSONResponse({"model": name, "predictions": told})
+
+    @app.post("/v1/audit", **private)
+    async def audit(request: Request) -> dict[str, Any]:
+        """Right labels of a random sample of earlier answers: `{"rows": [{"label", "accept", "right"}, …]}`."""
+        if watch is None:
+            raise RequestError("this server has no monitor; start it with --watch FOLDER", 404)
+        watch.audit(*audited_rows(served, protocol.request_of(await _body(request, most))))
+        return watch.monitor.summary()
 
     @app.get("/metrics", **private)
     async def metrics() -> Response:
@@ -272,6 +288,18 @@ def tensor_rows(served: Served, inputs: Mapping[str, Any]) -> list[Row]:
             f"got the inputs {short(sorted(inputs))}; give {', '.join(names)}, or raw rows to /v1/predict"
         )
     return served.reader.tensors({name: torch.tensor(array) for name, array in inputs.items()})
+
+
+def audited_rows(served: Served, body: Mapping[str, Any]) -> tuple[Array, Array, Array]:
+    """Labels given, right labels and whether answers were accepted, of the rows of an audit."""
+    places = {label: place for place, label in enumerate(served.labels)}
+    try:
+        rows = [(places[one["label"]], places[one["right"]], bool(one["accept"])) for one in body["rows"]]
+    except (KeyError, TypeError) as error:
+        form = '{"rows": [{"label": the answer, "accept": true, "right": the right label}]}'
+        raise RequestError(f"{short(error)} is missing, or no class; send {form}") from error
+    given, right, accepted = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    return given, right, accepted.astype(bool)
 
 
 async def _raw(request: "Request", body: bytes, most: int) -> tuple[list[bytes], list[Text]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -23,7 +24,9 @@ from torch import Tensor
 from .._utils import collect_warnings
 from ..errors import ConfigError, DataError, HydraError, RequestError
 from ..model.ensemble import Ensemble
+from ..monitor import OnAlarm
 from ..optimize.runner import USUAL_SHAPES, OptimizedEnsemble
+from ..prediction import Prediction
 from ..settings import Checked, Range
 from .protocol import Answer, columns
 from .rows import Reader, Row, doubling
@@ -48,6 +51,9 @@ class ServeSettings(Checked):
         precision: Floating type to compute in; that of the model if not given.
         compile: Compile the model for the batch sizes it will see.
         max_body: Maximum size of a request, in megabytes.
+        watch: Folder in which the evidence of a monitor is kept over restarts; no monitor without it.
+        webhook: URL that is told of an alarm, by a POST of JSON.
+        on_alarm: What becomes of answers from an alarm on, as for `Monitor`.
     """
 
     host: str = "127.0.0.1"
@@ -60,6 +66,9 @@ class ServeSettings(Checked):
     precision: Literal["float32", "bfloat16", "float16"] | None = None
     compile: bool = False
     max_body: Annotated[float, Range(0.001, below=4097)] = 16.0
+    watch: Path | None = None
+    webhook: str = ""
+    on_alarm: OnAlarm | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +76,8 @@ class ServeSettings(Checked):
             raise ConfigError(f"max_queue is {self.max_queue}, less than max_batch, {self.max_batch}; raise it")
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.name):
             raise ConfigError(f"name is {self.name!r}; it is part of URLs: use only letters, digits, _ . and -")
+        if self.watch is None and (self.webhook or self.on_alarm):
+            raise ConfigError("webhook and on_alarm need watch, a folder for the monitor")
 
 
 def key_from_environment() -> str | None:
@@ -83,6 +94,7 @@ class Runner:
     def __init__(self, model: Ensemble | OptimizedEnsemble, most: int) -> None:
         """Run `model` on at most so many rows at once."""
         self.model, self.sizes = model, doubling(1, most)
+        self.watched: Callable[[Prediction], Prediction] = lambda prediction: prediction
         self._fills = model.device.type != "cpu"
 
     def warm_up(self, examples: Sequence[Row]) -> None:
@@ -115,7 +127,8 @@ class Runner:
         size = next(size for size in self.sizes if size >= len(rows))
         filled = [*rows, *rows[-1:] * (size - len(rows))]  # on a CPU there is nothing to fill
         with collect_warnings():  # what there is to say was noted when the rows were read
-            arrays = columns(self.model.predict(stacked(filled), check_finite=False))
+            prediction = self.model.predict(stacked(filled), check_finite=False)[: len(rows)]
+            arrays = columns(self.watched(prediction))
         finite: Any = np.isfinite(arrays["member_logits"]).all(axis=(1, 2))  # [B]
         return [
             {name: column[index] for name, column in arrays.items()} if finite[index] else self._no_number()
@@ -173,11 +186,13 @@ class Engine:
         waiting: Rows in the queue.
         failure: Of the device, which no further call can use; None while all is well.
         observe: Called with the number of rows and the seconds of every batch.
+        watched: Called with every prediction; returns what is answered.
     """
 
     def __init__(self, ensemble: Ensemble, settings: ServeSettings, runner: Runner | None = None) -> None:
         self._ensemble, self._settings, self._runner = ensemble, settings, runner
         self.observe: Callable[[int, float], None] = lambda rows, seconds: None
+        self.watched: Callable[[Prediction], Prediction] = lambda prediction: prediction
         self.waiting = 0
         self._groups: dict[Hashable, deque[_Waiting]] = {}
         self.failure: Exception | None = None
@@ -199,6 +214,8 @@ class Engine:
     async def start(self) -> None:
         """Load, then run what is queued until `close`."""
         await asyncio.to_thread(self.load)
+        assert self._runner is not None
+        self._runner.watched = self.watched  # not of the rows that warmed it up
         self._changed, self._thread = asyncio.Event(), ThreadPoolExecutor(1, "model")
         self._working = asyncio.create_task(self._work())
 

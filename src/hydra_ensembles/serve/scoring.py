@@ -24,23 +24,26 @@ from ..digest import digest
 from ..errors import ConfigError, DataError, HydraError
 from ..files import expanded, write_atomically, write_json
 from ..model.ensemble import Ensemble
+from ..monitor import Monitor
 from ..store import Store
 from .batcher import Runner, stacked
-from .protocol import REASON_WORDS, Answer, Arrays, output_fields
+from .protocol import REASON_WORDS, Answer, Array, Arrays, output_fields
 from .rows import COLUMNS, Item, Reader, Row, Source, cores, sources
 
 ROWS, END, ABOUT = "rows", "_end", "about.json"
+CALIBRATION = b"hydra_ensembles calibration"  # in the metadata of a file of answers
 INPUT, CLASS, ERROR, NOTE = "input", "class_name", "error", "note"  # columns beside the outputs of the model
 KEPT = "kept_"  # prefix of a kept column whose name an answer already has
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Result of an archive: its rows, those of them without an answer, and shards."""
+    """Result of an archive: its rows, those without an answer, shards, and tests of a monitor that alarmed."""
 
     rows: int
     unreadable: int
     shards: int
+    alarms: tuple[str, ...] = ()
 
 
 def score(
@@ -61,6 +64,7 @@ def score(
     Every item has one row in `rows/*.parquet`: `input`, its place in the archive; the outputs of the model; `error`,
     empty or why it has no answer; `note`, why it is probably not what was meant. A shard appears whole or not at all,
     so after any interruption, even a kill, the same call goes on. A folder of another model or setting is refused.
+    Of a calibrated model a `Monitor` watches all shards in their order; `monitor.json` says what it saw, by shard.
 
     Args:
         model: A classifier.
@@ -96,11 +100,53 @@ def score(
             for one in found:
                 for place, items in _missing(folder, one, done.get(_key(one), {}), shard_rows):
                     parts = [table.columns(*part) for part in _answered(items, reader, runner, pool, bar.update)]
-                    write_atomically(place(), _parquet(parts))
+                    write_atomically(place(), _parquet(parts, calibration_of(model)))
     parquet, kept = library("pyarrow.parquet", extra="data"), _shards(folder)
     shards = [file for (prefix, _), files in kept.items() if prefix in prefixes for file in files.values()]
     errors = [parquet.read_table(file, columns=[ERROR])[ERROR].to_pylist() for file in shards]
-    return Scored(sum(map(len, errors)), sum(error != "" for part in errors for error in part), len(shards))
+    alarms = _watched(model, sorted(shards), path)
+    return Scored(sum(map(len, errors)), sum(error != "" for part in errors for error in part), len(shards), alarms)
+
+
+def _watched(model: Ensemble, shards: Sequence[Path], folder: Path) -> tuple[str, ...]:
+    """Whether inputs are those of calibration, over all shards; writes what was seen after each of them."""
+    if not calibration_of(model):
+        return ()
+    monitor, lines = Monitor(model), []
+    for shard in shards:
+        scores, _ = read_answers(shard, monitor)
+        monitor.update_scores(scores)
+        lines.append({"shard": shard.name, "rows": monitor.rows, "why": list(monitor.why), **monitor.wealth})
+    write_json(folder / "monitor.json", {**monitor.summary(), "shards": lines})
+    return monitor.why
+
+
+def calibration_of(model: Ensemble) -> str:
+    """The identity of the calibration by which answers can be watched; empty if there is none."""
+    calibration = model.metadata.calibration
+    return calibration.identity if calibration is not None and calibration.watched else ""
+
+
+def read_answers(
+    file: Path, monitor: Monitor, right: str | None = None, labels: Sequence[str] = ()
+) -> tuple[dict[str, Array], tuple[Array, Array, Array] | None]:
+    """What a monitor reads of a file of answers: scores; with a column `right`, also labels given, right, accepted."""
+    table = library("pyarrow.parquet", extra="data").read_table(file)
+    made = (table.schema.metadata or {}).get(CALIBRATION, b"").decode()
+    if made != monitor.identity:
+        raise DataError(f"{file} has answers of calibration {made or 'unknown'}, not of {monitor.identity}")
+    answered = table.filter(library("pyarrow.compute", extra="data").equal(table[ERROR], ""))
+    found = {name: answered[column].to_numpy() for name, column in monitor.columns.items()}
+    if right is None:
+        return found, None
+    if right not in table.column_names:
+        raise DataError(f"{file} has no column {right!r}; it has {', '.join(table.column_names)}")
+    places = {str(label): place for place, label in enumerate(labels)}
+    places |= {str(place): place for place in range(len(labels))} if not set(places) & {"0"} else {}
+    truths = [-1 if one in (None, "", "-1") else places.get(str(one)) for one in answered[right].to_pylist()]
+    if None in truths:
+        raise DataError(f"{file}: {answered[right][truths.index(None)]} in column {right!r} is no class of the model")
+    return found, (answered["label"].to_numpy(), np.array(truths, dtype=np.int64), answered["accept"].to_numpy(False))
 
 
 def _fastest(model: Ensemble, reader: Reader, batch_size: int) -> str:
@@ -192,7 +238,7 @@ def _row(reader: Reader, item: Item) -> Row:
     return Row(error=DataError(item.error)) if item.error else reader.read(item.content)
 
 
-def _parquet(parts: Sequence[Arrays]) -> bytes:
+def _parquet(parts: Sequence[Arrays], calibration: str) -> bytes:
     """Columns as the bytes of a Parquet file; several numbers per row become a fixed-size list."""
     arrow = library("pyarrow", extra="data")
     arrays = {}
@@ -204,7 +250,8 @@ def _parquet(parts: Sequence[Arrays]) -> bytes:
             values = arrow.FixedSizeListArray.from_arrays(values, size)
         arrays[name] = values
     sink = io.BytesIO()
-    library("pyarrow.parquet", extra="data").write_table(arrow.table(arrays), sink)
+    table = arrow.table(arrays).replace_schema_metadata({CALIBRATION: calibration})
+    library("pyarrow.parquet", extra="data").write_table(table, sink)
     return sink.getvalue()
 
 

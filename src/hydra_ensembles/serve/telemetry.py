@@ -8,14 +8,20 @@ import json
 import logging
 import math
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 from .._utils import __version__, library
+from ..monitor import Monitor, OnAlarm
+from ..prediction import Prediction
 from .protocol import REASON_WORDS, Answer, Served
 
 LOGGER = logging.getLogger(__name__)
@@ -23,6 +29,7 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 
 SHARES = tuple(round(0.05 * step, 2) for step in range(1, 21))
 SHOWN = ("confidence", "disagreement", "p_value", "familiarity")  # outputs between 0 and 1
 MOST_LABELS = 1000  # maximum number of classes for one counter each
+SAVED_EVERY = 1.0  # seconds; a kill loses what the rows of so long have said
 UNCALIBRATED = "no verdict"  # the model has no threshold
 OUTCOMES = tuple(word or "accepted" for word in REASON_WORDS)
 
@@ -59,6 +66,20 @@ class Telemetry:
         for word in OUTCOMES if calibrated else (UNCALIBRATED,):
             self._outcomes.labels(word)  # export zero before the first answer
 
+    def watch(self, monitor: Monitor) -> None:
+        """Report the tests of a monitor, as they are when they are asked for."""
+        gauge = partial(self._client.Gauge, registry=self._registry)
+        gauge("hydra_watch_alarm", "Whether inputs have changed, or the promise is broken.").set_function(
+            lambda: float(monitor.alarm)
+        )
+        gauge("hydra_watch_rows", "Rows watched.").set_function(lambda: monitor.rows)
+        gauge("hydra_watch_audited", "Accepted rows compared with their right labels.").set_function(
+            lambda: monitor.audited
+        )
+        evidence = gauge("hydra_watch_log_wealth", f"Evidence of a change; {monitor.limit:.3f} is an alarm.", ["test"])
+        for name in monitor.wealth:
+            evidence.labels(name).set_function(lambda name=name: monitor.wealth[name])
+
     def batch(self, rows: int, seconds: float) -> None:
         """Count a batch that the model has run."""
         self._batches.observe(rows)
@@ -87,6 +108,64 @@ class Telemetry:
         """The metrics in Prometheus format, and their content type."""
         content: bytes = self._client.generate_latest(self._registry)
         return content, str(self._client.CONTENT_TYPE_LATEST)
+
+
+class Watch:
+    """The monitor of a server: kept in a folder over restarts, and told to a URL when it alarms."""
+
+    def __init__(self, model: Any, folder: Path, name: str, webhook: str = "", on_alarm: OnAlarm | None = None) -> None:
+        self._path, self._name, self._webhook = folder / "monitor.json", name, webhook
+        known = self._path.exists()
+        self.monitor = Monitor.load(self._path, model) if known else Monitor(model, on_alarm=on_alarm)
+        self._lock, self._saved = threading.Lock(), -math.inf
+        if self.monitor.alarm:
+            self._tell()
+
+    def update(self, prediction: Prediction) -> Prediction:
+        """Watch the rows of a batch."""
+        with self._watching():
+            return self.monitor.update(prediction)
+
+    def audit(self, given: Any, labels: Any, accepted: Any) -> None:
+        """Compare answers with right labels."""
+        with self._watching():
+            self.monitor.audit_labels(given, labels, accepted)
+
+    def save(self) -> None:
+        """Write the state, whose evidence a restart goes on from."""
+        self.monitor.save(self._path)
+        self._saved = time.monotonic()
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """One call at a time; what it found is saved at most once a second, and an alarm at once."""
+        with self._lock:
+            quiet = not self.monitor.alarm
+            yield
+            alarmed = quiet and self.monitor.alarm
+            if alarmed or time.monotonic() - self._saved > SAVED_EVERY:
+                self.save()
+        if alarmed:
+            self._tell()
+
+    def _tell(self) -> None:
+        about = {"model": self._name, **self.monitor.summary()}
+        log("alarm", logging.WARNING, **about)
+        if self._webhook:
+            threading.Thread(target=_post, args=(self._webhook, {"event": "alarm", **about}), daemon=True).start()
+
+
+def _post(url: str, content: dict[str, Any]) -> None:
+    """Send JSON to a URL; a failure is logged after three tries."""
+    body, kind = json.dumps(content).encode(), {"Content-Type": "application/json"}
+    for tries in range(3):
+        try:
+            with urlopen(Request(url, body, kind), timeout=10):
+                return
+        except (OSError, ValueError) as error:
+            problem = error
+            time.sleep(5 * tries)
+    log("webhook failed", logging.ERROR, error=type(problem).__name__)
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------

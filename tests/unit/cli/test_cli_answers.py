@@ -130,3 +130,25 @@ def test_a_report_in_each_format(evaluations: Path, tmp_path: Path) -> None:
         succeed("report", evaluations, "-o", file, "--baseline", "safe")
         assert "Hydra" in file.read_text()
     assert "evaluate" in fail("report", tmp_path)
+
+
+def test_score_and_monitor_say_whether_inputs_have_changed(safe: Path, world: Path, tmp_path: Path) -> None:
+    succeed("score", safe, world / "test", "-o", tmp_path / "scores", "--quiet")
+    seen = json.loads((tmp_path / "scores" / "monitor.json").read_text())
+    shards = sorted((tmp_path / "scores" / "rows").iterdir())
+    assert (seen["rows"], seen["alarm"]) == (12, False)
+    assert [line["shard"] for line in seen["shards"]] == [shard.name for shard in shards]
+    call = ("monitor", safe, *shards, "--state", tmp_path / "watch.json", "--json")
+    assert json.loads(succeed(*call))["log_wealth"] == seen["log_wealth"]
+    assert json.loads(succeed(*call))["rows"] == 24  # it goes on from its state
+    assert "12 rows" in succeed("monitor", safe, *shards)
+    changed = parquet.read_table(shards[0])
+    for name in ("score", "mahalanobis"):
+        place, most = changed.column_names.index(name), max(changed[name].to_pylist())
+        changed = changed.set_column(place, name, [[10.0 * most] * len(changed)])
+    parquet.write_table(changed, tmp_path / "changed.parquet")
+    result = run("monitor", safe, *[tmp_path / "changed.parquet"] * 20)
+    assert result.exit_code == 3
+    assert "alarm: " in result.stdout
+    parquet.write_table(changed.replace_schema_metadata(None), tmp_path / "other.parquet")
+    assert "calibration" in fail("monitor", safe, tmp_path / "other.parquet")

@@ -73,7 +73,7 @@ def test_health_and_metadata(images: Any) -> None:
         (field.name, [-1, *field.shape]) for field in fields
     ]
     assert found["parameters"]["labels"] == list(served("image").metadata.labels)
-    assert found["parameters"]["reasons"] == ["", "unsure", "unfamiliar"]
+    assert found["parameters"]["reasons"] == ["", "unsure", "unfamiliar", "alarm"]
 
 
 @pytest.mark.parametrize("binary", [True, False])

@@ -1,0 +1,550 @@
+"""Watching a calibrated model in use: are the inputs still those of calibration, is the promise still kept?
+
+Every test here is a bet that has even odds or worse while nothing has changed. By Ville's inequality its wealth ever
+exceeds 1 / a with probability at most a, however long the stream is and however often one looks.
+
+* Inputs: the p-value of each row is its rank, by bins, among the held-out rows and all rows before it, ties broken at
+  random. Of unchanged rows these are independent and uniform (Vovk et al. 2005). The bets are the Simple Jumper (Vovk
+  et al. 2021) over a few densities of p-values.
+* Promise: of audited rows, bets that the error rate is some multiple of the promised one (Waudby-Smith & Ramdas 2023).
+
+A bettor that has lost for a month is deaf, so a fresh one starts every block with a share 1 / (j (j + 1)) of the
+capital, and old ones are forfeited. The level is split over the tests, because two scores of the same rows have wealths
+whose mean need not be fair; each by itself is.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ._utils import library
+from .errors import CheckpointError, ConfigError, DataError
+from .files import expanded, read_object, write_json
+from .prediction import REASONS, Prediction
+from .settings import InnerShare, PositiveShare, Seed, Whole, require
+
+Floats = NDArray[np.float64]
+OnAlarm = Literal["decline", "stricter"]
+
+BLOCK = 1000  # rows after which a fresh bettor starts on inputs; on audits, those in which ten errors are promised
+ERRORS = 10
+KEPT = 8  # bettors that play at a time; older ones are forfeited
+JUMP = 0.001  # share of a bettor's capital that is spread anew over its bets after each row
+SLOPES = (-1.6, -0.6, 0.0, 0.6, 1.6)  # densities 1 + slope (p - 1/2): scores have risen or fallen as a whole
+TAIL, TIMES = 0.05, (3.0, 8.0)  # densities that say: the highest scores have become so many times more frequent
+RATIOS = (1.5, 2.0, 4.0, 8.0, 16.0)  # error rates bet upon, as multiples of the promised one
+FORMAT = "hydra_ensembles monitor 1"
+POINTS = 400  # of the plot; beyond it every second is dropped
+_AT_ONCE = 64  # rows after which capitals are scaled, so that none overflows
+_ALARM = REASONS.index("alarm")
+
+
+def p_values(counts: NDArray[np.int64], bins: NDArray[np.int64], uniform: Floats) -> Floats:
+    """P-values `[..., n]` of rows in `bins`, each ranked among `counts` `[..., K]`, the rows before it, and itself.
+
+    Small for high scores; `uniform` breaks the ties within a bin. The rows are added to `counts`.
+    """
+    parts = []
+    for start in range(0, bins.shape[-1], _AT_ONCE):
+        here = bins[..., start : start + _AT_ONCE]  # [..., b]
+        before = np.tri(here.shape[-1], k=-1, dtype=bool)  # [b, b]
+        higher = np.flip(np.flip(counts, -1).cumsum(-1), -1) - counts  # [..., K], in higher bins
+        above = np.take_along_axis(higher, here, -1) + ((here[..., None, :] > here[..., None]) & before).sum(-1)
+        equal = np.take_along_axis(counts, here, -1) + ((here[..., None, :] == here[..., None]) & before).sum(-1)
+        known = counts.sum(-1, keepdims=True) + np.arange(1, here.shape[-1] + 1)
+        parts.append((above + uniform[..., start : start + _AT_ONCE] * (equal + 1)) / known)
+        flat, rows = counts.reshape(-1, counts.shape[-1]), here.reshape(-1, here.shape[-1])  # a view, and [·, b]
+        np.add.at(flat, (np.arange(len(flat))[:, None], rows), 1)
+    return np.concatenate(parts, -1) if parts else np.empty(bins.shape)
+
+
+def input_bets(p: Floats) -> Floats:
+    """What one unit becomes in each bet on a p-value: `[...]` to `[..., E]`, of uniform p-values 1 on average."""
+    linear = [1.0 + slope * (p - 0.5) for slope in SLOPES]
+    tails = [np.where(p < TAIL, times, (1.0 - times * TAIL) / (1.0 - TAIL)) for times in TIMES]
+    return np.stack([*linear, *tails], axis=-1)
+
+
+def error_bets(wrong: Floats, risk: float) -> Floats:
+    """What one unit becomes in each bet on errors, `[...]` in [0, 1], of mean `risk` or less: `[..., E]`, at most fair.
+
+    Of a plain 0 or 1 it is the likelihood ratio of a higher error rate to the promised one.
+    """
+    ratios = np.array([ratio for ratio in RATIOS if ratio * risk < 0.95] or [0.95 / risk])
+    return 1.0 + (ratios - 1.0) / (1.0 - risk) * (wrong[..., None] - risk)
+
+
+@dataclass
+class Wealth:
+    """Bettors on one stream, or on several of the same length (leading axes `...`).
+
+    Attributes:
+        block: Rows after which a fresh bettor starts; `KEPT` are there, in slots used in turn.
+        limit: The log wealth that is an alarm.
+        jump: Share of each bettor's capital that is spread anew over its E bets after each row.
+        capital: `[..., KEPT, E]`, relative to `log`.
+        log: `[..., KEPT]`, of each bettor's wealth, for one unit at its start.
+        low: `[..., KEPT]`, the lowest it was, and `low_row`, after how many rows.
+        total: `[...]`, log wealth of all of them with what is not staked yet, and `peak`, the highest it was.
+        alarm_row: `[...]`, after how many rows the limit was first reached, -1 if never.
+        since: `[...]`, rows before the change, as the winning bettor saw it.
+    """
+
+    block: int
+    limit: float
+    jump: float
+    capital: Floats
+    log: Floats
+    low: Floats
+    low_row: NDArray[np.int64]
+    total: Floats
+    peak: Floats
+    alarm_row: NDArray[np.int64]
+    since: NDArray[np.int64]
+    rows: int = 0
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], bets: int, block: int, limit: float, jump: float = 0.0) -> "Wealth":
+        """All before the first row."""
+        slots, never = np.zeros((*shape, KEPT)), np.full(shape, -1, dtype=np.int64)
+        arrays = np.zeros((*shape, KEPT, bets)), slots, slots.copy(), slots.astype(np.int64)
+        return cls(block, limit, jump, *arrays, np.zeros(shape), np.zeros(shape), never, never.copy())
+
+    def bet(self, factors: Floats) -> None:
+        """Bet on rows: what one unit in each bet becomes, `[..., n, E]`."""
+        done = 0
+        while done < factors.shape[-2]:
+            place = self.rows % self.block
+            if not place:
+                self._start()
+            some = factors[..., done : done + min(_AT_ONCE, self.block - place), :]
+            self._play(some)
+            done += some.shape[-2]
+
+    def _start(self) -> None:
+        slot = (self.rows // self.block) % KEPT
+        self.capital[..., slot, :] = 1.0 / self.capital.shape[-1]
+        self.log[..., slot] = self.low[..., slot] = 0.0
+        self.low_row[..., slot] = self.rows
+
+    def _play(self, factors: Floats) -> None:
+        """Rows of one block, few enough that no capital overflows."""
+        count, bets = factors.shape[-2:]
+        spread = (1.0 - self.jump) * np.eye(bets) + self.jump / bets  # [E, E]
+        capitals = np.empty((count, *self.capital.shape))
+        capital = self.capital
+        for row in range(count):
+            capital = (capital @ spread if self.jump else capital) * factors[..., row, None, :]
+            capitals[row] = capital
+        sums = capitals.sum(-1)  # [count, ..., KEPT]
+        with np.errstate(divide="ignore"):  # empty slots have nothing
+            path = np.log(sums) + self.log
+        played = sums[-1] > 0
+        self.capital = capital / np.where(played, sums[-1], 1.0)[..., None]
+        self.log = np.where(played, path[-1], 0.0)
+        lowest = path.min(0)
+        deeper = np.isfinite(lowest) & (lowest < self.low)
+        self.low_row = np.where(deeper, self.rows + 1 + path.argmin(0), self.low_row)
+        self.low = np.where(deeper, lowest, self.low)
+        blocks = self.rows // self.block + 1
+        number = blocks - (blocks - 1 - np.arange(KEPT)) % KEPT  # of the block in each slot
+        shares = -np.log(np.maximum(number, 1) * (np.maximum(number, 1) + 1.0))
+        staked = path + shares  # [count, ..., KEPT]
+        most = staked.max(-1, keepdims=True)
+        wealth = np.exp(staked - most).sum(-1) + np.exp(-math.log(blocks + 1) - most[..., 0])  # with what is not staked
+        totals = np.log(wealth) + most[..., 0]  # [count, ...]
+        reached = totals >= self.limit
+        new = reached.any(0) & (self.alarm_row < 0)
+        if new.any():
+            first = reached.argmax(0)  # [...]
+            winner = np.take_along_axis(staked, first[None, ..., None], 0)[0].argmax(-1)  # [...]
+            since = np.take_along_axis(self.low_row, winner[..., None], -1)[..., 0]
+            self.alarm_row = np.where(new, self.rows + 1 + first, self.alarm_row)
+            self.since = np.where(new, since, self.since)
+        self.total, self.peak = totals[-1], np.maximum(self.peak, totals.max(0))
+        self.rows += count
+
+
+class Rate(NamedTuple):
+    """The error rate of the answers accepted lately, from those of them that were audited.
+
+    `low` to `high` is a 95 % confidence sequence: while the rate stays as it is, the interval covers it at all times
+    since its first row, with 95 % probability, however often one looks.
+    """
+
+    rate: float
+    low: float
+    high: float
+    rows: int
+
+    @classmethod
+    def of(cls, errors: float, rows: int, asked: float = 1.0, level: float = 0.95) -> "Rate":
+        """From weighted errors among rows, each weight `asked` over the probability of being asked."""
+        low, high = confidence_sequence(errors, rows, level)
+        return cls(errors / rows / asked, low / asked, min(1.0, high / asked), rows)
+
+
+def confidence_sequence(hits: float, rows: int, level: float = 0.95) -> tuple[float, float]:
+    """Anytime-valid interval of the mean of rows in [0, 1] that sum to `hits` (mixture of likelihoods, Robbins 1970).
+
+    A rate is left out once the Beta(1/2, 1/2) mixture of likelihoods is 1 / (1 - level) times that of the rate.
+    """
+    misses = rows - hits
+    least = math.lgamma(hits + 0.5) + math.lgamma(misses + 0.5) - math.lgamma(rows + 1) - math.log(math.pi)
+    least += math.log(1.0 - level)
+
+    def kept(rate: float) -> bool:
+        likelihood = hits * math.log(rate) if hits else 0.0
+        return likelihood + (misses * math.log1p(-rate) if misses else 0.0) > least
+
+    ends = []
+    for outside in (0.0, 1.0):
+        inside = hits / rows
+        for _ in range(60):
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if 0.0 < middle < 1.0 and kept(middle) else (inside, middle)
+        ends.append(inside)
+    return ends[0], ends[1]
+
+
+class Monitor:
+    """Two sequential tests of a calibrated model in use, with one alarm: inputs have changed, or the promise is broken.
+
+    The chance that it ever alarms although nothing has changed is at most `level`, over the draw of the calibration
+    rows and the whole stream, with ties, however long it runs. It keeps no rows: its memory is constant.
+
+    * `update` looks at the familiarity and the confidence of every row that is answered: are they still spread as
+      those of the held-out rows? It needs no labels.
+    * `audit` looks at accepted rows whose right label has become known: is the error rate above the promised risk? The
+      rows must be a random sample of the accepted ones, not those of which someone complained. After `share=` there
+      is no promise, and nothing to audit.
+
+    Attributes:
+        rows: Rows seen by `update`.
+        audited: Accepted rows seen by `audit`.
+
+    Examples:
+        >>> safe = he.calibrate(base, batches, share=0.9, familiarity=None)
+        >>> watch = he.Monitor(safe)
+        >>> p = watch.update(safe.predict(torch.randn(32, 3, 64, 64)))
+        >>> watch.rows, watch.alarm
+        (32, False)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        level: float = 0.001,
+        *,
+        workers: int = 1,
+        asked: float = 1.0,
+        on_alarm: OnAlarm | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Watch a model that `calibrate` returned.
+
+        Args:
+            model: An ensemble or a cascade.
+            level: Largest probability of a false alarm, ever.
+            workers: How many processes watch a part of the stream each, with a monitor and a `seed` of their own: each
+                tests at `level / workers`. Their wealths must not be multiplied.
+            asked: If rows are audited with unequal probabilities, the least of them; 1 for a plain random sample.
+            on_alarm: What becomes of predictions that pass through `update` from the alarm on: `"decline"` declines
+                all, `"stricter"` all below the next stricter point of a calibration with several; with the reason
+                `"alarm"`. None leaves them as they are.
+            seed: Seed by which ties are broken.
+        """
+        calibration = getattr(getattr(model, "metadata", None), "calibration", None)
+        if calibration is None or not calibration.watched:
+            raise ConfigError("the model has no calibration to compare with; give what he.calibrate returned")
+        promise = getattr(model, "promise", None)
+        promises = promise if isinstance(promise, Mapping) else {} if promise is None else {"": promise}
+        places = {name: place for place, name in enumerate(model.metadata.labels)}
+        names = [f"promise of {name}" if name else "promise" for name in promises]
+        self.identity: str = calibration.identity
+        self.level = require("level", level, InnerShare)
+        self.workers = require("workers", workers, Whole)
+        self.asked = require("asked", asked, PositiveShare)
+        self.on_alarm = require("on_alarm", on_alarm, OnAlarm | None)
+        fitted = model.metadata.familiarity
+        names_of = {"confidence": "score", "familiarity": "" if fitted is None else fitted.settings.scores[0]}
+        self.columns: dict[str, str] = {name: names_of[name] for name in calibration.watched}
+        self._risks = {name: one.risk for name, one in zip(names, promises.values(), strict=True)}
+        self._labels = {name: places[label] if label else None for name, label in zip(names, promises, strict=True)}
+        self._floor = sys.float_info.max  # certainty from which rows pass after an alarm: none
+        if on_alarm == "stricter":
+            self._floor = _next_stricter(promise, getattr(calibration, "promises", ()))
+        self._edges = {name: np.array(bins.edges) for name, bins in calibration.watched.items()}
+        self._counts = np.zeros((len(self._edges), 1 + max(map(len, self._edges.values()))), dtype=np.int64)  # [S, K]
+        for row, bins in zip(self._counts, calibration.watched.values(), strict=True):
+            row[: len(bins.counts)] = bins.counts
+        limit = math.log((len(self._edges) + len(names)) * self.workers / self.level)
+        bets = len(SLOPES) + len(TIMES)
+        self._inputs = Wealth.of((len(self._edges),), bets, BLOCK, limit, JUMP)
+        self._audits = {}
+        for name, risk in self._risks.items():
+            least = risk * self.asked
+            kinds = error_bets(np.zeros(1), least).shape[-1]
+            self._audits[name] = Wealth.of((1,), kinds, math.ceil(ERRORS / least), limit)
+        self._recent = {name: [[0, 0.0], [0, 0.0]] for name in names}  # rows and errors, of two blocks
+        self._history: list[list[float]] = []  # rows, and the log wealth of each test
+        self._stride = 1
+        self._generator = np.random.default_rng(require("seed", seed, Seed))
+
+    # --- what it watches ----------------------------------------------------------------------------------
+
+    def update(self, prediction: Prediction) -> Prediction:
+        """Watch the inputs of a prediction, all its rows in their order; returns it, declined after an alarm."""
+        self._require_own(prediction.calibration)
+        scores = {"confidence": prediction.score()}
+        if prediction.unfamiliarity is not None:
+            scores["familiarity"] = prediction.score(prediction.unfamiliarity.score_names[0])
+        self.update_scores(scores)
+        return self._held_back(prediction) if self.alarm else prediction
+
+    def update_scores(self, scores: Mapping[str, Any]) -> None:
+        """The same from columns of answers, whose names are the values of `columns`, by the names of the tests."""
+        found = np.stack(
+            [np.searchsorted(edges, _array(scores[name]), side="right") for name, edges in self._edges.items()]
+        )
+        uniform = self._generator.random(found.shape[::-1]).T  # [S, B]; the draws of a row stay together
+        self._inputs.bet(input_bets(p_values(self._counts, found, uniform)))
+        self._note()
+
+    def audit(self, prediction: Prediction, labels: Any, asked: Any = None) -> None:
+        """Compare accepted answers with the right labels of a random sample of them; declined rows do not count.
+
+        Args:
+            prediction: Answers of some rows, as `predict` or `update` returned them.
+            labels: Index of the right class of each row, `[B]`; -1 where it is unknown.
+            asked: If `Monitor(asked=…)` was given: the probability with which each row was asked for its label, `[B]`,
+                or one for all. Then all accepted rows are given, also those that were not asked.
+        """
+        self._require_own(prediction.calibration)
+        if prediction.forced is not None:  # what the alarm declined was accepted by the promise
+            forced = torch.where(prediction.forced == _ALARM, 0, prediction.forced)
+            prediction = replace(prediction, forced=forced)
+        if len(labels) and int(max(labels)) >= prediction.classes:
+            raise DataError(f"labels run up to {int(max(labels))}, but there are {prediction.classes} classes")
+        self.audit_labels(prediction.label, labels, prediction.accept, asked)
+
+    def audit_labels(self, given: Any, labels: Any, accepted: Any, asked: Any = None) -> None:
+        """The same from columns of answers: the labels given, the right ones, and whether each was accepted, `[B]`."""
+        if not self._audits:
+            raise ConfigError("the calibration promises a share, not a risk: there is nothing to audit")
+        given, truth = _array(given), _array(labels)
+        if truth.shape != given.shape or truth.dtype.kind not in "iu" or (truth < -1).any():
+            raise DataError(f"labels must be {len(given)} class indices, or -1; got {truth.dtype} {list(truth.shape)}")
+        counted = _array(accepted).astype(bool)
+        wrong = ((truth >= 0) & (truth != given)).astype(np.float64)
+        if self.asked == 1.0:
+            if asked is not None:
+                raise ConfigError("unequal probabilities need Monitor(asked=…), the least of them, from the start")
+            counted = counted & (truth >= 0)
+        else:
+            if asked is None:
+                raise ConfigError("asked is missing: give the probability with which each row was asked for its label")
+            odds = np.broadcast_to(_array(asked).astype(np.float64), truth.shape)
+            if not ((odds >= self.asked) & (odds <= 1))[counted].all():
+                raise DataError(
+                    f"probabilities run from {odds.min():.4g} to {odds.max():.4g}; asked is {self.asked:.4g}"
+                )
+            wrong = wrong * self.asked / odds
+        for name, wealth in self._audits.items():
+            label = self._labels[name]
+            errors = wrong[counted if label is None else counted & (given == label)]
+            wealth.bet(error_bets(errors, self._risks[name] * self.asked)[None])
+            before, now = self._recent[name]
+            now[0], now[1] = now[0] + len(errors), now[1] + float(errors.sum())
+            if now[0] >= wealth.block:
+                before[:], now[:] = now, [0, 0.0]
+        self._note()
+
+    # --- what it says ---------------------------------------------------------------------------------------
+
+    @property
+    def alarm(self) -> bool:
+        """Whether any test has alarmed; it stays so: calibrate again, and start a new monitor."""
+        return bool(self.why)
+
+    @property
+    def why(self) -> tuple[str, ...]:
+        """The tests that have alarmed: `"familiarity"`, `"confidence"`, `"promise"` (or `"promise of LABEL"`)."""
+        return tuple(name for name, row, _ in self._states() if row >= 0)
+
+    @property
+    def since(self) -> int | None:
+        """About how many rows had come before the change: of `update` if the inputs alarmed, else of `audit`."""
+        found = [(name in self._audits, since) for name, row, since in self._states() if row >= 0]
+        return min(found)[1] if found else None
+
+    @property
+    def rows(self) -> int:
+        """Rows seen by `update`."""
+        return self._inputs.rows
+
+    @property
+    def audited(self) -> int:
+        """Accepted rows seen by `audit`, over all promises."""
+        return sum(wealth.rows for wealth in self._audits.values())
+
+    @property
+    def wealth(self) -> dict[str, float]:
+        """Log wealth of each test: 0 at the start; an alarm at `limit`."""
+        inputs = dict(zip(self._edges, self._inputs.total.tolist(), strict=True))
+        return inputs | {name: float(one.total[0]) for name, one in self._audits.items()}
+
+    @property
+    def limit(self) -> float:
+        """The log wealth at which a test alarms."""
+        return self._inputs.limit
+
+    @property
+    def error_rate(self) -> Rate | dict[str, Rate] | None:
+        """The current error rate with its interval, or one by label under `risk={…}`; None before the first audit.
+
+        Of the last one to two blocks, those in which ten errors are promised (1,000 audited rows at 1 %).
+        """
+        found = {}
+        for name, ((rows, errors), (more, new)) in self._recent.items():
+            if rows + more:
+                found[name.removeprefix("promise of ")] = Rate.of(errors + new, int(rows + more), self.asked)
+        return found.get("promise", found or None) if "promise" in self._risks else found or None
+
+    def summary(self) -> dict[str, Any]:
+        """All of it as plain values, for a log or a server."""
+        found = self.error_rate
+        by_label = {name: one._asdict() for name, one in found.items()} if isinstance(found, dict) else None
+        return {
+            "alarm": self.alarm,
+            "why": list(self.why),
+            "since": self.since,
+            "rows": self.rows,
+            "audited": self.audited,
+            "error_rate": found._asdict() if isinstance(found, Rate) else by_label,
+            "log_wealth": self.wealth,
+            "alarm_at": self.limit,
+        }
+
+    def __repr__(self) -> str:
+        said = f"alarm: {', '.join(self.why)} since row {self.since}" if self.alarm else "no alarm"
+        return f"Monitor({said}; {self.rows} rows, {self.audited} audited, level {self.level:g})"
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the log wealth of each test over the rows seen, and the line of alarm; returns matplotlib's figure."""
+        library("matplotlib", extra="report")
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        axes = figure.subplots()
+        columns = np.array([[0.0] * (1 + len(self.wealth)), *self._history]).T  # [1 + tests, points]
+        for name, values in zip(self.wealth, columns[1:], strict=True):
+            axes.plot(columns[0], values / math.log(10), label=name)
+        axes.axhline(self.limit / math.log(10), color="black", linestyle="--", label="alarm")
+        axes.set(xlabel="rows", ylabel="evidence (log10 of the wealth)")
+        axes.legend()
+        if path is not None:
+            figure.savefig(expanded(path))
+        return figure
+
+    # --- saving ---------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write its state as JSON, atomically; `load` goes on from there as if nothing had happened."""
+        write_json(expanded(path), self.to_plain())
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any = None) -> "Monitor":
+        """Read a saved monitor; with `model`, refuse it if it watched another one."""
+        plain = read_object(expanded(path))
+        if plain.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is no monitor of this version; give another place, and start a new one")
+        monitor = cls.from_plain(plain)
+        if model is not None and model.metadata.calibration.identity != monitor.identity:
+            raise CheckpointError(f"{path} watched another calibration; start a new monitor for this one")
+        return monitor
+
+    def to_plain(self) -> dict[str, Any]:
+        """Its state as plain values."""
+        return {"format": FORMAT, **_plain(vars(self))}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Monitor":
+        """The inverse of `to_plain`."""
+        monitor = cls.__new__(cls)
+        vars(monitor).update({name: _read(value) for name, value in plain.items() if name != "format"})
+        return monitor
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _states(self) -> list[tuple[str, int, int]]:
+        """Name, row of the alarm and row of the change of each test."""
+        inputs = zip(self._edges, self._inputs.alarm_row.tolist(), self._inputs.since.tolist(), strict=True)
+        return [*inputs, *((name, int(one.alarm_row[0]), int(one.since[0])) for name, one in self._audits.items())]
+
+    def _require_own(self, calibration: str) -> None:
+        if calibration != self.identity:
+            got = f"calibration {calibration}" if calibration else "no calibration"
+            raise DataError(f"the prediction has {got}, the monitor watches {self.identity}: make one for each model")
+
+    def _held_back(self, prediction: Prediction) -> Prediction:
+        if self.on_alarm is None:
+            return prediction
+        low = prediction.certainty < self._floor
+        forced = torch.zeros_like(prediction.label) if prediction.forced is None else prediction.forced
+        return replace(prediction, forced=torch.where(low, _ALARM, forced))
+
+    def _note(self) -> None:
+        """One more point of the plot, if it is due."""
+        if len(self._history) > 1 and self.rows < self._history[-2][0] + self._stride:
+            self._history.pop()  # the latest point is always there
+        self._history.append([self.rows, *self.wealth.values()])
+        if len(self._history) > POINTS:
+            self._history = self._history[1::2]
+            self._stride = max(1, 2 * self.rows // POINTS)
+
+
+def _next_stricter(promise: Any, promises: Sequence[Any]) -> float:
+    """The threshold of the least strict point with a smaller risk than the one in force."""
+    points = [one for one in promises if one.risk < getattr(promise, "risk", 0.0)]
+    if not points:
+        raise ConfigError('on_alarm="stricter" needs a smaller risk to go to: he.calibrate(…, risk=[0.01, 0.005])')
+    return float(max(points, key=lambda one: one.risk).threshold)
+
+
+def _array(values: Any) -> NDArray[Any]:
+    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+
+
+def _plain(value: Any) -> Any:
+    """State as JSON data; what JSON does not have is an object with one name, its kind."""
+    if isinstance(value, np.ndarray):
+        return {value.dtype.name: value.tolist()}
+    if isinstance(value, Wealth):
+        return {"wealth": _plain(vars(value))}
+    if isinstance(value, np.random.Generator):
+        return {"generator": value.bit_generator.state}
+    return {name: _plain(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def _read(value: Any) -> Any:
+    """The inverse of `_plain`."""
+    if not isinstance(value, dict):
+        return value
+    match list(value.items()):
+        case [("int64" | "float64" as dtype, numbers)]:
+            return np.array(numbers, dtype=dtype)
+        case [("wealth", fields)]:
+            return Wealth(**_read(fields))
+        case [("generator", state)]:
+            generator = np.random.default_rng()
+            generator.bit_generator.state = state
+            return generator
+    return {name: _read(one) for name, one in value.items()}
