@@ -200,9 +200,8 @@ def finetune(
     recognised by their length and first batch. The result is on the device of its input, in evaluation mode, and has
     no calibration.
 
-    Several processes (accelerate launch, torchrun) share the batches and average gradients. If `train` is split by a
-    `DistributedSampler`, it is used as it is. Of any other `train` each process gets equally many batches; what is left
-    over at the end of an epoch is not used.
+    Several processes (accelerate launch, torchrun) share the batches equally and average gradients; what is left over
+    at the end of an epoch is not used. Give every process the plain loader.
 
     Examples:
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=2)
