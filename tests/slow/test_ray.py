@@ -70,7 +70,9 @@ def address(tmp_path_factory: pytest.TempPathFactory, order: Path) -> Iterator[s
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     with pytest.MonkeyPatch.context() as here:
         here.setenv(API_KEY, "correct horse")  # only in this process, not in the cluster's
-        application = ray_app(folder, settings(name="on-ray", max_queue=256), min_replicas=2, max_replicas=2, cpus=0.5)
+        application = ray_app(
+            folder, settings(name="on-ray", max_queue=256), num_replicas=2, ray_actor_options={"num_cpus": 0.5}
+        )
     serve.run(application)
     yield f"http://127.0.0.1:{port}"
     serve.shutdown()
@@ -121,4 +123,4 @@ def test_the_key_is_that_of_the_process_that_deploys(tmp_path: Path, monkeypatch
     monkeypatch.setenv(API_KEY, "correct horse")
     application = ray_app(tmp_path)
     monkeypatch.delenv(API_KEY)
-    assert application._bound_deployment.init_args[3] == "correct horse"
+    assert application._bound_deployment.init_args[2] == "correct horse"

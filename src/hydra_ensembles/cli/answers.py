@@ -82,8 +82,6 @@ def _inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], column: Any)
     """Name and content of every input: files, folders, `-` for standard input (one image, or lines of text), texts."""
     from ..serve.rows import sources
 
-    if kind == "image" and texts:
-        raise DataError("got a text, but the model reads images; give image files or folders")
     columns = common.named_columns(column)
     for argument in inputs:
         if argument == "-" and kind == "image":

@@ -67,8 +67,6 @@ def read_settings(
     names = set[str]().union(*known.values())
     for name in plain.keys() - names:
         raise ConfigError(f"there is no setting {name!r}; did you mean {' or '.join(nearest(name, names) or names)}?")
-    if missing := [name for name in ("model", "output") if name in names and name not in plain]:
-        raise ConfigError(f"{missing[0]} was not given, and it has no default")
     return [from_plain(kind, {name: plain[name] for name in known[kind] & plain.keys()}, "settings") for kind in kinds]
 
 
@@ -101,10 +99,11 @@ def named_values(pairs: Iterable[str] | None) -> dict[str, Any]:
 
 def named_columns(pairs: Iterable[str] | None) -> dict[str, str]:
     """The columns of a table by their role, from `ROLE=NAME`."""
+    from ..data.loading import Columns
+    from ..settings import from_plain
+
     columns = {role: name for role, _, name in (pair.partition("=") for pair in pairs or ())}
-    for role, name in columns.items():
-        if not name or role not in ("image", "text", "text_pair", "label"):
-            raise ConfigError(f"a column is written as text=review, or with image, text_pair, label; got {role}={name}")
+    from_plain(Columns, columns, "column")
     return columns
 
 
@@ -134,14 +133,9 @@ def new_folder(output: Path) -> Path:
 
 
 def next_commands(folder: Path, *commands: str) -> str:
-    """Suggested commands for a model in this folder."""
-    more = {
-        "calibrate": " --data DATA -o FOLDER",
-        "evaluate": " --id DATA --ood near:NAME=DATA",
-        "predict": " INPUT...",
-    }
+    """Suggested commands for a model in this folder; each says by --help what else it needs."""
     place = shlex.quote(str(folder))
-    return "Next:\n" + "\n".join(f"  hydra-ensembles {name} {place}{more.get(name, '')}" for name in commands)
+    return "Next:\n" + "\n".join(f"  hydra-ensembles {name} {place}" for name in commands)
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

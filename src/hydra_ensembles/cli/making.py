@@ -142,7 +142,7 @@ def search(
         ensemble,
         **sets,
         **{name: getattr(options, name) for name in names},
-        candidates=None if options.candidates is None else list(map(_candidate, options.candidates)),
+        candidates=options.candidates,
         models=[common.load_model(name, sources.device) for name in sources.models],
         batch_size=options.latency_batch,
         output=folder,
@@ -159,14 +159,6 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a command that are settings, by name."""
     others = ("column", "config", "changes", "quiet", "dry_run", "models")
     return {name: value for name, value in given.items() if name not in others}
-
-
-def _candidate(plain: Any) -> Any:
-    """Settings of a candidate, with its recipe, if it has its own."""
-    from ..training.recipe import read_recipe
-
-    own = isinstance(plain, Mapping) and "recipe" in plain  # `search` refuses what is no mapping
-    return {**plain, "recipe": read_recipe(plain["recipe"])} if own else plain
 
 
 # --- shared by both --------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def make_app(
         outputs = protocol.asked_outputs(message, served)
         rows = await decoded(tensor_rows, served, inputs)
         answers = await answered(request, rows)
-        content, headers = protocol.write_answer(message, served, outputs, answers, [row.notes for row in rows])
+        content, headers = protocol.write_answer(message, served, outputs, answers)
         return Response(content, headers=headers)
 
     app.get("/v2/health/ready")(ready)
@@ -381,7 +381,7 @@ def serve(model: Ensemble | str | Path, settings: ServeSettings | None = None) -
     engine.load()
     config = uvicorn.Config(
         app,
-        log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
@@ -418,15 +418,7 @@ def _listening(settings: ServeSettings) -> socket.socket:
 # --- on a cluster ----------------------------------------------------------------------------------------------------
 
 
-def ray_app(
-    model: str | Path,
-    settings: ServeSettings | None = None,
-    *,
-    min_replicas: int = 1,
-    max_replicas: int = 4,
-    cpus: float = 1.0,
-    gpus: float = 0.0,
-) -> Any:
+def ray_app(model: str | Path, settings: ServeSettings | None = None, **options: Any) -> Any:
     """The same server as an application of Ray Serve: `ray.serve.run(ray_app("my-hydra"))`.
 
     Every replica is a whole server; Ray starts and stops them with the load, and gives each request to one of them.
@@ -435,34 +427,22 @@ def ray_app(
         model: A saved classifier, by a folder or hub id that every machine can read.
         settings: Batches and limits. Tell Ray where to listen: `serve.start(http_options=...)`.
             A key in HYDRA_API_KEY is read in the process that calls this.
-        min_replicas: Minimum number of replicas.
-        max_replicas: Maximum number of replicas, under load.
-        cpus: CPUs of a replica.
-        gpus: GPUs of a replica; a part of one is enough for a small model.
+        options: Of `ray.serve.deployment`, such as `num_replicas=2`, `autoscaling_config={"max_replicas": 4}` or
+            `ray_actor_options={"num_gpus": 1}`.
     """
     deploy, used = library("ray.serve", extra="ray"), settings or ServeSettings()
     if expanded(model).is_dir():
         model = expanded(model).resolve()  # replicas have another working directory
-    replicas = deploy.deployment(
-        name="Model",
-        max_ongoing_requests=2 * used.max_batch,  # one batch runs while the next one fills
-        max_queued_requests=used.max_queue,
-        autoscaling_config={
-            "min_replicas": min_replicas,
-            "max_replicas": max_replicas,
-            "target_ongoing_requests": used.max_batch,
-        },
-        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
-        graceful_shutdown_timeout_s=used.timeout,
-    )(deploy.ingress()(_Replica))
-    return replicas.bind(model, used, "cuda" if gpus else None, key_from_environment())
+    usual = {"name": "Model", "max_ongoing_requests": 2 * used.max_batch, "graceful_shutdown_timeout_s": used.timeout}
+    replicas = deploy.deployment(**{**usual, **options})(deploy.ingress()(_Replica))
+    return replicas.bind(model, used, key_from_environment())
 
 
 class _Replica:
     """A server of one model on Ray."""
 
-    def __init__(self, model: str | Path, settings: ServeSettings, device: str | None, key: str | None) -> None:
-        loaded = Ensemble.from_pretrained(model, device=device)
+    def __init__(self, model: str | Path, settings: ServeSettings, key: str | None) -> None:
+        loaded = Ensemble.from_pretrained(model, device="cuda" if torch.cuda.is_available() else "cpu")
         self._engine = Engine(loaded, settings)
         self._app = make_app(loaded, settings, engine=self._engine, key=key)
 

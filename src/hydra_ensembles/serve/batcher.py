@@ -1,8 +1,7 @@
 """Rows in batches: `Runner` answers rows of any shapes; `Engine` gathers those of many requests for it.
 
 The group of equal shapes that is full, or has waited longest, runs next, on one thread. Cancelled rows (the deadline
-has passed) are not run. If the model fails on one row, the other rows of its batch still get answers; if its device
-fails, nothing is tried again: only a new process can use it.
+has passed) are not run. If the device fails, nothing is tried again: only a new process can use it.
 """
 
 import asyncio
@@ -72,8 +71,6 @@ class ServeSettings(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_queue < self.max_batch:
-            raise ConfigError(f"max_queue is {self.max_queue}, less than max_batch, {self.max_batch}; raise it")
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.name):
             raise ConfigError(f"name is {self.name!r}; it is part of URLs: use only letters, digits, _ . and -")
         if self.watch is None and (self.webhook or self.on_alarm):
@@ -144,16 +141,6 @@ def stacked(rows: Sequence[Row]) -> Tensor | dict[str, Tensor]:
     """Rows of one shape as a batch, `[B, …]`."""
     batch = {name: torch.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}
     return next(iter(batch.values())) if len(batch) == 1 else batch
-
-
-def each_alone(run: Callable[[list[Any]], Sequence[Any]], rows: list[Any]) -> list[Any]:
-    """What `run` returns for these rows; if it fails on one of them, that one has its error, and the others answers."""
-    try:
-        return list(run(rows))
-    except Exception as error:
-        if len(rows) == 1 or device_failed(error):
-            return [error] * len(rows)
-        return [answer for row in rows for answer in each_alone(run, [row])]
 
 
 def device_failed(error: Exception) -> bool:
@@ -282,9 +269,10 @@ class Engine:
         began, rows = time.monotonic(), [one.row for one in batch]
         answers: Any = [self.failure] * len(rows)
         if self.failure is None:
-            loop = asyncio.get_running_loop()
-            answers = await loop.run_in_executor(self._thread, each_alone, self._runner.answers, rows)
-            self.failure = next((one for one in answers if isinstance(one, Exception) and device_failed(one)), None)
+            try:
+                answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.answers, rows)
+            except Exception as error:
+                answers, self.failure = [error] * len(rows), error if device_failed(error) else None
         self.observe(len(batch), time.monotonic() - began)
         for one, answer in zip(batch, answers, strict=True):
             if one.future.done():

@@ -109,8 +109,6 @@ def _format(path: Path, format: Format | None) -> Format:
     suffix = path.suffix.lower().removeprefix(".")
     if suffix not in get_args(Format) or format not in (None, suffix):
         raise ConfigError(f"{path} has the suffix {path.suffix!r}; use .onnx for onnx, .pt2 for pt2")
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name a file")
     return "onnx" if suffix == "onnx" else "pt2"
 
 

@@ -256,9 +256,8 @@ def write_answer(
     served: Served,
     outputs: Iterable[AskedField],
     answers: Sequence[Answer],
-    notes: Sequence[Sequence[str]] = (),
 ) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of a response; `notes` become one parameter; NaN and infinity are null in JSON."""
+    """Body and headers of a response; NaN and infinity are null in JSON."""
     tensors, buffers = list[dict[str, Any]](), list[bytes]()
     for field, binary in outputs:
         array = np.stack([answer[field.name] for answer in answers])  # [B, …]
@@ -272,9 +271,6 @@ def write_answer(
             tensor["data"] = array.reshape(-1).tolist() if all_finite else [finite(value) for value in array.flat]
         tensors.append(tensor)
     body: dict[str, Any] = {"model_name": served.name, "model_version": "1", "outputs": tensors}
-    remarks = [f"sample {index}: {note}" for index, sample_notes in enumerate(notes) for note in sample_notes]
-    if remarks:
-        body["parameters"] = {"notes": "; ".join(remarks)}
     if isinstance(request.get("id"), str):
         body["id"] = request["id"]
     head = json.dumps(body, allow_nan=False).encode()

@@ -5,7 +5,6 @@ A row that cannot be read does not end the work: it carries its error, and the o
 """
 
 import csv
-import errno
 import io
 import json
 import os
@@ -25,7 +24,7 @@ from torch.nn import functional as F
 from .._utils import collect_warnings, library
 from ..batches import READ
 from ..data.dataset import IMAGE_SUFFIXES, is_litter
-from ..errors import DataError, HydraError, RequestError, StorageError
+from ..errors import DataError, HydraError, RequestError
 from ..files import expanded
 from ..model.config import PatchStemConfig
 from ..model.ensemble import Ensemble
@@ -37,7 +36,6 @@ CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # quota and period of the control grou
 SHORTEST = 16  # minimum number of tokens that texts are padded to
 COLUMNS = {"image": "image", "text": "text", "text_pair": "text_pair"}  # usual names of columns; a pair may be missing
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-_DISK = (errno.EIO, errno.ESTALE, errno.ENODEV)  # the disk failed: a rerun may be able to read the file
 
 
 def cores() -> int:
@@ -128,16 +126,11 @@ class Reader:
         self.image_size = tuple(map(int, size)) if self.kind == "image" else None
 
     def read(self, raw: Any) -> Row:
-        """The row of an image (path, content of a file, PIL) or of a text or a pair.
-
-        Raises only if this model reads no raw rows, or a disk fails.
-        """
+        """The row of an image (path, content of a file, PIL) or of a text or a pair; raises if it reads no raw rows."""
         self.require_preprocessing()
         with collect_warnings() as notes:
             try:
                 inputs = self._image(raw) if self.kind == "image" else self._text(raw)
-            except StorageError:
-                raise
             except RequestError as error:
                 return Row(error=error)
             except HydraError as error:
@@ -190,7 +183,6 @@ class Reader:
             try:
                 raw = Path(raw).read_bytes()
             except OSError as error:
-                _raise_if_disk(error, Path(raw))
                 raise DataError(f"{raw} cannot be read: {error.strerror}") from error
         return {self._main: self.preprocessing([opened(raw) if isinstance(raw, bytes) else raw])[0].to(self.dtype)}
 
@@ -217,11 +209,6 @@ def opened(content: bytes) -> Any:
         raise RequestError(f"it is too large: {error}", 413) from error
     except Exception as error:  # a broken header can raise anything in Pillow
         raise RequestError(f"it ({len(content)} bytes) is none of {', '.join(FORMATS)}, or is broken", 415) from error
-
-
-def _raise_if_disk(error: OSError, path: Path) -> None:
-    if error.errno in _DISK:
-        raise StorageError(f"{path} cannot be read ({error.strerror}); check the disk, and run this again") from error
 
 
 # --- files and folders of rows ---------------------------------------------------------------------------------------
@@ -257,8 +244,6 @@ class Source:
         try:
             yield from self._read()
         except Exception as error:  # broken data can raise anything in a decoder
-            if isinstance(error, OSError):
-                _raise_if_disk(error, self.files[0])
             reason = " ".join(str(error).split()) or type(error).__name__
             yield Item(self.name, error=f"the file, or the rest of it, cannot be read: {reason}")
 

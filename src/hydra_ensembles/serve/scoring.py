@@ -56,7 +56,6 @@ def score(
     wide: bool = False,
     batch_size: int = 64,
     shard_rows: int = 4096,
-    workers: int | None = None,
     progress: bool = True,
 ) -> Scored:
     """Score all images or texts of an archive into a folder of Parquet shards.
@@ -75,7 +74,6 @@ def score(
         wide: Whether `probs` and `member_logits`, which are long, are among the answers.
         batch_size: Samples per pass.
         shard_rows: Rows per shard.
-        workers: Threads that decode and tokenise; None for as many as there are cores.
         progress: Whether to show a bar.
     """
     path = expanded(output)
@@ -96,7 +94,7 @@ def score(
         # one plan for all shards: which is faster may change from run to run, and with it the last bits of the answers
         plan = store.step("plan", lambda: _fastest(model, reader, batch_size))
         runner = Runner(model.optimize(plans=[plan]), batch_size)
-        with ThreadPoolExecutor(workers or cores()) as pool, tqdm(unit=" rows", disable=not progress) as bar:
+        with ThreadPoolExecutor(cores()) as pool, tqdm(unit=" rows", disable=not progress) as bar:
             for one in found:
                 for place, items in _missing(folder, one, done.get(_key(one), {}), shard_rows):
                     parts = [table.columns(*part) for part in _answered(items, reader, runner, pool, bar.update)]

@@ -28,7 +28,6 @@ LOGGER = logging.getLogger(__name__)
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SHARES = tuple(round(0.05 * step, 2) for step in range(1, 21))
 SHOWN = ("confidence", "disagreement", "p_value", "familiarity")  # outputs between 0 and 1
-MOST_LABELS = 1000  # maximum number of classes for one counter each
 SAVED_EVERY = 1.0  # seconds; a kill loses what the rows of so long have said
 UNCALIBRATED = "no verdict"  # the model has no threshold
 OUTCOMES = tuple(word or "accepted" for word in REASON_WORDS)
@@ -59,8 +58,7 @@ class Telemetry:
             if field.name in SHOWN
         }
         meaning = "Answers by the class that was predicted, accepted or not."
-        few = len(served.labels) <= MOST_LABELS
-        self._labels = counter("hydra_labels", meaning, ["label"]) if few else None
+        self._labels = counter("hydra_labels", meaning, ["label"])
         self._names = served.labels
         calibrated = any(field.name == "accept" for field in served.outputs)
         for word in OUTCOMES if calibrated else (UNCALIBRATED,):
@@ -92,8 +90,7 @@ class Telemetry:
             outcome = OUTCOMES[int(answer["reason"])] if "reason" in answer else UNCALIBRATED
             counts[outcome] = counts.get(outcome, 0) + 1
             self._outcomes.labels(outcome).inc()
-            if self._labels is not None:
-                self._labels.labels(self._names[int(answer["label"])]).inc()
+            self._labels.labels(self._names[int(answer["label"])]).inc()
             for name, histogram in self._scores.items():
                 histogram.observe(float(answer[name]))
         return counts
@@ -186,19 +183,8 @@ def log_failure(error: BaseException, **fields: Any) -> None:
 
 
 def log_to_stdout() -> None:
-    """Send our log and uvicorn's to standard output, as lines of JSON."""
-
-    class Lines(logging.Formatter):
-        def format(self, record: logging.LogRecord) -> str:
-            if record.name == LOGGER.name:
-                return record.getMessage()
-            return json.dumps({"level": record.levelname, "event": "server", "message": record.getMessage()})
-
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(Lines())
+    """Send the log to standard output; uvicorn's warnings stay on standard error."""
+    LOGGER.addHandler(logging.StreamHandler(sys.stdout))
+    LOGGER.propagate = False
+    LOGGER.setLevel(logging.INFO)
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the sender of a broken form gets the error
-    for name in (LOGGER.name, "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.propagate = False
-        logger.setLevel(logging.INFO)

@@ -111,12 +111,12 @@ def test_a_full_queue_is_said_and_what_was_given_up_is_not_run() -> None:
     asyncio.run(whole())
 
 
-def test_one_bad_row_costs_no_other_its_answer() -> None:
+def test_a_failure_of_the_model_ends_with_its_batch() -> None:
     async def whole() -> None:
         model, engine, first = await held()
-        good, bad, other = await queued(engine, "x", "poison", "y")
+        good, bad = await queued(engine, 1, "poison")
         model.gate.set()
-        assert await asyncio.gather(first, good, other) == [[("first", 1)], [("x", 1)], [("y", 1)]]
+        assert await asyncio.gather(first, good) == [[("first", 1)], [(1, 1)]]
         with pytest.raises(RuntimeError, match="poison"):
             await bad
         assert await engine.answer([row("z")]) == [("z", 1)]

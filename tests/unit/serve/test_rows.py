@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from checkpoint_models import ensemble, map_pooled
-from hydra_ensembles.errors import ConfigError, DataError, HydraError, StorageError
+from hydra_ensembles.errors import ConfigError, DataError, HydraError
 from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.serve import rows
 from hydra_ensembles.serve.batcher import Runner
@@ -185,22 +185,6 @@ def test_what_is_broken_is_an_item_and_the_rest_is_read(tmp_path: Path) -> None:
     assert [name for name, content in found if content == "!"] == [
         "a.csv:1", "b.csv", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3", "d.parquet", "e.tar", "f.tgz", "g.txt", "h.csv",
     ]  # fmt: skip
-
-
-def test_a_disk_that_fails_ends_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_text("one\n")
-    (tmp_path / "b.png").write_bytes(picture())
-    (lines,), reader = sources(tmp_path, "text"), Reader(served("image"))
-
-    def failing(*_: Any, **__: Any) -> Any:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(Path, "open", failing)
-    monkeypatch.setattr(Path, "read_bytes", failing)
-    with pytest.raises(StorageError, match=r"a\.txt"):
-        list(lines)
-    with pytest.raises(StorageError, match=r"b\.png"):
-        reader.read(tmp_path / "b.png")
 
 
 def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from hydra_ensembles.errors import CheckpointError, ConfigError, StorageError
+from hydra_ensembles.errors import CheckpointError, ConfigError
 from hydra_ensembles.optimize.runner import OptimizedEnsemble
 from hydra_ensembles.serve import Scored, scoring
 from hydra_ensembles.serve import score as score_archive
@@ -160,17 +160,3 @@ def test_another_run_is_refused(source: Path, output: Path, tmp_path: Path) -> N
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(CheckpointError, match="letter"):
         score(source, tmp_path / "mine")
-
-
-def test_a_disk_that_fails_ends_the_work_and_nothing_moves(source: Path, output: Path, monkeypatch) -> None:
-    wanted, original, failures = score(source, output.with_name("whole")), Path.open, iter([True])
-
-    def failing(path: Path, *given: Any, **named: Any) -> Any:
-        if path.name == "b.jsonl" and next(failures, False):
-            raise OSError(5, "Input/output error")
-        return original(path, *given, **named)
-
-    monkeypatch.setattr(Path, "open", failing)
-    with pytest.raises(StorageError, match=r"b\.jsonl"):
-        score(source, output)
-    assert score(source, output) == wanted
