@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
@@ -75,7 +74,7 @@ def placed(
 
 
 class Saved(ABC):
-    """Saving, loading and publishing; a model says what is stored and how it is built from that."""
+    """Saving and loading; a model says what is stored and how it is built from that."""
 
     _kind: str  # of its checkpoints
 
@@ -92,6 +91,7 @@ class Saved(ABC):
         """Write `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card into a folder.
 
         An earlier save is replaced; if the process is killed, the folder holds the earlier or the new model, complete.
+        `hf upload owner/name folder` publishes it.
         """
         save_checkpoint(folder, self._contents(files.expanded(folder).resolve().name))
 
@@ -104,24 +104,8 @@ class Saved(ABC):
         dtype: torch.dtype | None = None,
         **hub: Any,
     ) -> Self:
-        """Load what `save_pretrained` or `push_to_hub` wrote, like `he.load`, but refuse models of another class."""
+        """Load what `save_pretrained` wrote, like `he.load`, but refuse models of another class."""
         return cls._restored(load_checkpoint(source, (cls._kind,), **hub), device, dtype)
-
-    def push_to_hub(
-        self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
-    ) -> str:
-        """Publish on the hub as `owner/name`, in one commit; returns the URL of that commit."""
-        with tempfile.TemporaryDirectory() as folder:
-            save_checkpoint(folder, self._contents(repo_id))
-            api = huggingface_hub.HfApi(token=token)
-            message = commit_message or "Upload a Hydra Ensembles model"
-            try:
-                api.create_repo(repo_id, private=private, exist_ok=True)
-                commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
-            except Exception as error:  # the hub client passes on any error of its HTTP library
-                problem = f"uploading to {repo_id!r} failed ({error})"
-                raise CheckpointError(f"{problem}; check the name, the connection and the token") from error
-        return str(commit.commit_url)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -19,11 +19,9 @@ from .model.member_states import (
     common_layers,
     copies_of,
     differing_names,
-    equal_pair,
     join_states,
     listed,
     member_config,
-    member_state,
     place_of,
     require_same_dtype_and_device,
     warn_if_equal,
@@ -89,11 +87,9 @@ def fuse(
         raise ConfigError("fuse takes members of one kind, not a DualEncoder and an Ensemble")
     if duals and average:
         raise ConfigError(f"average (got {average}) is for classifiers; dual encoders keep their layers per member")
-    if trunk is None:
-        warn_if_equal(_single_members(models), "fuse")
     if duals:
         return _fuse_dual_encoders(duals, how, trunk)
-    return _fuse_ensembles(ensembles, how, trunk, _whole_layers(average, ensembles[0].num_layers))
+    return _fuse_ensembles(ensembles, how, trunk, _whole_layers(average, ensembles[0].num_layers), trunk is None)
 
 
 def _whole_layers(average: float, layers: int) -> int:
@@ -107,31 +103,12 @@ def _whole_layers(average: float, layers: int) -> int:
     return count
 
 
-def find_equal_members(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
-    """Indices of two members, among those of all models, that are equal bit by bit; None if there are none."""
-    return equal_pair(_single_members(models))
-
-
-def _single_members(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[object, Mapping[str, Tensor]]]:
-    """Configuration and state of every member of these models."""
-    pairs: list[tuple[object, Mapping[str, Tensor]]] = []
-    for model in models:
-        for index in range(model.num_members):
-            if isinstance(model, Ensemble):
-                state = member_state(model.config, model.state_dict(), index)
-                pairs.append((member_config(model.config, index).undropped, state))
-            else:
-                single = model if model.num_members == 1 else model.member(index)
-                pairs.append((single.config, single.state_dict()))
-    return pairs
-
-
 def stack(members: Iterable[Ensemble | nn.Module]) -> Ensemble:
     """`Ensemble.stack`: all members in one ensemble that shares nothing."""
     models = listed(members, "Ensemble.stack")
     ensembles = [require_ensemble(convert_if_needed(model), "Ensemble.stack") for model in models]
     states, heads, metadata = singles(ensembles)
-    warn_if_equal(list(zip(heads, states, strict=True)), "Ensemble.stack")
+    warn_if_equal(states, heads, "Ensemble.stack")
     config = replace(member_config(ensembles[0].config, 0), heads=heads)
     return Ensemble.from_state(config, join_states(config, states), metadata)
 
@@ -159,8 +136,12 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
     return Ensemble.from_state(ensembles[0].config, mean, metadata.after(f"mean weights of {len(states)} models"))
 
 
-def _fuse_ensembles(members: Sequence[Ensemble], how: FusionByGroup, limit: int | None, average: int = 0) -> Ensemble:
+def _fuse_ensembles(
+    members: Sequence[Ensemble], how: FusionByGroup, limit: int | None, average: int = 0, warns: bool = False
+) -> Ensemble:
     own_states, heads, metadata = singles(members)
+    if warns:
+        warn_if_equal(own_states, heads, "fuse")
     states = own_states
     if average:
         states = _with_mean_trunk(states, heads, average, members[0].num_layers)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from .model.config import GROUPS, EnsembleConfig
+from .model.config import GROUPS
 from .model.metadata import ACCEPTS_ALL, Metadata
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ def _sections(title: str, which: str, model: "Ensemble") -> str:
     metrics = [(name, f"{value:.6g}") for name, value in metadata.metrics.items()]
     texts = {
         f"The {title}": _table(("", ""), *_facts(model)),
-        f"Heads kept{which}": _heads(model.config),
         f"Labels{which}": ", ".join(one_line(label) for label in metadata.labels[:20]) + more,
         f"Calibration{which}": _calibration(metadata),
         f"Metrics{which}": _table(("metric", "value"), *metrics) if metrics else "",
@@ -75,6 +74,8 @@ def _facts(model: "Ensemble") -> Iterable[tuple[str, object]]:
     yield "source", metadata.source or "unknown"
     yield "members", config.members
     yield "encoder", f"{encoder.layers} layers, width {encoder.width}, {encoder.heads} heads of {encoder.head_dim}"
+    kept = sum(len(heads) for member in config.heads for heads in member)
+    yield "heads kept", f"{kept} of {sum(config.head_counts) * config.members} (`describe()` lists them by layer)"
     yield "parameters", f"{cost.parameters:,} ({str(model.dtype).removeprefix('torch.')})"
     yield "multiply-adds", f"{cost.multiply_adds:,} for one input of {cost.tokens} tokens"
     if config.members > 1:
@@ -83,25 +84,6 @@ def _facts(model: "Ensemble") -> Iterable[tuple[str, object]]:
     if metadata.preprocessing is not None:
         origin = f" (from: {metadata.preprocessing_from})" if metadata.preprocessing_from else ""
         yield "preprocessing", f"{metadata.preprocessing}{origin}"
-
-
-def _heads(config: EnsembleConfig) -> str:
-    """Which attention heads each member keeps and which were removed, one row per layer."""
-    counts = config.head_counts
-    total = sum(counts) * config.members
-    kept = sum(len(heads) for member in config.heads for heads in member)
-    if kept == total:
-        return f"Nothing was pruned: every member keeps all {counts[0]} heads of every layer."
-
-    def cell(heads: Sequence[int], count: int) -> str:
-        removed = ", ".join(str(head) for head in range(count) if head not in heads)
-        return f"{len(heads)} (without {removed})" if removed else str(len(heads))
-
-    rows = [["layer", *(f"member {member}" for member in range(config.members))]]
-    names = [*map(str, range(config.encoder.layers)), "pooling"]
-    for name, count, members in zip(names, counts, zip(*config.heads, strict=True), strict=False):
-        rows.append([name, *(cell(heads, count) for heads in members)])
-    return f"{kept} of {total} heads are kept, of {counts[0]} per layer:\n\n{_table(*rows)}"
 
 
 def _calibration(metadata: Metadata) -> str:

@@ -11,13 +11,12 @@ from .._utils import torch_seeded, warn
 from ..batches import Inputs
 from ..errors import ConfigError
 from ..familiarity import with_score
-from ..fuse import find_equal_members
 from ..metrics.distance import FittedName
 from ..model.config import GROUPS, EnsembleConfig, Sharing
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, singles
 from ..model.layers import GroupedLinear, OurModel
-from ..model.member_states import join_states
+from ..model.member_states import equal_pair, join_states
 from ..model.metadata import Calibration, Familiarity, FamiliaritySettings, Metadata
 from ..prediction import Prediction
 from ..training.recipe import Recipe, trainable_state
@@ -34,7 +33,8 @@ def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ens
 
 def warn_equal(ensemble: Ensemble) -> Ensemble:
     """Return the result of a method; warns if two members are equal after training."""
-    if equal := find_equal_members([ensemble]):
+    states, heads, _ = singles([ensemble])
+    if equal := equal_pair(states, heads):
         advice = "shuffle the data, or let classifiers (reinit_classifier='random') or dropout differ"
         warn(f"members {equal[0]} and {equal[1]} are equal after training, and never disagree: {advice}")
     return ensemble

@@ -151,7 +151,7 @@ def attention_of(ensemble: Ensemble, layer: int) -> Attention:
 
 def working_copy(ensemble: Ensemble, dtype: torch.dtype | None, device: torch.device | None) -> Ensemble:
     """A private copy in evaluation mode, free to be modified; None keeps the original's dtype or device."""
-    return Ensemble.from_state(ensemble.config, ensemble.whole_state()).to(device, dtype).requires_grad_(False)
+    return Ensemble.from_state(ensemble.config, ensemble.state_dict()).to(device, dtype).requires_grad_(False)
 
 
 def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> tuple[int, ...]:
@@ -229,7 +229,7 @@ def _without(ensemble: Ensemble, gone: Sequence[Head]) -> Ensemble:
     if config.pooling is not None and not kept[-1]:
         raise HeadError("one of the heads that pool the tokens must stay")
     state = {}
-    for name, tensor in ensemble.whole_state().items():
+    for name, tensor in ensemble.state_dict().items():
         layer = head_axis(config, name)
         if layer is not None:
             rows = [row for row, head in enumerate(config.heads[0][layer]) if head in kept[layer]]

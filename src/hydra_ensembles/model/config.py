@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from ..errors import ConfigError
-from ..settings import Checked, Count, InnerShare, NotNegative, Range, Rate, Whole
+from ..settings import Checked, Count, InnerShare, Range, Rate, Whole
 
 Size = Whole
 Copies = Whole
@@ -28,9 +28,6 @@ class RotaryConfig(Checked):
         centred: Rows and columns of an image run from -2π to 2π, whatever its size (DINOv3), instead of counting.
         offset: Where counting rows and columns starts.
         reference: The grid to which counted rows and columns are scaled (EVA); None for no scaling.
-        shift: In training, rows and columns, from -1 to 1, are shifted by up to this much, independently.
-        jitter: In training, rows and columns are stretched or shrunk by up to this factor, independently.
-        rescale: In training, both are stretched or shrunk by up to this factor.
 
     Examples:
         >>> he.RotaryConfig(base=10_000.0).local_base is None  # for `Declaration(rotary=...)` of an image model
@@ -42,9 +39,6 @@ class RotaryConfig(Checked):
     centred: bool = False
     offset: float = 0.0
     reference: tuple[Size, Size] | None = None
-    shift: NotNegative = 0.0
-    jitter: Base = 1.0
-    rescale: Base = 1.0
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ class Description:
 
 def describe(config: EnsembleConfig, parameters: int) -> Description:
     """Describe an ensemble with this configuration and `parameters` stored parameters."""
-    tokens, pooling = config.stem.max_tokens, config.pooling
-    work, pooling_heads = multiply_adds(config, tokens), 0 if pooling is None else pooling.heads
-    return Description(parameters, work, tokens, config.heads, config.encoder.heads, pooling_heads)
+    tokens = config.stem.max_tokens
+    sizes = config.encoder.heads, 0 if config.pooling is None else config.pooling.heads
+    return Description(parameters, multiply_adds(config, tokens), tokens, config.heads, *sizes)
 
 
 def multiply_adds(config: EnsembleConfig, tokens: int) -> int:

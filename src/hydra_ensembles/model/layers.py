@@ -134,7 +134,7 @@ class Encoder(nn.Module):
     def context(self, key_mask: Tensor | None, size: tuple[int, ...], like: Tensor) -> Context:
         """The attention context of texts with `(tokens,)`, or of images with `(rows, columns)` patches."""
         near = near_tokens(like.shape[2], self.window, like.device)
-        turns = () if self.rotary is None else self.rotary(size, like, drops(self) is True)  # no jitter with generator
+        turns = () if self.rotary is None else self.rotary(size, like)
         return Context(None, turns, near).with_mask(key_mask)
 
     def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:

@@ -86,19 +86,17 @@ def differing_names(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
     return [name for name, tensor in states[0].items() if any(differs(tensor, state[name]) for state in states[1:])]
 
 
-def equal_pair(members: Sequence[tuple[object, Mapping[str, Tensor]]]) -> tuple[int, int] | None:
-    """Indices of two bitwise equal members, each given by configuration and state; None if there are none."""
-    for i, j in combinations(range(len(members)), 2):
-        (config, state), (other_config, other) = members[i], members[j]
-        names = reversed(list(state))  # classifiers differ first
-        if config == other_config and all(torch.equal(state[name], other[name].to(state[name])) for name in names):
+def equal_pair(states: Sequence[Mapping[str, Tensor]], heads: KeptHeads) -> tuple[int, int] | None:
+    """Indices of two bitwise equal members, given by their states and heads; None if there are none."""
+    for i, j in combinations(range(len(states)), 2):
+        if heads[i] == heads[j] and not differing_names([states[i], states[j]]):
             return i, j
     return None
 
 
-def warn_if_equal(members: Sequence[tuple[object, Mapping[str, Tensor]]], caller: str) -> None:
-    """Warn if two members, given as for `equal_pair`, are equal; `caller` is the function that takes them."""
-    if equal := equal_pair(members):
+def warn_if_equal(states: Sequence[Mapping[str, Tensor]], heads: KeptHeads, caller: str) -> None:
+    """Warn if two of these members are equal; `caller` is the function that takes them."""
+    if equal := equal_pair(states, heads):
         warn(f"members {equal[0]} and {equal[1]} given to {caller} are equal: they will never disagree")
 
 

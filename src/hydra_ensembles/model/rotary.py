@@ -22,15 +22,10 @@ class Rotary(nn.Module):
         self.bases = (rotary.base,) if rotary.local_base is None else (rotary.base, rotary.local_base)
         self.precision = torch.float32  # of the angles, always, as in the original libraries
 
-    def forward(self, size: tuple[int, ...], like: Tensor, moved: bool = False) -> tuple[Rotation, ...]:
-        """Rotations for texts of `(tokens,)` or images of `(rows, columns)`, on the device and in the dtype of `like`.
-
-        With `moved`, positions are jittered at random as configured.
-        """
+    def forward(self, size: tuple[int, ...], like: Tensor) -> tuple[Rotation, ...]:
+        """Rotations for texts of `(tokens,)` or images of `(rows, columns)`, with device and dtype of `like`."""
         axes = [self._positions(axis, count, like.device) for axis, count in enumerate(size)]
         grid = torch.stack(torch.meshgrid(axes, indexing="ij"), dim=-1).flatten(0, -2)  # [T, 1 or 2]
-        if moved:
-            grid = self._augment(grid)
         pairs = self.head_dim // (2 * len(size))  # rotated by one axis
         exponents = torch.arange(pairs, device=like.device).to(self.precision) / pairs
         turns = []
@@ -51,19 +46,6 @@ class Rotary(nn.Module):
         positions = positions + config.offset
         return positions if config.reference is None else positions / count * config.reference[axis]
 
-    def _augment(self, grid: Tensor) -> Tensor:
-        """Positions `[T, 2]` shifted, stretched along each axis, and stretched along both (DINOv3's training)."""
-
-        def draw(count: int, limit: float) -> Tensor:
-            return torch.empty(count, device=grid.device).uniform_(-limit, limit)
-
-        config = self.config
-        if config.shift:
-            grid = grid + 2 * math.pi * draw(2, config.shift)
-        if config.jitter > 1.0:
-            grid = grid * draw(2, math.log(config.jitter)).exp()
-        return grid * draw(1, math.log(config.rescale)).exp() if config.rescale > 1.0 else grid
-
 
 class FrozenRotary(nn.Module):
     """`Rotary` with precomputed tables, for images of one size or for texts; computed for other image sizes."""
@@ -74,8 +56,8 @@ class FrozenRotary(nn.Module):
         tables = torch.stack([torch.stack(turn) for turn in source(size, like)])  # [bases, 2, T, 1, d_k]
         self.register_buffer("tables", tables, persistent=False)
 
-    def forward(self, size: tuple[int, ...], like: Tensor, moved: bool = False) -> tuple[Rotation, ...]:
-        """Like `Rotary.forward`, in evaluation mode."""
+    def forward(self, size: tuple[int, ...], like: Tensor) -> tuple[Rotation, ...]:
+        """Like `Rotary.forward`."""
         tables: Tensor = self.get_buffer("tables")
         if len(size) == 1:
             tables = tables[:, :, : size[0]]

@@ -87,7 +87,6 @@ class OptimizedEnsemble:
         chosen = None if plans is None else tuple(plans)
         if chosen is not None and (not chosen or set(chosen) - set(PLANS)):
             raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(chosen)}")
-        ensemble.whole_state()  # frozen layers cannot hold computed weights
         self.device, self.dtype = ensemble.device, dtype or ensemble.dtype
         self.config, self.metadata, self._description = ensemble.config, ensemble.metadata, ensemble.describe()
         self.kind, self.num_members, self.num_classes = ensemble.kind, ensemble.num_members, ensemble.num_classes
