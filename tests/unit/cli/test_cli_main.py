@@ -92,9 +92,6 @@ def test_the_file_then_options_then_single_settings(tmp_path: Path) -> None:
     [
         ("model: m\nshares: 1\n", [], "did you mean share"),
         ("share: 0.5\n", [], "model"),
-        ("- model\n", [], "settings"),
-        ("model: [\n", [], "YAML"),
-        ("model: m\n", ["share"], "name=value"),
         ("model: m\n", ["share=[1, 2]"], "share"),
         ("model: m\n", ["recipe=no-such"], "no-such"),
     ],

@@ -41,9 +41,6 @@ def test_a_search_leaves_a_choice_that_other_commands_take(world: Path, tmp_path
     [
         (["base", "--id", "val"], "output"),
         (["base", "--id", "val", "--ood", "synthetic", "--ood", "dots", "-o", "new"], "either"),
-        (["base", "--id", "val", "--ood", "dots", "-o", "stripes"], "stripes"),
-        (["base", "--id", "val", "--ood", "val", "-o", "new"], "other data"),
-        (["base", "--id", "val", "--strategy", "best", "-o", "new"], "strategy"),
         (["base", "--id", "val", "--set", "colour=1", "-o", "new"], "colour"),
     ],
 )

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import copy
 import json
-import random
 import re
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -14,9 +13,8 @@ import pytest
 import torch
 
 import hydra_ensembles.serve.app as app_module
-from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.batcher import API_KEY, Runner, ServeSettings
+from hydra_ensembles.serve.batcher import API_KEY, Runner
 from hydra_ensembles.serve.rows import Reader
 from served_models import SCORES, served
 from serving import JSON, MODEL, ask, opened, picture, pixels, settings, talk, turned, typed
@@ -148,29 +146,6 @@ def test_logits_that_are_no_numbers_are_no_answer() -> None:
     assert "float16" in answer.json()["error"]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-def test_damaged_bytes_are_refused_or_read_and_never_a_mistake_of_ours() -> None:
-    generator = random.Random(0)
-
-    def damaged(content: bytes) -> bytes:
-        found = bytearray(content)
-        for _ in range(generator.choice((1, 2, 5, 20))):
-            place = generator.randrange(len(found))
-            found[place : place + generator.choice((1, 1, 1, 8))] = generator.randbytes(generator.choice((0, 1, 1, 6)))
-        return bytes(found)
-
-    whole = ("/v1/predict", json.dumps({"images": [encoded(picture())]}).encode(), JSON)
-    asked = (f"{MODEL}/infer", json.dumps({**pixels([0.5] * 192), "outputs": [{"name": "probs"}]}).encode(), JSON)
-    formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-    files = [("/v1/predict", picture(0, format=one), typed("image/png")) for one in formats]
-
-    async def conversation(client: httpx.AsyncClient) -> set[int]:
-        sent = [*files, whole, asked] * 10
-        return {(await client.post(path, content=damaged(body), headers=kind)).status_code for path, body, kind in sent}
-
-    assert talk(make_app(served("image"), settings()), conversation) <= {200, 400, 413, 415}
-
-
 def test_a_mistake_of_ours_tells_nothing_but_a_number(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
     def broken(self: Any, *_: Any) -> None:
         raise RuntimeError("secret input /home/me")
@@ -202,12 +177,6 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(monkeypatch: pytest.Monke
             assert (await client.post("/v1/predict", files={"file": picture()}, headers=headers)).status_code == 200
 
     talk(make_app(served("image"), settings()), conversation)
-
-
-def test_settings_are_checked() -> None:
-    for change in ({"name": "a/b"}, {"port": -1}):
-        with pytest.raises(ConfigError, match=r"name|port"):
-            ServeSettings(**change)  # type: ignore[arg-type]
 
 
 def test_a_device_that_failed_is_not_asked_again_and_the_server_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from checkpoint_models import ensemble, map_pooled
-from hydra_ensembles.errors import ConfigError, DataError, HydraError
+from hydra_ensembles.errors import DataError, HydraError
 from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.serve import rows
 from hydra_ensembles.serve.batcher import Runner
@@ -187,13 +186,6 @@ def test_what_is_broken_is_an_item_and_the_rest_is_read(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.md").write_text("text")
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(DataError):
-            sources(path, "text")
-
-
 # --- outputs ---------------------------------------------------------------------------------------------------------
 
 
@@ -224,14 +216,6 @@ def expected(p: Prediction, name: str) -> np.ndarray:
         return p.score(name).numpy()
     methods = {"score": p.score, "p_value": p.p_value}
     return (methods[name]() if name in methods else getattr(p, name)).numpy()
-
-
-def test_what_a_tokenizer_does_not_give_is_no_input_and_without_a_classifier_there_are_no_outputs() -> None:
-    one = served("text")
-    plain = one.metadata.preprocessing.__class__(max_length=9, attention_mask=False, segments=False)
-    assert [field.name for field in input_fields(one.with_metadata(preprocessing=plain))] == ["input_ids"]
-    with pytest.raises(ConfigError, match="classifier"):
-        output_fields(ensemble(map_pooled()))
 
 
 @pytest.mark.gpu

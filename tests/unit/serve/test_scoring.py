@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from hydra_ensembles.errors import CheckpointError, ConfigError
-from hydra_ensembles.optimize.runner import OptimizedEnsemble
 from hydra_ensembles.serve import Scored, scoring
 from hydra_ensembles.serve import score as score_archive
 from hydra_ensembles.serve.batcher import Runner
@@ -85,13 +84,6 @@ def test_an_archive_becomes_shards(source: Path, output: Path) -> None:
         score(source, output / "x", keep=["label", "kept_label"])
 
 
-def test_it_runs_an_optimized_plan(source: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[None] = []
-    count_calls(monkeypatch, OptimizedEnsemble, "predict", lambda: calls.append(None))
-    score(source, output)
-    assert calls
-
-
 # where the process is killed: before the n-th call (from 1) of a function
 POINTS: list[tuple[Any, str, int]] = [*((os, "replace", count) for count in (1, 3, 5)), (Runner, "answers", 4)]
 
@@ -156,7 +148,3 @@ def test_another_run_is_refused(source: Path, output: Path, tmp_path: Path) -> N
     for settings in ({"shard_rows": 5}, {"model": "text, bare"}, {"keep": []}):
         with pytest.raises(CheckpointError, match="another run"):
             score(source, output, **settings)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(CheckpointError, match="letter"):
-        score(source, tmp_path / "mine")
