@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -78,13 +77,6 @@ def cut(path: Path) -> Image.Image:
     return stored(as_file(of_numbers(np.random.default_rng(0).integers(0, 255, (64, 64, 3)), np.uint8))[:800])
 
 
-def closed(path: Path) -> Image.Image:
-    path.write_bytes(as_file(Image.new("RGB", (8, 8))))
-    image = Image.open(path)
-    image.close()
-    return image
-
-
 @pytest.mark.parametrize(
     ("make", "token"),
     [
@@ -93,7 +85,6 @@ def closed(path: Path) -> Image.Image:
         (lambda path: Image.new("1", (20_000, 10_000)), "20000 x 10000 pixels"),
         (lambda path: of_numbers([[0, 255]], np.float32), "8-bit or 16-bit"),
         (cut, "cannot be read"),
-        (closed, "cannot be read"),
         (lambda path: "photo.jpg", r"'photo\.jpg'.*PIL\.Image\.open"),
     ],
 )
@@ -101,28 +92,6 @@ def test_a_picture_that_cannot_be_used_is_refused_by_its_number(make: Any, token
     """Bombs, narrow pictures (the shorter side is scaled up), cut and closed files."""
     with pytest.raises(DataError, match=f"image 1 .*{token}"):
         plain()([Image.new("RGB", (2, 2)), make(tmp_path / "picture")])
-
-
-@pytest.mark.parametrize(("orientation", "turned"), [(6, True), (1, False), (None, False), (b"broken", False)])
-def test_images_stored_on_their_side_are_warned_of(orientation: Any, turned: bool) -> None:
-    exif = Image.Exif()
-    if isinstance(orientation, int):
-        exif[0x0112] = orientation
-    image = Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8))
-    file = as_file(image, "PNG", exif=orientation if isinstance(orientation, bytes) else exif)
-    _, messages = said(lambda: plain()([image, stored(file)]))
-    assert ["at least one image" in message for message in messages] == [True] * turned
-
-
-def test_preprocessing_does_not_follow_the_usual_type_of_tensors() -> None:
-    """LLM code often sets bfloat16 as default dtype, which would round ImageNet's mean."""
-    image = Image.new("RGB", (4, 4), (3, 14, 159))
-    expected = ImagePreprocessing((4, 4))(image)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert torch.equal(ImagePreprocessing((4, 4))(image), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 # --- texts -------------------------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ is separated again.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from .._utils import library
-from ..model.config import EncoderConfig, EnsembleConfig, Pool, ReadoutConfig
+from ..model.config import EncoderConfig, EnsembleConfig, Pool, ReadoutConfig, ReadoutNorm
 from ..model.metadata import Metadata
 from . import core, timm_torchvision
 from .core import Architecture, DualArchitecture, Found, NamedTensors, Weights, below, block, either, pair
@@ -57,24 +58,30 @@ def _clip_classes(*names: str) -> tuple[str, ...]:
     return tuple(f"transformers.models.{family}{name}" for family in _FAMILIES for name in names)
 
 
-def _clip_image_config(found: Found, num_labels: int | None) -> EnsembleConfig:
+def _image_config(found: Found, num_labels: int | None, pool: Pool = "cls") -> EnsembleConfig:
+    """An image tower: CLIP reads its class token before the final norm, SigLIP pools by attention after it."""
     config = getattr(found.model.config, "vision_config", found.model.config)
     stem = found.patch_stem(pair(config.image_size), resample="bicubic")
     encoder = read_encoder(found, config)
-    readout = ReadoutConfig(norm="pooled", norm_eps=encoder.norm_eps, **read_classifier(found, num_labels))
-    if hasattr(found.model, "classifier"):  # it reads the mean of the patches, before the final norm
-        readout = replace(readout, pool="mean", norm="none")
+    norm: ReadoutNorm = "pooled" if pool == "cls" else "tokens"
+    readout = ReadoutConfig(pool, norm=norm, norm_eps=encoder.norm_eps, **read_classifier(found, num_labels))
+    if hasattr(found.model, "classifier"):  # it reads the mean of the patches, in CLIP before the final norm
+        readout = replace(readout, pool="mean", norm="none" if pool == "cls" else "tokens")
+    elif pool == "map":
+        sizes: dict[str, Any] = {"map_heads": encoder.heads, "map_mlp_width": encoder.mlp_width}
+        readout = replace(readout, map_activation=encoder.activation, **sizes)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _clip_text_config(found: Found, num_labels: int | None) -> EnsembleConfig:
-    config = getattr(found.model.config, "text_config", found.model.config)
-    stem, encoder = found.text_stem(), read_encoder(found, config, causal=True)
-    end = config.eos_token_id
+def _text_config(found: Found, num_labels: int | None, pool: Pool = "eot") -> EnsembleConfig:
+    """A text tower: CLIP reads its end token, SigLIP the last position, mostly padding."""
+    model = getattr(found.model, "text_model", found.model)
+    encoder = read_encoder(found, model.config, causal=pool == "eot")
+    end = model.config.eos_token_id
     legacy = end == _LEGACY_EOS and type(found.model).__name__.startswith("CLIP")
-    eot, classifier = None if legacy else end, found.classifier(num_labels)
-    readout = ReadoutConfig("eot", norm="tokens", norm_eps=encoder.norm_eps, eot_token=eot, **classifier)
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+    eot = end if pool == "eot" and not legacy else None
+    readout = ReadoutConfig(pool, norm_eps=encoder.norm_eps, eot_token=eot, **found.classifier(num_labels))
+    return EnsembleConfig(found.text_stem(), encoder, readout, encoder.all_heads())
 
 
 def _answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
@@ -88,28 +95,25 @@ def _clip_dual_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     return output if isinstance(output, Tensor) else output.pooler_output  # releases of transformers 5 differ
 
 
-_CLIP_IMAGES = Architecture(
-    name="transformers CLIP image tower",
-    classes=_clip_classes("VisionModel", "VisionModelWithProjection"),
-    config=_clip_image_config,
-    weights=_CLIP_IMAGE_WEIGHTS,
-    answer=_answer,
+_tower = partial(Architecture, answer=_answer)
+_CLIP_IMAGES = _tower(
+    "transformers CLIP image tower",
+    _clip_classes("VisionModel", "VisionModelWithProjection"),
+    _image_config,
+    _CLIP_IMAGE_WEIGHTS,
 )
-_CLIP_CLASSIFIER = Architecture(
+_CLIP_CLASSIFIER = replace(
+    _CLIP_IMAGES,
     name="transformers CLIP image tower with classifier",
     classes=_clip_classes("ForImageClassification"),
-    config=_clip_image_config,
-    weights=_CLIP_IMAGE_WEIGHTS,
     ignored=("vision_model.post_layernorm",),
     metadata=metadata_of_classifier,
-    answer=_answer,
 )
-_CLIP_TEXTS = Architecture(
-    name="transformers CLIP text tower",
-    classes=_clip_classes("TextModel", "TextModelWithProjection"),
-    config=_clip_text_config,
-    weights=_CLIP_TEXT_WEIGHTS,
-    answer=_answer,
+_CLIP_TEXTS = _tower(
+    "transformers CLIP text tower",
+    _clip_classes("TextModel", "TextModelWithProjection"),
+    _text_config,
+    _CLIP_TEXT_WEIGHTS,
 )
 # In the dual encoder both towers are attributes of the model; each declaration ignores tensors of the other.
 _CLIP_UNREAD_BY_IMAGES = ("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids")
@@ -138,48 +142,25 @@ _SIGLIP_IMAGE_TOWER: Weights = {
 _SIGLIP_TEXT_TOWER: Weights = {**_CLIP_TEXT_TOWER, "readout.classifier": "head"}
 
 
-def _siglip_image_config(found: Found, num_labels: int | None) -> EnsembleConfig:
-    config = getattr(found.model.config, "vision_config", found.model.config)
-    stem = found.patch_stem(pair(config.image_size), resample="bicubic")
-    encoder = read_encoder(found, config)
-    readout = ReadoutConfig("mean", norm_eps=encoder.norm_eps, **read_classifier(found, num_labels))
-    if hasattr(found.model, "classifier"):  # it reads the mean of the patches: attention pooling is not used
-        return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
-    sizes = {"map_heads": encoder.heads, "map_mlp_width": encoder.mlp_width}
-    readout = replace(readout, pool="map", map_activation=encoder.activation, **sizes)  # type: ignore[arg-type]
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
-
-
-def _siglip_text_config(found: Found, num_labels: int | None) -> EnsembleConfig:
-    """The text tower pools the token at the last position, which is padding in all but the longest texts."""
-    config = getattr(found.model, "text_model", found.model).config
-    stem, encoder = found.text_stem(), read_encoder(found, config)
-    readout = ReadoutConfig("final", norm_eps=encoder.norm_eps, **found.classifier(num_labels))
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
-
-
-_SIGLIP_IMAGES = Architecture(
-    name="transformers SigLIP image tower",
-    classes=(f"{_SIGLIP_MODULE}VisionModel", f"{_SIGLIP_MODULE}VisionTransformer"),
-    config=_siglip_image_config,
-    weights=either(_SIGLIP_IMAGE_TOWER, below("vision_model.", _SIGLIP_IMAGE_TOWER)),
-    answer=_answer,
+_SIGLIP_IMAGES = _tower(
+    "transformers SigLIP image tower",
+    (f"{_SIGLIP_MODULE}VisionModel", f"{_SIGLIP_MODULE}VisionTransformer"),
+    partial(_image_config, pool="map"),
+    either(_SIGLIP_IMAGE_TOWER, below("vision_model.", _SIGLIP_IMAGE_TOWER)),
 )
-_SIGLIP_CLASSIFIER = Architecture(
+_SIGLIP_CLASSIFIER = replace(
+    _SIGLIP_IMAGES,
     name="transformers SigLIP classifier",
     classes=(f"{_SIGLIP_MODULE}ForImageClassification",),
-    config=_siglip_image_config,
     weights={**below("vision_model.", _SIGLIP_IMAGE_TOWER), "readout.classifier": "classifier"},
     ignored=("vision_model.head.",),
     metadata=metadata_of_classifier,
-    answer=_answer,
 )
-_SIGLIP_TEXTS = Architecture(
-    name="transformers SigLIP text tower",
-    classes=(f"{_SIGLIP_MODULE}TextModel", f"{_SIGLIP_MODULE}TextTransformer"),
-    config=_siglip_text_config,
-    weights=either(_SIGLIP_TEXT_TOWER, below("text_model.", _SIGLIP_TEXT_TOWER)),
-    answer=_answer,
+_SIGLIP_TEXTS = _tower(
+    "transformers SigLIP text tower",
+    (f"{_SIGLIP_MODULE}TextModel", f"{_SIGLIP_MODULE}TextTransformer"),
+    partial(_text_config, pool="final"),
+    either(_SIGLIP_TEXT_TOWER, below("text_model.", _SIGLIP_TEXT_TOWER)),
     masks=False,
 )
 _SIGLIP_DUAL = DualArchitecture(

@@ -110,14 +110,3 @@ def test_zero_shot_logits_have_the_scale_and_the_bias_of_the_sigmoid() -> None:
     classifier = he.zero_shot(he.convert(model, processor=word_tokenizer(mask=True)), NAMES)
     ids = word_tokenizer()([f"A photo of a {name}." for name in NAMES])["input_ids"]  # padded, no mask, as in training
     alike(classifier(pixels)[0], model(pixel_values=pixels, input_ids=ids).logits_per_image)
-
-
-def test_texts_are_padded_to_the_length_that_is_read_at_the_end() -> None:
-    import transformers
-    from tokenizers import Tokenizer
-
-    core = Tokenizer.from_str(word_tokenizer().tokenizer)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[END]", model_max_length=64)
-    preprocessing = he.convert(transformers_siglip(), processor=tokenizer).text.metadata.preprocessing
-    assert (preprocessing.pad_to_max, preprocessing.attention_mask) == (True, False)
-    assert {name: list(one.shape) for name, one in preprocessing(["a cat"]).items()} == {"input_ids": [1, 12]}

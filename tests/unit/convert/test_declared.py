@@ -147,20 +147,6 @@ def test_a_declaration_is_checked_when_it_is_made(changes: Any, token: str) -> N
         he.Declaration(**changes)
 
 
-class OtherName(EncoderText):
-    """A mask under a name that does not identify it."""
-
-    def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        return super().forward(ids, None if mask is None else mask == 0)
-
-
-def test_an_argument_that_may_be_a_mask_is_asked_for() -> None:
-    model = own(OtherName)
-    refused(model, "forward takes mask.*answer=", declaration=ENCODER_TEXT)
-    said = but(ENCODER_TEXT, {"answer": lambda model, batch: model(batch["input_ids"], mask=batch["attention_mask"])})
-    near(he.convert(model, declaration=said)(TEXTS)[0], model(TEXTS["input_ids"], mask=MASK))
-
-
 def test_images_that_are_no_square_are_those_of_the_processor() -> None:
     model, wide = own(EncoderViT), torch.randn(2, 3, 16, 64, generator=torch.Generator().manual_seed(3))
     look: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -171,25 +157,3 @@ def test_images_that_are_no_square_are_those_of_the_processor() -> None:
     )
     assert ensemble.config.stem.image_size == (16, 64)
     near(ensemble(wide)[0], model(wide))
-
-
-class AnySizeViT(EncoderViT):
-    """Resamples its positions to the size of the image."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = way
-
-    def tokens(self, images: Tensor) -> Tensor:
-        x = self.patchify(images)
-        size, places = x.shape[2:], self.pos[:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
-        if size != (4, 4):
-            places = F.interpolate(places, tuple(size), mode=self.way)
-        x = (x + places).flatten(2).transpose(1, 2)
-        return torch.cat([(self.cls + self.pos[:, :1]).expand(len(x), -1, -1), x], dim=1)
-
-
-def test_other_sizes_are_answered_as_the_original_does_or_refused() -> None:
-    model, larger = own(AnySizeViT, way="bilinear"), torch.randn(2, 3, 40, 56)
-    refused(model, r"\[1, 3, 40, 48\].*first in layer 0", declaration=ENCODER_VIT)
-    near(he.convert(model, declaration=but(ENCODER_VIT, {"resample": "bilinear"}))(larger)[0], model(larger))
