@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._utils import library
@@ -257,8 +258,9 @@ def _open_image_metadata(model: Any) -> Metadata:
     from open_clip.model import get_model_preprocess_cfg
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
-    transform = image_transform_v2(PreprocessCfg(**get_model_preprocess_cfg(model)), is_train=False)
-    return with_images_of(transform, Metadata(), "open_clip's preprocess_cfg of the model")
+    with torch.device("cpu"):  # ignore default device
+        transform = image_transform_v2(PreprocessCfg(**get_model_preprocess_cfg(model)), is_train=False)
+        return with_images_of(transform, Metadata(), "open_clip's preprocess_cfg of the model")
 
 
 def _open_text_metadata(model: Any) -> Metadata:

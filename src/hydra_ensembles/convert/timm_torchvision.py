@@ -5,6 +5,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
+
 from .._utils import library
 from ..model.config import EnsembleConfig, ReadoutConfig, RotaryConfig
 from ..model.metadata import Metadata
@@ -141,7 +143,8 @@ def _metadata(model: Any) -> Metadata:
     scale = {name: settings[name] for name in ("mean", "std")}  # in the transform they are rounded
     if settings["input_size"][0] != 3:
         return Metadata(labels=labels)
-    return with_images_of(data.create_transform(**settings), Metadata(labels=labels), origin, **scale)
+    with torch.device("cpu"):  # ignore default device
+        return with_images_of(data.create_transform(**settings), Metadata(labels=labels), origin, **scale)
 
 
 VISION_TRANSFORMER = Architecture(
