@@ -33,22 +33,20 @@ class LoRA(Checked):
         members: Number of members; one is LoRA-single.
         rank: Rank of every update `B A`.
         alpha: Updates are scaled by alpha / rank; None for no scale.
-        start: How A is drawn: `"kaiming"` as in peft, or `"xavier"`; B starts at zero.
-        gain: Gain of `"xavier"`.
+        gain: A starts by Xavier's rule with this gain; None takes Kaiming's, as peft does. B starts at zero.
         training: `"apart"` (one run each, with different seeds) or `"together"` (one run, each batch for all).
     """
 
     members: Whole = 3
     rank: Whole = 4
     alpha: Positive | None = 8.0
-    start: Literal["kaiming", "xavier"] = "kaiming"
-    gain: Positive = 1.0
+    gain: Positive | None = None
     training: Literal["apart", "together"] = "apart"
 
     @classmethod
     def joint(cls, members: int = 16, rank: int = 8) -> "LoRA":
         """The settings of the public code; they go with `Recipe(reinit_classifier="random")`."""
-        return cls(members, rank, alpha=None, start="xavier", gain=10.0, training="together")
+        return cls(members, rank, alpha=None, gain=10.0, training="together")
 
     @property
     def scale(self) -> float:
@@ -142,6 +140,6 @@ class LowRank(Parametrised):
 def _drawn(settings: LoRA, inputs: int, generator: torch.Generator) -> Tensor:
     """Draw one A `[r, in]` from the uniform distribution of `nn.init`."""
     first = torch.empty(settings.rank, inputs)
-    if settings.start == "xavier":
+    if settings.gain is not None:
         return nn.init.xavier_uniform_(first, settings.gain, generator)
     return nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)

@@ -11,8 +11,10 @@ from .._utils import derive_seed, without_autocast
 from ..errors import DataError
 from ..model.dual_encoder import DEFAULT_TEMPLATES, DualEncoder, Templates, checked_templates, class_embeddings
 from ..model.ensemble import Ensemble
-from ..settings import Checked, PositiveShare, Seed, Share, Whole
+from ..settings import Checked, PositiveShare, Whole
 from .building_blocks import embedding_statistics, scored
+
+_PERCENTILE = 0.95  # of a word's similarities to all classes: its similarity to them
 
 
 @dataclass(frozen=True)
@@ -21,15 +23,11 @@ class NegLabel(Checked):
 
     Attributes:
         share: Share of the words to use: those least similar to the classes.
-        percentile: The similarity of a word to the classes is this percentile of its similarities to all of them.
         groups: The score is the mean over this many groups of words; words left over are dropped.
-        seed: Seed for drawing the groups.
     """
 
     share: PositiveShare = 0.15
-    percentile: Share = 0.95
     groups: Whole = 100
-    seed: Seed = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +80,8 @@ def neg_label(
     embedded = words.embeddings.to(ensemble.device)[:, others]  # [G, N, e]
     readout = ensemble.state_dict()
     rows = readout["readout.class_embeddings.weight"].float()  # [G, C, e], multiplied by the logit scale
-    chosen = least_similar(embedded, F.normalize(rows, dim=-1), settings.percentile, count)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(settings.seed, "neglabel")))
+    chosen = least_similar(embedded, F.normalize(rows, dim=-1), _PERCENTILE, count)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(0, "neglabel")))
     chosen = chosen[order.to(chosen.device)]
     members = ensemble.num_members
     scale = rows.norm(dim=-1).mean(dim=-1)  # [G], the common length of class embeddings

@@ -183,11 +183,6 @@ class Job:
             require_rereadable(self.validation, "validation")
             check_unsharded(self.validation, "validation")
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of this training."""
-        return None if self.output is None else expanded(self.output) / f"member-{self.index}"
-
 
 # --- where a run stands, and its result ------------------------------------------------------------------------
 
@@ -294,6 +289,7 @@ def train_best(
         stack.enter_context(restored(job.train, job.validation))
         runtime = stack.enter_context(training_runtime(job.device, start.device))
         ranks, data = runtime.ranks, dict[str, Any]()
+        folder = None if job.output is None else expanded(job.output) / f"member-{job.index}"
         plain = to_plain(job.recipe)
         identity = {
             "recipe": {key: plain[key] for key in plain.keys() - {"grid", "learning_rate"}},
@@ -302,7 +298,7 @@ def train_best(
             "member": job.index,
             "processes": ranks.size,
         }
-        if job.folder is not None or ranks.size > 1:
+        if folder is not None or ranks.size > 1:
             seed = derive_seed(job.recipe.seed, "fingerprint")
             held_out = None if job.validation is None else source_digest(job.validation, "validation", seed)
             train = ranks.common(partial(source_digest, job.train, "train", seed))
@@ -312,7 +308,7 @@ def train_best(
         # ranks with different steps would deadlock, or end with different weights
         ranks.require_same((data, length_of(shared.train)), "training or validation data")
         ranks.require_same((identity, job.recipe.rates, job.checkpoint_every), "model or recipe")
-        store = ranks.all_or_none(lambda: stack.enter_context(Store(job.folder, identity, "a training")))
+        store = ranks.all_or_none(lambda: stack.enter_context(Store(folder, identity, "a training")))
         if job.recipe.compile:
             stack.enter_context(unlimited_recompiles())
 

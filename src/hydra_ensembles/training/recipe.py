@@ -31,8 +31,7 @@ class Recipe(Checked):
     Attributes:
         optimizer: `"sgd"` or `"adamw"` (decoupled weight decay).
         classifier_rate: Learning rate of the classifier, as a multiple of the others'; not for class embeddings.
-        grid: Peak learning rates to try; the one with the best validation accuracy wins. One that diverges is left
-            out, with a warning.
+        grid: Peak learning rates to try; the one with the best validation accuracy wins.
         steps: Number of weight updates; with `gradient_accumulation` each reads several batches.
         no_decay_on_bias_and_norm: Whether biases and norm weights are exempt from it.
         warmup: Updates (a whole number), or a fraction of all updates (a float below 1).
@@ -41,8 +40,7 @@ class Recipe(Checked):
         dropout: Rate after attention projection, MLP activation and MLP output of every layer in training. 0
             switches off all dropout, including stochastic depth; None keeps the model's own.
         clip_norm: Largest norm of the whole gradient, of all members that train together; None for no clipping.
-        train_groups: Parameter groups to train; the others stay unchanged, bit for bit. `requires_grad` of the model's
-            parameters is ignored, with a warning if frozen ones are trained.
+        train_groups: Parameter groups to train, whatever the parameters' `requires_grad`; the others stay unchanged.
         last_blocks: Train only this many last blocks, and what comes after them; None for all.
         reinit_classifier: `"zeros"` starts the classifier at zero, `"random"` draws one for every member (normal,
             standard deviation 0.02) from the seed; not for class embeddings, either.
@@ -50,11 +48,9 @@ class Recipe(Checked):
         min_delta: Validation accuracy must rise by more than this to count as an improvement.
         evaluate_every: Updates between evaluations; None evaluates after every epoch.
         precision: `"bf16"` computes in mixed precision; the weights stay in float32.
-        compile: Whether to compile blocks: a few seconds once for each kind of block, then faster steps on a
-            GPU. The numbers are the same up to rounding, but dropout draws differently.
+        compile: Whether to compile blocks: faster steps on a GPU, after a few seconds. Dropout draws differently.
         seed: Seed for the order of the data, random augmentation and dropout.
-        order_seed: Separate seed for the order of the data and their augmentation, then the same for every member,
-            while `seed` is used for dropout; None uses `seed` for both.
+        order_seed: Separate seed for the order of the data and their augmentation, the same for every member.
 
     Examples:
         >>> recipe = he.Recipe(learning_rate=1e-4, epochs=3, warmup=0.1, train_groups=("attention", "readout"))

@@ -22,56 +22,6 @@ ALL = Sharing(stem=True, norms=True)
 RECIPE = Recipe(learning_rate=1.0, steps=1)
 
 
-def by_hand(base, scaled, member, inputs):
-    """One member's logits with `y = ((x ∘ r) Wᵀ) ∘ s + b` written out, in layers with and without scales."""
-    state, config = base.state_dict(), base.config
-    own = member_state(scaled.ensemble.config, scaled.ensemble.state_dict(), member)  # for its biases
-    heads, width = config.encoder.heads, config.encoder.head_dim
-    act = {"gelu": F.gelu, "relu": F.relu}[config.encoder.activation]
-
-    def scale(part, name):
-        found = getattr(scaled, part).get(name.replace(".", "/"))
-        return torch.ones((), dtype=base.dtype) if found is None else found[member].flatten()
-
-    def linear(x, name, weight, bias_name):
-        return F.linear(x * scale("inputs", name), weight) * scale("outputs", name) + own[bias_name].flatten()
-
-    def norm(x, name):
-        weight, shift = state[name + ".weight"][0], state[name + ".bias"][0]
-        return F.layer_norm(x, weight.shape, weight, shift, config.encoder.norm_eps) * scale("inputs", name + ".weight")
-
-    def attention(x, place):
-        qkv, out = state[place + "qkv"], state[place + "out"]
-        mapped = linear(x, place + "qkv", qkv.flatten(0, 2), place + "qkv_bias")
-        q, k, v = mapped.unflatten(-1, (heads, 3, width)).permute(3, 0, 2, 1, 4)  # each [B, h, T, d_k]
-        mask = None if key_mask is None else key_mask[:, None, None, :]
-        z = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
-        return linear(z, place + "out", out.flatten(0, 1).T, place + "out_bias")
-
-    def mlp(x, place):
-        hidden = act(linear(x, place + "up.weight", state[place + "up.weight"][0], place + "up.bias"))
-        return linear(hidden, place + "down.weight", state[place + "down.weight"][0], place + "down.bias")
-
-    def layer_scale(place):
-        return state[place + "scale"][0] if config.encoder.layer_scale else 1.0
-
-    x, (key_mask, *_) = base.embed(*base.unpack(inputs))
-    x = x[0]
-    for layer in range(config.encoder.layers):
-        place = f"encoder.layers.{layer}."
-        if config.encoder.norm_first:
-            x = x + attention(norm(x, place + "norm1"), place + "attention.") * layer_scale(place + "attention.")
-            x = x + mlp(norm(x, place + "norm2"), place + "mlp.") * layer_scale(place + "mlp.")
-        else:
-            x = norm(x + attention(x, place + "attention."), place + "norm1")
-            x = norm(x + mlp(x, place + "mlp."), place + "norm2")
-    pooled = x[:, base.readout.prefix :].mean(1) if config.readout.pool == "mean" else x[:, 0]
-    x = pooled if config.readout.norm == "none" else norm(pooled, "readout.norm")
-    if config.readout.hidden:
-        x = torch.tanh(linear(x, "readout.hidden.weight", state["readout.hidden.weight"][0], "readout.hidden.bias"))
-    return linear(x, "readout.classifier.weight", state["readout.classifier.weight"][0], "readout.classifier.bias")
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "sharing", "trunk"),
     [
@@ -82,19 +32,31 @@ def by_hand(base, scaled, member, inputs):
     ],
     ids=["image", "text", "last", "layerscale"],
 )
-def test_multiplied_and_folded_scales_answer_as_scaled_layers(kind, settings, sharing, trunk):
+def test_multiplied_scales_are_those_of_every_input_and_output(kind, settings, sharing, trunk):
+    """`y = ((x ∘ r) Wᵀ) ∘ s` of each member, for every linear map above the trunk; all else is the model's own."""
     base, inputs = single(kind), some(single(kind))[0][0]
     scaled = Scaled(joined([base] * 2, sharing, trunk), settings, RECIPE, seed=3)
-    with torch.no_grad():  # separate biases as well
-        for name, parameter in scaled.ensemble.named_parameters():
-            if name.endswith("bias") and "norm" not in name and parameter.shape != base.get_parameter(name).shape:
-                parameter.add_(torch.randn_like(parameter))
-    merged = he.Ensemble.from_state(scaled.ensemble.config, scaled.whole())
-    answers = merged(inputs)
-    torch.testing.assert_close(scaled(inputs), answers)
-    for member in range(2):
-        torch.testing.assert_close(answers[member], by_hand(base, scaled, member, inputs))
-    assert (answers[0] - answers[1]).abs().min() > 1e-6
+    whole, state = scaled.whole(), base.state_dict()
+    torch.testing.assert_close(scaled(inputs), he.Ensemble.from_state(scaled.ensemble.config, whole)(inputs))
+    merged = [member_state(scaled.ensemble.config, whole, member) for member in range(2)]
+    maps = {name for name in state if name.endswith(("qkv", "attention.out")) or ("mlp" in name and "weight" in name)}
+    assert {key.replace("/", ".") for key in scaled.inputs} >= {name for name in maps if above(name, trunk)}
+    for name, weight in state.items():
+        key = name.replace(".", "/")
+        for member, own in enumerate(merged):
+            if key not in scaled.inputs:
+                assert torch.equal(own[name], weight)
+                continue
+            ahead = name.endswith("attention.out")  # [h, d_k, d]: inputs come first
+            matrix, found = (one.flatten(0, 1).T if ahead else one.flatten(0, -2) for one in (weight, own[name]))
+            r, s = (part[key][member].flatten() for part in (scaled.inputs, scaled.outputs))
+            x = torch.randn(5, matrix.shape[1], dtype=torch.float64)
+            torch.testing.assert_close(F.linear(x, found), F.linear(x * r, matrix) * s)
+            assert not torch.allclose(found, matrix)
+
+
+def above(name, trunk):
+    return not name.startswith("encoder.layers.") or int(name.split(".")[2]) >= trunk
 
 
 @pytest.mark.parametrize("kind", KINDS)

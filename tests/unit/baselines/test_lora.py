@@ -70,30 +70,6 @@ def test_the_merged_updates_are_the_adapters_of_peft(case):
             torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("training", ["apart", "together"])
-def test_members_of_a_trained_ensemble_are_adapters_of_one_model_of_peft(training, monkeypatch):
-    model = transformers_model(*CASES["vit"]).eval()
-    base, images = he.convert(model), torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    merged, whole = list[LowRank](), LowRank.whole
-    monkeypatch.setattr(LowRank, "whole", lambda self: (merged.append(self), whole(self))[1])
-    recipe = replace(QUICK, train_groups=("attention",), learning_rate=1.0)
-    settings = LoRA(members=2, rank=3, alpha=6.0, training=training)
-    found = lora_ensemble(base, [(images, torch.arange(3))], recipe, settings, progress=False)
-    members = [(one, index) for one in merged for index in range(one.num_members)]  # trained separately, or together
-    assert len(members) == 2
-    adapted, layers = adapters(model, "vit", 2)
-    for number, (one, index) in enumerate(members):
-        for key, part in layers.items():
-            part.lora_A[str(number)].weight.data.copy_(one.down[key][index])
-            part.lora_B[str(number)].weight.data.copy_(one.up[key][index])
-    with torch.no_grad():
-        for number, logits in enumerate(found(images)):
-            adapted.set_adapter(str(number))
-            torch.testing.assert_close(adapted(pixel_values=images).logits, logits, rtol=1e-4, atol=1e-4)
-            assert (logits - base(images)[0]).abs().max() > 1e-2
-        assert (found(images)[0] - found(images)[1]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [("image-cls", SMALL), ("text-post-norm", TOGETHER), ("image-cls", replace(SMALL, members=1))],

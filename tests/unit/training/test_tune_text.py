@@ -70,16 +70,6 @@ def test_training_finds_the_texts_and_leaves_the_image_tower_as_it_was():
     assert after > max(0.6, before)
 
 
-def test_nothing_of_the_image_tower_gets_a_gradient_and_all_else_does():
-    learner = TextLearner(tiny_dual(), QUICK, True, 1.0, Runtime(torch.device("cpu")))
-    learner.backward([learner.read(batch, 0) for batch in pairs()], seed=0)
-    for name, parameter in learner.model.named_parameters():
-        assert parameter.requires_grad == (not name.startswith("image."))
-        assert (parameter.grad is None) == name.startswith("image."), name
-    assert not learner.model.image.training
-    assert learner.model.text.training
-
-
 def test_features_computed_before_train_as_the_images_do():
     dual, data = tiny_dual(), pairs()
     features = image_features(dual, [images for images, *_ in data]).split(8)
