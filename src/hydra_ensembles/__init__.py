@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ._utils import __version__ as __version__
     from .baselines.mc_dropout import mc_dropout as mc_dropout
     from .calibrate import calibrate as calibrate
+    from .cascade import cascade as cascade
     from .circuit.extract import extract_circuit as extract_circuit
     from .convert.convert import convert as convert
     from .convert.declared import Declaration as Declaration
@@ -56,6 +57,7 @@ _NAMES = {
     "_utils": "__version__",
     "baselines.mc_dropout": "mc_dropout",
     "calibrate": "calibrate",
+    "cascade": "cascade",
     "circuit.extract": "extract_circuit",
     "convert.convert": "convert",
     "convert.declared": "Declaration",
@@ -116,3 +118,4 @@ sys.modules[__name__].__class__ = _Package
 # methods of Ensemble that are written in higher layers
 LATER["stack"] = lambda: import_module(".fuse", __name__).stack
 LATER["optimize"] = lambda: import_module(".optimize.runner", __name__).OptimizedEnsemble
+LATER["cascade"] = lambda: import_module(".cascade", __name__).Cascade

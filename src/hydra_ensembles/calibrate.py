@@ -317,3 +317,8 @@ def _one_each(member_logits: Tensor, labels: Tensor, start: Tensor, prior: float
 def _nll(member_logits: Tensor, labels: Tensor, logs: Tensor) -> Tensor:
     """NLL of the mean probabilities of members `[M, n, C]`, divided by temperatures given as logarithms `[M]`."""
     return F.nll_loss(log_mean_probs(member_logits / logs.exp()[:, None, None]), labels)
+
+
+def fit_temperature(member_logits: Tensor, labels: Tensor) -> tuple[float, ...]:
+    """The likeliest temperature under the prior, for member logits `[M, B, C]` and labels `[B]`."""
+    return _temperatures(member_logits, labels, False)

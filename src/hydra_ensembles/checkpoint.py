@@ -41,6 +41,7 @@ DIGEST = "digest"  # key in config.json of the digest of its other content
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 GIT_LFS_POINTER = b"version https://git-lfs"
+STAGES = "stages"  # folder of the stages of a cascade
 IDENTITY, RESULT = "run.json", "ensemble"  # in a run folder: its identity, and the finished model
 HUB = "hub:"  # prefix of a hub id of a model or a data set
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -236,7 +237,7 @@ def locate(source: str | Path, **hub: Any) -> Path:
     if isinstance(source, Path) or folder.exists() or not HUB_ID.fullmatch(source):
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{source} {problem}; give the folder that save_pretrained wrote, or 'hub:owner/name'")
-    names = [CONFIG, WEIGHTS, TOKENIZER, CARD]
+    names = [CONFIG, WEIGHTS, TOKENIZER, CARD, f"{STAGES}/*"]
     try:
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=names, **hub))
     except Exception as error:  # the hub client passes on any error of its HTTP library

@@ -8,6 +8,7 @@ from .model.config import GROUPS
 from .model.metadata import ACCEPTS_ALL, Metadata
 
 if TYPE_CHECKING:
+    from .cascade import Cascade
     from .model.dual_encoder import DualEncoder
     from .model.ensemble import Ensemble
 
@@ -31,6 +32,22 @@ def dual_model_card(name: str, model: "DualEncoder") -> str:
     towers = (("image", model.image), ("text", model.text))
     sections = "\n\n".join(_sections(f"{tower} tower", f", {tower} tower", one) for tower, one in towers)
     return _card(name, "DualEncoder", "encode_image(images)", "zero-shot-image-classification", summary, sections)
+
+
+def cascade_card(name: str, model: "Cascade") -> str:
+    """Text of the model card of a cascade: its stages with the share that goes on, calibration and history."""
+    stages = [one.metadata.source or type(one).__name__ if hasattr(one, "metadata") else one for one in model.stages]
+    shares = [1.0, *model.settings.asked]
+    rows = [(index, str(one), f"{share:.1%}") for index, (one, share) in enumerate(zip(stages, shares, strict=True))]
+    metadata = model.metadata
+    texts = {
+        "Stages": _table(("stage", "model", "rows like the held-out that reach it"), *rows),
+        "Calibration": _calibration(metadata),
+        "History": "\n".join(f"{i}. {one_line(line)}" for i, line in enumerate(metadata.history, start=1)),
+    }
+    sections = "\n\n".join(f"## {heading}\n\n{text}" for heading, text in texts.items() if text)
+    summary = f"A cascade of {len(stages)} models: a later one answers only where the earlier ones are unsure"
+    return _card(name, "Cascade", f"predict({model.kind}s)", f"{model.kind}-classification", summary, sections)
 
 
 def one_line(text: object) -> str:

@@ -71,6 +71,7 @@ class Prediction:
     reference: Reference | None = None  # held-out scores for p-values
     unfamiliarity: Unfamiliarity | None = None  # feature scores, if the ensemble has any (`fit_familiarity`)
     calibration: str = ""  # identity of the calibration that made it
+    stage: Tensor | None = None  # [B], which stage of a cascade answered
     forced: Tensor | None = None  # [B], indices in `REASONS` of what declines samples whatever their scores; 0: nothing
 
     @classmethod
@@ -312,7 +313,8 @@ class Prediction:
             value = OUTPUTS[name].read(self)
             columns[name] = [None] * len(self) if value is None else value.tolist()
         names = {} if self.class_names is None else {"label": self.names()}
-        return columns | names | {"reason": self.reason or columns["reason"]}
+        stage = {} if self.stage is None else {"stage": self.stage.tolist()}
+        return columns | names | {"reason": self.reason or columns["reason"]} | stage
 
     @classmethod
     def concat(cls, predictions: Sequence["Prediction"]) -> "Prediction":
@@ -322,17 +324,19 @@ class Prediction:
         first, *others = predictions
         if any(other._rule != first._rule for other in others):
             raise DataError("thresholds, temperatures, scores or classes differ; join only predictions of one model")
-        parts = [prediction.unfamiliarity for prediction in predictions if prediction.unfamiliarity is not None]
+        fitted = [prediction.unfamiliarity for prediction in predictions if prediction.unfamiliarity is not None]
         unfamiliarity = first.unfamiliarity
         if unfamiliarity is not None:
-            scores = torch.cat([part.member_scores for part in parts], dim=2)  # [S, M, B]
+            scores = torch.cat([part.member_scores for part in fitted], dim=2)  # [S, M, B]
             unfamiliarity = dataclasses.replace(unfamiliarity, member_scores=scores)
         joined = torch.cat([prediction.member_logits for prediction in predictions], dim=1)
         forced = None
         if any(prediction.forced is not None for prediction in predictions):
             each = [torch.zeros_like(one.label) if one.forced is None else one.forced for one in predictions]
             forced = torch.cat(each)
-        return dataclasses.replace(first, member_logits=joined, unfamiliarity=unfamiliarity, forced=forced)
+        stage = None if first.stage is None else torch.cat([one.stage for one in predictions if one.stage is not None])
+        parts: dict[str, Any] = {"unfamiliarity": unfamiliarity, "stage": stage, "forced": forced}
+        return dataclasses.replace(first, member_logits=joined, **parts)
 
     @property
     def _rule(self) -> tuple[Any, ...]:
@@ -377,9 +381,10 @@ class Prediction:
         if unfamiliarity is not None:
             scores = change(unfamiliarity.member_scores.mT).mT  # [S, M, B] as [S, B, M]
             unfamiliarity = dataclasses.replace(unfamiliarity, member_scores=scores)
-        forced = None if self.forced is None else change(self.forced[None])[0]
+        rows = {"stage": self.stage, "forced": self.forced}  # [B] each
+        changed: dict[str, Any] = {name: None if one is None else change(one[None])[0] for name, one in rows.items()}
         logits = change(self.member_logits)
-        return dataclasses.replace(self, member_logits=logits, unfamiliarity=unfamiliarity, forced=forced)
+        return dataclasses.replace(self, member_logits=logits, unfamiliarity=unfamiliarity, **changed)
 
 
 class Output(NamedTuple):
@@ -408,9 +413,10 @@ OUTPUTS: Mapping[str, Output] = {
     ),
     "accept": Output("Whether every score is within its threshold.", lambda p: p.accept),
     "reason": Output(f"Why not: {_codes}.", lambda p: p.doubt),
+    "stage": Output("Which stage of a cascade answered, from 0.", lambda p: p.stage),
 }
 """All outputs of a prediction, by name; files, servers, tables and the command line select from them."""
-PLAIN = tuple(name for name in OUTPUTS if name not in ("member_logits", "probs", "p_value"))  # of `to_dict`
+PLAIN = tuple(name for name in OUTPUTS if name not in ("member_logits", "probs", "p_value", "stage"))  # of `to_dict`
 
 
 def own_logits(member_logits: Tensor, check_finite: bool = True) -> Tensor:

@@ -12,7 +12,7 @@ LAYERS = (
     "batches digest metrics preprocessing prediction promise",
     "model model_card checkpoint",
     "heads fuse convert",
-    "circuit training familiarity calibrate monitor baselines optimize data",
+    "circuit training familiarity calibrate cascade monitor baselines optimize data",
     "evaluation report",
     "pipeline serve",
     "cli demo __main__",

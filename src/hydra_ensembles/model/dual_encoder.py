@@ -1,7 +1,7 @@
 """Two towers with a common embedding, the zero-shot classifiers made of them, and checks for models of either kind."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from ..errors import ConfigError, DataError
 from ..model_card import dual_model_card
 from ..preprocessing import TextPreprocessing
 from ..settings import from_plain, short, to_plain
+from . import LATER
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
 from .ensemble import Ensemble, build_with_state, copied
 from .layers import GroupedLinear, OurModel, dropping
@@ -26,6 +27,7 @@ from .stem_readout import Projections, compose, projection_config, projection_fr
 
 Tower = Literal["image", "text"]
 
+CASCADE = "cascade"  # kind of a saved cascade, whose class is in a higher layer
 INITIAL_SCALE = math.log(1 / 0.07)  # initial value in CLIP's training
 
 
@@ -182,14 +184,20 @@ def _numbers(values: float | Tensor, like: Ensemble) -> nn.Parameter:
 
 
 def load(
-    source: str | Path, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None, **hub: Any
+    source: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    stages: Mapping[str, Callable[..., Any]] | None = None,
+    **hub: Any,
 ) -> Ensemble | Any:
-    """Load a saved model: an `Ensemble` or a `DualEncoder`, ready to answer tensors, texts and pictures.
+    """Load a saved model: an `Ensemble`, a `DualEncoder` or a cascade, ready to answer tensors, texts and pictures.
 
     Args:
         source: A folder of `save_pretrained` or of a build, or a name on the hub, `owner/name` or `hub:owner/name`.
         device: Where the weights go; None is the CPU.
         dtype: Floating type of the weights; None is that of the file.
+        stages: The functions among the stages of a cascade, by name.
         hub: `revision`, `token` and other arguments of `huggingface_hub.snapshot_download`.
 
     Examples:
@@ -200,7 +208,10 @@ def load(
         True
     """
     kinds: dict[str, Any] = {kind._kind: kind for kind in (Ensemble, DualEncoder)}
-    contents = load_checkpoint(source, kinds, **hub)
+    contents = load_checkpoint(source, [*kinds, CASCADE], **hub)
+    if contents.kind == CASCADE:
+        cascades: Any = LATER[CASCADE]()
+        return cascades.from_pretrained(source, device=device, dtype=dtype, stages=stages, **hub)
     return kinds[contents.kind]._restored(contents, device, dtype)
 
 

@@ -184,6 +184,14 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         """Pooled features `[M, B, d]`, those of two tokens concatenated, and member logits `[M, B, C]`."""
         return self._features_and_logits(*self.unpack(*inputs, **named))
 
+    def split(self, layers: int, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens `[1, B, T, d]` after the first layers, for `continued`, and what `features_and_logits` returns."""
+        return self._split(layers, *prepared.arguments)
+
+    def continued(self, layers: int, tokens: Tensor, prepared: Prepared) -> Tensor:
+        """Member logits `[M, B, C]` from the tokens that another ensemble had after first layers equal to these."""
+        return self._continued(layers, tokens, *prepared.arguments[:2])
+
     def prepare(self, *inputs: Any, **named: Any) -> Prepared:
         """Read and check arguments of `forward`, raw inputs too, and move them to the model's device and dtype."""
         return Prepared.of(self.kind, self.unpack(*inputs, **named))
@@ -238,6 +246,20 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         pooled = self.readout.pool(*self._encoded(inputs, mask, segments))
         return self._per_member(pooled.flatten(2)), self._per_member(self.readout.classify(pooled))
 
+    def _split(
+        self, layers: int, inputs: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x, context = self.embed(inputs, mask, segments)
+        tokens = self.encoder(x, context, stop=layers)
+        after = self.encoder(tokens, context, self.readout.tokens_read(), start=layers)
+        pooled = self.readout.pool(after, context.key_mask, inputs)
+        return tokens, self._per_member(pooled.flatten(2)), self._per_member(self.readout.classify(pooled))
+
+    def _continued(self, layers: int, tokens: Tensor, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+        context = self._context(tokens, inputs, mask)
+        after = self.encoder(tokens, context, self.readout.tokens_read(), start=layers)
+        return self._per_member(self.readout(after, context.key_mask, inputs))
+
     def _encoded(
         self, inputs: Tensor, mask: Tensor | None, segments: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -249,14 +271,17 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
         self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, Context]:
         """The input of the first block: embedded tokens `[G, B, T, d]`, and their attention context."""
+        x = self.stem(inputs) if isinstance(self.config.stem, PatchStemConfig) else self.stem(inputs, token_type_ids)
+        return x, self._context(x, inputs, attention_mask)
+
+    def _context(self, x: Tensor, inputs: Tensor, attention_mask: Tensor | None) -> Context:
+        """The attention context of tokens `[G, B, T, d]` for these inputs."""
         stem = self.config.stem
         if isinstance(stem, PatchStemConfig):
-            x = self.stem(inputs)
             grid = inputs.shape[2] // stem.patch_size[0], inputs.shape[3] // stem.patch_size[1]
-            return x, self.encoder.context(None, grid, x)
-        x = self.stem(inputs, token_type_ids)
+            return self.encoder.context(None, grid, x)
         key_mask = None if attention_mask is None else attention_mask.bool()
-        return x, self.encoder.context(key_mask, (inputs.shape[1],), x)
+        return self.encoder.context(key_mask, (inputs.shape[1],), x)
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
         """A frozen, faster runner of this ensemble; for the options see `OptimizedEnsemble`."""
@@ -315,12 +340,8 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
 
     def stored(self) -> Contents:
         """Configuration, metadata and tensors as they are saved."""
-        familiarity, tensors = self.metadata.familiarity, self.state_dict()
-        plain: dict[str, Any] = to_plain(replace(self.metadata, familiarity=None))
-        if familiarity is not None:
-            plain[FAMILIARITY] = to_plain(familiarity.settings)
-            tensors |= {f"{FAMILIARITY}.{name}": tensor for name, tensor in familiarity.state.items()}
-        return Contents(self._kind, to_plain(self.config), plain, tensors)
+        plain, tensors = stored_metadata(self.metadata)
+        return Contents(self._kind, to_plain(self.config), plain, self.state_dict() | tensors)
 
     def _contents(self, name: str) -> Contents:
         warn_if_edited(self)
@@ -328,13 +349,8 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
 
     @classmethod
     def _restored(cls, contents: Contents, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":
-        settings = contents.metadata[FAMILIARITY]
         config = from_plain(EnsembleConfig, contents.model, "config.model")
-        metadata = from_plain(Metadata, {**contents.metadata, FAMILIARITY: None}, "config.metadata")
-        if settings is not None:
-            fitted = from_plain(FamiliaritySettings, settings, f"config.metadata.{FAMILIARITY}")
-            statistics = placed(contents.part(f"{FAMILIARITY}."), None, torch.float32)
-            metadata = replace(metadata, familiarity=Familiarity(fitted, statistics))
+        metadata = restored_metadata(contents)
         metadata.check(config)
         state = {name: one for name, one in contents.tensors.items() if not name.startswith(f"{FAMILIARITY}.")}
         return build_with_state(lambda: cls(config, metadata), placed(state, device, dtype))
@@ -355,6 +371,28 @@ class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a modu
             f"heads kept={kept}/{total}, classes={self.num_classes}, shared={shared or 'nothing'}, "
             f"trunk={config.trunk})"
         )
+
+
+def stored_metadata(metadata: Metadata) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Metadata as plain data, and the tensors of its familiarity by name."""
+    familiarity = metadata.familiarity
+    plain: dict[str, Any] = to_plain(replace(metadata, familiarity=None))
+    if familiarity is None:
+        return plain, {}
+    plain[FAMILIARITY] = to_plain(familiarity.settings)
+    return plain, {f"{FAMILIARITY}.{name}": tensor for name, tensor in familiarity.state.items()}
+
+
+def restored_metadata(contents: Contents) -> Metadata:
+    """The metadata of what was saved."""
+    settings = contents.metadata[FAMILIARITY]
+    metadata = from_plain(Metadata, {**contents.metadata, FAMILIARITY: None}, "config.metadata")
+    if settings is None:
+        return metadata
+    fitted = from_plain(FamiliaritySettings, settings, f"config.metadata.{FAMILIARITY}")
+    return replace(
+        metadata, familiarity=Familiarity(fitted, placed(contents.part(f"{FAMILIARITY}."), None, torch.float32))
+    )
 
 
 def weights_of(ensemble: Ensemble) -> str:

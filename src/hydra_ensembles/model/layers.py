@@ -137,14 +137,17 @@ class Encoder(nn.Module):
         turns = () if self.rotary is None else self.rotary(size, like)
         return Context(None, turns, near).with_mask(key_mask)
 
-    def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Context, read: slice | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
         """Map embedded tokens `[N, B, T, d]` (N = 1 when the stem is shared) to `[N', B, T', d]`.
 
-        The last block only computes the positions that the readout uses, `read`.
+        The last block only computes the positions that the readout uses, `read`. With `start` or `stop`, only these
+        blocks run, from the tokens before them.
         """
         last = len(self.layers) - 1
-        for index, block in enumerate(self.layers):
-            x = block(x, context, read if index == last else None)
+        for index in range(start, last + 1 if stop is None else stop):
+            x = self.layers[index](x, context, read if index == last else None)
         return x
 
 

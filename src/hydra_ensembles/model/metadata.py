@@ -159,6 +159,7 @@ class Metadata(Checked):
     metrics: Mapping[str, float] = field(default_factory=dict)
     familiarity: Familiarity | None = None
     preprocessing_from: str = ""
+    chosen: tuple[str, ...] = ()
 
     @property
     def measured(self) -> bool:

@@ -1,5 +1,6 @@
 """Run a frozen ensemble with the fastest plan, optionally compiled and recorded as CUDA graphs."""
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ from ..batches import Inputs
 from ..errors import ConfigError
 from ..model.cost import Description, interleaved_times
 from ..model.ensemble import Ensemble
-from ..model.inputs import Given
+from ..model.inputs import Given, Prepared
 from ..prediction import Prediction
 from .freeze import Plan, frozen, has_copies, with_plan
 
@@ -28,6 +29,8 @@ REPEATS = 5  # timed runs of each plan
 Run = Callable[..., tuple[Tensor, ...]]  # member logits, and feature scores if fitted
 RunArguments = tuple[Tensor | None, ...]  # the first is never None
 Key = tuple[tuple[tuple[int, ...], torch.dtype | None], ...]  # per argument; () and None if it is None
+Part = tuple[str, tuple[int, ...]]  # a method of `Ensemble` that runs a part of it, and its first arguments
+WHOLE: Part = ("", ())  # from inputs to member logits, and to feature scores if fitted
 Recording = tuple[torch.cuda.CUDAGraph, RunArguments, tuple[Tensor, ...]]  # a graph, where it reads, where it writes
 
 
@@ -96,10 +99,11 @@ class OptimizedEnsemble:
         self._modules: dict[Plan, Ensemble] = {plan: with_plan(base, plan) for plan in chosen or usual}
         self._model = next(iter(self._modules.values()))  # reads inputs and makes predictions
         self.choices: dict[Key, Choice] = {}
+        self._of_parts: dict[Part, dict[Key, Choice]] = {}
         self._lock = threading.Lock()
         self._stream: Any = None  # on which graphs were last replayed
         self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
-        self._runs: dict[tuple[Plan, bool], Run] = {}  # by plan, and whether it is compiled
+        self._runs: dict[tuple[Plan, bool, Part], Run] = {}  # by plan, whether it is compiled, and part
         if example_inputs is not None:
             self(example_inputs)
 
@@ -112,14 +116,37 @@ class OptimizedEnsemble:
     @without_autocast()
     def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
-        arguments = self._model.unpack(*inputs, **named)
+        logits, *scores = self._outputs(WHOLE, self._model.unpack(*inputs, **named))
+        return logits, scores[0] if scores else None
+
+    @torch.inference_mode()
+    @without_autocast()
+    def features_and_logits(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """Like `Ensemble.features_and_logits`."""
+        features, logits = self._outputs(("_features_and_logits", ()), self._model.unpack(*inputs, **named))
+        return features, logits
+
+    @torch.inference_mode()
+    @without_autocast()
+    def split(self, layers: int, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor]:
+        """Like `Ensemble.split`."""
+        tokens, features, logits = self._outputs(("_split", (layers,)), prepared.arguments)
+        return tokens, features, logits
+
+    @torch.inference_mode()
+    @without_autocast()
+    def continued(self, layers: int, tokens: Tensor, prepared: Prepared) -> Tensor:
+        """Like `Ensemble.continued`."""
+        return self._outputs(("_continued", (layers,)), (tokens, *prepared.arguments[:2]))[0]
+
+    def _outputs(self, part: Part, arguments: RunArguments) -> tuple[Tensor, ...]:
+        """What a part of the model returns, by the plan chosen for these shapes."""
         with self._lock:
-            choice = self._choice(arguments)
-            run = self._run(choice.plan, choice.compiled)
+            choice = self._choice(arguments, part)
+            run = self._run(choice.plan, choice.compiled, part)
             exclusive = choice.compiled or self._graphed  # compiler settings and graph buffers allow one at a time
-            answers = run(*arguments) if exclusive else None
-        answers = run(*arguments) if answers is None else answers
-        return answers[0], answers[1] if len(answers) > 1 else None
+            outputs = run(*arguments) if exclusive else None
+        return run(*arguments) if outputs is None else outputs
 
     def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Prediction:
         """Label, confidence and uncertainty of a batch; arguments as for `Ensemble.predict`."""
@@ -135,7 +162,7 @@ class OptimizedEnsemble:
         """The choice for inputs of this shape, measured if needed."""
         arguments = self._model.unpack(inputs)
         with self._lock:
-            return self._choice(arguments)
+            return self._choice(arguments, WHOLE)
 
     def module(self, plan: Plan) -> Ensemble:
         """The rewritten ensemble that runs a plan, uncompiled and without graphs."""
@@ -147,29 +174,30 @@ class OptimizedEnsemble:
         """Parameters, multiply-adds and heads kept of the ensemble that was optimized; print it."""
         return self._description
 
-    def _choice(self, arguments: RunArguments) -> Choice:
+    def _choice(self, arguments: RunArguments, part: Part) -> Choice:
         """The choice for arguments of these shapes: made before, or measured now if there are several plans."""
         self._wait_for_stream()
+        choices = self.choices if part == WHOLE else self._of_parts.setdefault(part, {})
         key = shape_key(arguments)
-        if key in self.choices:
-            return self.choices[key]
+        if key in choices:
+            return choices[key]
         seconds: Mapping[Plan, float] = {}
         if len(self._modules) == 1:
             plan = next(iter(self._modules))
-        elif len(self.choices) < self._shapes:
-            seconds = seconds_of({plan: self._run(plan, False) for plan in self._modules}, arguments, self.device)
+        elif len(choices) < self._shapes:
+            seconds = seconds_of({plan: self._run(plan, False, part) for plan in self._modules}, arguments, self.device)
             plan = min(seconds, key=lambda plan: seconds[plan])
         else:
-            nearest = min(self.choices, key=lambda other: abs(other[0][0][0] - key[0][0][0]))  # by batch size
-            plan = self.choices[nearest].plan
-        compiled = self._compile and sum(other.compiled for other in self.choices.values()) < self._shapes
+            nearest = min(choices, key=lambda other: abs(math.prod(other[0][0]) - math.prod(key[0][0])))
+            plan = choices[nearest].plan
+        compiled = self._compile and sum(other.compiled for other in choices.values()) < self._shapes
         if compiled:
-            self._run(plan, True)(*arguments)
-        for (other, is_compiled), run in self._runs.items():
+            self._run(plan, True, part)(*arguments)
+        for (other, is_compiled, _), run in self._runs.items():
             if isinstance(run, GraphCache) and (other, is_compiled) != (plan, compiled):
                 run.forget(key)  # of plans that are slower; the pool keeps a graph, as it must
-        self.choices[key] = Choice(plan, seconds, compiled)
-        return self.choices[key]
+        choices[key] = Choice(plan, seconds, compiled)
+        return choices[key]
 
     def _wait_for_stream(self) -> None:
         """Make a stream wait for the previous one: their graphs read from the same buffers."""
@@ -179,22 +207,25 @@ class OptimizedEnsemble:
                 stream.wait_stream(self._stream)
             self._stream = stream
 
-    def _run(self, plan: Plan, compiled: bool) -> Run:
-        """The function that runs a plan; feature scores are not compiled, but recorded with the rest."""
-        if (plan, compiled) in self._runs:
-            return self._runs[plan, compiled]
-        familiarity, module = self.metadata.familiarity, self._modules[plan]
-        code: Any = module._forward if familiarity is None else module._features_and_logits
+    def _run(self, plan: Plan, compiled: bool, part: Part) -> Run:
+        """The function that runs a part by a plan; feature scores are not compiled, but recorded with the rest."""
+        if (plan, compiled, part) in self._runs:
+            return self._runs[plan, compiled, part]
+        name, first = part
+        familiarity, module = self.metadata.familiarity if part == WHOLE else None, self._modules[plan]
+        usual = "_forward" if familiarity is None else "_features_and_logits"
+        code: Any = partial(getattr(module, name or usual), *first)
         if compiled:
             code = torch.compile(code, fullgraph=True, dynamic=False)
 
         def run(*arguments: Tensor | None) -> tuple[Tensor, ...]:
             with unlimited_recompiles() if compiled else nullcontext():
-                outputs = code(*arguments)
-            return (outputs,) if familiarity is None else (outputs[1], familiarity.scores(*outputs))
+                found = code(*arguments)
+            outputs: tuple[Tensor, ...] = (found,) if isinstance(found, Tensor) else found
+            return outputs if familiarity is None else (found[1], familiarity.scores(*found))
 
         made: Run = GraphCache(run, self.device, self._pool, self._shapes) if self._graphed else run
-        return self._runs.setdefault((plan, compiled), made)
+        return self._runs.setdefault((plan, compiled, part), made)
 
 
 def seconds_of(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.device) -> dict[Plan, float]:

@@ -64,7 +64,7 @@ def test_the_fastest_plan_is_chosen_and_one_without_memory_is_not(monkeypatch: p
         runs = {plan: Mock(side_effect=lambda *_, plan=plan: passed.append(seconds[plan])) for plan in seconds}
         if no_memory:
             runs[no_memory].side_effect = full
-        monkeypatch.setattr(OptimizedEnsemble, "_run", lambda self, plan, compiled, runs=runs: runs[plan])
+        monkeypatch.setattr(OptimizedEnsemble, "_run", lambda self, plan, compiled, part, runs=runs: runs[plan])
         assert hydra().optimize().choice_for(images(1)).plan == chosen
     runs["batched"].side_effect = full
     with pytest.raises(torch.OutOfMemoryError):
