@@ -76,7 +76,3 @@ class RequestError(HydraError):
         """Refuse with a status; `retry_after` is the number of seconds after which a retry makes sense."""
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
-
-    def __reduce__(self) -> tuple[type["RequestError"], tuple[str, int, int | None]]:
-        """Keep all fields when pickled: engines with several processes pass errors on as pickles."""
-        return type(self), (str(self), self.status, self.retry_after)

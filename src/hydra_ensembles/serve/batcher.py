@@ -127,14 +127,12 @@ class Runner:
             prediction = self.model.predict(stacked(filled), check_finite=False)[: len(rows)]
             arrays = columns(self.watched(prediction))
         finite: Any = np.isfinite(arrays["member_logits"]).all(axis=(1, 2))  # [B]
+        kind = str(self.model.dtype).removeprefix("torch.")
+        broken = DataError(f"its answer is NaN or infinite: its values are too large, or overflow in {kind}")
         return [
-            {name: column[index] for name, column in arrays.items()} if finite[index] else self._no_number()
+            {name: column[index] for name, column in arrays.items()} if finite[index] else broken
             for index in range(len(rows))
         ]
-
-    def _no_number(self) -> HydraError:
-        kind = str(self.model.dtype).removeprefix("torch.")
-        return DataError(f"its answer is NaN or infinite: its values are too large, or overflow in {kind}")
 
 
 def stacked(rows: Sequence[Row]) -> Tensor | dict[str, Tensor]:

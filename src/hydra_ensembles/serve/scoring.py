@@ -78,7 +78,6 @@ def score(
     """
     path = expanded(output)
     table, reader = _Table(model, keep, wide), Reader(model)
-    reader.require_preprocessing()
     found = sources(source, model.kind, columns, keep, images=shard_rows, without=path)
     settings = {"columns": {**COLUMNS, **(columns or {})}, "keep": list(keep), "wide": wide, "rows": shard_rows}
     with Store(path, {"model": _identity(model), **settings}, "scores") as store:
