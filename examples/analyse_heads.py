@@ -41,7 +41,7 @@ def main() -> None:
     print(f"heads in common, chance gives {chance:.0%}")  # B.2.2
     print(f"  a circuit and Taylor scores       {heads.overlap(circuits[0], taylor, prune):.0%}")
     print(f"  over layers, Jensen–Shannon       {heads.jensen_shannon(circuits[0], taylor, prune):.3f}")
-    print(f"  circuits of two draws of images   {heads.stability(circuits, prune):.0%}")
+    print(f"  circuits of two draws of images   {heads.overlap(*circuits, prune):.0%}")
 
     known, foreign = drawn("test", 0, 4 * given.images), drawn("AnnualCrop", 0, 4 * given.images)
     labels = torch.cat([y for _, y in known])

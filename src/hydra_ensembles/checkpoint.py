@@ -40,7 +40,6 @@ ABANDONED = 3600  # seconds after which unfinished files are no save that anothe
 DIGEST = "digest"  # key in config.json of the digest of its other content
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-GIT_LFS_POINTER = b"version https://git-lfs"
 STAGES = "stages"  # folder of the stages of a cascade
 IDENTITY, RESULT = "run.json", "ensemble"  # in a run folder: its identity, and the finished model
 HUB = "hub:"  # prefix of a hub id of a model or a data set
@@ -281,12 +280,9 @@ def _reading(folder: Path, name: str) -> Iterator[Path]:
     """The path of one of the files; any error about it is raised as a `CheckpointError` that names it."""
     path = folder / SAVED / name if (folder / SAVED / name).exists() else folder / name
     try:
-        with path.open("rb") as file:
-            if file.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER:
-                raise CheckpointError("it is only a git-lfs pointer; fetch the content with: git lfs pull")
+        if not path.exists():
+            raise CheckpointError(_missing(folder, name))
         yield path
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: {_missing(folder, name)}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}); check its permissions and the disk") from error
     except (SafetensorError, ValueError) as error:
@@ -295,7 +291,9 @@ def _reading(folder: Path, name: str) -> Iterator[Path]:
 
 def _verify(path: Path, record: Mapping[str, Any]) -> None:
     if _checksum(path) != record["files"][path.name]:
-        raise CheckpointError(f"its SHA-256 is not the one in {CONFIG}; save or download the model again")
+        raise CheckpointError(
+            f"its SHA-256 is not the one in {CONFIG}; save or download the model again (git lfs pull)"
+        )
 
 
 def _checksum(path: Path) -> str:

@@ -54,7 +54,7 @@ def check(case: Case) -> str:
 
 @cache
 def _cases() -> list[Any]:
-    from contract.all_architectures import ALL_CASES
+    from contract.models import ALL_CASES
 
     return list(ALL_CASES)
 

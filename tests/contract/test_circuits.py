@@ -6,8 +6,7 @@ from torch import Tensor
 
 from architectures import ArchitectureCase
 from circuit_models import Inputs, Problem, evidence
-from contract.all_architectures import ALL_CASES
-from contract.models import base, original
+from contract.models import ALL_CASES, base, original
 from hydra_ensembles.convert.convert import convert
 
 pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # ID and OOD share samples on purpose

@@ -7,8 +7,7 @@ import torch
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase
-from contract.all_architectures import ALL_CASES
-from contract.models import variants
+from contract.models import ALL_CASES, variants
 
 # One architecture per kind of stem, norm placement, pooling and activation; the others compile the same code.
 QUICK = {

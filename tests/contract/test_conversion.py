@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase, Inputs
-from contract.all_architectures import ALL_CASES
-from contract.models import base, original
+from contract.models import ALL_CASES, base, original
 
 every_architecture = pytest.mark.parametrize("case", ALL_CASES, ids=str)
 resizable = pytest.mark.parametrize("case", [case for case in ALL_CASES if case.other_inputs], ids=str)

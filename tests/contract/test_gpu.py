@@ -9,8 +9,7 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase, Inputs
-from contract.all_architectures import ALL_CASES
-from contract.models import UNEVEN, base
+from contract.models import ALL_CASES, UNEVEN, base
 
 DEVICE = "cuda"
 pytestmark = [

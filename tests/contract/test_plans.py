@@ -8,8 +8,7 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase
-from contract.all_architectures import ALL_CASES
-from contract.models import UNEVEN, answers, members, pruned_variants, stacked
+from contract.models import ALL_CASES, UNEVEN, answers, members, pruned_variants, stacked
 from hydra_ensembles.optimize.freeze import branching_layer, simplified
 from hydra_ensembles.optimize.runner import PLANS, OptimizedEnsemble
 

@@ -1,4 +1,6 @@
-"""masked == pruned, and fused == each member run alone, for every architecture."""
+"""masked == pruned, fused and stacked == each member run alone, saved == loaded, for every architecture."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,8 +8,8 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase
-from contract.all_architectures import ALL_CASES
-from contract.models import answers, base, members
+from checkpoint_models import same_bits
+from contract.models import ALL_CASES, answers, base, members, pruned_variants, stacked, variants
 from hydra_ensembles.heads.masking import masked
 
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
@@ -66,3 +68,29 @@ def test_gradients_reach_every_parameter_of_a_fused_ensemble(case: ArchitectureC
     fused = he.fuse(members(case, EVEN)).train()
     fused(case.inputs()).square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in fused.parameters())
+
+
+@torch.no_grad()
+def test_stacked_models_answer_like_the_models_in_turn_and_come_out_as_they_went_in(case: ArchitectureCase) -> None:
+    inputs, ensemble = case.inputs(), stacked(case)
+    expected = torch.cat([member(inputs) for member in variants(case)])
+    assert ensemble.num_members == 3
+    assert (ensemble(inputs) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (expected[0] - expected[1]).abs().max() > 1e-2 * expected.abs().max()
+    for index, member in enumerate(variants(case)):
+        taken = ensemble.member(index).state_dict()
+        assert all(torch.equal(tensor, taken[name]) for name, tensor in member.state_dict().items())
+
+
+@torch.no_grad()
+def test_a_fused_ensemble_with_uneven_heads_comes_back(case: ArchitectureCase, tmp_path: Path) -> None:
+    """Single models of every kind are in `test_saved_models`."""
+    ensemble = he.fuse(pruned_variants(case), stem="mean")
+    assert (ensemble.num_members, ensemble.config.sharing.mlp, ensemble.config.sharing.norms) == (3, True, False)
+    ensemble.save_pretrained(tmp_path)
+    loaded = he.Ensemble.from_pretrained(tmp_path)
+    assert (loaded.config, loaded.metadata) == (ensemble.config, ensemble.metadata)
+    saved, read = ensemble.state_dict(), loaded.state_dict()
+    assert list(read) == list(saved)
+    assert all(same_bits(tensor, read[name]) for name, tensor in saved.items())
+    assert same_bits(loaded(case.inputs()), ensemble(case.inputs()))

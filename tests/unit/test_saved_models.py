@@ -210,7 +210,7 @@ def test_missing_folders_and_files(folder: Path, tmp_path: Path, monkeypatch: py
         ("config.json", b'{"model_type": "vit"}', r"hydra_ensembles\.convert"),
         ("config.json", b'{"format": "hydra_ensembles", "format_version": 2}', "version 2.*convert"),
         ("config.json", b"{", r"config\.json"),
-        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "git-lfs"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         ("model.safetensors", b"half a fi", "SHA-256"),
         ("tokenizer.json", b"{}", "SHA-256"),
     ],

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,14 +97,6 @@ def overlap(first: HeadRanking, second: HeadRanking, count: int) -> float:
     """Share of heads that two rankings have in common among the first `count` (at least one) of each."""
     heads, other_heads = (set(ranking.first(count)) for ranking in (first, second))
     return len(heads & other_heads) / count
-
-
-def stability(rankings: Sequence[HeadRanking], count: int) -> float:
-    """Mean overlap of all pairs of rankings among the first `count` heads of each; chance gives count / candidates."""
-    pairs = list(combinations(rankings, 2))
-    if not pairs:
-        raise HeadError(f"stability compares rankings with each other; give at least two, got {len(rankings)}")
-    return sum(overlap(first, second, count) for first, second in pairs) / len(pairs)
 
 
 def jensen_shannon(first: HeadRanking, second: HeadRanking, count: int) -> float:

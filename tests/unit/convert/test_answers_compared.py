@@ -14,7 +14,7 @@ from architectures import images, torchvision_model
 from architectures_clip import CONTEXT, DUAL_CASES
 from architectures_own import ENCODER_VIT, EncoderViT, own
 from architectures_transformers import MODERNBERT, VISION, transformers_model
-from contract.all_architectures import ALL_CASES
+from contract.models import ALL_CASES
 
 KNOWN: dict[str, Any] = {str(case): case for case in (*ALL_CASES, *DUAL_CASES)}
 

@@ -1,12 +1,9 @@
 """Choosing members: the right heads, reproducibly, and never the same member twice."""
 
-import math
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hydra_ensembles.baselines.building_blocks import joined
 from hydra_ensembles.errors import ConfigError, HeadError, SameMembersError
@@ -71,16 +68,6 @@ def test_members_are_sampled_from_a_pool_and_the_draw_of_a_seed_never_changes() 
         assert list(member) == sorted(member, key=EVERY.index)  # removal order
     few = sampled_members(ranking(EVERY[:6]), prune=2, pool=6, members=3, seed=42)
     assert [[str(head) for head in member] for member in few] == [["0.1", "0.4"], ["0.2", "0.4"], ["0.3", "0.5"]]
-
-
-@given(st.integers(1, 6), st.integers(0, 10_000))
-def test_all_subsets_can_be_had(prune: int, seed: int) -> None:
-    """With as many members as subsets, collisions are redrawn until all are found."""
-    count, few = math.comb(6, prune), ranking(EVERY[:8])
-    chosen = sampled_members(few, prune, pool=6, members=count, seed=seed)
-    assert len({frozenset(member) for member in chosen}) == count
-    with pytest.raises(HeadError, match="`pool`"):
-        sampled_members(few, prune, pool=6, members=count + 1, seed=seed)
 
 
 def test_draws_that_repeat_a_member_are_passed_over_and_enough_of_them_end_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from hydra_ensembles.errors import HeadError
 from hydra_ensembles.heads.masking import Head, as_heads
-from hydra_ensembles.heads.ranking import HeadRanking, jensen_shannon, overlap, stability
+from hydra_ensembles.heads.ranking import HeadRanking, jensen_shannon, overlap
 
 
 def ranking(*heads: tuple[int, int] | tuple[int, int, str], **changes: Any) -> HeadRanking:
@@ -52,11 +52,6 @@ def test_overlap() -> None:
     first, second = ranking((0, 0), (1, 1), (2, 2), (0, 3)), ranking((1, 1), (2, 0), (0, 0), (0, 3, "text"))
     found = [overlap(first, second, count) for count in (1, 2, 3, 4)]
     assert found == pytest.approx([0.0, 0.5, 2 / 3, 0.5])  # the tower is part of a head
-
-
-def test_stability_is_the_mean_overlap_of_all_pairs() -> None:
-    rankings = [ranking((0, 0), (1, 1)), ranking((1, 1), (0, 0)), ranking((0, 0), (2, 2))]
-    assert stability(rankings, 2) == pytest.approx((1.0 + 0.5 + 0.5) / 3)
 
 
 def test_divergence() -> None:

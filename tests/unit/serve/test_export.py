@@ -18,7 +18,7 @@ from PIL import Image
 
 import hydra_ensembles as he
 from checkpoint_models import TOKENIZER, ensemble, single
-from contract.all_architectures import ALL_CASES
+from contract.models import ALL_CASES
 from contract.models import variants
 from hydra_ensembles.errors import ConfigError, ConversionError, MissingExtraError
 from hydra_ensembles.serve import export as module
