@@ -18,8 +18,7 @@ from PIL import Image
 
 import hydra_ensembles as he
 from checkpoint_models import TOKENIZER, ensemble, single
-from contract.models import ALL_CASES
-from contract.models import variants
+from contract.models import ALL_CASES, variants
 from hydra_ensembles.errors import ConfigError, ConversionError, MissingExtraError
 from hydra_ensembles.serve import export as module
 from hydra_ensembles.serve.protocol import columns, output_fields
