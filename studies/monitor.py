@@ -33,7 +33,7 @@ from hydra_ensembles.monitor import (
 
 LEVEL = 0.001
 LIMIT = math.log(3 / LEVEL)  # two scores and one promise share the level
-FITTING, AT_ONCE, SATURATED = 200, 640, NormalDist().inv_cdf(1 / 3)
+FITTING, AT_ONCE, SATURATED = 200, 320, NormalDist().inv_cdf(1 / 3)
 Floats = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, tuple[int, int]], Floats]
 
@@ -77,7 +77,8 @@ class Inputs:
         held = self._bins(self._scores(unchanged, calibration))
         for place in np.ndindex(self.shape):
             self.counts[place] = np.bincount(held[place], minlength=self.counts.shape[-1])
-        self.wealth = Wealth.of(self.shape, len(SLOPES) + len(TIMES), BLOCK, LIMIT, JUMP)
+        self.counts = self.counts.reshape(2 * streams, -1)
+        self.wealth = Wealth.of(2 * streams, len(SLOPES) + len(TIMES), BLOCK, LIMIT, JUMP)
 
     def _scores(self, kind: Draw, rows: int) -> Floats:
         scores = kind(self.draws, (self.shape[0], rows))
@@ -94,10 +95,14 @@ class Inputs:
     def run(self, kind: Draw, rows: int, until_all: bool = False) -> None:
         """Watch rows; with `until_all`, stop when every stream has alarmed."""
         for start in range(0, rows, AT_ONCE):
-            bins = self._bins(self._scores(kind, min(AT_ONCE, rows - start)))
+            bins = self._bins(self._scores(kind, min(AT_ONCE, rows - start))).reshape(len(self.counts), -1)
             self.wealth.bet(input_bets(p_values(self.counts, bins, self.draws.random(bins.shape))))
-            if until_all and (self.wealth.alarm_row >= 0).any(-1).all():
+            if until_all and (self.of_stream(self.wealth.alarm_row) >= 0).any(1).all():
                 break
+
+    def of_stream(self, values: Any) -> Any:
+        """What belongs to both scores of each stream, `[streams, 2]`."""
+        return values.reshape(self.shape)
 
 
 def false_alarms(streams: int, rows: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -124,7 +129,7 @@ def false_alarms(streams: int, rows: int, seed: int) -> Iterator[dict[str, Any]]
         for group in range(0, streams, 500):
             watched = Inputs(min(500, streams - group), calibration, ties, seed + 1000 + group)
             watched.run(unchanged, rows)
-            peaks.append(watched.wealth.peak.max(-1))
+            peaks.append(watched.of_stream(watched.wealth.peak).max(1))
         both = np.maximum(np.concatenate(peaks), audited[0.01])
         cell = f"inputs and audit together, {calibration} calibration rows{', ties' * ties}"
         yield row_of_alarms(cell, both, rows, 3)
@@ -140,8 +145,8 @@ def row_of_alarms(cell: str, peaks: Floats, rows: int, tests: int) -> dict[str, 
 
 def audits(streams: int, risk: float) -> Wealth:
     """The test of a promise, for many streams."""
-    kinds = error_bets(np.zeros(1), risk).shape[-1]
-    return Wealth.of((streams,), kinds, math.ceil(ERRORS / risk), LIMIT)
+    kinds = error_bets(np.zeros((1, 1)), risk).shape[1]
+    return Wealth.of(streams, kinds, math.ceil(ERRORS / risk), LIMIT)
 
 
 def delays(streams: int, before: Sequence[int], seed: int) -> Iterator[dict[str, Any]]:
@@ -152,9 +157,9 @@ def delays(streams: int, before: Sequence[int], seed: int) -> Iterator[dict[str,
         for name, change in CHANGES.items():
             watched = copy.deepcopy(aged)
             watched.run(change, 6400, until_all=True)
-            alarmed = np.where(watched.wealth.alarm_row >= 0, watched.wealth.alarm_row, np.iinfo(np.int64).max)
-            best = alarmed.argmin(-1)
-            since = np.take_along_axis(watched.wealth.since, best[:, None], -1)[:, 0]
+            rang = watched.of_stream(watched.wealth.alarm_row)
+            alarmed = np.where(rang >= 0, rang, np.iinfo(np.int64).max)
+            since = watched.of_stream(watched.wealth.since)[np.arange(streams), alarmed.argmin(-1)]
             yield row_of_delays("inputs", name, rows, alarmed.min(-1) - rows, since - rows, 6400)
 
 

@@ -42,59 +42,59 @@ TAIL, TIMES = 0.05, (3.0, 8.0)  # densities that say: the highest scores have be
 RATIOS = (1.5, 2.0, 4.0, 8.0, 16.0)  # error rates bet upon, as multiples of the promised one
 FORMAT = "hydra_ensembles monitor 1"
 POINTS = 400  # of the plot; beyond it every second is dropped
-_AT_ONCE = 64  # rows after which capitals are scaled, so that none overflows
+_AT_ONCE = 32  # rows after which capitals are scaled, so that none overflows
 _ALARM = REASONS.index("alarm")
 
 
 def p_values(counts: NDArray[np.int64], bins: NDArray[np.int64], uniform: Floats) -> Floats:
-    """P-values `[..., n]` of rows in `bins`, each ranked among `counts` `[..., K]`, the rows before it, and itself.
+    """P-values `[X, n]` of rows in `bins`, each ranked among `counts` `[X, K]`, the rows before it, and itself.
 
     Small for high scores; `uniform` breaks the ties within a bin. The rows are added to `counts`.
     """
-    parts = []
-    for start in range(0, bins.shape[-1], _AT_ONCE):
-        here = bins[..., start : start + _AT_ONCE]  # [..., b]
-        before = np.tri(here.shape[-1], k=-1, dtype=bool)  # [b, b]
-        higher = np.flip(np.flip(counts, -1).cumsum(-1), -1) - counts  # [..., K], in higher bins
-        above = np.take_along_axis(higher, here, -1) + ((here[..., None, :] > here[..., None]) & before).sum(-1)
-        equal = np.take_along_axis(counts, here, -1) + ((here[..., None, :] == here[..., None]) & before).sum(-1)
-        known = counts.sum(-1, keepdims=True) + np.arange(1, here.shape[-1] + 1)
-        parts.append((above + uniform[..., start : start + _AT_ONCE] * (equal + 1)) / known)
-        flat, rows = counts.reshape(-1, counts.shape[-1]), here.reshape(-1, here.shape[-1])  # a view, and [·, b]
-        np.add.at(flat, (np.arange(len(flat))[:, None], rows), 1)
-    return np.concatenate(parts, -1) if parts else np.empty(bins.shape)
+    p, streams = np.empty(bins.shape), np.arange(len(bins))[:, None]
+    for start in range(0, bins.shape[1], _AT_ONCE):
+        here = bins[:, start : start + _AT_ONCE]  # [X, b]
+        before = np.tri(here.shape[1], k=-1, dtype=bool)  # [b, b]
+        higher = np.flip(np.flip(counts, 1).cumsum(1), 1) - counts  # [X, K], in higher bins
+        above = higher[streams, here] + ((here[:, None] > here[..., None]) & before).sum(2)
+        equal = counts[streams, here] + ((here[:, None] == here[..., None]) & before).sum(2)
+        known = counts.sum(1, keepdims=True) + np.arange(1, here.shape[1] + 1)
+        some = slice(start, start + _AT_ONCE)
+        p[:, some] = (above + uniform[:, some] * (equal + 1)) / known
+        np.add.at(counts, (streams, here), 1)
+    return p
 
 
 def input_bets(p: Floats) -> Floats:
-    """What one unit becomes in each bet on a p-value: `[...]` to `[..., E]`, of uniform p-values 1 on average."""
-    linear = [1.0 + slope * (p - 0.5) for slope in SLOPES]
-    tails = [np.where(p < TAIL, times, (1.0 - times * TAIL) / (1.0 - TAIL)) for times in TIMES]
-    return np.stack([*linear, *tails], axis=-1)
+    """What one unit becomes in each bet on p-values `[X, n]`: `[n, E, X]`, of uniform ones 1 on average."""
+    linear = [1.0 + slope * (p.T - 0.5) for slope in SLOPES]
+    tails = [np.where(p.T < TAIL, times, (1.0 - times * TAIL) / (1.0 - TAIL)) for times in TIMES]
+    return np.stack([*linear, *tails], axis=1)
 
 
 def error_bets(wrong: Floats, risk: float) -> Floats:
-    """What one unit becomes in each bet on errors, `[...]` in [0, 1], of mean `risk` or less: `[..., E]`, at most fair.
+    """What one unit becomes in each bet on errors `[X, n]` in [0, 1]: `[n, E, X]`, fair if their mean is `risk`.
 
     Of a plain 0 or 1 it is the likelihood ratio of a higher error rate to the promised one.
     """
     ratios = np.array([ratio for ratio in RATIOS if ratio * risk < 0.95] or [0.95 / risk])
-    return 1.0 + (ratios - 1.0) / (1.0 - risk) * (wrong[..., None] - risk)
+    return 1.0 + ((ratios - 1.0) / (1.0 - risk))[:, None] * (wrong.T[:, None] - risk)
 
 
 @dataclass
 class Wealth:
-    """Bettors on one stream, or on several of the same length (leading axes `...`).
+    """Bettors on X streams of the same length.
 
     Attributes:
         block: Rows after which a fresh bettor starts; `KEPT` are there, in slots used in turn.
         limit: The log wealth that is an alarm.
         jump: Share of each bettor's capital that is spread anew over its E bets after each row.
-        capital: `[..., KEPT, E]`, relative to `log`.
-        log: `[..., KEPT]`, of each bettor's wealth, for one unit at its start.
-        low: `[..., KEPT]`, the lowest it was, and `low_row`, after how many rows.
-        total: `[...]`, log wealth of all of them with what is not staked yet, and `peak`, the highest it was.
-        alarm_row: `[...]`, after how many rows the limit was first reached, -1 if never.
-        since: `[...]`, rows before the change, as the winning bettor saw it.
+        capital: `[KEPT, E, X]`, relative to `log`.
+        log: `[KEPT, X]`, of each bettor's wealth, for one unit at its start.
+        low: `[KEPT, X]`, the lowest it was, and `low_row`, after how many rows.
+        total: `[X]`, log wealth of all of them with what is not staked yet, and `peak`, the highest it was.
+        alarm_row: `[X]`, after how many rows the limit was first reached, -1 if never.
+        since: `[X]`, rows before the change, as the winning bettor saw it.
     """
 
     block: int
@@ -111,63 +111,57 @@ class Wealth:
     rows: int = 0
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], bets: int, block: int, limit: float, jump: float = 0.0) -> "Wealth":
+    def of(cls, streams: int, bets: int, block: int, limit: float, jump: float = 0.0) -> "Wealth":
         """All before the first row."""
-        slots, never = np.zeros((*shape, KEPT)), np.full(shape, -1, dtype=np.int64)
-        arrays = np.zeros((*shape, KEPT, bets)), slots, slots.copy(), slots.astype(np.int64)
-        return cls(block, limit, jump, *arrays, np.zeros(shape), np.zeros(shape), never, never.copy())
+        slots, never = np.zeros((KEPT, streams)), np.full(streams, -1, dtype=np.int64)
+        arrays = np.zeros((KEPT, bets, streams)), slots, slots.copy(), slots.astype(np.int64)
+        return cls(block, limit, jump, *arrays, np.zeros(streams), np.zeros(streams), never, never.copy())
 
     def bet(self, factors: Floats) -> None:
-        """Bet on rows: what one unit in each bet becomes, `[..., n, E]`."""
+        """Bet on rows: what one unit in each bet becomes, `[n, E, X]`."""
         done = 0
-        while done < factors.shape[-2]:
+        while done < len(factors):
             place = self.rows % self.block
-            if not place:
-                self._start()
-            some = factors[..., done : done + min(_AT_ONCE, self.block - place), :]
+            if not place:  # a fresh bettor takes the place of the oldest
+                slot = (self.rows // self.block) % KEPT
+                self.capital[slot] = 1.0 / self.capital.shape[1]
+                self.log[slot] = self.low[slot] = 0.0
+                self.low_row[slot] = self.rows
+            some = factors[done : done + min(_AT_ONCE, self.block - place)]
             self._play(some)
-            done += some.shape[-2]
-
-    def _start(self) -> None:
-        slot = (self.rows // self.block) % KEPT
-        self.capital[..., slot, :] = 1.0 / self.capital.shape[-1]
-        self.log[..., slot] = self.low[..., slot] = 0.0
-        self.low_row[..., slot] = self.rows
+            done += len(some)
 
     def _play(self, factors: Floats) -> None:
         """Rows of one block, few enough that no capital overflows."""
-        count, bets = factors.shape[-2:]
+        count, bets, streams = factors.shape
         spread = (1.0 - self.jump) * np.eye(bets) + self.jump / bets  # [E, E]
-        capitals = np.empty((count, *self.capital.shape))
-        capital = self.capital
+        capitals, capital = np.empty((count, *self.capital.shape)), self.capital
         for row in range(count):
-            capital = (capital @ spread if self.jump else capital) * factors[..., row, None, :]
+            capital = (spread @ capital if self.jump else capital) * factors[row]
             capitals[row] = capital
-        sums = capitals.sum(-1)  # [count, ..., KEPT]
+        sums = capitals.sum(2)  # [n, KEPT, X]
         with np.errstate(divide="ignore"):  # empty slots have nothing
             path = np.log(sums) + self.log
         played = sums[-1] > 0
-        self.capital = capital / np.where(played, sums[-1], 1.0)[..., None]
+        self.capital = capital / np.where(played, sums[-1], 1.0)[:, None]
         self.log = np.where(played, path[-1], 0.0)
         lowest = path.min(0)
         deeper = np.isfinite(lowest) & (lowest < self.low)
         self.low_row = np.where(deeper, self.rows + 1 + path.argmin(0), self.low_row)
         self.low = np.where(deeper, lowest, self.low)
         blocks = self.rows // self.block + 1
-        number = blocks - (blocks - 1 - np.arange(KEPT)) % KEPT  # of the block in each slot
-        shares = -np.log(np.maximum(number, 1) * (np.maximum(number, 1) + 1.0))
-        staked = path + shares  # [count, ..., KEPT]
-        most = staked.max(-1, keepdims=True)
-        wealth = np.exp(staked - most).sum(-1) + np.exp(-math.log(blocks + 1) - most[..., 0])  # with what is not staked
-        totals = np.log(wealth) + most[..., 0]  # [count, ...]
+        number = np.maximum(blocks - (blocks - 1 - np.arange(KEPT)) % KEPT, 1)  # of the block in each slot
+        staked = path - np.log(number * (number + 1.0))[:, None]
+        most = staked.max(1)  # [n, X]
+        wealth = np.exp(staked - most[:, None]).sum(1) + np.exp(-math.log(blocks + 1) - most)  # with what is not staked
+        totals = np.log(wealth) + most
         reached = totals >= self.limit
         new = reached.any(0) & (self.alarm_row < 0)
         if new.any():
-            first = reached.argmax(0)  # [...]
-            winner = np.take_along_axis(staked, first[None, ..., None], 0)[0].argmax(-1)  # [...]
-            since = np.take_along_axis(self.low_row, winner[..., None], -1)[..., 0]
+            first, each = reached.argmax(0), np.arange(streams)
+            winner = staked[first, :, each].argmax(1)  # [X]
             self.alarm_row = np.where(new, self.rows + 1 + first, self.alarm_row)
-            self.since = np.where(new, since, self.since)
+            self.since = np.where(new, self.low_row[winner, each], self.since)
         self.total, self.peak = totals[-1], np.maximum(self.peak, totals.max(0))
         self.rows += count
 
@@ -287,12 +281,12 @@ class Monitor:
             row[: len(bins.counts)] = bins.counts
         limit = math.log((len(self._edges) + len(names)) * self.workers / self.level)
         bets = len(SLOPES) + len(TIMES)
-        self._inputs = Wealth.of((len(self._edges),), bets, BLOCK, limit, JUMP)
+        self._inputs = Wealth.of(len(self._edges), bets, BLOCK, limit, JUMP)
         self._audits = {}
         for name, risk in self._risks.items():
             least = risk * self.asked
-            kinds = error_bets(np.zeros(1), least).shape[-1]
-            self._audits[name] = Wealth.of((1,), kinds, math.ceil(ERRORS / least), limit)
+            kinds = error_bets(np.zeros((1, 1)), least).shape[1]
+            self._audits[name] = Wealth.of(1, kinds, math.ceil(ERRORS / least), limit)
         self._recent = {name: [[0, 0.0], [0, 0.0]] for name in names}  # rows and errors, of two blocks
         self._history: list[list[float]] = []  # rows, and the log wealth of each test
         self._stride = 1
@@ -360,7 +354,7 @@ class Monitor:
         for name, wealth in self._audits.items():
             label = self._labels[name]
             errors = wrong[counted if label is None else counted & (given == label)]
-            wealth.bet(error_bets(errors, self._risks[name] * self.asked)[None])
+            wealth.bet(error_bets(errors[None], self._risks[name] * self.asked))
             before, now = self._recent[name]
             now[0], now[1] = now[0] + len(errors), now[1] + float(errors.sum())
             if now[0] >= wealth.block:

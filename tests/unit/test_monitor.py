@@ -71,21 +71,21 @@ def test_p_values_rank_a_row_among_all_before_it() -> None:
 
 def test_bets_are_fair_and_jump_as_the_referee_does() -> None:
     grid = (np.arange(20_000) + 0.5) / 20_000
-    np.testing.assert_allclose(input_bets(grid).mean(0), 1.0, atol=1e-9)
-    ends = error_bets(np.array([0.0, 1.0]), 0.02)
+    np.testing.assert_allclose(input_bets(grid[None]).mean(0), 1.0, atol=1e-9)
+    ends = error_bets(np.array([[0.0, 1.0]]), 0.02)[..., 0]
     np.testing.assert_allclose(0.98 * ends[0] + 0.02 * ends[1], 1.0)
     assert ends[1] == pytest.approx(RATIOS)
     referee = OnlineMartingaleTest(jump_size=0.01, warn=False, task="classification")
-    wealth, p = Wealth.of((1,), 3, 1000, math.inf, 0.01), grid[::100] ** 1.5
+    wealth, p = Wealth.of(1, 3, 1000, math.inf, 0.01), grid[::100] ** 1.5
     for one in p:
         referee.update_simple_jumper_martingale(float(one))
-    wealth.bet(np.stack([1 + slope * (p - 0.5) for slope in (-1, 0, 1)], axis=-1)[None])
+    wealth.bet(np.stack([1 + slope * (p - 0.5) for slope in (-1, 0, 1)], axis=1)[..., None])
     assert wealth.log[0, 0] == pytest.approx(math.log(referee.current_martingale_value))
 
 
 def of_uniform(p: Any, block: int = 1000, level: float = 0.05) -> Wealth:
     bets = input_bets(p)
-    wealth = Wealth.of(p.shape[:1], bets.shape[-1], block, math.log(1 / level), JUMP)
+    wealth = Wealth.of(len(p), bets.shape[1], block, math.log(1 / level), JUMP)
     wealth.bet(bets)
     return wealth
 
@@ -96,7 +96,7 @@ def test_false_alarms_are_as_rare_as_promised_over_calibration_and_stream() -> N
     counts = np.stack([np.bincount(draws.integers(0, 4, 30), minlength=4) for _ in range(streams)])
     p = p_values(counts, draws.integers(0, 4, (streams, rows)), draws.random((streams, rows)))
     errors = error_bets((draws.random((streams, rows)) < 0.05).astype(float), 0.05)
-    audit = Wealth.of((streams,), errors.shape[-1], 200, math.log(1 / 0.05))
+    audit = Wealth.of(streams, errors.shape[1], 200, math.log(1 / 0.05))
     audit.bet(errors)
     for wealth in (of_uniform(p), of_uniform(p, block=100), audit):
         assert 0 < (wealth.alarm_row >= 0).mean() < 0.05 + 3 * math.sqrt(0.05 * 0.95 / streams)
