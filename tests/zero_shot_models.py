@@ -8,7 +8,6 @@ from architectures_clip import CONTEXT, END, VOCABULARY, DualCase
 
 WORDS = ("a", "photo", "of", "the", "picture", ".", "cat", "dog", "bus", "red", "green", "tree", "house", "boat")
 NAMES = ("cat", "dog", "red bus", "green tree")
-OTHER_NAMES = ("house", "boat", "green cat")
 TEMPLATES = ("A photo of a {label}.", "the {label}", "a picture of the {label}")
 
 

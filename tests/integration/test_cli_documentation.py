@@ -37,7 +37,9 @@ def adapted(command: list[str]) -> list[str]:
         more = [f"--option={name}={value}" for name, value in cases.VIT_OPTIONS.items()]
     if command[:1] == ["build"] and "--ood" in command:
         more = [*more, "--limit", "14"]
-    return [*command, *more]
+    return [
+        place for part in command for place in (sorted(map(str, Path().glob(part))) if "*" in part else [part])
+    ] + more
 
 
 @pytest.fixture

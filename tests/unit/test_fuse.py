@@ -80,15 +80,6 @@ def test_what_cannot_be_fused_averaged_or_pruned_is_refused(
         join(members(), **settings)
 
 
-@pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack], ids=["fuse", "stack"])
-@pytest.mark.parametrize("other", [{"dtype": torch.float64}, {"device": "meta"}], ids=["dtype", "device"])
-def test_members_of_different_dtypes_or_devices_are_refused_by_number(join: Join, other: dict[str, Any]) -> None:
-    base = small()
-    with pytest.raises(ConfigError, match="in member 2"):
-        join([base, tuned(base, 0), tuned(base, 1).to(**other)])
-    assert join([base.double(), tuned(base, 0).double()]).dtype == torch.float64
-
-
 @pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack, he.soup], ids=["fuse", "stack", "soup"])
 def test_members_may_have_been_trained_with_different_dropout(join: Join) -> None:
     """Fine-tunings of one model often are; it changes no answer. The first member's rates are kept."""

@@ -8,15 +8,11 @@ import torch
 from baseline_cases import KINDS, QUICK, assert_resumes, single, some, weights
 
 import hydra_ensembles as he
-from architectures_clip import DUAL_CASES
 from hydra_ensembles import baselines
 from hydra_ensembles.baselines import MIMO, OBA, SWAG, BatchEnsemble, LoRA, NegLabel, Packed, ViLU
-from hydra_ensembles.baselines.building_blocks import joined
 from hydra_ensembles.errors import CheckpointError, ConfigError
-from hydra_ensembles.model.config import Sharing
 from random_ensembles import ALL_SHAPES, SHAPES
-from unit.training.training_cases import NAMES, pair_samples, pairs, tiny, tiny_dual
-from zero_shot_models import dual_of
+from unit.training.training_cases import NAMES, pair_samples, pairs, tiny_dual
 
 ONE = replace(QUICK, steps=1)
 METHODS = {
@@ -99,30 +95,7 @@ def test_a_stopped_run_goes_on_and_another_one_does_not(kind, make, settings, st
             run(replace(settings, **changes), output=tmp_path)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_several_members_are_refused(name):
-    make, settings = METHODS[name]
-    with pytest.raises(ConfigError, match="single"):
-        make(joined([single()] * 2, Sharing()), some(single()), QUICK, settings, progress=False)
-
-
-@pytest.mark.parametrize(
-    ("work", "token"),
-    [
-        (lambda: baselines.laplace(single("image-distilled-registers"), some(single())), "classifier"),
-        (lambda: baselines.bayes_vlm(dual_of(SIGLIP), pairs()), "projections"),  # no image projection
-        (lambda: baselines.vilu(tiny(), [pair_samples(8)], QUICK, progress=False), "zero-shot"),
-    ],
-)
-def test_models_that_do_not_fit_are_refused(work, token):
-    with pytest.raises(ConfigError, match=token):
-        work()
-
-
 NO_DROPOUT = replace(QUICK, dropout=None)
-
-
-SIGLIP = next(one for one in DUAL_CASES if one.name.endswith("siglip"))
 
 
 def on_a_gpu(test):
@@ -165,34 +138,6 @@ def test_classifiers_of_a_posterior_and_zero_shot_methods_on_a_gpu():
 
     for found, expected in zip(answers("cuda"), answers("cpu"), strict=True):
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
-
-
-def kept_of(found):
-    """What to compare of a result: tensors, or a ranking."""
-    if isinstance(found, he.HeadRanking):
-        return {"scores": torch.tensor(found.scores)}
-    state = {} if found.metadata.familiarity is None else dict(found.metadata.familiarity.state)
-    return {**found.state_dict(), **state}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda base, data: he.finetune(base, data, ONE, progress=False),
-        lambda base, data: baselines.oba(base, data, None, OBA(keep=0.9, steps=1, batches=1), progress=False),
-        lambda base, data: baselines.laplace(base, data),
-        lambda base, data: he.extract_circuit(base, data, score="acc", budget=2, layers=[1], progress=False),
-    ],
-)
-def test_a_callers_autocast_changes_nothing_that_is_kept(make):
-    base = single().float()  # autocast ignores float64
-    data = some(base, (8,))
-    wanted = kept_of(make(base, data))
-    with torch.autocast("cpu", torch.bfloat16):
-        found = kept_of(make(base, data))
-        assert torch.is_autocast_enabled("cpu")
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
 
 
 CALM = replace(ONE, dropout=None)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.bayes_vlm import (
@@ -16,7 +15,7 @@ from hydra_ensembles.baselines.bayes_vlm import (
     likeliest_precision,
     published_bayes_vlm,
 )
-from hydra_ensembles.errors import CheckpointError, DataError
+from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.model.dual_encoder import DualEncoder, Projections
 from unit.training.training_cases import NAMES, pair_samples, pairs, tiny_dual
 
@@ -116,20 +115,6 @@ def test_a_sure_prior_is_the_zero_shot_model(bias):
     expected = he.zero_shot(model, NAMES)(IMAGES)[0]
     found = bayes_vlm(model, double_pairs(), SURE)
     torch.testing.assert_close(found.probit(NAMES)(IMAGES)[0].double(), expected, atol=1e-4, rtol=0)
-
-
-def test_the_closed_form_predicts_and_is_evaluated():
-    found = bayes_vlm(dual(), double_pairs()).probit(NAMES)
-    prediction = found.predict(IMAGES)
-    assert (prediction.members, prediction.class_names) == (1, NAMES)
-    images, labels = pair_samples(12, seed=9)
-    result = he.evaluate(found, [(images.double(), labels)])
-    expected = (found(images.double())[0].argmax(-1) == labels).double().mean().item()
-    assert result.id.accuracy == pytest.approx(expected)
-    data = TensorDataset(images.double(), labels)
-    data.classes = NAMES[::-1]
-    with pytest.raises(DataError, match=NAMES[-1]):
-        he.evaluate(found, DataLoader(data, 4), progress=False)
 
 
 def test_published_factors_are_read(tmp_path):

@@ -68,16 +68,6 @@ def test_packed_members_are_narrow_and_independent(kind):
     assert not torch.allclose(moved[1], answers[1])
 
 
-def test_packed_training_together_is_training_each_alone():
-    base = single()
-    recipe = replace(QUICK, dropout=0.0)
-    found, start = train_packed(base, recipe=recipe), train_packed(base, recipe=replace(recipe, learning_rate=1e-300))
-    for index in range(2):
-        alone = finetune(start.member(index), some(base), recipe, progress=False)
-        for name, tensor in alone.state_dict().items():
-            torch.testing.assert_close(found.member(index).state_dict()[name], tensor)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_packed_one_is_an_ensemble_and_the_seed_draws_it(kind, tmp_path):
     base = single(kind)

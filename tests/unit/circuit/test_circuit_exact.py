@@ -11,13 +11,12 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from circuit_models import SCORES, Problem, evidence, random_problem, searches
-from hydra_ensembles.circuit.scores import Score
+from hydra_ensembles.circuit.scores import NO_HEAD, Objective, Score
 from hydra_ensembles.heads.masking import prune
 from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig
 from hydra_ensembles.model.ensemble import Ensemble
 from random_ensembles import CLASSES, HEADS, LAYERS, encoder
-from trained_vit import id_pictures, ood_pictures, trained_vit
 
 pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # ID and OOD share samples on purpose
 
@@ -166,20 +165,21 @@ def test_any_tiny_model(problem: Problem, score: Score, data: st.DataObject) -> 
     assert_same_choices(problem, score=score, budget=data.draw(st.integers(1, total)), **options)
 
 
-SAMPLES = 32
-
-
-@pytest.fixture(scope="module")
-def learned() -> Problem:
-    (images, labels), others = id_pictures(SAMPLES), ood_pictures(SAMPLES)
-    return Problem(trained_vit(), list(zip(images.split(20), labels.split(20), strict=True)), [others])
-
-
-def test_in_single_precision_choices_are_within_rounding(learned: Problem) -> None:
-    naive, exact, heads = searches(learned, "avg", torch.float32, layers=[3])  # avg uses both integers
-    for _ in range(2):
+def test_in_single_precision_choices_are_within_rounding() -> None:
+    naive, exact, heads = searches(random_problem(id_sizes=(20, 12), ood_sizes=(32,)), "avg", torch.float32)
+    for _ in range(3):  # avg uses both integers
         chosen = exact.choose(heads).head
         assert naive.evaluate(chosen).value - naive.choose(heads).value <= 4
         for search in (naive, exact):
             search.remove(chosen)
         heads.remove(chosen)
+
+
+def test_many_sources_of_odd_sizes_do_not_overflow() -> None:
+    sizes = (997, 991, 983, 977, 971, 967, 953, 947)
+    objective = Objective("ood", 1000, sizes)
+    assert objective.balanced > 2**64
+    worst = objective.result(NO_HEAD, [0, *(2 * 1000 * size for size in sizes)])
+    assert objective.achieved(0, worst.discordance) == 0
+    better = objective.result(NO_HEAD, [0, *(2 * 1000 * size for size in sizes[:-1]), 2 * 1000 * sizes[-1] - 1])
+    assert better < worst

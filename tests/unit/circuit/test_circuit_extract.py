@@ -12,16 +12,6 @@ from circuit_models import Problem, random_problem
 from hydra_ensembles.errors import DataError
 
 
-def test_what_the_ranking_says_about_itself() -> None:
-    ranking = random_problem().extract(method="naive", budget=2, layers=[1, 2], seed=4)
-    assert (ranking.method, ranking.score) == ("circuit/naive", "avg")
-    made = ranking.provenance
-    assert (made["id_samples"], made["ood_samples"], made["dtype"]) == (11, 9, "torch.float64")
-    assert (made["budget"], made["layers"]) == (2, [1, 2])
-    errors, discordance = made["errors"][-1], made["discordance"][-1]
-    assert ranking.scores[-1] == pytest.approx((2 - errors / 11 - discordance / (2 * 11 * 9)) / 2)
-
-
 def test_accuracy_needs_no_ood_data_and_the_other_scores_do_or_make_them() -> None:
     problem = random_problem()
     alone = Problem(problem.model, problem.id_batches, None)

@@ -11,7 +11,7 @@ import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from circuit_models import evidence
 from hydra_ensembles.digest import digest
-from hydra_ensembles.errors import ConfigError, HydraError
+from hydra_ensembles.errors import HydraError
 from processes import by_two_ranks
 from zero_shot_models import NAMES, TEMPLATES, dual_of
 
@@ -94,14 +94,3 @@ def test_the_score_is_that_of_the_pruned_model_also_by_two_ranks_and_after_a_sto
     assert all((one.heads, one.scores) == (ranking.heads, ranking.scores) for one in (resumed, *shared))
     with pytest.raises(HydraError, match="candidates"):
         extract(dual, "exact", score="acc", budget=5, output=tmp_path, templates="the {label}")
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "token"),
-    [
-        ({"class_names": None}, ConfigError, "class_names"),
-    ],
-)
-def test_what_cannot_work_is_refused(change: dict[str, Any], error: type[Exception], token: str) -> None:
-    with pytest.raises(error, match=token):
-        extract(dual_in_float64(), **{"method": "exact", **change})

@@ -2,13 +2,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hydra_ensembles.data.dataset import BatchLoader, ImageDataset, TextDataset, TrainTransform, batches
-from hydra_ensembles.errors import HydraError
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from pictures import picture
 
@@ -66,14 +64,6 @@ def test_the_order_of_a_seed_stays_what_it_was_and_workers_change_nothing(number
     assert order_of(made) == [1, 9, 7, 6, 3, 2, 5, 0, 8, 4]
     alone, helped = (joined(batches(numbers, noisy, 3, True, 2, workers)) for workers in (0, 2))
     assert torch.equal(alone, helped)
-
-
-def test_rows_that_are_no_items_with_class_numbers_are_refused() -> None:
-    for row in ({"text": "a", "label": 0}, "ab", ("a", 0.5)):
-        with pytest.raises(HydraError, match=r"gives .*, no \(item, class number\)"):
-            next(iter(batches([row], lambda texts: torch.zeros(1, 2), batch_size=1)))  # type: ignore[arg-type]
-    for label in (1.0, np.array([1]), torch.tensor(1)):  # MedMNIST has arrays
-        assert next(iter(batches([("a", label)], lambda texts: torch.zeros(1, 2), batch_size=1)))[1].tolist() == [1]
 
 
 def test_training_transforms_repeat_in_batches_and_draw_for_each_image() -> None:

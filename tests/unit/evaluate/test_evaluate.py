@@ -255,15 +255,6 @@ def test_an_interrupted_evaluation_goes_on_and_new_settings_use_the_same_answers
         evaluate(noisy(model.config), data, OOD, output=tmp_path, progress=False)
 
 
-def test_saved_calibration_is_applied_and_can_be_replaced():
-    plain, data = tiny_ensemble(), image_batches()
-    calibrated = plain.with_metadata(calibration=CALIBRATION)
-    found = evaluate(calibrated, data, OOD, progress=False)
-    assert found.model.calibration == CALIBRATION
-    assert found.numbers() == evaluate(plain, data, OOD, progress=False, calibration=CALIBRATION).numbers()
-    assert found.id != evaluate(plain, data, OOD, progress=False).id
-
-
 def test_both_thresholds_are_told_apart():
     """Accepted samples pass both thresholds; each is reported by name, with the share that passes it alone."""
     data = image_batches((40,), seed=4)
@@ -348,17 +339,3 @@ def test_samples_in_two_places_are_refused_or_said():
         evaluate(calibrated, data, progress=False)
     with warnings.catch_warnings(action="error"):
         evaluate(calibrated, [data[1], tuple(one[:1] for one in data[0])], progress=False)
-
-
-@pytest.mark.parametrize(
-    ("model", "arguments", "error", "token"),
-    [
-        (None, (image_batches(), {"void": []}), DataError, "'void' has no samples"),
-        (None, (image_batches(), {"o": image_batches((8,))[0]}), DataError, "set 'o' must be batches.*got one batch"),
-        (lambda x: torch.full((len(x), 4), torch.nan), (image_batches(),), DataError, "'id'.*NaN"),
-        (None, (image_batches(), {"near": {"a": OOD["near"]["close"]}, "b": []}), DataError, "groups"),
-    ],
-)
-def test_errors_name_the_set(model, arguments, error, token):
-    with pytest.raises(error, match=token):
-        evaluate(model or tiny_ensemble(), *arguments, progress=False)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_ensembles.errors import ConfigError, HeadError
+from hydra_ensembles.errors import HeadError
 from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.ensemble import Ensemble
@@ -109,17 +109,3 @@ def test_each_member_answers_as_it_does_alone_without_its_heads(
     if len(off) == 3:  # one member cannot lose a head of shared attention
         with pytest.raises(HeadError, match="layer 0"), masked(ensemble, heads, member=1):
             pass
-
-
-@pytest.mark.parametrize(
-    ("heads", "member", "error", "token"),
-    [
-        ([(0, 9)], None, HeadError, r"0\.9 does not exist.*\[0, 2\]"),
-        ([(0, 3)], 0, HeadError, r"0\.3 was pruned.*\[0, 2\]"),
-        ([(0, 2, "text")], None, HeadError, "'text'"),
-        ([(0, 2)], 2, ConfigError, "member 2"),
-    ],
-)
-def test_what_does_not_exist(heads: list[Any], member: int | None, error: type[Exception], token: str) -> None:
-    with pytest.raises(error, match=token), masked(random_ensemble(heads=UNEQUAL), heads, member):
-        pass

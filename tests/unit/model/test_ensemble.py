@@ -3,12 +3,9 @@
 import copy
 import dataclasses
 import pickle
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 import hydra_ensembles as he
@@ -28,15 +25,6 @@ IMAGES_24 = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 IMAGES = he.ImagePreprocessing((8, 8))
 SIZES = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 16}
 ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), TextStemConfig(9, 8, 8)
-
-
-def test_a_saved_model_is_loaded_and_called_with_pictures(tmp_path: Path) -> None:
-    ensemble(single()).with_metadata(preprocessing=IMAGES).save_pretrained(tmp_path / "vit")
-    picture, loaded = Image.fromarray(np.arange(300, dtype=np.uint8).reshape(10, 10, 3)), he.load(tmp_path / "vit")
-    with torch.no_grad():
-        for given in (picture, [picture, picture]):
-            assert torch.equal(loaded(given), loaded(loaded.prepare(given)))
-            assert torch.equal(loaded.optimize()(given), loaded.optimize()(loaded.prepare(given)))
 
 
 def storages(model: he.Ensemble) -> list[int]:

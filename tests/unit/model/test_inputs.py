@@ -19,7 +19,7 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.model import ensemble as ensemble_module
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration
-from random_ensembles import CLASSES, random_ensemble
+from random_ensembles import random_ensemble
 from served_models import served
 
 TEXT, IMAGE = "text-segments-projected", "image-cls"  # 20 words, 2 segments; images [3, 4, 6]
@@ -129,22 +129,6 @@ def test_a_mapping_with_the_inputs_of_both_towers_serves_both() -> None:
 
 
 ADDED = torch.zeros(6, 7).masked_fill(MASK == 0, -torch.inf)
-REFUSED: dict[str, tuple[Any, str]] = {
-    "something with axes": ({"boxes": torch.zeros(6, 7, 4)}, "boxes"),
-    "a mask of 0 and -inf": ({"attention_mask": ADDED}, "additive"),
-    "a mask of 0 alone": ({"attention_mask": torch.zeros(6, 7)}, "additive"),
-    "too many tokens": ({name: tensor.repeat(1, 3) for name, tensor in BATCH.items()}, "truncate"),
-    "a mask of images": ({"pixel_values": PIXELS, "attention_mask": torch.ones(2, 4)}, "attention_mask"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_everywhere(case: str) -> None:
-    given, token = REFUSED[case]
-    one, batch = (model(IMAGE), given) if "image" in case else (model(), {**BATCH, **given})
-    for run in WAYS.values():
-        with pytest.raises(DataError, match=token):
-            run(one, batch)
 
 
 def test_segments_of_a_model_that_has_none_are_refused_unless_they_say_nothing() -> None:
@@ -174,13 +158,6 @@ def test_inputs_are_read_checked_and_moved_once(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(one.predict(prepared).probs, expected)
     assert torch.equal(one(prepared), one(**prepared))
     assert len(read) == 1
-
-
-def test_inputs_are_moved_to_the_dtype_of_the_model() -> None:
-    one = model(IMAGE)
-    assert torch.equal(one(PIXELS.double()), one(PIXELS))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert one(PIXELS.bfloat16()).shape == (1, 2, CLASSES)
 
 
 def test_the_default_device_of_torch_changes_no_answer(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from hydra_ensembles.optimize import runner
 from hydra_ensembles.optimize.runner import Choice, OptimizedEnsemble
 from random_ensembles import random_batches, random_ensemble
 
-EVEN: KeptHeads = (((0, 1), (0, 3), (1, 2)),) * 3
 UNEVEN: KeptHeads = (((0, 1, 2), (0, 3), (1,)), ((0, 2), (0, 1, 2, 3), (2, 3)), ((1,), (3,), (0, 1, 2)))
 
 

@@ -21,7 +21,6 @@ from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import build as chain
 from hydra_ensembles.pipeline import search as searching
 from hydra_ensembles.pipeline.search import DEEP, FUSED, SOUP, YOURS, SearchResult, SearchRow
-from hydra_ensembles.report.compare import to_markdown
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
 from unit.training.training_cases import tiny_dual
@@ -29,7 +28,6 @@ from unit.training.training_cases import tiny_dual
 PLAIN = {"shared_layers": 2, "strategy": "random", "prune": 1}
 TOGETHER = {**PLAIN, "training": "together"}
 DEEPER = {**TOGETHER, "shared_layers": 1}
-BRANCHES = {"shared_layers": 2, "strategy": "branches", "training": "together"}
 SETS: dict[str, Any] = {
     "train": batches(12, seed=1),
     "id": batches(248, size=124, seed=2),
@@ -229,11 +227,3 @@ def test_the_choice_is_the_lowest_nll_within_the_price_that_is_nowhere_worse(row
     found = result(*rows)
     assert found.choice == choice
     assert ("none of the" in found.why) == (choice == YOURS)
-
-
-def test_the_table_has_every_candidate_and_the_reason() -> None:
-    found = result(row("a", 1.1, 0.8, msp=0.7), SearchRow("dear", 4.0, "too dear"))
-    text = to_markdown(found.table())
-    assert " dear |" in text
-    assert "4.00×" in text
-    assert found.why in text

@@ -115,12 +115,6 @@ def test_other_samples_in_sets_of_one_name_and_size_are_told():
     assert "in ood.close:" in note
 
 
-def test_models_without_a_name_are_rows_of_their_own():
-    unnamed = [evaluation("model"), evaluation("Hydra"), evaluation("model", seed=2)]
-    assert [row.name for row in compare(unnamed).rows] == ["model 1", "Hydra", "model 2"]
-    assert [row.name for row in compare(unnamed[:2]).rows] == ["model", "Hydra"]
-
-
 def test_calibrated_and_uncalibrated_methods_are_named():
     def said(evaluations):
         return " ".join(note for note in compare(evaluations).notes if "alibrated" in note)

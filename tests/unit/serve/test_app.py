@@ -71,11 +71,6 @@ def test_whoever_sent_an_input_is_told_what_was_done_with_it() -> None:
     assert "EXIF" in on_its_side["notes"][0]
 
 
-def test_an_upload_is_not_written_to_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.TemporaryFile", Mock(side_effect=OSError(30, "Read-only file system")))
-    assert post("image", files={"file": picture(0, (1000, 700), "BMP")}).status_code == 200
-
-
 def test_an_image_as_it_is_and_a_model_without_a_verdict() -> None:
     (plain,) = post("image, bare", content=picture(), headers=typed("image/png; charset=binary")).json()["predictions"]
     assert (plain["accept"], plain["reason"]) == (None, None)

@@ -19,7 +19,7 @@ from PIL import Image
 import hydra_ensembles as he
 from checkpoint_models import TOKENIZER, ensemble, single
 from contract.models import ALL_CASES, variants
-from hydra_ensembles.errors import ConfigError, ConversionError, MissingExtraError
+from hydra_ensembles.errors import ConversionError, MissingExtraError
 from hydra_ensembles.serve import export as module
 from hydra_ensembles.serve.protocol import columns, output_fields
 from hydra_ensembles.settings import to_plain
@@ -154,19 +154,6 @@ def test_a_file_never_runs_with_the_weights_of_another(monkeypatch, tmp_path: Pa
     pretend(monkeypatch, served("image"))
     he.export(served("image"), path)
     assert not list(tmp_path.glob("*.data"))  # of an earlier export
-
-
-def test_what_cannot_be_exported_is_named(monkeypatch, tmp_path: Path) -> None:
-    one = served("image")
-    pretend(monkeypatch, one)
-    for model, file, options, error, token in (
-        (one, "model.bin", {}, ConfigError, "'.bin'; use .onnx for onnx"),
-        (one, "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2'; use .onnx for onnx"),
-        (ensemble(one.config, torch.bfloat16), "model.onnx", {}, ConfigError, "float32"),
-    ):
-        with pytest.raises(error, match=token):
-            he.export(model, tmp_path / file, **options)  # type: ignore[arg-type]
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_failure_of_the_exporter_is_one_error_and_a_missing_one_is_named(monkeypatch, tmp_path: Path) -> None:

@@ -216,17 +216,3 @@ def expected(p: Prediction, name: str) -> np.ndarray:
         return p.score(name).numpy()
     methods = {"score": p.score, "p_value": p.p_value}
     return (methods[name]() if name in methods else getattr(p, name)).numpy()
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::UserWarning")  # inductor's advice, and its split softmax
-@pytest.mark.parametrize("kind", ["image", "text"])
-def test_answers_on_a_gpu_are_those_of_the_cpu(kind: str) -> None:
-    import copy
-
-    known = served(kind)
-    moved = copy.deepcopy(known).to("cuda")
-    runner = Runner(moved.optimize(compile=True), 8)
-    runner.warm_up(Reader(moved).examples())
-    inputs = inputs_for(known, 7)  # filled up to eight
-    same(runner.answers(Reader(moved).tensors(inputs)), columns(known.predict(inputs)))

@@ -13,7 +13,7 @@ from hydra_ensembles.errors import HydraWarning
 from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.member_states import place_of
-from hydra_ensembles.training.finetune import EnsembleLearner, Parametrised, finetune
+from hydra_ensembles.training.finetune import EnsembleLearner, finetune
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 
@@ -139,12 +139,3 @@ def test_the_order_of_the_data_and_the_dropout_have_seeds_of_their_own(source):
     assert not same(calm, made(order_seed=6))
     assert same(calm, made(index=1))  # one order for all members
     assert not same(made(order_seed=None), made(order_seed=None, index=1))
-
-
-NAME = "encoder.layers.1.mlp.up.weight"
-
-
-class Doubled(Parametrised):
-    def computed(self):
-        self.mixed = torch.is_autocast_enabled("cpu")
-        return {NAME: 2 * self.ensemble.get_parameter(NAME)}
