@@ -15,6 +15,7 @@ from .engine import Task, opened
 from .engine import run as run_study
 from .fetch import SETS
 from .fetch import prepare as prepare_set
+from .monitor import simulate
 from .rows import Rows, published, write_rows
 from .sets import DataFolder, read_yaml
 from .tables import Study, beside_paper, write_tables
@@ -178,6 +179,15 @@ def prepare(
     """Convert a checkout of a public repository into a data set for the studies: Parquet files with small images."""
     for path in prepare_set(name, source, data):
         print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+@app.command()
+def monitor(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The table.")] = Path("monitor_simulation.csv"),
+    streams: Annotated[int, typer.Option(help="Streams without a change.")] = 2000,
+) -> None:
+    """Simulate the monitor: false alarms, and rows until an alarm after few rows and after many."""
+    simulate(output, streams)
 
 
 def main() -> None:

@@ -15,9 +15,11 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from hydra_ensembles import __version__
+from hydra_ensembles.metrics.conformal import Bins
 from hydra_ensembles.monitor import (
     BLOCK,
     ERRORS,
@@ -31,6 +33,9 @@ from hydra_ensembles.monitor import (
     p_values,
 )
 
+from .rows import Rows
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 LEVEL = 0.001
 LIMIT = math.log(3 / LEVEL)  # two scores and one promise share the level
 FITTING, AT_ONCE, SATURATED = 200, 320, NormalDist().inv_cdf(1 / 3)
@@ -180,6 +185,64 @@ def audit_delays(streams: int, before: Sequence[int], seed: int) -> Iterator[dic
                 yield row_of_delays("audit", cell, rows, delay, since, most / share)
 
 
+def referee_delays(streams: int, seed: int) -> Iterator[dict[str, Any]]:
+    """A doubled error rate after 200 labels: our test beside MAPIE's monitoring of a risk, at the same level."""
+    from mapie.exchangeability_testing import RiskMonitoring
+
+    draws, risk, before, after = np.random.default_rng(seed), 0.05, 200, 3000
+    rates = np.where(np.arange(before + after) < before, risk, 2 * risk)
+    wrong = (draws.random((streams, before + after)) < rates).astype(float)
+    ours = audits(streams, risk)
+    ours.bet(error_bets(wrong, risk))
+    delay = np.where(ours.alarm_row >= 0, ours.alarm_row - before, np.iinfo(np.int64).max)
+    yield row_of_delays("audit", "errors 5% to 10%, all rows audited", before, delay, ours.since - before, after)
+    found = []
+    for errors in wrong:
+        theirs = RiskMonitoring(risk="accuracy", threshold=risk, test_level=2 * LEVEL / 3, warn=False)  # half is online
+        theirs.update(np.ones(len(errors)), 1.0 - errors)
+        above = np.flatnonzero(theirs.online_risk_lower_bound_sequence_history > risk)
+        found.append(above[0] + 1 - before if len(above) else np.iinfo(np.int64).max)
+    yield row_of_delays("audit", "the same by MAPIE's RiskMonitoring", before, np.array(found), delay * 0, after)
+
+
+def stored_delays(draws_each: int, seed: int, name: str = "vision-cifar100", method: str = "Hydra") -> Iterator[Any]:
+    """Real scores of the stored rows of a study, shuffled: foreign rows among known ones, after 1,000 known ones."""
+    rows = Rows.read(RESULTS / "rows" / f"{name}.parquet")
+    ((inside, groups),) = rows.about["tasks"].items()
+    scores = [rows.columns(method, number) for number in rows.runs[method]]
+    sets = [(group, one) for group, names in groups.items() for one in names]
+    for share in (0.0, 0.1, 0.5):
+        for group, foreign in sets if share else [("", inside)]:
+            delay, since, most = [], [], 3000 if share < 0.5 else 1500
+            for number, columns in enumerate(scores):
+                for draw in range(draws_each):
+                    draws = np.random.default_rng([seed, number, draw])
+                    known, other = (
+                        np.stack([columns[f"{inside}|{one}|{score}"] for score in ("doubt", "mahalanobis")])
+                        for one in (inside, foreign)
+                    )  # [2, n]
+                    known, other = (draws.permutation(one, axis=1) for one in (known, other))
+                    fitting, held, stream = known[:, :2500], known[:, 2500:5000], known[:, 5000 : 6000 + most]
+                    strange = np.flatnonzero(draws.random(most) < share)[: other.shape[1]]
+                    stream[:, 1000 + strange] = other[:, : len(strange)]
+                    bins = [
+                        Bins.of(torch.tensor(one), torch.tensor(two)) for one, two in zip(fitting, held, strict=True)
+                    ]
+                    found = np.stack(
+                        [np.searchsorted(one.edges, now, side="right") for one, now in zip(bins, stream, strict=True)]
+                    )
+                    counts = np.zeros((2, 100), dtype=np.int64)
+                    for count, one in zip(counts, bins, strict=True):
+                        count[: len(one.counts)] = one.counts
+                    wealth = Wealth.of(2, len(SLOPES) + len(TIMES), BLOCK, LIMIT, JUMP)
+                    wealth.bet(input_bets(p_values(counts, found, draws.random(found.shape))))
+                    alarms = np.where(wealth.alarm_row >= 0, wealth.alarm_row, np.iinfo(np.int64).max)
+                    delay.append(alarms.min() - 1000 * (alarms.min() < np.iinfo(np.int64).max))
+                    since.append(wealth.since[alarms.argmin()] - 1000)
+            cell = f"{share:.0%} {group} {foreign}" if share else "no change"
+            yield row_of_delays(f"stored rows of {name}, {method}", cell, 1000, np.array(delay), np.array(since), most)
+
+
 def row_of_delays(part: str, cell: str, rows: int, delay: Any, since: Any, most: float) -> dict[str, Any]:
     """Median delay and where the monitor said that the change was, in rows from the change."""
     found = (delay >= 0) & (delay <= most)
@@ -197,17 +260,19 @@ COLUMNS += "median_since,level,seed,seconds,numpy,hydra_ensembles"
 def simulate(path: Path, streams: int = 2000, rows: int = 20_000, aged: int = 60, seed: int = 0) -> None:
     """Write the table; a line is written as soon as it is known."""
     parts = (
-        false_alarms(streams, rows, seed),
-        audit_delays(aged, (1000, 1_000_000), seed + 1),
-        delays(aged, (1000, 1_000_000), seed + 2),
+        (seed, false_alarms(streams, rows, seed)),
+        (seed + 1, audit_delays(aged, (1000, 1_000_000), seed + 1)),
+        (seed, referee_delays(aged, seed)),
+        (seed + 2, delays(aged, (1000, 1_000_000), seed + 2)),
+        (seed, stored_delays(20, seed)),
     )
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS.split(","), lineterminator="\n")
         writer.writeheader()
-        about = {"level": LEVEL, "seed": seed, "numpy": np.__version__, "hydra_ensembles": __version__}
-        for part in parts:
+        about = {"level": LEVEL, "numpy": np.__version__, "hydra_ensembles": __version__}
+        for number, part in parts:
             began = time.monotonic()
             for line in part:
-                writer.writerow(about | line | {"seconds": round(time.monotonic() - began)})
+                writer.writerow(about | {"seed": number} | line | {"seconds": round(time.monotonic() - began)})
                 file.flush()
                 print(line, flush=True)
