@@ -42,12 +42,14 @@ _WAYS = "dataset.with_classes(names) for ours, target_transform= for torchvision
 # --- one batch -----------------------------------------------------------------------------------------------
 
 
-def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = True) -> tuple[Inputs, Tensor | None]:
+def read_batch(
+    batch: Any, name: str = "data", index: int = 0, labelled: bool = True, raw: bool = False
+) -> tuple[Any, Tensor | None]:
     """Split one batch into inputs and labels (None if there are none); raise a `DataError` for any other format.
 
     Accepted are `(inputs, labels)`, `(inputs,)`, a mapping with or without `labels`, and a bare tensor of inputs. Other
-    entries of a mapping, and with `labelled=False` whatever is in the place of the labels, are ignored. `name` and
-    `index` are for messages.
+    entries of a mapping, and with `labelled=False` whatever is in the place of the labels, are ignored. With
+    `raw`, inputs may also be a list of texts or pictures. `name` and `index` are for messages.
     """
     where = f"batch {index} of {name}"
     labels: Any = None
@@ -63,9 +65,11 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
         raise DataError(f"{where} is a {got}; expected {_FORMS}")
     if isinstance(inputs, Mapping):
         inputs = _tensors_of(inputs, where)
+    elif raw and isinstance(inputs, list | tuple):
+        inputs = list(inputs)
     elif not isinstance(inputs, Tensor):
         raise DataError(f"the inputs in {where} are a {type(inputs).__name__}; expected tensors, in {_FORMS} ({_RAW})")
-    if not inputs if isinstance(inputs, dict) else not inputs.dim():
+    if not inputs if isinstance(inputs, dict | list) else not inputs.dim():
         raise DataError(f"the inputs in {where} have no tensor with an axis of samples; {_RAW}")
     if labels is None or not labelled:
         return inputs, None
@@ -130,15 +134,17 @@ def changed(inputs: Tensor | Mapping[str, Tensor], change: Callable[[Tensor], Te
     return change(inputs) if isinstance(inputs, Tensor) else {name: change(tensor) for name, tensor in inputs.items()}
 
 
-def size_of(inputs: Inputs) -> int:
-    """Number of samples in the inputs of one batch, whose tensors all have a batch axis."""
-    return len(inputs if isinstance(inputs, Tensor) else next(iter(inputs.values())))
+def size_of(inputs: Any) -> int:
+    """Number of samples in the inputs of one batch, whose tensors all have a batch axis; a list has one item each."""
+    return len(inputs if isinstance(inputs, Tensor | list) else next(iter(inputs.values())))
 
 
 # --- a source of batches -------------------------------------------------------------------------------------
 
 
-def iterate(batches: Batches, name: str = "data", labelled: bool = True) -> Iterator[tuple[int, Inputs, Tensor | None]]:
+def iterate(
+    batches: Batches, name: str = "data", labelled: bool = True, raw: bool = False
+) -> Iterator[tuple[int, Any, Tensor | None]]:
     """Read all batches with `read_batch`, each with its number in the source; raise an error that names an empty one.
 
     Batches without samples are skipped; a source of which each process has only a part is refused.
@@ -147,7 +153,7 @@ def iterate(batches: Batches, name: str = "data", labelled: bool = True) -> Iter
     require_batches(batches, name)
     empty = True
     for index, batch in enumerate(batches):
-        inputs, labels = read_batch(batch, name, index, labelled)
+        inputs, labels = read_batch(batch, name, index, labelled, raw)
         if size_of(inputs):
             empty = False
             yield index, inputs, labels

@@ -19,7 +19,7 @@ from .metrics.conformal import Bins, Reference, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice
 from .metrics.ood import aurc
 from .metrics.probabilities import check_labels, log_mean_probs, mean
-from .model.dual_encoder import require_ensemble
+from .model.dual_encoder import require_classifier
 from .model.ensemble import Ensemble, weights_of
 from .model.metadata import ACCEPTS_ALL, Calibration, Familiarity
 from .prediction import ScoreName, own_logits, require_members_for
@@ -75,7 +75,7 @@ def calibrate(
         >>> calibrated.predict(torch.randn(3, 3, 64, 64)).accept.shape
         torch.Size([3])
     """
-    weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "calibrate", classifies=True)  # if compiled
+    weights = require_classifier(getattr(ensemble, "_orig_mod", ensemble), "calibrate")  # if compiled
     require_members_for(score, ensemble.num_members)
     samples = read_answers(ensemble, validation, "validation")
     warn_if_cut(validation, "validation", len(samples.labels))

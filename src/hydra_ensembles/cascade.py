@@ -25,8 +25,8 @@ from .familiarity import sample_digests
 from .files import expanded, remove
 from .metrics.conformal import conformal_threshold
 from .metrics.probabilities import at_least_float32
-from .model.cost import interleaved_times
-from .model.ensemble import Ensemble, restored_metadata, stored_metadata
+from .model.cost import Description, interleaved_times
+from .model.ensemble import Answering, Ensemble, restored_metadata, stored_metadata
 from .model.inputs import Prepared
 from .model.layers import OurModel, dropping
 from .model.member_states import place_of
@@ -87,51 +87,65 @@ class _First:
         self.log_probs, self.unfamiliar, self.features, self.tokens = log_probs, unfamiliar, features, tokens
 
 
-class Answering:
+class InTurn(Answering):
     """How stages answer in turn; `Cascade` and its optimized form differ in what runs them."""
 
     stages: Sequence[Stage]
     settings: CascadeSettings
-    metadata: Metadata
-    kind: Any
-    num_classes: int
     num_members = 1
+    per_row = ("stage", "forced")
     faults: list[int]  # for each stage, how many batches it failed on
+    by_share = False  # whether, to measure times, the share that was asked for goes on, whatever the thresholds
     _padded = False
+
+    @property
+    def front(self) -> Any:
+        """The first ensemble, whose inputs it takes."""
+        return next(stage for stage in self.stages if isinstance(stage, Answering)).front
+
+    @property
+    def raw(self) -> bool:  # type: ignore[override]
+        """Whether a stage needs rows as they came: a function, or one with other preprocessing."""
+        known = self.metadata.preprocessing
+        return known is not None and not all(
+            isinstance(stage, Answering) and not stage.raw and stage.metadata.preprocessing == known
+            for stage in self.stages
+        )
 
     def prepare(self, inputs: Any = None, **named: Any) -> CascadeInputs:
         """Read inputs, as `Ensemble.prepare` does for the first stage; later ones read the rows they are sent."""
-        if isinstance(inputs, CascadeInputs):
-            return inputs
         given = named if inputs is None else inputs
+        if not isinstance(given, CascadeInputs):
+            given = CascadeInputs(given if isinstance(given, Tensor | Mapping | list) else [given], given)
         first = self.stages[0]
-        ready = first.prepare(given) if hasattr(first, "prepare") else given
-        items = given if isinstance(given, Tensor | Mapping | list) else [given]
-        return CascadeInputs(items, ready)
+        if not isinstance(first, Answering):
+            return CascadeInputs(given.raw, given.raw)
+        return CascadeInputs(given.raw, first.prepare(given if isinstance(first, InTurn) else given.first))
 
     @torch.no_grad()
     def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Prediction:
         """Label, confidence and reasons to decline, like `Ensemble.predict`; `p.stage` says who answered."""
         given = self.prepare(*inputs, **named)
         with dropping(False):
-            first = self._first(given)
-            answer, stage, forced = self._in_turn(given, first)
-        predicted = self.prediction(answer[None], first.unfamiliar, check_finite)
-        return replace(predicted, stage=stage, forced=forced)
+            log_probs, unfamiliar, rows = self.answered(given)
+        return replace(self.prediction(log_probs, unfamiliar, check_finite), **rows)  # type: ignore[arg-type]
+
+    def answered(self, prepared: CascadeInputs) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """What `answers` returns, with who answered (`stage`) and reasons to decline (`forced`)."""
+        first = self._first(prepared)
+        answer, stage, forced = self._in_turn(prepared, first)
+        return answer[None], first.unfamiliar, {"stage": stage, "forced": forced}
 
     def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities as logits of one member, `[1, B, C]`, and how unfamiliar the first stage finds the rows."""
-        given = self.prepare(*inputs, **named)
-        first = self._first(given)
-        return self._in_turn(given, first)[0][None], first.unfamiliar
+        return self.answered(self.prepare(*inputs, **named))[:2]
 
     def features_and_logits(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Features of the first stage, `[M, B, d]`, and log-probabilities of the cascade, `[1, B, C]`."""
+        """Features of the first stage, `[M, B, d]` (d = 0 of a function), and log-probabilities, `[1, B, C]`."""
         given = self.prepare(*inputs, **named)
         first = self._first(given, features=True)
-        if first.features is None:
-            raise ConfigError("the first stage is a function, which has no features: calibrate with familiarity=None")
-        return first.features, self._in_turn(given, first)[0][None]
+        log_probs = self._in_turn(given, first)[0][None]
+        return log_probs[..., :0] if first.features is None else first.features, log_probs
 
     def prediction(self, logits: Tensor, unfamiliarity: Tensor | None = None, check_finite: bool = True) -> Prediction:
         """Turn the results of `answers` into a prediction, with the calibration of the cascade."""
@@ -139,7 +153,7 @@ class Answering:
         about = None if familiarity is None or unfamiliarity is None else familiarity.about(unfamiliarity)
         return rule.prediction(logits, self.metadata.labels or None, check_finite, about)
 
-    def _in_turn(self, given: CascadeInputs, first: _First) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _in_turn(self, given: CascadeInputs, first: _First) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities `[B, C]`, who answered `[B]`, and reasons `[B]` to decline an answer whatever it is."""
         answer = first.log_probs.clone()
         stage = torch.zeros(len(answer), dtype=torch.long, device=answer.device)
@@ -152,6 +166,9 @@ class Answering:
         for later, threshold in enumerate(self.settings.thresholds, start=1):
             doubts = doubt_of(answer[waiting])
             going = doubts > threshold
+            if self.by_share:
+                most_unsure = doubts.argsort(descending=True)[: round(self.settings.asked[later - 1] * len(answer))]
+                going = torch.zeros_like(going).index_fill(0, most_unsure, True)
             waiting, doubts = waiting[going], doubts[going]
             if not len(waiting):
                 break
@@ -171,8 +188,8 @@ class Answering:
                 before = answer[waiting] + math.log(later)
                 found = torch.logaddexp(before, found) - math.log(later + 1)
             answer[waiting], stage[waiting] = found, later
-        forced = torch.zeros_like(stage).index_fill(0, torch.cat(declined), UNSURE) if declined else None
-        return answer, stage, forced
+        forced = torch.zeros_like(stage)
+        return answer, stage, forced.index_fill(0, torch.cat(declined), UNSURE) if declined else forced
 
     def _first(self, given: CascadeInputs, features: bool = False) -> _First:
         stage = self.stages[0]
@@ -209,7 +226,7 @@ class Answering:
         stage = self.stages[index]
         if isinstance(stage, Ensemble | OptimizedEnsemble):
             return self._ordered(index, log_probs_of(stage, stage(inputs)))
-        if isinstance(stage, Answering):
+        if isinstance(stage, InTurn):
             return self._ordered(index, stage.predict(inputs).log_probs)
         probs = at_least_float32(torch.as_tensor(stage(inputs)))
         if probs.shape[1:] != (self.num_classes,) or not bool(((probs >= 0) & (probs.sum(-1, True) < 1.01)).all()):
@@ -232,7 +249,7 @@ class Answering:
         return alike and (first.device, first.dtype) == (stage.device, stage.dtype)
 
 
-class Cascade(Answering, OurModel, Saved):
+class Cascade(InTurn, OurModel, Saved):
     """Stages that answer in turn; made by `cascade`. It predicts, calibrates, saves and serves like an `Ensemble`."""
 
     _kind = "cascade"
@@ -288,9 +305,18 @@ class Cascade(Answering, OurModel, Saved):
         """A frozen, faster runner: every stage optimized, rows for later ones padded to a few sizes."""
         return OptimizedCascade(self, example_inputs, **options)
 
-    def describe(self) -> Any:
-        """Counts of the first stage that is an ensemble."""
-        return next(stage for stage in self.stages if isinstance(stage, Ensemble | Cascade)).describe()
+    def describe(self) -> Description:
+        """Parameters of all ensembles, and multiply-adds of a row, of which the shares asked for go on."""
+        shares = zip(self.stages, (1.0, *self.settings.asked), strict=True)
+        known = [(one.describe(), share) for one, share in shares if isinstance(one, Answering)]
+        parameters = sum(one.parameters for one, _ in known)
+        work = round(sum(one.multiply_adds * share for one, share in known))
+        return replace(known[0][0], parameters=parameters, multiply_adds=work, heads=())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Settings and stages; an ensemble is named by its contents."""
+        return {"settings": to_plain(self.settings), "stages": self._places()}
 
     # --- saving and loading ------------------------------------------------------------------------------
 
@@ -320,8 +346,7 @@ class Cascade(Answering, OurModel, Saved):
 
     def _contents(self, name: str) -> Contents:
         plain, tensors = stored_metadata(replace(self.metadata, preprocessing=None, labels=()))
-        model = {"settings": to_plain(self.settings), "stages": self._places()}
-        return Contents(self._kind, model, plain, tensors, cascade_card(name, self))
+        return Contents(self._kind, self.config, plain, tensors, cascade_card(name, self))
 
     @classmethod
     def _restored(cls, contents: Contents, device: str | torch.device | None, dtype: torch.dtype | None) -> Self:
@@ -360,7 +385,7 @@ class Cascade(Answering, OurModel, Saved):
         return f"Cascade({' -> '.join(names)}, asked={asked}, classes={self.num_classes})"
 
 
-class OptimizedCascade(Answering):
+class OptimizedCascade(InTurn):
     """A cascade for inference only: its ensembles optimized, rows that go on padded to a few sizes."""
 
     def __init__(self, cascade: Cascade, example_inputs: Any = None, **options: Any) -> None:
@@ -382,7 +407,10 @@ class OptimizedCascade(Answering):
             first = self._first(given)
             rows = len(first.log_probs)
             for later in range(1, len(self.stages)):
-                if isinstance(self.stages[later], OptimizedEnsemble):
+                stage = self.stages[later]
+                if isinstance(stage, OptimizedCascade):
+                    stage.warm_up(given.raw)
+                elif isinstance(stage, OptimizedEnsemble):
                     for size in sorted({min(1 << power, rows) for power in range(rows.bit_length() + 1)}):
                         self._later(later, given, first, torch.arange(size, device=first.log_probs.device))
 
@@ -392,7 +420,7 @@ class OptimizedCascade(Answering):
         """Log-probabilities as logits of one member, `[1, B, C]`."""
         return self.answers(*inputs, **named)[0]
 
-    def describe(self) -> Any:
+    def describe(self) -> Description:
         """Like `Cascade.describe`."""
         return self._cascade.describe()
 
@@ -514,7 +542,7 @@ class _Chosen:
         source = in_model_order(held_out, "held_out", chain)
         source = source if not hasattr(source, "__next__") else list(source)
         with first_epoch(source, 0):
-            known = torch.cat([sample_digests(inputs) for _, inputs, _ in iterate(source, "held_out", True)])
+            known = torch.cat([sample_digests(inputs) for _, inputs, _ in iterate(source, "held_out", True, chain.raw)])
         if len(known) < CHOOSE_LEAST:
             raise TooFewSamplesError(
                 f"a cascade needs {CHOOSE_LEAST} held-out rows, better thousands; got {len(known)}"
@@ -523,7 +551,7 @@ class _Chosen:
         most = known.sort().values[count - 1]
         batches, labels, digests = list[Inputs](), list[Tensor](), list[int]()
         with first_epoch(source, 0):
-            for index, inputs, targets in iterate(source, "held_out", True):
+            for index, inputs, targets in iterate(source, "held_out", True, chain.raw):
                 found = sample_digests(inputs)
                 places = (found <= most).nonzero()[:, 0]
                 if len(places):

@@ -128,7 +128,9 @@ def _refitted(ensemble: Ensemble, familiarity: Familiarity, line: str) -> Ensemb
 
 
 def copied_with(ensemble: Ensemble, **changes: Any) -> Ensemble:
-    """A copy with its own weights, so that it does not change when the original is trained."""
+    """A copy with its own weights, so that it does not change when the original is trained; of a cascade the stages."""
+    if ensemble.front is not ensemble:
+        return ensemble.with_metadata(**changes)
     metadata = replace(ensemble.metadata, **changes)
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata, ensemble.frozen)
 
@@ -157,7 +159,7 @@ def answers(
     if labelled:
         batches = in_model_order(batches, name, ensemble)
     with dropping(False), torch.no_grad(), first_epoch(batches, seed):
-        for index, inputs, targets in iterate(batches, name, labelled):
+        for index, inputs, targets in iterate(batches, name, labelled, ensemble.raw):
             features, logits = ensemble.features_and_logits(ensemble.prepare(inputs))
             check_finite(features, f"features of batch {index}", name)
             labels = torch.zeros(features.shape[1], dtype=torch.long)

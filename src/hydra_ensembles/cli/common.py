@@ -115,11 +115,11 @@ def load_model(name: str, device: str = "auto", classifies: bool = True) -> Any:
     import torch
 
     from .._utils import require_device
-    from ..model.dual_encoder import load, require_ensemble
+    from ..model.dual_encoder import load, require_classifier
 
     place = require_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     model = load(name, device=place)
-    return require_ensemble(model, f"{name}: this command", classifies=True) if classifies else model
+    return require_classifier(model, f"{name}: this command") if classifies else model
 
 
 def new_folder(output: Path) -> Path:
@@ -212,4 +212,4 @@ def preprocessing_of(model: "Ensemble") -> Any:
     if model.metadata.preprocessing is None:
         missing = "tokenizer" if model.kind == "text" else "image processor"
         raise DataError(f"the model has no preprocessing, so it reads no files; convert it with its {missing}")
-    return model.metadata.preprocessing
+    return model.preprocess

@@ -25,11 +25,10 @@ from ..errors import ConfigError, DataError
 from ..familiarity import recognised, sample_digests
 from ..metrics.probabilities import Convention, at_least_float32
 from ..model.dual_encoder import require_model
-from ..model.ensemble import Ensemble, warn_if_edited
+from ..model.ensemble import Answering, Ensemble, warn_if_edited
 from ..model.inputs import model_call
 from ..model.layers import evaluating
 from ..model.metadata import Calibration, Familiarity, Metadata
-from ..optimize.runner import OptimizedEnsemble
 from ..prediction import AnyScore, Prediction, ScoreName
 from ..store import TENSORS, Store
 from .evaluation import UNNAMED, Answers, Evaluation, ModelInfo, OodGroup, columns_of
@@ -39,7 +38,7 @@ KEPT_AT_ONCE = 8  # batches whose answers are kept together
 
 
 def evaluate(
-    ensemble: Ensemble | OptimizedEnsemble | Callable[[Any], Any],
+    ensemble: Answering | Callable[[Any], Any],
     id_data: Data,
     ood: Mapping[str, Any] | None = None,
     shift: Mapping[str, Data] | None = None,
@@ -59,10 +58,10 @@ def evaluate(
     """Measure a model: accuracy, calibration, diversity, OOD detection, selective risk. One pass over each set.
 
     Args:
-        ensemble: An `Ensemble`, as it is or prepared by `optimize`; or anything that is called with the inputs of a
-            batch and returns member logits `[M, B, C]` (`[B, C]` counts as one member; of an object, `.logits` is
-            used; a mapping is passed as keywords if its `forward` accepts them). A module of another library is put
-            in evaluation mode meanwhile.
+        ensemble: An `Ensemble` or a cascade, as it is or prepared by `optimize`; or anything that is called with the
+            inputs of a batch and returns member logits `[M, B, C]` (`[B, C]` counts as one member; of an object,
+            `.logits` is used; a mapping is passed as keywords if its `forward` accepts them). A module of another
+            library is put in evaluation mode meanwhile.
         id_data: Labelled in-distribution set: batches, as from a `DataLoader`, or a data set of
             `hydra_ensembles.data`, which is batched with the model's preprocessing.
         ood: OOD sets, `{"near": {name: data}, "far": {...}}` as from `Suite.load`, or flat, `{name: data}`,
@@ -77,7 +76,7 @@ def evaluate(
         preprocess: Turns a list of raw items into inputs; an ensemble has its own.
         batch_size: For data sets that are not in batches.
         num_workers: Worker processes for such data sets.
-        output: Folder that keeps the answers of an `Ensemble` to every batch, whatever the settings: called again, an
+        output: Folder that keeps the answers of a model of ours to every batch, whatever the settings: called again, an
             interrupted evaluation resumes, and one with other scores or another calibration is only computed.
         progress: Whether to show progress bars.
 
@@ -90,7 +89,7 @@ def evaluate(
     if not callable(ensemble):
         require_model(ensemble, "evaluate", Ensemble)  # raises
     model, metadata, calibration = _read_model(ensemble, calibration)
-    classes = model.num_classes if isinstance(model, Ensemble | OptimizedEnsemble) else None  # of others unknown
+    classes = model.num_classes if isinstance(model, Answering) else None  # of others unknown
     if classes == 0:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
     familiarity = None if classes is None else metadata.familiarity
@@ -109,7 +108,7 @@ def evaluate(
     rule = calibration or Calibration()
     if rule.threshold is None and score in get_args(ScoreName):
         rule = replace(rule, score=cast(ScoreName, score), reference=None)
-    preprocess = preprocess or metadata.preprocessing
+    preprocess = preprocess or (model.preprocess if isinstance(model, Answering) else metadata.preprocessing)
     answers, rows, logits = dict[str, Answers](), dict[str, Tensor](), torch.empty(0)
     with Store(output, _identity(model, output), "an evaluation") as kept, torch.no_grad(), evaluating(model):
         for key, group, data in sets:
@@ -132,7 +131,7 @@ def evaluate(
 def _read_model(model: Any, calibration: Calibration | None) -> tuple[Any, Metadata, Calibration | None]:
     """What to run for a model, its metadata, and the calibration to apply: the given one, or its own if it has one."""
     inner = unwrapped(model) if isinstance(model, nn.Module) else model
-    if isinstance(inner, Ensemble):
+    if isinstance(inner, Answering) and isinstance(inner, nn.Module):
         if calibration is None:
             warn_if_edited(inner)
         fitted = inner.metadata.familiarity is not None
@@ -146,8 +145,8 @@ def _identity(model: Any, output: object) -> dict[str, Any]:
     """What answers depend on, besides the inputs, for a folder that keeps them."""
     if output is None:
         return {}
-    if not isinstance(model, Ensemble):
-        raise ConfigError(f"output needs an Ensemble, got a {type(model).__name__}; leave output out")
+    if not isinstance(model, Answering) or not isinstance(model, nn.Module):
+        raise ConfigError(f"output needs an Ensemble or a cascade, got a {type(model).__name__}; leave output out")
     fitted = model.metadata.familiarity
     statistics = None if fitted is None else [fitted.settings.scores, fitted.settings.neighbours, fitted.state]
     kind = model.device.type
@@ -193,7 +192,7 @@ class _Pass:
         """Answers to one set, digests of its samples `[B]`, and member logits `[M, 1, C]` of one sample."""
         labelled, title = group in ("id", "shift"), f"set {key.removeprefix('ood.').removeprefix('shift.')!r}"
         columns, rows = dict[str, list[Tensor]](), list[Tensor]()
-        source = iterate(batches, title, labelled)
+        source = iterate(batches, title, labelled, getattr(self.model, "raw", False))
         with tqdm(desc=key, total=length_of(batches), leave=False, disable=not self.progress, unit="batch") as bar:
             while chunk := list(islice(source, 1 if self.kept.folder is None else KEPT_AT_ONCE)):
                 contents = "" if self.kept.folder is None else digest([inputs for _, inputs, _ in chunk])
@@ -218,13 +217,15 @@ class _Pass:
     def _predicted(self, logits: Tensor, found: Mapping[str, Tensor]) -> Prediction:
         """A prediction from finite logits `[M, B, C]` and feature scores."""
         about = self.familiarity.about(found["scores"]) if self.familiarity and "scores" in found else None
-        return self.calibration.prediction(logits, check_finite=False, unfamiliarity=about)
+        prediction = self.calibration.prediction(logits, check_finite=False, unfamiliarity=about)
+        rows: dict[str, Any] = {name: found[name] for name in ("stage", "forced") if name in found}
+        return replace(prediction, **rows)
 
     def _answers(self, chunk: Sequence[tuple[int, Inputs]], title: str) -> dict[str, Tensor]:
-        """Member logits `[M, B, C]` of some batches in the model's dtype; feature scores `[S, M, B]` if it has any."""
-        parts: list[tuple[Tensor, Tensor | None]] = []
+        """Member logits `[M, B, C]` of some batches in the model's dtype; feature scores `[S, M, B]` and rows `[B]`."""
+        parts: list[dict[str, Tensor]] = []
         for index, inputs in chunk:
-            answer, by_features = self._answer(inputs, f"{title}, batch {index}")
+            answer, more = self._answer(inputs, f"{title}, batch {index}")
             logits = getattr(answer, "logits", answer)
             shape = list(logits.shape) if isinstance(logits, Tensor) else []
             is_fit = len(shape) in (2, 3) and 0 not in shape and shape[-1] > 1 and shape[-2] == size_of(inputs)
@@ -234,20 +235,22 @@ class _Pass:
                 raise DataError(f"{title}, batch {index}: the model answered with {got}; expected {expected}")
             if not bool(logits.isfinite().all()):
                 raise DataError(f"{title}, batch {index}: the answer has NaN or infinity; look for them in the inputs")
-            parts.append((logits.detach().cpu().reshape(-1, *shape[-2:]), by_features))  # [B, C] -> [1, B, C]
-        scores = [one.cpu() for _, one in parts if one is not None]
-        joined = {"logits": torch.cat([logits for logits, _ in parts], dim=1)}
-        return joined | ({"scores": torch.cat(scores, dim=2)} if scores else {})
+            parts.append({"logits": logits.detach().reshape(-1, *shape[-2:]), **more})  # [B, C] -> [1, B, C]
+        axes = {"logits": 1, "scores": 2}  # of samples
+        return {name: torch.cat([one[name].cpu() for one in parts], dim=axes.get(name, 0)) for name in parts[0]}
 
-    def _answer(self, inputs: Inputs, where: str) -> tuple[Any, Tensor | None]:
-        """What the model answers to one batch, and its feature scores, if they are wanted."""
+    def _answer(self, inputs: Inputs, where: str) -> tuple[Any, dict[str, Tensor]]:
+        """What the model answers to one batch; its feature scores, if wanted, and what a cascade says of its rows."""
         if not hasattr(self.model, "prepare"):  # not ours
-            return model_call(self.model, _moved(inputs, self.model))(), None
+            return model_call(self.model, _moved(inputs, self.model))(), {}
         try:
             prepared = self.model.prepare(inputs)
         except DataError as problem:
             raise DataError(f"{where}: {problem}") from problem
-        return (self.model(prepared), None) if self.familiarity is None else self.model.answers(prepared)
+        if not isinstance(self.model, Answering):  # compiled
+            return self.model(prepared), {}
+        logits, scores, rows = self.model.answered(prepared)
+        return logits, {**rows, **({} if scores is None else {"scores": scores})}
 
 
 def _moved(inputs: Inputs, model: object) -> Inputs:
@@ -276,7 +279,7 @@ def _require_fresh(id_name: str, rows: Mapping[str, Tensor], calibration: Calibr
 def _described(model: object, members: int, classes: int) -> ModelInfo:
     """Describe a model: all fields for an ensemble, only name and number of parameters for others."""
     info = ModelInfo("callable", members, classes)
-    if isinstance(model, Ensemble | OptimizedEnsemble):
+    if isinstance(model, Answering):
         metadata = model.metadata
         info = replace(info, kind=model.kind, class_names=metadata.labels, **vars(model.describe()))
         return replace(info, source=metadata.source, history=metadata.history)

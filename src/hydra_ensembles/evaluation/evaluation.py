@@ -55,8 +55,8 @@ class Answers:
             over all sets only).
         digest: Digest of the inputs as the model received them, in any order.
         columns: `predicted`, `confidence`, `mutual_information`, `disagreement` and `score:NAME` of each sample `[B]`;
-            with thresholds whether it is `sure` and `familiar`; and of labelled sets `label`, `accuracy` (whether it is
-            right), `nll` and `brier`.
+            with thresholds whether it is `sure` and `familiar`; of a cascade whether a later stage answered, `asked`;
+            and of labelled sets `label`, `accuracy` (whether it is right), `nll` and `brier`.
     """
 
     group: Literal["id", "shift"] | OodGroup
@@ -78,6 +78,9 @@ class Answers:
 def columns_of(prediction: Prediction, scores: tuple[AnyScore, ...], labels: Tensor | None) -> dict[str, Tensor]:
     """The columns of `Answers` for the samples of a prediction."""
     passed = prediction.passed()
+    if prediction.forced is not None:  # by a cascade: over its limit, or of a stage that failed
+        kept = prediction.forced == 0
+        passed["unsure"] = kept if passed["unsure"] is None else kept & passed["unsure"]
     columns = {
         "predicted": prediction.label,
         "confidence": prediction.confidence,
@@ -86,6 +89,8 @@ def columns_of(prediction: Prediction, scores: tuple[AnyScore, ...], labels: Ten
         **{f"score:{name}": prediction.score(name) for name in scores},
         **{name: one for name, one in zip(("sure", "familiar"), passed.values(), strict=True) if one is not None},
     }
+    if prediction.stage is not None:
+        columns["asked"] = prediction.stage > 0
     if labels is not None:
         columns |= {"label": labels, "accuracy": prediction.label == labels}
         columns |= {"nll": -at_labels(prediction.log_probs, labels), "brier": squared_errors(prediction.probs, labels)}
@@ -182,7 +187,7 @@ class ModelInfo:
     @property
     def heads_label(self) -> str | None:
         """Heads kept per layer as the paper writes them: `12`, or `8x3` for three members of eight each."""
-        if self.heads is None:
+        if not self.heads:
             return None
         blocks = len(self.heads[0]) - bool(self.pooling_heads)
         counts = [len(layer) for member in self.heads for layer in member[:blocks]]
@@ -307,6 +312,9 @@ class Evaluation:
                 each = [getattr(result, key) for result in results]
                 if each and None not in each:
                     numbers[f"{name}.{key}"] = sum(each) / len(each)
+        for name, one in self.sets.items():
+            if "asked" in one.columns:
+                numbers["asked" if name == self.id_name else f"{name}.asked"] = mean(one["asked"])
         for name, shifted in self.shift.items():
             numbers |= {f"shift.{name}.{key}": value for key, value in shifted.numbers().items()}
         if self.shift:
@@ -335,6 +343,8 @@ class Evaluation:
         group, _, key = name.rpartition(".")
         answers = self.sets.get(group or self.id_name)
         if key in _MEASURED and answers is not None and key in answers.columns:
+            return {"statistic": weighted_mean, "columns": [answers[key]]}
+        if key == "asked" and answers is not None and key in answers.columns:
             return {"statistic": weighted_mean, "columns": [answers[key]]}
         if name == "selective.accepted" and (declined := self.sets[self.id_name].declined()) is not None:
             return {"statistic": weighted_mean, "columns": [~declined]}

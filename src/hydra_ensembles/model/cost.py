@@ -41,6 +41,8 @@ class Description:
             f"heads kept     of {self.heads_per_layer} per layer",
             "layer" + "".join(f"{f'member {member}':>10}" for member in range(len(self.heads))),
         ]
+        if not self.heads:  # of a cascade, whose stages differ
+            return "\n".join(lines[:2])
         for layer, kept in enumerate(zip(*self.heads, strict=True)):
             lines.append(f"{layer:>5}" + "".join(f"{len(heads):>10}" for heads in kept))
         if self.pooling_heads:

@@ -19,7 +19,7 @@ from ..preprocessing import TextPreprocessing
 from ..settings import from_plain, short, to_plain
 from . import LATER
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
-from .ensemble import Ensemble, build_with_state, copied
+from .ensemble import Answering, Ensemble, build_with_state, copied
 from .layers import GroupedLinear, OurModel, dropping
 from .member_states import copies_of, head_axis, member_index, place_of
 from .metadata import Metadata, invalid_names
@@ -223,6 +223,8 @@ def require_model(model: object, caller: str, *kinds: type) -> Any:
     advice = "give what he.convert(model) returns" if Ensemble in kinds else "convert a CLIP model"
     if isinstance(model, DualEncoder):
         advice = "make a classifier of it first: he.zero_shot(model, class_names)"
+    elif isinstance(model, Answering) and model.front is not model:
+        advice = "give one of its stages"
     elif isinstance(model, nn.Module) and isinstance(unwrapped(model), kinds):
         advice = "give the model inside it (model.module, or model._orig_mod)"
     takes = " or ".join(kind.__name__ for kind in kinds)
@@ -235,6 +237,12 @@ def require_ensemble(model: object, caller: str, classifies: bool = False) -> En
     if classifies and not ensemble.num_classes:
         raise ConfigError(f"{caller} takes a classifier, this ensemble has none; convert the model with num_labels=")
     return ensemble
+
+
+def require_classifier(model: object, caller: str) -> Any:
+    """Return what answers with classes, an ensemble or a cascade; raises for anything else."""
+    is_one = isinstance(model, Answering) and model.num_classes
+    return model if is_one else require_ensemble(model, caller, classifies=True)
 
 
 def require_single(model: object, caller: str, classifies: bool = True) -> None:

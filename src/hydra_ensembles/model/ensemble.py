@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,48 @@ def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
 
-class Ensemble(OurModel, Saved):  # Module first: FSDP swaps the class of a module
+class Answering:
+    """What evaluation, calibration, servers and commands need of a model: an ensemble or a cascade, optimized or not.
+
+    Attributes:
+        raw: Whether it reads raw items where it can, because its parts prepare them differently.
+        per_row: Fields of its predictions, `[B]` each, that do not follow from logits.
+    """
+
+    kind: Literal["image", "text"]
+    num_classes: int
+    num_members: int
+    metadata: Metadata
+    config: Any
+    device: Any
+    dtype: Any
+    prepare: Callable[..., Any]
+    answers: Callable[..., tuple[Tensor, Tensor | None]]
+    predict: Callable[..., Prediction]
+    describe: Callable[[], Description]
+    raw = False
+    per_row: tuple[str, ...] = ()
+
+    @property
+    def front(self) -> Any:
+        """The ensemble whose inputs it takes."""
+        return self
+
+    @property
+    def preprocess(self) -> Callable[[list[Any]], Any] | None:
+        """From raw items to the inputs of a batch; None if that is not known."""
+        return list if self.raw else self.metadata.preprocessing
+
+    def answered(self, prepared: Any) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """What `answers` returns, and the fields of `per_row`."""
+        return *self.answers(prepared), {}
+
+    def warm_up(self, inputs: Any) -> None:
+        """Run everything that a batch of this size may need."""
+        self.predict(inputs)
+
+
+class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the class of a module
     """A transformer classifier with M members: stem, encoder, readout; `forward` returns `[M, B, C]`.
 
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
@@ -395,12 +436,12 @@ def restored_metadata(contents: Contents) -> Metadata:
     )
 
 
-def weights_of(ensemble: Ensemble) -> str:
+def weights_of(ensemble: Answering) -> str:
     """Digest of the weights, for `Calibration.weights`; it begins with their dtype."""
     return f"{ensemble.dtype}:{digest(ensemble)}"
 
 
-def warn_if_edited(ensemble: Ensemble) -> None:
+def warn_if_edited(ensemble: Answering) -> None:
     """Warn if an ensemble has other weights than those it was calibrated with; another dtype only rounds them."""
     calibration = ensemble.metadata.calibration
     if calibration is None or calibration.weights.partition(":")[0] != str(ensemble.dtype):

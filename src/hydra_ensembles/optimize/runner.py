@@ -17,7 +17,7 @@ from .._utils import unlimited_recompiles, without_autocast
 from ..batches import Inputs
 from ..errors import ConfigError
 from ..model.cost import Description, interleaved_times
-from ..model.ensemble import Ensemble
+from ..model.ensemble import Answering, Ensemble
 from ..model.inputs import Given, Prepared
 from ..prediction import Prediction
 from .freeze import Plan, frozen, has_copies, with_plan
@@ -49,7 +49,7 @@ class Choice:
     compiled: bool = False
 
 
-class OptimizedEnsemble:
+class OptimizedEnsemble(Answering):
     """A faster copy of an ensemble, for inference only, with the weights at the time it was made.
 
     What all members have in common is stored and computed once; constants are folded into the weights. Where something

@@ -199,6 +199,7 @@ COST = (
     Column("parameters", "Params (M)", better="lower", scale=1e-6),
     Column("multiply_adds", "MAdds (G)", better="lower", scale=1e-9),
     Column("latency_ratio", "Latency", better="lower", suffix="×"),
+    Column("asked", "Asked %", better="lower", scale=100),
 )
 COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *OOD, SHIFT, *COST)
 """The columns of the paper's tables, accuracy under distribution shift, and the costs."""

@@ -25,8 +25,8 @@ import torch
 from .._utils import __version__, library
 from ..errors import DataError, RequestError, StorageError
 from ..files import expanded
-from ..model.dual_encoder import require_ensemble
-from ..model.ensemble import Ensemble
+from ..model.dual_encoder import load, require_classifier
+from ..model.ensemble import Answering
 from ..model.metadata import Calibration
 from ..settings import short
 from . import protocol
@@ -49,7 +49,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def make_app(
-    model: Ensemble, settings: ServeSettings | None = None, *, engine: Any = None, key: str | None = None
+    model: Answering, settings: ServeSettings | None = None, *, engine: Any = None, key: str | None = None
 ) -> "FastAPI":
     """The server of a model, as an ASGI application: run it with `hydra-ensembles serve`, or your own server.
 
@@ -71,7 +71,7 @@ def make_app(
     from fastapi.responses import HTMLResponse, JSONResponse
 
     settings = settings or ServeSettings()
-    running = engine or Engine(require_ensemble(model, "make_app"), settings)
+    running = engine or Engine(require_classifier(model, "make_app"), settings)
     served, name = Served(model, settings.name), settings.name
     telemetry = Telemetry(served, doubling(1, settings.max_batch), lambda: running.waiting)
     running.observe = telemetry.batch
@@ -363,7 +363,7 @@ def _refusal(error: RequestError) -> "Response":
 # --- running it ------------------------------------------------------------------------------------------------------
 
 
-def serve(model: Ensemble | str | Path, settings: ServeSettings | None = None) -> None:
+def serve(model: Answering | str | Path, settings: ServeSettings | None = None) -> None:
     """Serve a classifier, or a folder or hub id of one, until a signal arrives; then finish all accepted requests.
 
     The model is loaded and warm before the server listens. Its address is printed to standard error, and the log to
@@ -375,8 +375,8 @@ def serve(model: Ensemble | str | Path, settings: ServeSettings | None = None) -
     uvicorn = library("uvicorn", extra="serve")
     torch.set_num_threads(min(torch.get_num_threads(), cores()))
     log_to_stdout()
-    loaded = model if isinstance(model, Ensemble) else Ensemble.from_pretrained(model)
-    engine = Engine(require_ensemble(loaded, "serve"), settings)
+    loaded = load(model) if isinstance(model, str | Path) else model
+    engine = Engine(require_classifier(loaded, "serve"), settings)
     app = make_app(loaded, settings, engine=engine)
     engine.load()
     config = uvicorn.Config(
@@ -442,7 +442,7 @@ class _Replica:
     """A server of one model on Ray."""
 
     def __init__(self, model: str | Path, settings: ServeSettings, key: str | None) -> None:
-        loaded = Ensemble.from_pretrained(model, device="cuda" if torch.cuda.is_available() else "cpu")
+        loaded = load(model, device="cuda" if torch.cuda.is_available() else "cpu")
         self._engine = Engine(loaded, settings)
         self._app = make_app(loaded, settings, engine=self._engine, key=key)
 

@@ -18,13 +18,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .._utils import collect_warnings
+from ..cascade import CascadeInputs
 from ..errors import ConfigError, DataError, HydraError, RequestError
-from ..model.ensemble import Ensemble
+from ..model.ensemble import Answering
 from ..monitor import OnAlarm
-from ..optimize.runner import USUAL_SHAPES, OptimizedEnsemble
+from ..optimize.runner import USUAL_SHAPES
 from ..prediction import Prediction
 from ..settings import Checked, Range
 from .protocol import Answer, columns
@@ -88,17 +88,17 @@ class Runner:
     On a GPU a batch is filled up to the next size, which takes no longer than a smaller one; on a CPU it is split.
     """
 
-    def __init__(self, model: Ensemble | OptimizedEnsemble, most: int) -> None:
+    def __init__(self, model: Any, most: int) -> None:
         """Run `model` on at most so many rows at once."""
         self.model, self.sizes = model, doubling(1, most)
         self.watched: Callable[[Prediction], Prediction] = lambda prediction: prediction
-        self._fills = model.device.type != "cpu"
+        self._fills = model.device.type != "cpu" and model.front is model  # a cascade would ask for rows twice
 
     def warm_up(self, examples: Sequence[Row]) -> None:
         """Run every size of every shape once."""
         for row in examples:
             for size in self.sizes:
-                self.answers([row] * size)
+                self.model.warm_up(stacked([row] * size))
 
     def answers(self, rows: Sequence[Row]) -> list[Answer | HydraError]:
         """For each row its answer, or why it has none."""
@@ -135,10 +135,11 @@ class Runner:
         ]
 
 
-def stacked(rows: Sequence[Row]) -> Tensor | dict[str, Tensor]:
+def stacked(rows: Sequence[Row]) -> Any:
     """Rows of one shape as a batch, `[B, …]`."""
     batch = {name: torch.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}
-    return next(iter(batch.values())) if len(batch) == 1 else batch
+    inputs = next(iter(batch.values())) if len(batch) == 1 else batch
+    return inputs if rows[0].raw is None else CascadeInputs([row.raw for row in rows], inputs)
 
 
 def device_failed(error: Exception) -> bool:
@@ -146,7 +147,7 @@ def device_failed(error: Exception) -> bool:
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)  # of memory it says "CUDA out of"
 
 
-def warm_runner(ensemble: Ensemble, settings: ServeSettings) -> Runner:
+def warm_runner(ensemble: Any, settings: ServeSettings) -> Runner:
     """The model with its plans, which have run once for every shape that is known in advance."""
     dtype: torch.dtype | None = None if settings.precision is None else getattr(torch, settings.precision)
     examples = Reader(ensemble).examples()
@@ -174,7 +175,7 @@ class Engine:
         watched: Called with every prediction; returns what is answered.
     """
 
-    def __init__(self, ensemble: Ensemble, settings: ServeSettings, runner: Runner | None = None) -> None:
+    def __init__(self, ensemble: Answering, settings: ServeSettings, runner: Runner | None = None) -> None:
         self._ensemble, self._settings, self._runner = ensemble, settings, runner
         self.observe: Callable[[int, float], None] = lambda rows, seconds: None
         self.watched: Callable[[Prediction], Prediction] = lambda prediction: prediction

@@ -12,7 +12,7 @@ import base64
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RequestError
+from ..model.ensemble import Answering as Model
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from ..prediction import OUTPUTS, REASONS, Prediction
@@ -55,13 +56,14 @@ Text = str | tuple[str, str]
 # --- outputs -------------------------------------------------------------------------------------------------------
 
 
-def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
+def output_fields(ensemble: Any) -> tuple[Field, ...]:
     """Outputs of this classifier; p-values, familiarity and verdict only if they were fitted."""
     familiarity, members = ensemble.metadata.familiarity, ensemble.num_members
     dtype = torch.float64 if ensemble.dtype == torch.float64 else torch.float32
     shape = 0 if familiarity is None else len(familiarity.settings.scores), members, 1  # [S, M, 1]
     scores = None if familiarity is None else torch.zeros(shape, dtype=dtype)
     blank = ensemble.prediction(torch.zeros(members, 1, ensemble.num_classes, dtype=dtype), scores)
+    blank = replace(blank, **{name: torch.zeros(1, dtype=torch.long) for name in ensemble.per_row})
     return tuple(
         Field(name, array.shape[1:], str(array.dtype), OUTPUTS[name].meaning if name in OUTPUTS else
               f"How unlike familiar data the features are, by {name}; higher = less familiar.")
@@ -111,7 +113,7 @@ class Answering(nn.Module):
 class Served:
     """What clients see of a model: its name, what it reads, what it answers. Its weights are not read."""
 
-    ensemble: Ensemble
+    ensemble: Model
     name: str
 
     @cached_property
@@ -141,7 +143,7 @@ class Served:
         members = np.exp(logits - logits.max(axis=-1, keepdims=True))
         members /= members.sum(axis=-1, keepdims=True)
         numbers = {
-            field.name: finite(answer[field.name])
+            field.name: int(answer[field.name]) if field.dtype == "int64" else finite(answer[field.name])
             for field in self.outputs
             if not field.shape and field.name not in ("label", "accept", "reason")
         }

@@ -27,7 +27,7 @@ from ..data.dataset import IMAGE_SUFFIXES, is_litter
 from ..errors import DataError, HydraError, RequestError
 from ..files import expanded
 from ..model.config import PatchStemConfig
-from ..model.ensemble import Ensemble
+from ..model.ensemble import Answering
 from ..model.inputs import read_inputs
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 
@@ -74,12 +74,12 @@ class Field:
     meaning: str
 
 
-def input_fields(ensemble: Ensemble) -> tuple[Field, ...]:
+def input_fields(ensemble: Answering) -> tuple[Field, ...]:
     """Preprocessed inputs of the ensemble; the main input first."""
-    stem, preprocessing = ensemble.config.stem, ensemble.metadata.preprocessing
+    stem, preprocessing = ensemble.front.config.stem, ensemble.metadata.preprocessing
     main, *extra = READ[ensemble.kind]
     if isinstance(stem, PatchStemConfig):
-        dtype = str(ensemble.dtype).removeprefix("torch.")
+        dtype = str(ensemble.front.dtype).removeprefix("torch.")
         return (Field(main, (stem.channels, *stem.image_size), dtype, "Images, resized, cropped and normalised."),)
     mask, segments = extra
     is_read = {main: True, mask: getattr(preprocessing, mask, True)}
@@ -97,11 +97,13 @@ class Row:
         inputs: Preprocessed inputs by name, without the batch axis, on the CPU.
         error: Why it cannot be read; None if it can.
         notes: Why it is probably not what was meant: a text that was cut, a photograph stored sideways.
+        raw: The image or text itself, for a model that reads raw items.
     """
 
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     error: HydraError | None = None
     notes: Sequence[str] = ()
+    raw: Any = None
 
     @cached_property
     def shape(self) -> Hashable:
@@ -116,12 +118,12 @@ class Reader:
     a padding mask are not padded.
     """
 
-    def __init__(self, ensemble: Ensemble) -> None:
-        self.kind, self.dtype, self.preprocessing = ensemble.kind, ensemble.dtype, ensemble.metadata.preprocessing
-        self.inputs = input_fields(ensemble)
+    def __init__(self, model: Answering) -> None:
+        self.kind, self.dtype, self.preprocessing = model.kind, model.front.dtype, model.metadata.preprocessing
+        self.inputs, self._raw = input_fields(model), model.raw
         self._main = READ[self.kind][0]
         self._masked = any(field.name == "attention_mask" for field in self.inputs)
-        self._ensemble = ensemble
+        self._config = model.front.config
         size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
         self.image_size = tuple(map(int, size)) if self.kind == "image" else None
 
@@ -130,6 +132,7 @@ class Reader:
         self.require_preprocessing()
         with collect_warnings() as notes:
             try:
+                raw = self._opened(raw)
                 inputs = self._image(raw) if self.kind == "image" else self._text(raw)
             except RequestError as error:
                 return Row(error=error)
@@ -138,12 +141,14 @@ class Reader:
             except Exception as error:  # broken data can raise anything in a decoder
                 cause = " ".join(str(error).split()) or type(error).__name__
                 return Row(error=DataError(f"it cannot be read: {cause}"))
-        return Row(inputs, None, tuple(notes))
+        return Row(inputs, None, tuple(notes), raw if self._raw else None)
 
     def tensors(self, inputs: Mapping[str, Tensor]) -> list[Row]:
         """Rows of preprocessed inputs, `[B, …]` each; raises if they do not fit the model."""
+        if self._raw:
+            raise DataError(f"the stages of this model read {self.kind}s differently: give them raw, not as tensors")
         with collect_warnings() as notes:
-            main, mask, segments = read_inputs(self._ensemble.config, inputs, {})
+            main, mask, segments = read_inputs(self._config, inputs, {})
         size = self.image_size
         if size is not None and tuple(main.shape[2:]) != size:
             raise DataError(f"images are {list(main.shape[2:])}; {list(size)}, height and width, are accepted here")
@@ -159,13 +164,16 @@ class Reader:
 
     def examples(self) -> list[Row]:
         """A blank row of every shape that is known in advance."""
+        if self._raw:
+            blank = library("PIL.Image", extra="data").new("RGB", self.image_size[::-1]) if self.image_size else "a"
+            return [self.read(blank)]
         if self.image_size is not None:
             return [Row({self._main: torch.zeros(self.inputs[0].shape[0], *self.image_size, dtype=self.dtype)})]
         return [self.tensors({self._main: torch.zeros(1, length, dtype=torch.long)})[0] for length in self.lengths()]
 
     def lengths(self) -> list[int]:
         """Lengths that texts are padded to; none for models without a padding mask."""
-        most: int = self._ensemble.config.stem.max_tokens
+        most: int = self._config.stem.max_tokens
         most = min(most, getattr(self.preprocessing, "max_length", most))
         if getattr(self.preprocessing, "pad_to_max", False):
             return [most]
@@ -177,14 +185,18 @@ class Reader:
             missing = "image processor" if self.kind == "image" else "tokenizer"
             raise DataError(f"this model was saved without its {missing}: give {self._main}, or convert it with one")
 
-    def _image(self, raw: Any) -> dict[str, Tensor]:
-        assert isinstance(self.preprocessing, ImagePreprocessing)
-        if isinstance(raw, str | Path):
+    def _opened(self, raw: Any) -> Any:
+        """An image of a path or of the content of a file; anything else as it is."""
+        if self.kind == "image" and isinstance(raw, str | Path):
             try:
                 raw = Path(raw).read_bytes()
             except OSError as error:
                 raise DataError(f"{raw} cannot be read: {error.strerror}") from error
-        return {self._main: self.preprocessing([opened(raw) if isinstance(raw, bytes) else raw])[0].to(self.dtype)}
+        return opened(raw) if isinstance(raw, bytes) else raw
+
+    def _image(self, image: Any) -> dict[str, Tensor]:
+        assert isinstance(self.preprocessing, ImagePreprocessing)
+        return {self._main: self.preprocessing([image])[0].to(self.dtype)}
 
     def _text(self, raw: Any) -> dict[str, Tensor]:
         assert isinstance(self.preprocessing, TextPreprocessing)

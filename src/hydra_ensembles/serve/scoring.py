@@ -23,7 +23,8 @@ from .._utils import __version__, library
 from ..digest import digest
 from ..errors import ConfigError, DataError, HydraError
 from ..files import expanded, write_atomically, write_json
-from ..model.ensemble import Ensemble
+from ..model.dual_encoder import require_classifier
+from ..model.ensemble import Answering
 from ..monitor import Monitor
 from ..store import Store
 from .batcher import Runner, stacked
@@ -47,7 +48,7 @@ class Scored:
 
 
 def score(
-    model: Ensemble,
+    model: Any,
     source: str | Path,
     output: str | Path,
     *,
@@ -77,6 +78,7 @@ def score(
         progress: Whether to show a bar.
     """
     path = expanded(output)
+    require_classifier(model, "score")
     table, reader = _Table(model, keep, wide), Reader(model)
     found = sources(source, model.kind, columns, keep, images=shard_rows, without=path)
     settings = {"columns": {**COLUMNS, **(columns or {})}, "keep": list(keep), "wide": wide, "rows": shard_rows}
@@ -105,7 +107,7 @@ def score(
     return Scored(sum(map(len, errors)), sum(error != "" for part in errors for error in part), len(shards), alarms)
 
 
-def _watched(model: Ensemble, shards: Sequence[Path], folder: Path) -> tuple[str, ...]:
+def _watched(model: Answering, shards: Sequence[Path], folder: Path) -> tuple[str, ...]:
     """Whether inputs are those of calibration, over all shards; writes what was seen after each of them."""
     if not calibration_of(model):
         return ()
@@ -118,7 +120,7 @@ def _watched(model: Ensemble, shards: Sequence[Path], folder: Path) -> tuple[str
     return monitor.why
 
 
-def calibration_of(model: Ensemble) -> str:
+def calibration_of(model: Answering) -> str:
     """The identity of the calibration by which answers can be watched; empty if there is none."""
     calibration = model.metadata.calibration
     return calibration.identity if calibration is not None and calibration.watched else ""
@@ -146,16 +148,16 @@ def read_answers(
     return found, (answered["label"].to_numpy(), np.array(truths, dtype=np.int64), answered["accept"].to_numpy(False))
 
 
-def _fastest(model: Ensemble, reader: Reader, batch_size: int) -> str:
+def _fastest(model: Any, reader: Reader, batch_size: int) -> str:
     """The plan that is fastest for a full batch of usual rows."""
     examples = reader.examples()
-    if not examples:  # texts of any length, unpadded: one at a time
+    if not examples or model.front is not model:  # texts of any length, unpadded: one at a time; or a cascade
         return "batched"
     plans = model.optimize()
     return plans.choice_for(plans.prepare(stacked([examples[len(examples) // 2]] * batch_size))).plan
 
 
-def _identity(model: Ensemble) -> str:
+def _identity(model: Answering) -> str:
     """Everything that answers depend on."""
     metadata, fitted = model.metadata, model.metadata.familiarity
     familiarity = None if fitted is None else [fitted.settings, dict(fitted.state)]
@@ -258,7 +260,7 @@ def _parquet(parts: Sequence[Arrays], calibration: str) -> bytes:
 class _Table:
     """The columns of the answers of a model."""
 
-    def __init__(self, model: Ensemble, keep: Sequence[str], wide: bool) -> None:
+    def __init__(self, model: Answering, keep: Sequence[str], wide: bool) -> None:
         every = output_fields(model)
         self.fields = [field for field in every if wide or not field.shape]
         self.labels = model.metadata.labels
