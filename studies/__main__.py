@@ -10,6 +10,7 @@ import typer
 from hydra_ensembles.errors import ConfigError, HydraError
 
 from . import analyses, paper_task
+from . import promise as of_promise
 from .classifiers import ClassifierTask
 from .engine import Task, opened
 from .engine import run as run_study
@@ -168,6 +169,18 @@ def tables(
         print(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB)")
     for path in write_tables(study, output, int(read_yaml("looks").get(study.name, {}).get("looks", 1))):
         print(f"wrote {path}")
+
+
+@app.command()
+def promise(
+    simulated: Annotated[bool, typer.Option("--simulate", help="Simulate instead: is the promise kept?")] = False,
+    draws: Annotated[int, typer.Option(help="Calibrations of each cell of the simulation.")] = of_promise.DRAWS,
+    processes: Annotated[int, typer.Option(help="Processes of the simulation.")] = 1,
+    results: Annotated[Path, typer.Option(help="Folder with rows/ and tables/.")] = RESULTS,
+) -> None:
+    """The share each method may answer under the same promise, from stored rows; or a simulation of the promise."""
+    path = of_promise.simulate(results / "tables", draws, processes) if simulated else of_promise.shares(results)
+    print(f"wrote {path}")
 
 
 @app.command()

@@ -1,13 +1,15 @@
 """The promise on errors: is it kept in simulation, and what share may each method answer under it?
 
-`simulate` draws calibration rows from populations whose risk is known exactly; `shares` compares methods on stored rows.
-Both go through `hydra_ensembles.promise.certify`, the function that `calibrate` calls.
+`simulate` draws calibration rows from populations whose risk is known exactly; `shares` compares methods on stored
+rows. Both go through `promise.Curve`, by which `certify`, and so `calibrate`, finds its threshold.
 """
 
+import copy
 import csv
 import math
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,8 @@ import torch
 from scipy.stats import norm
 from tqdm import tqdm
 
-from hydra_ensembles.errors import TooFewSamplesError
 from hydra_ensembles.metrics.conformal import conformal_threshold
-from hydra_ensembles.promise import certify
+from hydra_ensembles.promise import Curve
 
 from .rows import Array, Rows
 from .tables import write_csv
@@ -28,7 +29,7 @@ from .tables import write_csv
 RISKS = (0.005, 0.01, 0.02, 0.05)
 SIZES = (300, 500, 1000, 2000, 5000, 10000)
 LEVEL, UNFAMILIAR = 0.95, 0.05
-POPULATION, SEED = 400_000, 20261119
+POPULATION, SEED = 200_000, 20261119
 DRAWS = 2000
 SIMULATION = "promise_simulation.csv"
 SHARES = "promise_shares.csv"
@@ -59,12 +60,36 @@ class Population:
         if "label" in kind:  # one label is answered wrongly more often
             self.wrong = np.where(self.label == 1, np.minimum(1.0, 1.5 * self.wrong), self.wrong)
 
-    def risk(self, accepted: npt.NDArray[np.bool_]) -> float:
-        """The share of accepted answers that is wrong; 0 if nothing is accepted."""
-        return float(self.wrong[accepted].mean()) if accepted.any() else 0.0
+        order = np.argsort(self.sure)
+        self._sure, self._wrong = self.sure[order], np.append(0.0, np.cumsum(self.wrong[order]))
+
+    def of(self, threshold: float, limit: float = math.inf) -> tuple[float, float]:
+        """The true risk of what is accepted, and its share of all rows."""
+        if limit == math.inf:
+            place = int(np.searchsorted(self._sure, threshold))
+            accepted, wrong = POPULATION - place, self._wrong[-1] - self._wrong[place]
+        else:
+            rows = (self.sure >= threshold) & (self.far <= limit)
+            accepted, wrong = int(rows.sum()), self.wrong[rows].sum()
+        return (wrong / accepted if accepted else 0.0), accepted / POPULATION
+
+    def only(self, label: int) -> "Population":
+        """The rows that are answered with a label, with the same chances."""
+        mine = copy.copy(self)
+        mine.sure = np.where(self.label == label, self.sure, -1.0)
+        order = np.argsort(mine.sure)
+        mine._sure, mine._wrong = mine.sure[order], np.append(0.0, np.cumsum(self.wrong[order]))
+        return mine
 
 
 KINDS = ("calibrated", "overconfident", "not monotone", "tied")
+
+
+def threshold_of(sure: Numbers, wrong: npt.NDArray[np.bool_], risk: float, level: float) -> float:
+    """The threshold that `certify` returns; infinite where nothing can be promised."""
+    curve = Curve.of(sure, wrong)
+    count = curve.most(risk, level)
+    return curve.threshold(count) if count else math.inf
 
 
 def drawn(
@@ -77,67 +102,68 @@ def drawn(
         apart = population.far[draws.integers(0, POPULATION, rows)]
         limit = conformal_threshold(torch.from_numpy(apart), 1.0 - UNFAMILIAR)
         places = places[population.far[places] <= limit]
-    correct = draws.random(len(places)) >= population.wrong[places]
-    try:
-        promise = certify(population.sure[places], correct, risk, level=LEVEL)
-    except TooFewSamplesError:
-        return 0.0, 0.0
-    accepted = (population.sure >= promise.threshold) & (population.far <= limit)
-    return population.risk(accepted), float(accepted.mean())
+    wrong = draws.random(len(places)) < population.wrong[places]
+    threshold = threshold_of(population.sure[places], wrong, risk, LEVEL)
+    return (0.0, 0.0) if threshold == math.inf else population.of(threshold, limit)
 
 
-def drawn_by_label(population: Population, rows: int, risk: float, draws: np.random.Generator) -> tuple[float, float]:
-    """The larger excess over the promises of two labels, and the share accepted, of one calibration."""
+def drawn_by_label(
+    parts: Sequence[Population], rows: int, risk: float, draws: np.random.Generator
+) -> tuple[float, float]:
+    """The larger risk over its promise, times `risk`, of two labels with two promises, and the share accepted."""
     places = draws.integers(0, POPULATION, rows)
-    correct = draws.random(rows) >= population.wrong[places]
-    risks = {0: risk, 1: min(0.5, 4 * risk)}
+    wrong = draws.random(rows) < parts[0].wrong[places]
     worst, share = 0.0, 0.0
-    for label, allowed in risks.items():
-        mine = population.label[places] == label
-        try:
-            each = 1.0 - (1.0 - LEVEL) / len(risks)
-            promise = certify(population.sure[places][mine], correct[mine], allowed, level=each)
-        except TooFewSamplesError:
-            continue
-        accepted = (population.sure >= promise.threshold) & (population.label == label)
-        worst = max(worst, population.risk(accepted) / allowed * risk)
-        share += float(accepted.mean())
+    for label, (part, allowed) in enumerate(zip(parts, (risk, min(0.5, 4 * risk)), strict=True)):
+        mine = part.label[places] == label
+        threshold = threshold_of(part.sure[places][mine], wrong[mine], allowed, 1.0 - (1.0 - LEVEL) / len(parts))
+        if threshold < math.inf:
+            true, accepted = part.of(max(threshold, 0.0))
+            worst, share = max(worst, true / allowed * risk), share + accepted
     return worst, share
 
 
-def cells(draws: int) -> Iterator[list[Any]]:
-    """A line of the table for every population, number of rows, risk, with familiarity, and by label."""
-    todo = [(kind, rule) for kind in KINDS for rule in ("confidence", "familiarity")]
-    todo.append(("calibrated, by label", "label"))
-    count = len(todo) * len(SIZES) * len(RISKS)
-    most = (1.0 - LEVEL) + norm.ppf(1.0 - 0.05 / count) * math.sqrt(LEVEL * (1.0 - LEVEL) / draws)
-    bar = tqdm(total=count, unit="cell")
-    for number, (kind, rule) in enumerate(todo):
-        population = Population(kind, SEED)
-        for rows in SIZES:
-            for risk in RISKS:
-                generator = np.random.default_rng([SEED, number, rows, round(1e4 * risk)])
-                one: Callable[[], tuple[float, float]] = (
-                    partial(drawn_by_label, population, rows, risk, generator)
-                    if rule == "label"
-                    else partial(drawn, population, rows, risk, rule == "familiarity", generator)
-                )
-                risks, shares = np.array([one() for _ in range(draws)]).T
-                broken = float((risks > risk).mean())
-                interval = 1.96 * shares.std() / math.sqrt(draws)
-                none = float((shares == 0).mean())
-                numbers = [f"{value:.4f}" for value in (broken, most, shares.mean(), interval, none)]
-                yield [kind, rule, rows, risk, draws, *numbers, "kept" if broken <= most else "BROKEN"]
-                bar.update()
-    bar.close()
+def cell(kind: str, rule: str, rows: int, risk: float, draws: int) -> list[Any]:
+    """A line of the table: how often a promise was broken, and what share could be accepted."""
+    population = population_of(kind)
+    parts = [population.only(label) for label in (0, 1)] if rule == "label" else []
+    generator = np.random.default_rng([SEED, len(kind), len(rule), rows, round(1e4 * risk)])
+    found = [
+        drawn_by_label(parts, rows, risk, generator)
+        if rule == "label"
+        else drawn(population, rows, risk, rule == "familiarity", generator)
+        for _ in range(draws)
+    ]
+    risks, shares = np.array(found).T
+    broken, none = float((risks > risk).mean()), float((shares == 0).mean())
+    return [kind, rule, rows, risk, draws, broken, shares.mean(), 1.96 * shares.std() / math.sqrt(draws), none]
 
 
-def simulate(folder: Path, draws: int = DRAWS) -> Path:
-    """Write the table of simulated promises."""
-    head = ["population", "rule", "rows", "risk", "draws", "broken", "allowed with Monte Carlo error"]
-    head += ["accepted", "accepted 95 % half-width", "nothing promised", "verdict", "seed", "numpy", "scipy"]
+@lru_cache(maxsize=1)
+def population_of(kind: str) -> Population:
+    """The population of a kind, the same in every process."""
+    return Population(kind, SEED)
+
+
+def simulate(folder: Path, draws: int = DRAWS, processes: int = 1) -> Path:
+    """Write the table of simulated promises: every population, rule, number of rows and risk."""
+    kinds = [(kind, rule) for kind in KINDS for rule in ("confidence", "familiarity")]
+    kinds.append(("calibrated, by label", "label"))
+    todo = [(*kind, rows, risk, draws) for kind in kinds for rows in SIZES for risk in RISKS]
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        lines = list(tqdm(pool.imap(partial(starred, cell), todo, chunksize=4), total=len(todo), unit="cell"))
+    spread = norm.ppf(1.0 - 0.05 / len(todo)) * math.sqrt(LEVEL * (1.0 - LEVEL) / draws)
+    head = ["population", "rule", "rows", "risk", "draws", "broken", "accepted", "accepted 95 % half-width"]
+    head += ["nothing promised", "allowed with Monte Carlo error", "verdict", "seed", "numpy", "scipy"]
+    allowed = 1.0 - LEVEL + spread  # simultaneous over the cells
     about = [SEED, np.__version__, scipy.__version__]
-    return write_csv(folder / SIMULATION, [head, *([*line, *about] for line in cells(draws))])
+    rated = [[*line, allowed, "kept" if line[5] <= allowed else "BROKEN", *about] for line in lines]
+    return write_csv(folder / SIMULATION, [head, *rated])
+
+
+def starred(function: Callable[..., list[Any]], arguments: Sequence[Any]) -> list[Any]:
+    """A call with a sequence of arguments, for a pool."""
+    return function(*arguments)
 
 
 # --- methods on stored rows ------------------------------------------------------------------------------------------
@@ -196,11 +222,7 @@ def draw_of(
             if familiar:
                 limit = conformal_threshold(torch.from_numpy(here["far"][held]), 1.0 - UNFAMILIAR)
             kept = certifying[here["far"][certifying] <= limit]
-            right = ~here["wrong"][kept].astype(bool)
-            try:
-                threshold = certify(1.0 - here["doubt"][kept], right, risk, level=LEVEL).threshold
-            except TooFewSamplesError:
-                threshold = math.inf
+            threshold = threshold_of(1.0 - here["doubt"][kept], here["wrong"][kept].astype(bool), risk, LEVEL)
             takes = {name: (1.0 - one["doubt"] >= threshold) & (one["far"] <= limit) for name, one in sets.items()}
             mistakes = here["wrong"][new][takes[task][new]]
             let = [float(takes[name].mean()) for name in foreign]
