@@ -254,9 +254,9 @@ def lines(results: Path, name: str) -> Iterator[list[Any]]:
                 first, second = CHAINS.get(method, (method, None))
                 price = prices[first] + (asked * prices[second] if second else 0.0)
                 rule = "confidence and familiarity" if familiar else "confidence"
-                numbers = [f"{one:.4f}" for one in (accepted, errors, let, none, price, asked, 1 - wrong, nll)]
+                shown = [f"{one:.4f}" for one in (accepted, errors, let, none, price, asked, 1 - wrong, nll)]
                 about = [len(known[f"{first}|{task}"]["doubt"]) // 2, CALIBRATIONS]
-                yield [task, TASKS[name], METHODS.get(method, method), seed, risk, LEVEL, rule, *numbers, *about]
+                yield [task, TASKS[name], METHODS.get(method, method), seed, risk, LEVEL, rule, *shown, *about]
 
 
 def shares(results: Path) -> Path:
