@@ -44,10 +44,10 @@ from studies.tables import read_csv, write_csv  # noqa: E402
 
 NAMES = (  # `hydra-kN`: pruned members above a trunk of N layers; `-last`: the last quarter of the layers
     *("single", "ours", "pruned", "mc-dropout", "lora", "lora-last", "batch-ensemble", "batch-ensemble-last"),
-    *("batch-ensemble-inputs", "mimo", "packed", "oba", "laplace", "classifiers", "swag", "deep-last"),
+    *("batch-ensemble-inputs", "mimo", "packed", "oba", "laplace", "classifiers", "deep-last"),
     *("deep-in-turn", "deep-stacked", "hydra-k0", "hydra-k4", "hydra-k6", "hydra-k8", "hydra-k10"),
 )
-USUAL = ("single", "ours", "pruned", "mc-dropout", *NAMES[16:])
+USUAL = ("single", "ours", "pruned", "mc-dropout", *NAMES[15:])
 GROWING = ("single", "hydra-k0", "hydra-k8", "deep-in-turn", "deep-stacked")
 MEMBERS = {"single": 1, "ours": 1, "pruned": 1, "oba": 1, "laplace": 20}  # of contenders with a fixed number of members
 APART = {  # parameter groups that a baseline's members do not share; each has its own classifier
@@ -186,7 +186,7 @@ class Workshop:
             return self.base.member(0)
         if name == "pruned":
             return he.prune(self.base, self._heads(0, 0))
-        if name in ("deep-stacked", "swag"):
+        if name == "deep-stacked":
             return he.Ensemble.stack([self._tuned(self.base.member(0), 0, member) for member in range(members)])
         if name == "packed":
             model = fresh(baselines.Packed(members).narrow(self.base.config), self.seed, self.base.metadata)

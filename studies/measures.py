@@ -27,8 +27,7 @@ BINS = 15
 CALIBRATED = "calibrated."  # prefix of metrics after calibration; of their columns, `calibrated_`
 LEVEL = 0.95
 CONFIDENT = "vilu"  # a score that is minus the log-odds of being right, and so gives a confidence of its own
-LEARNED = (CONFIDENT, "neglabel")
-SCORES = {"": "doubt", **{f"{name}:": name for name in ("entropy", "mahalanobis", *LEARNED)}}
+SCORES = {"": "doubt", **{f"{name}:": name for name in ("entropy", "mahalanobis", CONFIDENT)}}
 SPREAD = "mutual_information"  # of members: its mean over a set is reported
 SHIFT = "shift"
 SEVERITIES = tuple(f"severity {level}" for level in range(1, 6))
@@ -170,7 +169,7 @@ def further_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, 
         by_key[SPREAD] = float(inner.astype(np.float64).mean())
         means = {name: float(part.astype(np.float64).mean()) for name, part in spread.items() if part is not None}
         by_key |= _by_set_and_group("", SPREAD, means, groups)
-    for prefix, score in {"": "doubt", **{f"{name}:": name for name in LEARNED}}.items():
+    for prefix, score in {"": "doubt", f"{CONFIDENT}:": CONFIDENT}.items():
         if f"{inside}|{score}" in columns:
             by_key |= _detection(columns, inside, groups, prefix, score)
     return by_key

@@ -27,13 +27,12 @@ DEEP, SOUP = "Deep Ensembles", "Soup"
 HYDRA, TUNED, HYDRA_CIRC, HYDRA_TAYLOR = "Hydra", "Hydra, tuned", "Hydra (Circ)", "Hydra (Taylor)"
 CIRC_AVG, MC_DROPOUT = "CircAvg", "MC Dropout"
 LORA, BATCH_ENSEMBLE, MIMO, PACKED = "LoRA-Ensemble", "BatchEnsemble", "MIMO", "Packed-Ensembles"
-OBA, LAPLACE, SNAPSHOT, SWAG = "OBA", "Laplace (last layer)", "Snapshot", "SWAG"
+OBA, LAPLACE, SNAPSHOT = "OBA", "Laplace (last layer)", "Snapshot"
 CLASSIFIERS = "Deep Ensembles (classifiers)"
 
 PRETRAINED = ("image", "text")  # kinds of tasks that start from a pretrained model
 EVERY = (*PRETRAINED, "scratch")
 LAPLACE_MEMBERS = 20  # classifiers drawn, at the price of one model
-POINTS = 10  # points that SWAG visits
 OBA_STEPS, OBA_BATCHES = 8, 16  # the public code uses 49 and 200: 77 times as much
 
 Settings = Callable[[ClassifierTask], Sequence[Setting]]
@@ -229,15 +228,6 @@ def snapshots(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
     return learned(lab, SNAPSHOT, setting, baselines.deep_ensemble, start, training, lab.members, snapshots=True)
 
 
-def around_the_end(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
-    """SWAG: train Single as long again at a constant rate, and draw members around the points it visits."""
-    settings = baselines.SWAG(lab.members, POINTS)
-    steps = max(1, updates(lab) // settings.points)
-    constant = {"epochs": None, "steps": steps, "schedule": "constant", "warmup": 0}
-    training = sped_up(lab, rate_of(setting), seed=lab.derived("swag"), **constant)
-    return learned(lab, SWAG, setting, baselines.swag, lambda: lab.base, training, settings)
-
-
 def classifiers(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
     """Classifiers trained separately on a frozen Single: the paper's D for texts."""
     rate = rate_of(setting) * lab.training().rates[0]
@@ -273,7 +263,6 @@ BASELINES: Mapping[str, Row] = {
         last_layer, 1, one_of({"structure": "kron"}, {"structure": "kron", "prior": 1.0}), kinds=EVERY
     ),
     SNAPSHOT: Row(snapshots, 1, rates(1, 3), kinds=EVERY),
-    SWAG: Row(around_the_end, 2, rates(0.3, 1), kinds=EVERY),
     CLASSIFIERS: Row(classifiers, 2, rates(3, 30), kinds=EVERY),
 }
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from hydra_ensembles.files import write_atomically
 
 from . import paper
-from .measures import LEARNED, SEVERITIES, Difference, Number, further_numbers, numbers, shift_numbers
+from .measures import CONFIDENT, SEVERITIES, Difference, Number, further_numbers, numbers, shift_numbers
 from .rows import SINGLE, Array, Rows
 
 UNSEEN = "unseen"
@@ -141,7 +141,7 @@ class Study:
 
 def by_own_score(by_key: Mapping[str, Value]) -> dict[str, Value]:
     """The same metrics as `own.KEY`: by the method's own score if it has one, otherwise unchanged."""
-    prefix = next((f"{score}:" for score in LEARNED if any(key.startswith(f"{score}:") for key in by_key)), "")
+    prefix = f"{CONFIDENT}:" if any(key.startswith(f"{CONFIDENT}:") for key in by_key) else ""
     return {f"own.{key}": by_key.get(f"{prefix}{key}", value) for key, value in by_key.items() if ":" not in key}
 
 

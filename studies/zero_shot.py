@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hydra_ensembles as he
-from hydra_ensembles import DualEncoder, HeadRanking, Prediction, TextPreprocessing, baselines
+from hydra_ensembles import DualEncoder, HeadRanking, Prediction, baselines
 from hydra_ensembles._utils import derive_seed
 from hydra_ensembles.batches import move
 from hydra_ensembles.data.dataset import ImageDataset
@@ -54,14 +54,12 @@ ZERO_SHOT = "zero-shot"
 SUITES = {"shared": ZERO_SHOT, "paper": "zero-shot-paper"}  # image suites of the study, and their recipes
 BATCH, CIRCUIT_BATCH = 500, 100
 SPARE = 2  # extra ranked heads, used where circuits would otherwise be equal
-BAYES_VLM, VILU, NEG_LABEL, HYDRA = "BayesVLM", "ViLU", "NegLabel", "Hydra (Circ)"
+BAYES_VLM, VILU, HYDRA = "BayesVLM", "ViLU", "Hydra (Circ)"
 PSEUDO_COUNTS = (1.0, 10.0, 100.0, 1e3, 1e4)  # 10 is the authors' value
 EPOCHS = 100  # of ViLU; held-out images choose the best epoch
 RATES = (("sgd", 0.01), ("sgd", 0.1), ("adamw", 3e-4), ("adamw", 1e-3))
 """How ViLU's network is trained. The authors use the first for a hundred times as many updates; after ours the network
 still outputs one number for all images. SGD at 0.1 leaves that plateau late; at 1 it learned nothing in two seeds."""
-GROUPS, WORDS_A_GROUP = 100, 10  # of NegLabel; fewer groups if there are few words
-SHORTEST = 3  # fewest letters of a word
 
 
 def zero_shot_recipe(suite: str | None = None, model: str | None = None, factors: str | None = None) -> dict[str, Any]:
@@ -84,7 +82,7 @@ class ZeroShotTask(Task):
     def __init__(self, settings: Mapping[str, Any], source: DataFolder, device: torch.device) -> None:
         self.settings, self.source, self.device = settings, source, device
         self.name = settings["name"]
-        self.counts = SimpleNamespace(**{"words": None, **settings["counts"]})
+        self.counts = SimpleNamespace(**settings["counts"])
         shared = settings["suite"] == "shared"
         self.images_of = SharedSets(source, self.counts) if shared else PaperSets(source.root, self.counts)
 
@@ -450,32 +448,6 @@ def for_classes(trained: he.Ensemble, model: he.Ensemble) -> he.Ensemble:
     return with_score(model, Familiarity(fit.settings, {**fit.state, "vilu.texts": texts}), "ViLU for other classes")
 
 
-def neg_label(lab: ZeroShotLab, names: Sequence[str]) -> he.Ensemble:
-    """Single with the score `neglabel`; its words are the tokenizer's vocabulary, embedded once per seed."""
-
-    def make() -> he.Ensemble:
-        ensemble = he.zero_shot(lab.dual, names)
-        limit = lab.task.counts.words
-        words = lab.once("words", lambda: baselines.embed_words(lab.dual, vocabulary(lab.dual)[:limit]))
-        groups = max(1, min(GROUPS, int(len(words.words) * baselines.NegLabel().share) // WORDS_A_GROUP))
-        return baselines.neg_label(ensemble, words, settings=baselines.NegLabel(groups=groups))
-
-    return lab.once((NEG_LABEL, tuple(names)), make)
-
-
-def vocabulary(dual: he.DualEncoder) -> list[str]:
-    """Whole words in the text tower's tokenizer, sorted; used because WordNet is not available here."""
-    from tokenizers import Tokenizer
-
-    prepare = dual.text.metadata.preprocessing
-    if not isinstance(prepare, TextPreprocessing) or not prepare.tokenizer:
-        raise ConfigError("NegLabel takes words of the tokenizer, but the text tower of this model has none")
-    tokens = Tokenizer.from_str(prepare.tokenizer).get_vocab()
-    marked = any(token.endswith("</w>") for token in tokens)  # CLIP's tokenizer: only such tokens end a word
-    words = [token.removesuffix("</w>") for token in sorted(tokens) if token.endswith("</w>") or not marked]
-    return [word for word in words if word.isascii() and word.isalpha() and len(word) >= SHORTEST]
-
-
 @dataclass(frozen=True)
 class DualMethod(Method):
     """A method of the zero-shot study: `make` takes class names; members of a family are also answered in turn."""
@@ -500,7 +472,6 @@ METHODS: Mapping[str, DualMethod] = {
     "Temperature Scaling": of_family(ONE, calibrated=True),
     BAYES_VLM: DualMethod(bayes_vlm),
     VILU: DualMethod(vilu),
-    NEG_LABEL: DualMethod(neg_label),
     "Taylor": of_family(Family("taylor", "taylor", members=1)),
     "CircAvg": of_family(BOTH, members=1),
     "Random heads": of_family(Family("random", "random")),

@@ -66,7 +66,7 @@ def fit_familiarity(
     A random share of the samples is held out: the statistics do not use it, and p-values come from it.
     If the samples trained the model, they look more familiar than new ones, so p-values of new inputs are too low:
     `calibrate` sets a threshold on other data, and p-values then come from those. Scores fitted here before are
-    replaced; those of `baselines.vilu` and `baselines.neg_label` stay, after the new ones. Features are in the
+    replaced; that of `baselines.vilu` stays, after the new ones. Features are in the
     precision of the model, whatever autocast is active.
 
     Args:

@@ -247,7 +247,7 @@ class Prediction:
         if fitted is not None and name in fitted.score_names:
             return fitted.score(name)
         if name not in get_args(ScoreName):
-            fit = "; fit_familiarity, baselines.vilu or neg_label adds it" if name in get_args(FittedName) else ""
+            fit = "; fit_familiarity, or baselines.vilu adds it" if name in get_args(FittedName) else ""
             choice = ", ".join((*get_args(ScoreName), *(() if fitted is None else fitted.score_names)))
             raise ConfigError(f"score {name!r} is not known; choose one of {choice}{fit}")
         if name == "msp":

@@ -11,13 +11,12 @@ from .deep_ensemble import Packed, deep_ensemble, packed_ensemble
 from .lora import LoRA, lora_ensemble
 from .mc_dropout import mc_dropout
 from .mimo import MIMO, mimo
-from .neg_label import EmbeddedWords, NegLabel, embed_words, neg_label
 from .oba import OBA, oba
-from .posterior import SWAG, Laplace, laplace, swag
+from .posterior import Laplace, laplace
 from .vilu import ViLU, vilu
 
 __all__ = [
-    "BatchEnsemble", "BayesVLM", "EmbeddedWords", "Laplace", "LoRA", "MIMO", "NegLabel", "OBA", "Packed", "SWAG",
-    "ViLU", "batch_ensemble", "bayes_vlm", "deep_ensemble", "embed_words", "laplace", "lora_ensemble", "mc_dropout",
-    "mimo", "neg_label", "oba", "packed_ensemble", "published_bayes_vlm", "swag", "vilu",
+    "BatchEnsemble", "BayesVLM", "Laplace", "LoRA", "MIMO", "OBA", "Packed",
+    "ViLU", "batch_ensemble", "bayes_vlm", "deep_ensemble", "laplace", "lora_ensemble", "mc_dropout",
+    "mimo", "oba", "packed_ensemble", "published_bayes_vlm", "vilu",
 ]  # fmt: skip

@@ -1,9 +1,6 @@
-"""Members drawn from a normal distribution of weights: last-layer Laplace, and SWAG."""
+"""Last-layer Laplace: classifiers drawn from a normal distribution around the model's own."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Unpack
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,11 +13,8 @@ from ..model.config import Sharing
 from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..model.layers import dropping
-from ..settings import END, Checked, Positive, Range, Seed, Whole
-from ..training.finetune import finetune
-from ..training.loop import TrainOptions, trains
-from ..training.recipe import Recipe
-from .building_blocks import append_one, joined, shared_parts, to_float32, warn_equal, with_bias
+from ..settings import Checked, Positive, Seed, Whole
+from .building_blocks import append_one, joined, with_bias
 
 
 @dataclass(frozen=True)
@@ -129,84 +123,3 @@ class Posterior:
         noise = torch.randn(count, self.values.numel(), dtype=torch.float64, generator=generator)
         moved = noise.unflatten(1, self.mean.shape) / (self.values + self.prior).sqrt()
         return self.mean + self.axes[0] @ moved @ self.axes[1].T
-
-
-@dataclass(frozen=True)
-class SWAG(Checked):
-    """How many points of a training are visited, and how many members are drawn around their mean.
-
-    Attributes:
-        members: Number of models to draw.
-        points: Points of the training that are collected; the recipe trains from one to the next.
-    """
-
-    members: Whole = 3
-    points: Annotated[int, Range(2, END - 1)] = 10
-
-
-@trains
-def swag(
-    model: Ensemble,
-    train: Batches,
-    recipe: Recipe,
-    settings: SWAG = SWAG(),  # noqa: B008 (frozen)
-    **run: Unpack[TrainOptions],
-) -> Ensemble:
-    """Draw members around the mean of the points that a trained model visits in further training at a constant rate.
-
-    The training between two points is a separate fine-tuning with a new optimizer. Parts that the recipe does not
-    train are the same in all members and stored once, as in `deep_ensemble`.
-
-    The recipe trains from one point to the next: `schedule="constant"`, tens of steps or a part of an epoch.
-    """
-    require_single(model, "swag")
-    sharing, trunk = shared_parts(model, recipe)
-    point, visited = to_float32(model), Visited()
-    for index in range(settings.points):
-        point_recipe = recipe if index == 0 else replace(recipe, reinit_classifier=None)
-        point = finetune(point, train, point_recipe, index=index, **run)
-        visited.add(point.state_dict())
-    line = f"drawn by SWAG around the mean of {settings.points} points"
-    generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "swag"))
-    members = [
-        Ensemble.from_state(point.config, visited.draw(generator), point.metadata.after(line))
-        for _ in range(settings.members)
-    ]
-    return warn_equal(joined(members, sharing, trunk).to(point.device, model.dtype))
-
-
-class Visited:
-    """Running mean and variance of the visited weights, and deviations of the points from the running mean."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean: dict[str, Tensor] = {}  # float64 on the CPU, like the sums of squares
-        self.squares: dict[str, Tensor] = {}
-        self.deviations: list[dict[str, Tensor]] = []
-        self.dtypes: dict[str, torch.dtype] = {}
-
-    def add(self, state: Mapping[str, Tensor]) -> None:
-        """Add a point."""
-        self.count += 1
-        deviation: dict[str, Tensor] = {}
-        for name, tensor in state.items():
-            value = tensor.detach().cpu().double()
-            before = self.mean.get(name, torch.zeros_like(value))
-            self.mean[name] = before + (value - before) / self.count
-            self.dtypes[name], deviation[name] = tensor.dtype, (value - self.mean[name]).float()
-            squares = self.squares.get(name, torch.zeros_like(value))
-            self.squares[name] = squares + (value - before) * (value - self.mean[name])
-        self.deviations.append(deviation)
-
-    def draw(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw weights; as published, the covariance is half diagonal and half low-rank, from the deviations."""
-        along = torch.randn(len(self.deviations), generator=generator, dtype=torch.float64)
-        along *= math.sqrt(1 / (2 * (len(self.deviations) - 1)))
-        weights: dict[str, Tensor] = {}
-        for name, mean in self.mean.items():
-            noise = torch.randn(mean.shape, generator=generator, dtype=torch.float64)
-            value = mean + noise * (self.squares[name] / (2 * self.count)).sqrt()
-            for weight, deviation in zip(along.tolist(), self.deviations, strict=True):
-                value += weight * deviation[name]
-            weights[name] = value.to(self.dtypes[name])
-        return weights

@@ -15,7 +15,7 @@ FamiliarityName = Literal[
     "mahalanobis", "mahalanobis++", "relative_mahalanobis", "relative_mahalanobis++", "vim", "knn"
 ]
 
-LearnedName = Literal["vilu", "neglabel"]  # for zero-shot models; fitted by `hydra_ensembles.baselines`
+LearnedName = Literal["vilu"]  # for zero-shot models; fitted by `hydra_ensembles.baselines`
 FittedName = Literal[FamiliarityName, LearnedName]
 FamiliarityChoice = Literal[FamiliarityName, "auto"]
 
@@ -52,7 +52,6 @@ def unfamiliarity(
     * `vim`: norm of the features outside their principal subspace, times a fitted weight, plus the energy.
     * `knn`: distance to the k-th nearest of the stored features, all of length one.
     * `vilu`: minus the log-odds of being right that a small network gives for image, classes and predicted class.
-    * `neglabel`: probability that words which are not classes take from the classes, mean over groups of words.
 
     `features` are `[M, B, d]`, `logits` `[M, B, C]`; the statistics of every member come through `ready`.
     """
@@ -61,11 +60,6 @@ def unfamiliarity(
     logits = logits.to(dtype)
     if name == "vilu":
         return -log_odds(statistics, _embedded(statistics, x), logits.softmax(dim=-1))
-    if name == "neglabel":
-        words = statistics["words"]  # [M, G, W, e], multiplied by the logit scale
-        negatives = torch.einsum("mbe,mgwe->mbgw", _embedded(statistics, x), words).logsumexp(dim=-1)  # [M, B, G]
-        negatives = negatives + statistics["offset"][:, None, None]
-        return (negatives - logits.logsumexp(dim=-1, keepdim=True)).sigmoid().mean(dim=-1)
     if name == "vim":
         outside = (x - statistics["origin"][:, None]) @ statistics["residual"]  # [M, B, d - principal]
         return statistics["weight"][:, None] * outside.norm(dim=-1) - logits.logsumexp(dim=-1)

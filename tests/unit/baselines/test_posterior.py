@@ -1,18 +1,15 @@
-"""Last-layer Laplace: curvature and prior are laplace-torch's; SWAG: draws follow the published formula."""
+"""Last-layer Laplace: curvature and prior are laplace-torch's."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from baseline_cases import KINDS, QUICK, assert_an_ensemble, single, some, weights
+from baseline_cases import KINDS, assert_an_ensemble, single, some, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from checkpoint_models import same_state
-from hydra_ensembles._utils import derive_seed
 from hydra_ensembles.baselines.building_blocks import append_one
-from hydra_ensembles.baselines.posterior import SWAG, Curvature, Laplace, Visited, laplace, swag
-from hydra_ensembles.training.finetune import finetune
+from hydra_ensembles.baselines.posterior import Curvature, Laplace, laplace
 
 SMALL = Laplace(members=4)
 
@@ -96,46 +93,3 @@ def test_a_sure_prior_is_the_model_and_many_members_average_to_its_uncertainty()
     torch.testing.assert_close(sure(inputs), base(inputs).expand(3, -1, -1), atol=1e-5, rtol=0)
     open_minded = laplace(base, some(base), Laplace(members=50, prior_precision=1e-2)).predict(inputs)
     assert (open_minded.epistemic > sure.predict(inputs).epistemic).all()
-
-
-def visit(model, recipe=QUICK, settings=SWAG(2, points=3), **options):  # noqa: B008 (frozen)
-    return swag(model, some(model), recipe, settings, progress=False, **options)
-
-
-def test_draws_of_swag_follow_the_published_formula():
-    torch.manual_seed(0)
-    points = torch.randn(6, 4, dtype=torch.float64) * torch.tensor([1.0, 2.0, 0.5, 0.0]) + 3.0
-    visited = Visited()
-    for point in points:
-        visited.add({"a": point[:1], "b": point[1:].view(1, 3)})
-    deviations = points - points.cumsum(0) / torch.arange(1, 7)[:, None]  # as in the authors' Algorithm 1
-    drawn = visited.draw(torch.Generator().manual_seed(1))
-    again = torch.Generator().manual_seed(1)
-    along, *noise = (torch.randn(size, generator=again, dtype=torch.float64) for size in (6, 1, 3))
-    moved = torch.cat(noise) * points.var(0, unbiased=False).sqrt() / 2**0.5 + along @ deviations / (2 * 5) ** 0.5
-    found = torch.cat([drawn["a"], drawn["b"][0]])
-    torch.testing.assert_close(found, points.mean(0) + moved, atol=1e-6, rtol=0)
-    assert found[3] == 3.0  # a constant weight stays constant
-
-
-@pytest.mark.parametrize("kind", ["image-cls", "text-post-norm"])
-def test_members_of_swag_are_draws_around_fine_tunings(kind, tmp_path):
-    base, recipe = single(kind), replace(QUICK, steps=2)
-    point, visited, found = base, Visited(), visit(base, recipe)
-    for index in range(3):
-        point = finetune(point, some(base), recipe, progress=False, index=index)
-        visited.add(point.state_dict())
-    generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "swag"))
-    for member in range(2):
-        drawn = visited.draw(generator)
-        assert all(torch.equal(tensor, drawn[name]) for name, tensor in found.member(member).state_dict().items())
-    assert_an_ensemble(found, base, tmp_path / "saved")
-
-
-def test_swag_stores_once_what_does_not_train_and_visits_in_float32():
-    """At a small rate, updates are below bfloat16's spacing: rounding each would undo them."""
-    base, recipe = single().bfloat16(), replace(QUICK, steps=1, learning_rate=1e-4, train_groups=("readout",))
-    found, whole = visit(base, recipe), visit(single().bfloat16().float(), recipe)
-    assert found.dtype == torch.bfloat16
-    assert found.config.sharing.attention
-    assert same_state(found, whole.bfloat16())

@@ -6,7 +6,6 @@ from baseline_cases import assert_resumes
 from torch.nn import functional as F
 
 import hydra_ensembles as he
-from hydra_ensembles.baselines.neg_label import NegLabel, embed_words, neg_label
 from hydra_ensembles.baselines.vilu import ViLU, ViLULearner, mistake_weights, vilu
 from hydra_ensembles.metrics.distance import log_odds
 from hydra_ensembles.training import loop
@@ -16,7 +15,6 @@ from unit.training.training_cases import NAMES, pair_samples, tiny_dual
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=2)
 SMALL = ViLU(hidden=(8, 4), batch_size=8)
-WORDS = [f"{one} {two}" for one in ("cat", "red", "the", "picture") for two in ("tree", "of", "photo", "green")]
 
 
 def dual_of(members=1):
@@ -106,12 +104,9 @@ def test_scores_of_before_stay_the_new_one_decides_and_features_are_fitted_anew(
     both = fitted(first)
     assert both.metadata.familiarity.settings.scores == ("vilu", "knn")
     torch.testing.assert_close(both.predict(images).score("knn"), first.predict(images).score("knn"))
-    third = neg_label(both, embed_words(dual_of(2), WORDS), NegLabel(share=1.0, groups=2))
-    assert third.metadata.familiarity.settings.scores == ("neglabel", "vilu", "knn")
-    again = he.calibrate(third, data(64, seed=5), share=0.8, familiarity="mahalanobis")
-    assert again.metadata.familiarity.settings.scores == ("mahalanobis", "neglabel", "vilu")  # replaces knn
-    for score in ("neglabel", "vilu"):
-        torch.testing.assert_close(again.predict(images).score(score), third.predict(images).score(score))
+    again = he.calibrate(both, data(64, seed=5), share=0.8, familiarity="mahalanobis")
+    assert again.metadata.familiarity.settings.scores == ("mahalanobis", "vilu")  # replaces knn
+    torch.testing.assert_close(again.predict(images).score("vilu"), both.predict(images).score("vilu"))
 
 
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ class SmallZeroShot(ZeroShotTask):
     def __init__(self, **changes: Any) -> None:
         settings = read_recipe("zero-shot")
         counts = {"pairs": 24, "tuned_pairs": 24, "circuits": 10, "image_circuits": 6, "calibration": 16}
-        counts |= {"taylor_batches": 1, "test": 25, "detection": 12, "classes": 22, "words": 400}
+        counts |= {"taylor_batches": 1, "test": 25, "detection": 12, "classes": 22}
         few = {"steps": 2, "batch_size": 8, "warmup": 0}
         small: dict[str, Any] = {"input_size": 32, "seeds": [0], "counts": counts}
         small |= {"prune": 2, "more": 1, "image_prune": 2, "taylor_prune": 2}

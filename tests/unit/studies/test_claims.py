@@ -64,11 +64,9 @@ def test_hydras_gain_survives_all_looks_at_the_test_sets() -> None:
         assert [told(study, HYDRA, SINGLE, metric, "_all_looks") for metric in EVERYWHERE] == ["better"] * 2
 
 
-def test_zero_shot_gains_are_small_and_own_scores_depend_on_the_task() -> None:
+def test_zero_shot_gains_are_small() -> None:
     assert told("zero-shot", "BayesVLM", SINGLE, "unseen.nll") == "better"
     assert abs(float(pairs("zero-shot")["BayesVLM", SINGLE, "unseen.nll"]["difference"])) < 0.01
-    assert told("zero-shot", "NegLabel", SINGLE, "cifar100.own.all.auroc") == "better"
-    assert told("zero-shot", "NegLabel", SINGLE, "tinyimagenet.own.all.auroc") == "worse"
     assert told("zero-shot", "Temperature Scaling", SINGLE, "unseen.accuracy") == ""
 
 
