@@ -18,7 +18,8 @@ from .fetch import SETS
 from .fetch import prepare as prepare_set
 from .monitor import simulate
 from .rows import Rows, published, write_rows
-from .sets import DataFolder, read_yaml
+from .sets import DataFolder
+from .suites import read_yaml
 from .tables import Study, beside_paper, write_tables
 from .zero_shot import SUITES, ZeroShotTask, zero_shot_recipe
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from hydra_ensembles import DualEncoder, Recipe, tune_text
-from hydra_ensembles.data.loading import SetRef
 from hydra_ensembles.model.dual_encoder import LABEL
 from hydra_ensembles.training.text import image_features
 
 from .samples import ImageSamples, normalised, resized
-from .sets import DataFolder, at_most, label_names, read_yaml
+from .sets import DataFolder, at_most, label_names
+from .suites import SetRef, read_yaml
 
 FEATURE_BATCH = 512
 MIDDLE = 0.85  # side of the central crop, relative to the image

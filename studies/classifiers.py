@@ -12,9 +12,7 @@ import hydra_ensembles as he
 from hydra_ensembles import HeadRanking, Prediction
 from hydra_ensembles.batches import move
 from hydra_ensembles.data import split
-from hydra_ensembles.data.corruptions import CORRUPTIONS, SEVERITIES, corrupted
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
-from hydra_ensembles.data.loading import SetRef
 from hydra_ensembles.heads.ranking import (
     CIRCUIT_ORDER,
     Members,
@@ -27,10 +25,12 @@ from hydra_ensembles.settings import from_plain
 from hydra_ensembles.store import Store
 from hydra_ensembles.training.recipe import DataRecipe
 
+from .corruptions import CORRUPTIONS, SEVERITIES, corrupted
 from .engine import Lab, Method, Set, Setting, Stage, Task
 from .rows import SINGLE
 from .samples import Drawn, ImageSamples, SampleBatches, Samples, TextSamples
-from .sets import SPLIT_SEED, DataFolder, apart_by_sentences, at_most, foreign_halves, given, halves, read_recipe, suite
+from .sets import SPLIT_SEED, DataFolder, apart_by_sentences, at_most, foreign_halves, halves, read_recipe
+from .suites import SetRef, given, suite
 from .weights import SCRATCH, fresh_classifier, pretrained, redrawn, small_vit, tokenizer
 
 SPARE = 3  # extra heads that a circuit ranks, for members that would otherwise be equal

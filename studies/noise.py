@@ -19,11 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hydra_ensembles as he
 from hydra_ensembles.batches import move
-from hydra_ensembles.data.corruptions import CORRUPTIONS, corrupted
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.model.layers import gating
 
 from .classifiers import ClassifierLab, ClassifierTask
+from .corruptions import CORRUPTIONS, corrupted
 from .engine import precise_products
 from .samples import SampleBatches
 from .sets import at_most

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import hydra_ensembles as he
-from hydra_ensembles.data import Columns, Suite, TrainTransform, batches
+from hydra_ensembles.data import Columns, TrainTransform, batches
 from hydra_ensembles.data.dataset import AnyDataset
-from hydra_ensembles.data.loading import SetRef
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.training.recipe import DataRecipe
 
@@ -25,7 +24,8 @@ from .classifiers import recipe as classifiers_recipe
 from .engine import Stage
 from .paper import paper_numbers
 from .samples import Prepared, Samples
-from .sets import DataFolder, at_most, given, read_recipe
+from .sets import DataFolder, at_most, read_recipe
+from .suites import SetRef, Suite, given
 from .weights import own_backbone
 
 TASKS = ("imagenet", "cifar100", "sst2")

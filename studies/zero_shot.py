@@ -23,7 +23,6 @@ from hydra_ensembles import DualEncoder, HeadRanking, Prediction, baselines
 from hydra_ensembles._utils import derive_seed
 from hydra_ensembles.batches import move
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.data.loading import SetRef
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.familiarity import with_score
 from hydra_ensembles.heads.masking import Head
@@ -47,6 +46,7 @@ from .engine import Lab, Method, Set, Setting, Stage, Task
 from .rows import SINGLE
 from .samples import ImageSamples, Prepared, SampleBatches, Samples
 from .sets import DataFolder, at_most, read_recipe
+from .suites import SetRef
 from .weights import load_dual, untrained_dual
 from .zero_shot_sets import SEEN, CircuitImages, PaperSets, SharedSets
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from hydra_ensembles.data import ImageDataset, SetRef, Suite, only_classes, without_classes
+from hydra_ensembles.data import ImageDataset, only_classes, without_classes
 from hydra_ensembles.data.dataset import Rows, SomeDataset
 from hydra_ensembles.errors import DataError
 
@@ -28,13 +28,11 @@ from .sets import (
     DataFolder,
     as_images,
     at_most,
-    given,
     halves,
     imagenet_names,
     label_names,
-    overlapping,
-    suite,
 )
+from .suites import SetRef, Suite, given, overlapping, suite
 
 IMAGENET, CIFAR100 = "imagenet", "cifar100"
 SEEN = ("tinyimagenet",)  # the task whose training images trained the dual encoder of the shared folder
@@ -171,7 +169,7 @@ class SharedSets(DualSets):
 
 
 class PaperSets(DualSets):
-    """The sets of the library's suites `paper-zero-shot-imagenet` and `paper-zero-shot-cifar100`."""
+    """The sets of the suites `paper-zero-shot-imagenet` and `paper-zero-shot-cifar100`."""
 
     name = "paper"
 

@@ -5,7 +5,8 @@ import pytest
 
 from hydra_ensembles.data.loading import load
 from shared_paths import shared
-from studies.sets import CIFAR10_CLASSES, overlapping, suite
+from studies.sets import CIFAR10_CLASSES
+from studies.suites import overlapping, suite
 
 
 def test_a_known_image_and_the_papers_sst2_split() -> None:

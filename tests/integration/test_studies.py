@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from shared_paths import shared
 from studies.__main__ import app
-from studies.sets import DataFolder, overlapping
+from studies.sets import DataFolder
+from studies.suites import overlapping
 from studies.tables import read_csv
 from studies.zero_shot import ZeroShotTask, zero_shot_recipe
 

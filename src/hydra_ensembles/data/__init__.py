@@ -1,6 +1,5 @@
-"""Data for tests, studies and training: loading, subsets, batches, near and far suites, corruptions."""
+"""Data for training and evaluation: loading, subsets, batches, and OOD sets made from ID data."""
 
-from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
 from .dataset import (
     BatchLoader,
     Dataset,
@@ -13,11 +12,11 @@ from .dataset import (
     subset,
     without_classes,
 )
-from .loading import Columns, SetRef, Suite, all_suites, load, suite
+from .loading import Columns, load
 from .synthetic import synthetic_ood
 
 __all__ = [
-    "CORRUPTIONS", "SEVERITIES", "BatchLoader", "Columns", "Dataset", "ImageDataset",
-    "SetRef", "Suite", "TextDataset", "TrainTransform", "all_suites", "batches", "corrupt", "corrupted",
-    "load", "only_classes", "split", "subset", "suite", "synthetic_ood", "without_classes",
+    "BatchLoader", "Columns", "Dataset", "ImageDataset",
+    "TextDataset", "TrainTransform", "batches",
+    "load", "only_classes", "split", "subset", "synthetic_ood", "without_classes",
 ]  # fmt: skip

@@ -1,11 +1,11 @@
-"""Load data sets, through Hugging Face `datasets` and torchvision, and the suites of ID and OOD sets of the paper."""
+"""Load data sets, through Hugging Face `datasets` and torchvision."""
 
 import inspect
 import re
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,6 @@ from .._utils import library
 from ..errors import DataError
 from ..files import expanded
 from ..preprocessing import to_rgb
-from ..settings import from_plain
 from .dataset import (
     IMAGE_SUFFIXES,
     UNLABELLED,
@@ -25,16 +24,12 @@ from .dataset import (
     LabelArray,
     Picture,
     Rows,
-    SomeDataset,
     Text,
     TextDataset,
-    cut_position,
     decode_image,
     images_below,
     is_litter,
-    keyed_order,
     read_image,
-    without_classes,
 )
 
 LabelPolicy = Literal["required", "optional"]
@@ -334,99 +329,3 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
 
 def _torchvision_image(data: Any, row: int) -> Picture:
     return to_rgb(data[row][0])
-
-
-# --- suites: tasks with their near and far OOD sets; the paper's are declared in `suites.yaml` ---------------
-
-SHARE_SEED = 0
-"""Seed of the order in which `SetRef.share` cuts a data set, fixed so that everybody gets the same parts."""
-
-
-@dataclass(frozen=True)
-class SetRef:
-    """A data set by reference: what to load (as in `load`), and which part of it.
-
-    Attributes:
-        source: Path below the root, or a name.
-        rows: First row and the row after the last; either may be `None` (open), or negative (from the end).
-        share: Start and end of a part as fractions of the data set, shuffled with a fixed seed.
-        without: Classes left out because they overlap the in-distribution task.
-        folder: Folder below the root: torchvision's root, or the folder of a list's images.
-    """
-
-    name: str
-    source: str
-    split: str | None = None
-    rows: tuple[int | None, int | None] | None = None
-    share: tuple[float, float] | None = None
-    without: tuple[str, ...] = ()
-    folder: str = ""
-    columns: Columns = field(default_factory=Columns)
-    config: str | None = None
-    labels: LabelPolicy = "required"
-    class_names: tuple[str, ...] = ()
-
-    def load(self, root: str | Path | None = None) -> AnyDataset:
-        """Load the data set from a root folder; a hub data set from a copy in the folder of its name, if any."""
-        is_list = self.source.endswith(".txt")
-        base = expanded(root or "")
-        copied = root is not None and self.source.startswith(HUB) and (base / self.name).is_dir()
-        data = load(
-            self.name if copied else self.source,
-            self.split,
-            root=base if is_list else base / self.folder,
-            columns=self.columns,
-            labels=self.labels,
-            class_names=self.class_names or None,
-            config=self.config,
-            images=self.folder if is_list else None,
-        )
-        return self.part_of(data)
-
-    def part_of(self, data: SomeDataset) -> SomeDataset:
-        """Select the rows of loaded data that belong to this set."""
-        positions = np.arange(len(data))[slice(*(self.rows or (None,)))]
-        if self.share is not None:
-            start, stop = (cut_position(fraction, len(data)) for fraction in self.share)
-            positions = positions[np.isin(positions, keyed_order(len(data), SHARE_SEED)[start:stop])]
-        return without_classes(data.select(positions, name=self.name), self.without)
-
-
-@dataclass(frozen=True)
-class Suite:
-    """A task with its near and far OOD sets.
-
-    Circuits are chosen on `circuit_ood`, of which no row is reported. `apart` are OOD sets that count in no mean,
-    `tasks` classification tasks without OOD sets; `notes` say what a reader of the results must know.
-    """
-
-    name: str
-    id: SetRef
-    circuit_ood: SetRef
-    near: tuple[SetRef, ...]
-    far: tuple[SetRef, ...]
-    notes: str
-    train: SetRef | None = None
-    validation: SetRef | None = None
-    apart: tuple[SetRef, ...] = ()
-    tasks: tuple[SetRef, ...] = ()
-
-    def load(self, root: str | Path | None = None) -> dict[str, dict[str, AnyDataset]]:
-        """Load the OOD sets: `{"near": {name: data}, "far": {name: data}}`, as `evaluate` takes them."""
-        groups = {"near": self.near, "far": self.far}
-        return {group: {ref.name: ref.load(root) for ref in refs} for group, refs in groups.items()}
-
-
-def suite(name: str) -> Suite:
-    """Return a suite by name; the `DataError` for an unknown one lists all of them."""
-    if name not in all_suites():
-        raise DataError(f"no suite {name!r}; choose one of {', '.join(all_suites())}")
-    return all_suites()[name]
-
-
-@cache
-def all_suites() -> dict[str, Suite]:
-    """The suites of `suites.yaml` by name."""
-    file = Path(__file__).with_name("suites.yaml")
-    declared = library("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
-    return {name: from_plain(Suite, {"name": name, **plain}, name) for name, plain in declared.items()}

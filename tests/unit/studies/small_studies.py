@@ -12,13 +12,13 @@ from PIL import Image
 
 import hydra_ensembles as he
 from architectures_clip import transformers_clip
-from hydra_ensembles.data.dataset import ImageDataset, without_classes
-from hydra_ensembles.data.loading import SetRef
+from hydra_ensembles.data.dataset import ImageDataset, TextDataset, without_classes
 from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import noisy, small
 from studies import analyses
 from studies.classifiers import ClassifierTask
-from studies.sets import DataFolder, overlapping, read_recipe
+from studies.sets import DataFolder, read_recipe
+from studies.suites import SetRef, overlapping
 from studies.zero_shot import ZeroShotTask
 from zero_shot_models import WORDS, word_tokenizer
 
@@ -121,3 +121,10 @@ class SmallZeroShot(ZeroShotTask):
 
     def untrained(self, seed: int) -> he.DualEncoder:
         return he.convert(transformers_clip({}, {}), processor=word_tokenizer(pad=1, mask=True))
+
+
+def meet(one: SetRef, other: SetRef) -> bool:
+    """Whether two parts share rows of one data set, whatever classes are left out."""
+    data = TextDataset(range(10_000), np.zeros(10_000))  # type: ignore[arg-type]
+    rows = [set(replace(part, without=()).part_of(data).rows.tolist()) for part in (one, other)]
+    return (one.source, one.config, one.split) == (other.source, other.config, other.split) and bool(rows[0] & rows[1])

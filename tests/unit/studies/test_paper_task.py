@@ -17,7 +17,7 @@ from studies import __main__ as command
 from studies import paper_task
 from studies.paper_task import PaperFolder, PaperTask, methods_of_table, named, recipe, used
 from studies.rows import Rows
-from studies.sets import suite
+from studies.suites import suite
 from studies.tables import read_csv
 from studies.weights import own_backbone
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from small_studies import CLASSES, CPU, Pictures, SmallZeroShot
+from small_studies import CLASSES, CPU, Pictures, SmallZeroShot, meet
 
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
-from pictures import meet
 from shared_paths import SHARED
 from studies.classifiers import ClassifierTask, recipe
 from studies.sets import (
@@ -21,9 +20,8 @@ from studies.sets import (
     foreign_halves,
     halves,
     load_npm_cifar10,
-    overlapping,
-    suite,
 )
+from studies.suites import overlapping, suite
 
 
 @pytest.fixture

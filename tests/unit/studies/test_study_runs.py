@@ -77,10 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "method"), [*TUNED, (SCRATCH, methods.MIMO)])
-def test_every_setting_of_a_baseline_trains_and_answers(
-    folder: Path, name: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(methods, "POINTS", 2)
+def test_every_setting_of_a_baseline_trains_and_answers(folder: Path, name: str, method: str) -> None:
     task = SmallTask(name)
     with opened(task, folder / name, 0) as lab:
         assert isinstance(lab, ClassifierLab)

@@ -3,26 +3,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_studies import meet
 
 from hydra_ensembles.data.dataset import TextDataset
-from hydra_ensembles.data.loading import SetRef, all_suites, suite
-from hydra_ensembles.errors import DataError
-from pictures import WriteParquet, encoded, meet, picture
+from pictures import encoded, picture
+from studies.suites import SetRef, suite, suites
+
+PAPER = [name for name in suites() if name.startswith("paper-")]
 
 
-def test_the_papers_suites_are_there_and_unknown_ones_are_refused() -> None:
-    assert {(name, one.name, bool(one.notes)) for name, one in all_suites().items()} == {
-        (f"paper-{name}", f"paper-{name}", True)
-        for name in ("imagenet", "cifar100", "sst2", "zero-shot-imagenet", "zero-shot-cifar100")
-    }
+def test_the_papers_suites_are_those_of_its_tables() -> None:
+    assert len(PAPER) == 5
     assert len(suite("paper-zero-shot-imagenet").tasks) + 1 == 9  # in the average of Table 24
     classes = suite("paper-zero-shot-cifar100").id.class_names
     assert (len(classes), list(classes)) == (100, sorted(classes))
-    with pytest.raises(DataError, match=r"'imagenet'.*paper-imagenet"):
-        suite("imagenet")
 
 
-@pytest.mark.parametrize("name", all_suites())
+@pytest.mark.parametrize("name", PAPER)
 def test_circuits_are_never_chosen_on_reported_rows_nor_models_trained_on_them(name: str) -> None:
     one = suite(name)
     reported = (one.id, *one.near, *one.far, *one.apart, *one.tasks)
@@ -31,14 +28,11 @@ def test_circuits_are_never_chosen_on_reported_rows_nor_models_trained_on_them(n
     assert meet(one.id, one.id)
 
 
-def test_sets_load_their_part(tmp_path: Path, write_parquet: WriteParquet) -> None:
-    columns = {"text": [str(row) for row in range(100)], "label": [row % 4 for row in range(100)]}
-    write_parquet(tmp_path / "text" / "numbers" / "test.parquet", columns, ["a", "b", "c", "d"])
+def test_sets_have_their_part() -> None:
+    data = TextDataset([str(row) for row in range(100)], np.arange(100) % 4, ["a", "b", "c", "d"])
 
     def rows(**part: Any) -> list[int]:
-        loaded = SetRef("part", "text/numbers", "test", **part).load(tmp_path)
-        assert loaded.name == "part"
-        return loaded.rows.tolist()
+        return SetRef("part", "numbers", **part).part_of(data).rows.tolist()
 
     assert rows(rows=(None, 30), without=("b", "d")) == list(range(0, 30, 2))
     assert rows(rows=(-5, None)) == [95, 96, 97, 98, 99]
@@ -58,14 +52,11 @@ def test_the_papers_image_suites_read_an_openood_folder(tmp_path: Path) -> None:
         listing.parent.mkdir(parents=True, exist_ok=True)
         label = 7 if ref is chosen.id else -1
         listing.write_text(f"{ref.name}/0.png {label}\n")
-    loaded = chosen.load(tmp_path)
-    assert list(loaded["far"]) == ["mnist", "svhn", "textures", "places365"]
-    assert loaded["far"]["svhn"].labels.tolist() == [-1]
-    assert np.array_equal(np.asarray(loaded["far"]["svhn"][0][0]), np.asarray(picture(2)))
+    far = {ref.name: ref.load(tmp_path) for ref in chosen.far}
+    assert list(far) == ["mnist", "svhn", "textures", "places365"]
+    assert far["svhn"].labels.tolist() == [-1]
+    assert np.array_equal(np.asarray(far["svhn"][0][0]), np.asarray(picture(2)))
     assert chosen.id.load(tmp_path).labels.tolist() == [7]
-    (tmp_path / chosen.far[0].source).unlink()
-    with pytest.raises(DataError, match="does not exist"):
-        chosen.load(tmp_path)
 
 
 def test_the_imagenet_validation_set_is_cut_once_for_good() -> None:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hydra_ensembles.data import corruptions
-from hydra_ensembles.data.corruptions import CORRUPTIONS, SEVERITIES, corrupted, published_numbers
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.errors import DataError
+from studies import corruptions
+from studies.corruptions import CORRUPTIONS, SEVERITIES, corrupted
+from studies.suites import read_yaml
 
 SIZES = {"imagenet": 96, "tinyimagenet": 64, "cifar": 32}
 FIXED = {"defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression"}  # nothing is drawn
@@ -31,10 +31,10 @@ def corrupt(image: np.ndarray, name: str, severity: int, seed: int = 0, paramete
 
 @pytest.mark.parametrize("parameters", SIZES)
 def test_distortion_grows_with_severity(parameters: str) -> None:
-    numbers, image = published_numbers(), scene(SIZES[parameters])
+    numbers, image = read_yaml("corruptions"), scene(SIZES[parameters])
     assert (tuple(numbers), len(CORRUPTIONS)) == (CORRUPTIONS, 15)
     for name in CORRUPTIONS:
-        assert len(numbers[name][parameters]) == len(SEVERITIES)  # type: ignore[index]
+        assert len(numbers[name][parameters]) == len(SEVERITIES)
         mild, strong = (corrupt(image, name, severity, 0, parameters).astype(float) for severity in (1, 5))
         least = 0 if name == "elastic_transform" else 1.2 * ((mild - image) ** 2).mean()  # it shifts the whole image
         assert ((strong - image) ** 2).mean() > least, name
@@ -79,7 +79,7 @@ def test_noise_has_the_published_moments() -> None:
     assert [(impulses == value).mean() for value in (255, 0)] == pytest.approx([0.135, 0.135], rel=0.05)
 
 
-def test_a_corrupted_data_set_and_what_is_refused() -> None:
+def test_every_row_of_a_corrupted_data_set_has_random_numbers_of_its_own() -> None:
     data = ImageDataset([Image.fromarray(scene(16))] * 4, [0, 1, 0, 1], ["a", "b"], "scenes")
     noisy = corrupted(data, "gaussian_noise", 2, seed=3, parameters="cifar")
     assert (noisy.labels.tolist(), noisy.class_names, noisy.name) == (
@@ -91,5 +91,3 @@ def test_a_corrupted_data_set_and_what_is_refused() -> None:
     assert not np.array_equal(first, second)  # the same picture with other random numbers
     of_subset = corrupted(data.select([1]), "gaussian_noise", 2, seed=3, parameters="cifar")
     assert np.array_equal(np.asarray(of_subset[0][0]), second)
-    with pytest.raises(DataError, match="severity"):
-        corrupted(data, "fog", 6)

@@ -3,35 +3,31 @@
 import io
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from operator import index
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
+from scipy import ndimage
 
-from .._utils import library
-from ..errors import DataError
-from ..preprocessing import to_rgb
-from .dataset import ImageDataset, Rows, hash_key
+from hydra_ensembles.data.dataset import ImageDataset, Rows, hash_key
+from hydra_ensembles.preprocessing import to_rgb
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from .suites import read_yaml
 
 ParameterSet = Literal["imagenet", "tinyimagenet", "cifar"]
 PixelArray = npt.NDArray[np.float64]
 Random = np.random.Generator
 Corruption = Callable[..., PixelArray]
-Published = dict[str, dict[ParameterSet, list[list[float]]]]
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
-_pillow = partial(library, "PIL.Image", extra="data")
-_scipy = partial(library, "scipy.ndimage", extra="data")
 
-
-def corrupt(image: "Image", name: str, severity: int, seed: int, parameters: ParameterSet = "imagenet") -> "Image":
+def corrupt(
+    image: Image.Image, name: str, severity: int, seed: int, parameters: ParameterSet = "imagenet"
+) -> Image.Image:
     """Corrupt a PIL image as ImageNet-C does; the result is RGB, of the same size, and depends on the seed alone.
 
     Motion blur and snow follow ImageMagick's definition of motion blur, because the original calls ImageMagick; frost
@@ -39,10 +35,10 @@ def corrupt(image: "Image", name: str, severity: int, seed: int, parameters: Par
     are truncated to integers, as in ImageNet-C. `parameters` are the published ones made for 224 pixels (`"imagenet"`),
     64 (`"tinyimagenet"`) or 32 (`"cifar"`); they are not scaled to the image.
     """
-    values = _values(name, severity, parameters)
+    values = read_yaml("corruptions")[name][parameters][severity - 1]
     rng = np.random.Generator(np.random.PCG64(index(seed) & ((1 << 64) - 1)))
     pixels = FUNCTIONS[name](np.asarray(to_rgb(image), dtype=np.float64), rng, *values)
-    return _pillow().fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
 
 def corrupted(
@@ -56,7 +52,6 @@ def corrupted(
 
     The data set must give images of the size that the parameters were made for.
     """
-    _values(name, severity, parameters)
     read = partial(_read_corrupted, dataset, name, severity, parameters, (seed, CORRUPTIONS.index(name)))
     title = f"{dataset.name} [{name} {severity}]"
     return ImageDataset(Rows(len(dataset), read), dataset.labels, dataset.class_names, title)
@@ -64,23 +59,8 @@ def corrupted(
 
 def _read_corrupted(
     dataset: ImageDataset, name: str, severity: int, parameters: ParameterSet, key: tuple[int, int], position: int
-) -> "Image":
+) -> Image.Image:
     return corrupt(dataset[position][0], name, severity, hash_key(*key, int(dataset.rows[position])), parameters)
-
-
-def _values(name: str, severity: int, parameters: ParameterSet) -> list[float]:
-    accepted = {"corruption": CORRUPTIONS, "severity": SEVERITIES, "parameter set": get_args(ParameterSet)}
-    for value, (setting, choices) in zip((name, severity, parameters), accepted.items(), strict=True):
-        if value not in choices or isinstance(value, float):
-            raise DataError(f"no {setting} {value!r}; choose one of {', '.join(map(str, choices))}")
-    return published_numbers()[name][parameters][severity - 1]
-
-
-@cache
-def published_numbers() -> Published:
-    """The parameters of every corruption, by parameter set and severity, from `corruptions.yaml`."""
-    file = Path(__file__).with_name("corruptions.yaml")
-    return library("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
 
 
 # --- the corruptions: each takes pixels [H, W, 3] in 0..255, a generator, and the parameters of a severity ------
@@ -105,7 +85,7 @@ def impulse_noise(image: PixelArray, rng: Random, share: float) -> PixelArray:
 
 def defocus_blur(image: PixelArray, rng: Random, radius: float, sigma: float) -> PixelArray:
     """Out of focus: every point becomes a disc."""
-    return clip_to_bytes(_scipy().correlate(image / 255.0, _disc(radius, sigma)[..., None], mode="mirror"))
+    return clip_to_bytes(ndimage.correlate(image / 255.0, _disc(radius, sigma)[..., None], mode="mirror"))
 
 
 def glass_blur(image: PixelArray, rng: Random, sigma: float, reach: int, rounds: int) -> PixelArray:
@@ -200,15 +180,15 @@ def pixelate(image: PixelArray, rng: Random, scale: float) -> PixelArray:
     """Downsample and upsample again, both with a box filter."""
     height, width = image.shape[:2]
     small = (max(1, int(width * scale)), max(1, int(height * scale)))
-    picture = _pillow().fromarray(image.astype(np.uint8)).resize(small, _pillow().Resampling.BOX)
-    return np.asarray(picture.resize((width, height), _pillow().Resampling.BOX), dtype=np.float64)
+    picture = Image.fromarray(image.astype(np.uint8)).resize(small, Image.Resampling.BOX)
+    return np.asarray(picture.resize((width, height), Image.Resampling.BOX), dtype=np.float64)
 
 
 def jpeg_compression(image: PixelArray, rng: Random, quality: int) -> PixelArray:
     """Encode as JPEG and decode again."""
     stored = io.BytesIO()
-    _pillow().fromarray(image.astype(np.uint8)).save(stored, "JPEG", quality=quality)
-    return np.asarray(_pillow().open(stored), dtype=np.float64)
+    Image.fromarray(image.astype(np.uint8)).save(stored, "JPEG", quality=quality)
+    return np.asarray(Image.open(stored), dtype=np.float64)
 
 
 # --- building blocks ----------------------------------------------------------------------------------------
@@ -221,7 +201,7 @@ def clip_to_bytes(pixels: PixelArray) -> PixelArray:
 
 def gaussian_blur(image: PixelArray, sigma: float, mode: str = "nearest", truncate: float = 4.0) -> PixelArray:
     """Blur the two leading axes; a third axis (channels) is not blurred."""
-    return np.asarray(_scipy().gaussian_filter(image, (sigma, sigma, 0)[: image.ndim], mode=mode, truncate=truncate))
+    return np.asarray(ndimage.gaussian_filter(image, (sigma, sigma, 0)[: image.ndim], mode=mode, truncate=truncate))
 
 
 def directional_blur(image: PixelArray, radius: float, sigma: float, angle: float) -> PixelArray:
@@ -248,7 +228,7 @@ def clipped_zoom(image: PixelArray, factor: float) -> PixelArray:
     """Crop the centre of an image `[H, W, C]` and resize it linearly to the original size."""
     height, width = image.shape[:2]
     middle = _centre(image, math.ceil(height / factor), math.ceil(width / factor))
-    return _centre(_scipy().zoom(middle, (factor, factor, 1), order=1), height, width)
+    return _centre(ndimage.zoom(middle, (factor, factor, 1), order=1), height, width)
 
 
 def _centre(image: PixelArray, height: int, width: int) -> PixelArray:
@@ -296,7 +276,7 @@ def ice(height: int, width: int, scale: float, rng: Random) -> PixelArray:
     picture: PixelArray = _ICE_DARK + np.clip(light, 0, 1)[..., None] * (_ICE_LIGHT - _ICE_DARK)
     if (rows, columns) == (height, width):
         return picture
-    reduced = _pillow().fromarray(picture.astype(np.uint8)).resize((width, height), _pillow().Resampling.BILINEAR)
+    reduced = Image.fromarray(picture.astype(np.uint8)).resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(reduced, dtype=np.float64)
 
 
@@ -325,13 +305,13 @@ def _disc(radius: float, sigma: float) -> PixelArray:
     rim_weights = np.exp(-(np.arange(-rim, rim + 1) ** 2) / (2.0 * sigma**2))
     rim_weights /= rim_weights.sum()
     for axis in (0, 1):
-        disc = _scipy().correlate1d(disc, rim_weights, axis=axis, mode="mirror")
+        disc = ndimage.correlate1d(disc, rim_weights, axis=axis, mode="mirror")
     return disc
 
 
 def _sample(image: PixelArray, rows: PixelArray, columns: PixelArray, mode: str) -> PixelArray:
     """Sample an image at fractional positions with linear interpolation."""
-    read = partial(_scipy().map_coordinates, coordinates=(rows, columns), order=1, mode=mode)
+    read = partial(ndimage.map_coordinates, coordinates=(rows, columns), order=1, mode=mode)
     return np.stack([read(channel) for channel in np.moveaxis(image, -1, 0)], axis=-1)  # of [C, H, W]
 
 
