@@ -56,6 +56,15 @@ def perturbed(model: Module, seed: int = 0, noise: float = 0.05) -> Module:
     return model.eval()
 
 
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest expected value."""
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
+    return relative_error(actual, expected) <= tolerance
+
+
 def timm_model(name: str, **settings: Any) -> nn.Module:
     import timm
 

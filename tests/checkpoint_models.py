@@ -62,17 +62,6 @@ def text() -> EnsembleConfig:
     return EnsembleConfig(stem, encoder(norm_first=False), readout, RAGGED, Sharing(stem=True, norms=True))
 
 
-def tiny() -> EnsembleConfig:
-    """Two members, one layer: for tests that load hundreds of times."""
-    return EnsembleConfig(
-        PatchStemConfig((2, 2), (1, 2)),
-        EncoderConfig(width=4, layers=1, heads=2, head_dim=2, mlp_width=4),
-        ReadoutConfig(num_classes=2),
-        (((0,),), ((0, 1),)),
-        Sharing(stem=True),
-    )
-
-
 CONFIGS = {f.__name__: f for f in (single, ragged, hydra, map_pooled, text)}
 
 

@@ -1,9 +1,11 @@
 """Small dual encoders that read strings, for zero-shot classification."""
 
-import torch
+from functools import cache
+
 from torch import nn
 
 import hydra_ensembles as he
+from architectures import perturbed
 from architectures_clip import CONTEXT, END, VOCABULARY, DualCase
 
 WORDS = ("a", "photo", "of", "the", "picture", ".", "cat", "dog", "bus", "red", "green", "tree", "house", "boat")
@@ -38,5 +40,7 @@ def dual_of(case: DualCase, model: nn.Module | None = None) -> he.DualEncoder:
     return he.convert(case.build() if model is None else model, processor=tokenizer_for(case))
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
+@cache
+def three(case: DualCase) -> list[he.DualEncoder]:
+    """Three dual encoders with different values in every parameter, scales included; tests must not modify them."""
+    return [dual_of(case, perturbed(case.build(), seed)) for seed in (11, 12, 13)]

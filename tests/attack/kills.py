@@ -19,7 +19,7 @@ from hydra_ensembles.store import Store
 from hydra_ensembles.training.loop import Learner
 
 from .counting import Row, count, digest
-from .small import Shuffled, batches, dual, hydra, model, recipe
+from .small import batches, dual, hydra, model, recipe, shuffled
 
 CASES = 120
 KILLED = 9
@@ -39,12 +39,12 @@ def _circuit(folder: Path, method: Any) -> str:
 def _finetune(folder: Path, kind: str = "image") -> str:
     how = recipe(learning_rate=None, grid=(0.05, 0.1), steps=4, evaluate_every=2)
     more: dict[str, Any] = {"output": folder, "progress": False, "checkpoint_every": 1}
-    return digest(he.finetune(model(kind), Shuffled(kind), how, batches(kind, 8, 4, seed=2), **more))
+    return digest(he.finetune(model(kind), shuffled(kind), how, batches(kind, 8, 4, seed=2), **more))
 
 
 def _build(folder: Path, **settings: Any) -> str:
     usual = {"prune": 3, "shared_layers": 1, "members": 2, "recipe": recipe(steps=3, evaluate_every=2)}
-    sets: dict[str, Any] = {"train": Shuffled("image", 16), "id": Shuffled("image", 24, seed=2)}
+    sets: dict[str, Any] = {"train": shuffled("image", 16), "id": shuffled("image", 24, seed=2)}
     sets["ood"] = batches("image", 8, 4, seed=3, shift=1.5)
     config = he.HydraConfig(**{**usual, **settings})
     return digest(he.build(model(), config, **sets, output=folder, progress=False))

@@ -4,19 +4,15 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import hydra_ensembles as he
-from architectures import ArchitectureCase, Inputs
+from architectures import ArchitectureCase, Inputs, relative_error
 from contract.models import ALL_CASES, base, original
 
 every_architecture = pytest.mark.parametrize("case", ALL_CASES, ids=str)
 resizable = pytest.mark.parametrize("case", [case for case in ALL_CASES if case.other_inputs], ids=str)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

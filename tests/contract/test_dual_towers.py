@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 import hydra_ensembles as he
-from architectures import perturbed
+from architectures import close, perturbed
 from architectures_clip import DUAL_CASES, DualCase
 from contract.models import dual as converted
 from contract.models import dual_answers
@@ -17,10 +16,6 @@ CASE = next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar")
 IMAGE = [(0, 1, "image"), (1, 0, "image"), (1, 1, "image"), (1, 2, "image"), (1, 3, "image")]
 TEXT = [(0, 0, "text"), (0, 2, "text"), (1, 3, "text")]
 CHOICES = [[*IMAGE[:1], *TEXT], [*IMAGE, *TEXT[:1]], [(0, 3, "image"), (1, 1, "text")]]
-
-
-def close(actual: Tensor, expected: Tensor) -> bool:
-    return bool((actual - expected).abs().max() <= 1e-5 * expected.abs().max())
 
 
 @every_case

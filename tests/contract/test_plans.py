@@ -4,10 +4,9 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
 import hydra_ensembles as he
-from architectures import ArchitectureCase
+from architectures import ArchitectureCase, close
 from contract.models import ALL_CASES, UNEVEN, answers, members, pruned_variants, stacked
 from hydra_ensembles.optimize.freeze import branching_layer, simplified
 from hydra_ensembles.optimize.runner import PLANS, OptimizedEnsemble
@@ -15,10 +14,6 @@ from hydra_ensembles.optimize.runner import PLANS, OptimizedEnsemble
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
 
 EVEN = [[(0, 0), (1, 1)], [(0, 1), (1, 2)], [(0, 3), (1, 3)]]
-
-
-def close(actual: Tensor, expected: Tensor) -> bool:
-    return bool((actual - expected).abs().max() <= 1e-5 * expected.abs().max())
 
 
 KINDS = ("even", "uneven", "tuned", "stack")

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import hydra_ensembles as he
-from architectures import VISION_CASES, ArchitectureCase
+from architectures import VISION_CASES, ArchitectureCase, close
 from architectures_clip import DUAL_CASES, TOWER_VARIANTS
 from checkpoint_models import same_bits
 from circuit_models import Problem, evidence
-from contract.models import base, dual, original, variants
+from contract.models import base, dual, original
 from contract.test_circuits import varied
 from hydra_ensembles.errors import HeadError
 from zero_shot_models import NAMES, tokenizer_for
@@ -27,10 +26,6 @@ CHOICES = [
     [[(LAST, 0)], [(1, 0), (1, 1)], [(0, 1), (0, 2)]],
     [[(0, 1), (LAST, 0)], [(0, 1), (LAST, 1)], [(0, 1)]],
 ]
-
-
-def close(actual: Tensor, expected: Tensor) -> bool:
-    return bool((actual - expected).abs().max() <= 1e-5 * expected.abs().max())
 
 
 @every_case
@@ -74,24 +69,6 @@ def test_fused_equals_members_by_every_plan_and_after_loading(
     loaded = he.Ensemble.from_pretrained(tmp_path)
     assert loaded.config == fused.config
     assert same_bits(loaded(inputs), fused(inputs))
-
-
-@every_case
-@torch.no_grad()
-def test_members_that_differ_everywhere_keep_their_poolings(case: ArchitectureCase) -> None:
-    inputs = case.inputs()
-    for choice in CHOICES:
-        members = [he.prune(one, heads) for one, heads in zip(variants(case), choice, strict=True)]
-        expected = torch.cat([member(inputs) for member in members])
-        stacked = he.Ensemble.stack(members)
-        assert close(stacked(inputs), expected)
-        fast = stacked.optimize(plans=PLANS)
-        assert all(close(fast.module(plan)(inputs), expected) for plan in PLANS)
-    same = [he.prune(one, [(LAST, 0)]) for one in variants(case)]
-    mean = he.fuse(same, stem="mean", readout="mean").readout.map
-    assert mean is not None
-    stored = torch.stack([one.state_dict()["readout.map.attention.out"] for one in same]).mean(0)
-    assert torch.allclose(mean.attention.out, stored, atol=1e-7)
 
 
 @every_case

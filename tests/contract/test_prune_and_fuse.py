@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import hydra_ensembles as he
-from architectures import ArchitectureCase
+from architectures import ArchitectureCase, close
 from checkpoint_models import same_bits
 from contract.models import ALL_CASES, answers, base, members, pruned_variants, stacked, variants
 from hydra_ensembles.heads.masking import masked
@@ -20,10 +19,6 @@ UNEVEN = [
     [(0, 0), (0, 1), (0, 2), (0, 3)],
 ]
 EVEN = [[(0, 0), (1, 1)], [(0, 1), (1, 2)], [(0, 3), (1, 3)]]
-
-
-def close(actual: Tensor, expected: Tensor) -> bool:
-    return bool((actual - expected).abs().max() <= 1e-5 * expected.abs().max())
 
 
 @torch.no_grad()

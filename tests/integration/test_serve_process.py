@@ -1,7 +1,6 @@
 """`hydra-ensembles serve` as a process: it prints its address, and after a signal answers all requests and exits."""
 
 import base64
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cli_cases import fail
 from processes import environment
 from served_models import served
 from serving import LIMIT, opened, picture
@@ -87,9 +85,3 @@ def test_a_signal_while_the_model_is_warmed_ends_at_once(folder: Path) -> None:
     command = [sys.executable, "-c", program, "SIGINT", "serve", str(folder), "--port", "0"]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT)
     assert (ended.returncode, "Traceback" in ended.stderr) == (130, False), ended.stderr
-
-
-def test_a_port_that_is_taken_is_said(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert str(port) in fail("serve", folder, "--port", port)

@@ -117,10 +117,3 @@ def test_routes_are_those_of_the_server(address: str) -> None:
         assert "hydra_answers_total" in client.get("/metrics").text
         assert client.post("/v1/predict", files={"file": b"x"}).status_code == 415
     assert httpx.get(f"{address}/v1/model").status_code == 401
-
-
-def test_the_key_is_that_of_the_process_that_deploys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(API_KEY, "correct horse")
-    application = ray_app(tmp_path)
-    monkeypatch.delenv(API_KEY)
-    assert application._bound_deployment.init_args[2] == "correct horse"

@@ -87,17 +87,3 @@ def test_model_loader_and_random_numbers_are_left_alone_and_the_answer_is_the_sa
             FUNCTIONS[name](model, DataLoader(bad, 2, shuffle=True, generator=generator))
         assert caught.tb is not None  # frames are alive: nothing was restored merely by their end
     assert surroundings() == before
-
-
-BAD: dict[str, tuple[list[Any], str]] = {
-    "labels too large": ([(X, Y), (X + 1, Y + 3)], "batch 1 of .* labels from"),
-    "not finite": ([(X, Y), *[(X * torch.nan, Y)] * 7], r"(batch|sample) \d|member logits"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-@pytest.mark.parametrize("name", LABELLED)
-def test_batches_that_cannot_be_used_are_named(name: str, case: str) -> None:
-    data, token = BAD[case]
-    with pytest.raises(DataError, match=token):
-        FUNCTIONS[name](cases.image_model(), data)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hydra_ensembles.errors import CheckpointError, StorageError
-from hydra_ensembles.files import parse_json, read_file, read_json, read_object, write_atomically
+from hydra_ensembles.files import read_file, read_json, read_object, write_atomically
 from hydra_ensembles.files import write_json as write
 
 
@@ -26,12 +26,6 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
     assert path.read_bytes() == b"1"
     with pytest.raises(StorageError):
         write_atomically(tmp_path / "new", b"a folder is there")
-
-
-@pytest.mark.parametrize("content", [b'{"a": 1', b"\xff", b"[" * 100_000])
-def test_text_that_is_no_json(content: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"a\.json"):
-        parse_json(content, "a.json")
 
 
 def test_json_comes_back_and_only_plain_files_are_read(tmp_path: Path) -> None:

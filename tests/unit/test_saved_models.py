@@ -96,13 +96,6 @@ def test_the_same_model_gives_the_same_files(tmp_path: Path) -> None:
     assert set(written[0]) == {"README.md", "config.json", "model.safetensors"}
 
 
-def test_dtype_and_device_are_converted_on_request(tmp_path: Path) -> None:
-    model = ensemble(single(), torch.float64)
-    model.save_pretrained(tmp_path)
-    loaded = Ensemble.from_pretrained(str(tmp_path), dtype=torch.bfloat16, device="cpu")
-    assert_same_model(loaded, model.to(torch.bfloat16))
-
-
 def test_a_folder_of_another_library_is_left_alone(tmp_path: Path) -> None:
     content = '{"model_type": "vit"}'
     for name in ("config.json", "README.md"):

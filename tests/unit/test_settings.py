@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.settings import Checked, Positive, Range, Share, Whole, from_plain, nearest, require, to_plain
+from hydra_ensembles.settings import Checked, Positive, Range, Share, Whole, from_plain, nearest, to_plain
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,6 @@ def test_a_wrong_value_is_named_by_its_path(change: dict[str, object], told: str
     with pytest.raises(ConfigError) as error:
         from_plain(Drawing, {"size": [3, 4], **change})
     assert told in str(error.value)
-
-
-def test_one_argument() -> None:
-    assert type(require("share", np.float32(1), Share)) is float
-    with pytest.raises(ConfigError, match="share must be"):
-        require("share", 1.5, Share)
-    with pytest.raises(ConfigError, match="share"):
-        require("share", "half", Share)
 
 
 def test_ranges_and_suggestions() -> None:

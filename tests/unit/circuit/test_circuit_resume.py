@@ -57,8 +57,3 @@ def test_two_ranks_give_the_ranking_of_one(tmp_path: Path, method: str) -> None:
         problem.extract(**options, output=tmp_path),  # what two ranks stored serves one
     ):
         assert evidence(found) == expected
-
-
-def test_the_estimate_is_printed_after_the_first_head(capsys: pytest.CaptureFixture[str]) -> None:
-    random_problem().extract(budget=2, progress=True)
-    assert capsys.readouterr().err.count("heads take up to") == 1

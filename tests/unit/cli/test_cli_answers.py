@@ -110,19 +110,6 @@ def test_an_evaluation_is_what_the_library_measures(evaluations: Path, safe: Pat
     (evaluations / "again.json").unlink()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "token"),
-    [
-        (["--id", "test", "--ood", "near:a=dots", "--ood", "stripes"], "no group"),
-        (["--id", "test", "--ood", "near:a=dots", "--ood", "near:a=stripes"], "two OOD sets"),
-        (["--id", "test", "--ood", "far:nothing-here"], "nothing-here"),
-    ],
-)
-def test_sets_that_cannot_be(safe: Path, world: Path, tmp_path: Path, monkeypatch, arguments, token: str) -> None:
-    monkeypatch.chdir(world)
-    assert token in fail("evaluate", safe, *arguments, "-q", "-o", tmp_path / "out")
-
-
 def test_a_report_in_each_format(evaluations: Path, tmp_path: Path) -> None:
     assert "Hydra" in succeed("report", evaluations)
     for suffix in ("html", "csv", "md"):

@@ -4,13 +4,12 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from cli_cases import fail, run, succeed
-from hydra_ensembles.cli.common import Reading, named_columns, read_settings, split_name
+from hydra_ensembles.cli.common import named_columns, read_settings, split_name
 from hydra_ensembles.cli.main import app, report_failure
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.training.recipe import Recipe
@@ -110,10 +109,3 @@ def test_columns_names_and_places_of_data(tmp_path: Path, monkeypatch: pytest.Mo
     Path("a=b").mkdir()
     assert split_name("a=b") == ("a=b", "a=b")  # a path may contain "="
     assert split_name("cars=data/") == ("cars", "data/")
-
-
-@pytest.mark.parametrize("spec", ["nothing-here", "hub:a:b:c:d", "torchvision:A:b:c"])
-def test_data_that_cannot_be_had(spec: str) -> None:
-    model: Any = type("Model", (), {"kind": "image"})
-    with pytest.raises(DataError):
-        Reading(model).data(spec)

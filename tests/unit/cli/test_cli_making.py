@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 import hydra_ensembles as he
 from cli_cases import COLOURS, fail, succeed
 
@@ -34,17 +32,3 @@ def test_a_search_leaves_a_choice_that_other_commands_take(world: Path, tmp_path
     names = {"search.json", "ensemble"}
     assert names <= {path.name for path in (tmp_path / "search").iterdir()}
     assert "members" in succeed("info", tmp_path / "search")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "token"),
-    [
-        (["base", "--id", "val"], "output"),
-        (["base", "--id", "val", "--ood", "synthetic", "--ood", "dots", "-o", "new"], "either"),
-        (["base", "--id", "val", "--set", "colour=1", "-o", "new"], "colour"),
-    ],
-)
-def test_what_cannot_be_built_is_refused_in_a_line(world: Path, monkeypatch, arguments: list[str], token: str) -> None:
-    monkeypatch.chdir(world)
-    assert token in fail("build", *arguments, "-q")
-    assert not (world / "new").exists() or not (world / "new" / "heads.json").exists()

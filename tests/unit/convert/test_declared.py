@@ -27,7 +27,6 @@ from architectures_own import (
     RopeBert,
     own,
 )
-from hydra_ensembles.errors import ConfigError
 
 MASK = torch.arange(11)[None] < torch.tensor([11, 7, 3])[:, None]
 TEXTS = {"input_ids": IDS * MASK, "attention_mask": MASK.long()}
@@ -133,18 +132,6 @@ class ReshapedViT(EncoderViT):
 )
 def test_a_declaration_that_is_wrong_is_refused(kind: Any, declaration: he.Declaration, token: str) -> None:
     refused(own(kind), token, declaration=declaration)
-
-
-@pytest.mark.parametrize(
-    ("changes", "token"),
-    [
-        ({"names": {"patches": "embed"}}, "'patches' .did you mean patch"),
-        ({"names": {"classifier": "out"}}, "either patch"),
-    ],
-)
-def test_a_declaration_is_checked_when_it_is_made(changes: Any, token: str) -> None:
-    with pytest.raises(ConfigError, match=token):
-        he.Declaration(**changes)
 
 
 def test_images_that_are_no_square_are_those_of_the_processor() -> None:

@@ -20,7 +20,7 @@ from architectures_transformers import TEXT, transformers_model
 from hydra_ensembles.convert.processors import read_processor
 from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.model.config import PatchStemConfig, TextStemConfig
-from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing
+from hydra_ensembles.preprocessing import ImagePreprocessing
 
 TEXTS = [
     "A charming, funny film!",
@@ -99,21 +99,6 @@ def test_open_clips_wrapper_of_a_tokenizer_is_read(tmp_path: Path) -> None:
         assert_same_encoding(found(TEXTS[1]), {"input_ids": wrapper(TEXTS[1])})  # a short text is padded too
     with pytest.raises(ConversionError, match="different tokens"):
         read_processor(HFTokenizer(str(tmp_path), context_length=16, strip_sep_token=True), STEM)
-
-
-def test_tokenizers_that_cannot_be_reproduced_are_refused() -> None:
-    unpadded = wordpiece()
-    unpadded.pad_token = None
-    small = TextStemConfig(vocabulary=20, positions=512, embedding_width=8)
-    for processor, stem, token in [
-        (wordpiece(padding_side="left"), STEM, "padding_side"),
-        (unpadded, STEM, "pad_token"),
-        (wordpiece(), small, "63.* 20"),
-        (ImagePreprocessing(size=(8, 8)), STEM, "text"),
-        (TextPreprocessing(max_length=600), STEM, "512"),
-    ]:
-        with pytest.raises(ConversionError, match=token):
-            read_processor(processor, stem)
 
 
 def test_a_tokenizer_of_another_model_is_noticed(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles.data.synthetic import IMAGE_DISTORTIONS, TEXT_DISTORTIONS, blur
-from hydra_ensembles.errors import DataError
 from random_ensembles import random_ensemble
 
 CLS, SEP, PAD = 1, 2, 0
@@ -92,8 +91,3 @@ def test_the_vocabulary_of_a_model_is_used() -> None:
     assert made["input_ids"].max() < model.config.stem.vocabulary
     assert made["input_ids"].max() > 14
     assert model(made["input_ids"], made["attention_mask"]).isfinite().all()
-
-
-def test_what_is_neither_image_nor_text_is_refused() -> None:
-    with pytest.raises(DataError, match="batch 0"):
-        he.data.synthetic_ood([torch.zeros(3, 5)])

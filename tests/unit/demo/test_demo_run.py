@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 import hydra_ensembles as he
-from cli_cases import fail, succeed
+from cli_cases import succeed
 from hydra_ensembles.demo import load_sample, run
-from hydra_ensembles.errors import HydraError
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +41,3 @@ def test_it_leaves_a_report_evaluations_and_a_model_that_says_why_it_declines(fo
     assert (model.num_members, model.config.trunk) == (3, run.SHARED)
     seen = model.predict([load_sample().far["FashionMNIST"][row][0] for row in range(8)])
     assert "unfamiliar" in seen.reason
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    fail("demo", "--output", tmp_path, "--quiet")
-    with pytest.raises(HydraError):
-        run.run_demo(tmp_path)

@@ -110,15 +110,6 @@ def test_temperature_and_threshold_of_the_calibration_are_applied():
     assert plain.means == found.means  # scores are not calibrated
 
 
-def test_one_member_has_two_axes_and_no_diversity_and_half_precision_is_raised():
-    logits, other = GOOD[:1].half(), {"noise": noise(members=1).half()}
-    found = evaluated(logits, TARGETS, other)
-    assert found.provenance["dtype"] == "float16"
-    numbers = found.numbers()
-    assert numbers == evaluated(logits.float(), TARGETS, {"noise": other["noise"].float()}).numbers()
-    assert found.id.mutual_information == found.id.disagreement == 0
-
-
 def test_intervals_hold_the_numbers(evaluation):
     found = evaluated(GOOD, TARGETS, SUITE, {"fog": (FOG, TARGETS)}, calibration=Calibration(threshold=0.4))
     numbers = found.numbers()

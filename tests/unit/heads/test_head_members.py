@@ -5,8 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from hydra_ensembles.baselines.building_blocks import joined
-from hydra_ensembles.errors import ConfigError, HeadError, SameMembersError
+from hydra_ensembles.errors import HeadError, SameMembersError
 from hydra_ensembles.heads.masking import Head
 from hydra_ensembles.heads.ranking import (
     CIRCUIT_ORDER,
@@ -17,7 +16,6 @@ from hydra_ensembles.heads.ranking import (
     random_members,
     sampled_members,
 )
-from hydra_ensembles.model.config import Sharing
 from random_ensembles import random_ensemble, without_heads
 
 EVERY = [Head(layer, head) for layer in range(12) for head in range(12)]
@@ -30,9 +28,6 @@ def ranking(heads: list[Head], score: str = "avg", **provenance: Any) -> HeadRan
 def circuits() -> dict[str, HeadRanking]:
     orders = {"ood": EVERY[::-1], "acc": EVERY[50:] + EVERY[:50], "avg": EVERY}
     return {score: ranking(order, score) for score, order in orders.items()}
-
-
-OF_TWO_MODELS = {"avg": ranking(EVERY, "avg", model="one"), "acc": ranking(EVERY[::-1], "acc", model="two")}
 
 
 def test_circuits_come_in_the_order_avg_acc_ood_and_further_members_from_the_pool_of_avg() -> None:
@@ -91,23 +86,3 @@ def test_random_members_are_drawn_from_the_heads_that_are_left() -> None:
     chosen = random_members(pruned, prune=2, members=10, layers=[1, 0])  # all pairs
     drawn = {head for member in chosen for head in member}
     assert drawn == {Head(0, 1), Head(0, 2), Head(0, 3), Head(1, 0), Head(1, 3)}
-
-
-ONE = random_ensemble()
-SOME = {"ranking": ranking(EVERY), "prune": 48, "pool": 100, "members": 3}
-
-
-@pytest.mark.parametrize(
-    ("choose", "options", "token"),
-    [
-        (circuit_members, {"rankings": {"avg": circuits()["avg"]}, "prune": 48, "members": 4}, "'acc', 'ood'"),
-        (circuit_members, {"rankings": circuits() | {"acc": circuits()["ood"]}, "prune": 48, "members": 2}, "need"),
-        (circuit_members, {"rankings": OF_TWO_MODELS, "prune": 48, "members": 2}, "one model"),
-        (sampled_members, SOME | {"pool": 47}, "prune is 48, but there are 47 heads"),
-        (random_members, {"model": ONE, "prune": 4, "members": 2, "layers": [1]}, "`layers`"),
-        (random_members, {"model": joined([ONE, ONE], Sharing()), "prune": 1, "members": 1}, "2 members"),
-    ],
-)
-def test_what_cannot_be_chosen_is_refused(choose: Any, options: dict[str, Any], token: str) -> None:
-    with pytest.raises((HeadError, ConfigError), match=token):
-        choose(**options)

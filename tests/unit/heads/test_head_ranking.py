@@ -35,19 +35,6 @@ def test_first() -> None:
             asked.first(count)
 
 
-@pytest.mark.parametrize(
-    ("heads", "changes", "token"),
-    [
-        ([(0, 0), (0, 0)], {}, "twice"),
-        ([(0, 0)], {"scores": [1.0, 2.0]}, "got 2 for 1"),
-        ([(0, 0)], {"scores": [math.inf]}, "finite"),
-    ],
-)
-def test_impossible_rankings(heads: list[tuple[int, int]], changes: dict[str, Any], token: str) -> None:
-    with pytest.raises(HeadError, match=token):
-        ranking(*heads, **changes)
-
-
 def test_overlap() -> None:
     first, second = ranking((0, 0), (1, 1), (2, 2), (0, 3)), ranking((1, 1), (2, 0), (0, 0), (0, 3, "text"))
     found = [overlap(first, second, count) for count in (1, 2, 3, 4)]

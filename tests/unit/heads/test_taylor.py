@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from hydra_ensembles.errors import DataError, HeadError
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import taylor
 from hydra_ensembles.model.ensemble import Ensemble
@@ -131,18 +130,3 @@ def test_dropout_is_off() -> None:
     noisy = replace(ensemble.config.encoder, attention_dropout=0.5, output_dropout=0.5, drop_path=(0.5,) * LAYERS)
     trained = Ensemble.from_state(replace(ensemble.config, encoder=noisy), ensemble.state_dict()).train()
     assert taylor(trained, batches, budget=3).scores == taylor(ensemble, batches, budget=3).scores
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "token"),
-    [
-        ({"budget": 4}, HeadError, "evenly"),
-        ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 can lose only 2"),
-        ({"layers": [3]}, HeadError, "layers"),
-        ({"calibration_batches": 4}, DataError, "3 batches"),
-    ],
-)
-def test_settings_that_cannot_work_together(settings: dict[str, Any], error: type[Exception], token: str) -> None:
-    ensemble = random_ensemble()
-    with pytest.raises(error, match=token):
-        taylor(ensemble, random_batches(ensemble), **{"budget": 3} | settings)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.metrics import Reference, conformal_threshold
 from hydra_ensembles.metrics.conformal import KEPT, rank_for, samples_for
 
@@ -28,16 +27,3 @@ def test_p_values_by_hand_and_of_many_samples() -> None:
     assert (len(reference.values), reference.samples) == (KEPT, len(many))
     assert (rounded >= exact - 1e-12).all()  # never too small, as promised
     assert (rounded - exact).max() <= 1 / KEPT + 1e-9
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "token"),
-    [
-        (lambda: conformal_threshold(torch.ones(0), 0.9), DataError, "no scores"),
-        (lambda: conformal_threshold(torch.tensor([1.0, math.nan]), 0.9), DataError, "NaN"),
-        (lambda: Reference((2.0, 1.0), 2), ConfigError, "sorted"),
-    ],
-)
-def test_what_cannot_be_used_is_named(call, error, token) -> None:
-    with pytest.raises(error, match=token):
-        call()

@@ -1,20 +1,18 @@
 """Dual encoders: features, logits and gradients equal the originals'; members, and duals made of two encoders."""
 
 import copy
-from functools import cache
 
 import pytest
 import torch
 from torch import nn
 
 import hydra_ensembles as he
-from architectures import images, perturbed
-from architectures_clip import DUAL_CASES, DualCase, open_clip_model
+from architectures import images, relative_error
+from architectures_clip import DUAL_CASES, DualCase
 from checkpoint_models import same_state
-from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.dual_encoder import DualEncoder
 from hydra_ensembles.model.stem_readout import Projections
-from zero_shot_models import relative_error
+from zero_shot_models import three
 
 VARIED = (
     "transformers-end-not-highest",
@@ -29,12 +27,6 @@ every_case = pytest.mark.parametrize("case", DUAL_CASES, ids=str)
 varied_cases = pytest.mark.parametrize("case", [case for case in DUAL_CASES if case.name in VARIED], ids=str)
 BY_NAME = {case.name: case for case in DUAL_CASES}
 TRANSFORMERS, OPEN_CLIP = BY_NAME["transformers-quickgelu"], BY_NAME["open_clip-nonscalar"]
-
-
-@cache
-def three(case: DualCase) -> list[DualEncoder]:
-    """Three models with different values in every parameter, scales included; tests must not modify them."""
-    return [he.convert(perturbed(case.build(), seed)) for seed in (11, 12, 13)]
 
 
 @every_case
@@ -135,20 +127,3 @@ def test_two_encoders_make_a_dual_encoder() -> None:
     dual(pixels, ids).sum().backward()
     assert all(parameter.grad is not None for parameter in dual.projections.parameters())
     assert dual.logit_scale.grad is not None
-
-
-def test_what_does_not_fit_together_is_refused() -> None:
-    members = three(OPEN_CLIP)
-    two, rest = he.Ensemble.stack([one.image for one in members[:2]]), he.Ensemble.stack([one.text for one in members])
-    image, text = separate_towers()
-    for make, token in [
-        (lambda: fused([members[0], he.convert(open_clip_model())]), "float32|logit bias|architecture"),
-        (lambda: DualEncoder(two, rest, members[0].projections), "2 and 3 members"),
-        (lambda: DualEncoder(image, text), "width 40.*width 32"),
-        (lambda: DualEncoder(text, image), "first a tower for images"),
-    ]:
-        with pytest.raises(ConfigError, match=token):
-            make()
-    dual = he.convert(open_clip_model())
-    with pytest.raises(DataError, match="preprocessing"):
-        dual.encode_text(["a photo"])

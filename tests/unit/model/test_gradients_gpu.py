@@ -44,16 +44,11 @@ def uneven(model: he.Ensemble, first: int = 0) -> he.Ensemble:
 
 
 KINDS: dict[str, Callable[[], he.Ensemble]] = {
-    "single": image,
-    "single-257": lambda: image(side=16),
     "even": lambda: fused(image(), *([(layer, head) for layer in range(LAYERS)] for head in range(3))),
-    "uneven": lambda: uneven(image()),
     "uneven-257": lambda: uneven(image(side=16)),
     "trunk": lambda: uneven(image(), first=1),
     "stacked": lambda: he.Ensemble.stack([image(seed) for seed in range(3)]),
-    "text": text,
     "text-uneven": lambda: uneven(text()),
-    "causal": lambda: text(causal=True),
     "causal-uneven": lambda: uneven(text(causal=True)),
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from architectures import close
 from hydra_ensembles.model import cost
 from hydra_ensembles.model.config import KeptHeads, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
@@ -26,10 +27,6 @@ def hydra(shape: str = "image-cls", heads: KeptHeads = UNEVEN) -> Ensemble:
 
 def images(batch: int) -> Tensor:
     return torch.randn(batch, 3, 4, 6, generator=torch.Generator().manual_seed(batch))
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
-    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 def test_an_autocast_of_the_caller_changes_nothing_that_is_kept_or_answered() -> None:

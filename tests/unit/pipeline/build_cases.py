@@ -17,15 +17,15 @@ BLOCKS: dict[str, Any] = {"width": 12, "layers": LAYERS, "heads": HEADS, "head_d
 TEXT_BATCHES = ((10, 7), (9, 9), (9, 5))  # samples and tokens per batch
 
 
-def image_model(seed: int = 4, layers: int = LAYERS) -> he.Ensemble:
+def image_model(seed: int = 4, **blocks: Any) -> he.Ensemble:
     metadata = Metadata(source="a test", labels=("red", "green", "blue"), history=("made",))
-    return noisy(small(**{**BLOCKS, "layers": layers}), seed, metadata=metadata)
+    return noisy(small(**{**BLOCKS, **blocks}), seed, metadata=metadata)
 
 
-def text_model(seed: int = 0) -> he.Ensemble:
+def text_model(seed: int = 0, words: dict[str, int] | None = None, **blocks: Any) -> he.Ensemble:
     metadata = Metadata(source="a test", labels=("bad", "good"), history=("made",))
     readout = {"hidden": "tanh", "norm": "none"}
-    config = small("text", 2, text={"positions": 10}, readout=readout, norm_first=False, **BLOCKS)
+    config = small("text", 2, text=words or {"positions": 10}, readout=readout, norm_first=False, **BLOCKS, **blocks)
     return noisy(config, seed, metadata=metadata)
 
 

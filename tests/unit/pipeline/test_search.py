@@ -14,7 +14,7 @@ from build_cases import batches, image_model, recipe, same
 
 import hydra_ensembles as he
 from checkpoint_models import same_state
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.metrics.bootstrap import paired
 from hydra_ensembles.metrics.probabilities import weighted_mean
 from hydra_ensembles.model.metadata import Calibration
@@ -23,7 +23,6 @@ from hydra_ensembles.pipeline import search as searching
 from hydra_ensembles.pipeline.search import DEEP, FUSED, SOUP, YOURS, SearchResult, SearchRow
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
-from unit.training.training_cases import tiny_dual
 
 PLAIN = {"shared_layers": 2, "strategy": "random", "prune": 1}
 TOGETHER = {**PLAIN, "training": "together"}
@@ -169,23 +168,6 @@ def test_judges_are_halves_or_made_from_the_half_that_judges() -> None:
     assert run(**plan, ood="synthetic").samples == {"ID": 124, "synthetic": 124}
     several = {"near": SETS["ood"], "far": batches(24, size=24, seed=8, shift=4.0)}  # each is split in two
     assert run(**plan, ood=several).samples == {"ID": 124, "ood['near']": 24, "ood['far']": 12}
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [
-        ({"cost": 1.01}, ConfigError),
-        ({"candidates": [{**PLAIN, "shared_layers": 3}]}, ConfigError),
-        ({"train": None}, DataError),
-        ({"ood": SETS["id"]}, DataError),
-        ({"id": batches(20, seed=2)}, DataError),
-        ({"model": tiny_dual()}, ConfigError),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_is_trained(changes, kind, work) -> None:
-    with pytest.raises(kind):
-        run(**changes)
-    assert not work
 
 
 def test_circuits_are_extracted_once_for_all_that_can_use_them(work, tmp_path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.evaluation import Evaluation
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.report.compare import (
@@ -76,18 +76,6 @@ def test_several_runs_give_mean_and_standard_deviation():
     assert compare({"Single": evaluation("x", seed=9), "Hydra": runs}, costs()) == comparison
     rows = list(csv.DictReader(io.StringIO(to_csv(comparison))))
     assert [row["accuracy_sd"] for row in rows] == ["", str(found.spread)]
-
-
-@pytest.mark.parametrize(
-    ("evaluations", "error", "token"),
-    [
-        ([evaluation("One"), replace(evaluation("Other"), score="energy")], ConfigError, "energy"),
-        ([evaluation("One"), evaluation("Other", ood=False)], DataError, "Other"),
-    ],
-)
-def test_what_does_not_compare_is_refused(evaluations, error, token):
-    with pytest.raises(error, match=token):
-        compare(evaluations)
 
 
 def test_other_samples_in_sets_of_one_name_and_size_are_told():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
-from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.report.html import write_report
 from sample_evaluations import TARGETS, costs, evaluated, evaluation, methods
@@ -113,12 +112,3 @@ def test_a_difference_is_marked_if_its_paired_interval_excludes_zero(render):
     assert '<span class="">+0.00 vs A</span>' in render([base, same])
     warm = replace(repaired.model, calibration=Calibration(temperature=(1.3,)))  # uncalibrated ECE is not comparable
     assert render([base, replace(repaired, model=warm)]).count("vs A") == 1
-
-
-def test_the_suffix_chooses_the_format(tmp_path):
-    assert write_report(methods(), tmp_path / "table.md").read_text().startswith("| Method ")
-    assert write_report(methods(), tmp_path / "table.csv").read_text().startswith("method,heads,accuracy")
-    with pytest.raises(ConfigError, match="html"):
-        write_report(methods(), tmp_path / "table.tex")
-    with pytest.raises(ConfigError, match="'None of these'"):
-        write_report(methods(), tmp_path / "report.html", focus="None of these")

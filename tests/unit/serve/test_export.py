@@ -9,17 +9,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import hydra_ensembles as he
-from checkpoint_models import TOKENIZER, ensemble, single
+from checkpoint_models import TOKENIZER
 from contract.models import ALL_CASES, variants
-from hydra_ensembles.errors import ConversionError, MissingExtraError
+from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.serve import export as module
 from hydra_ensembles.serve.protocol import columns, output_fields
 from hydra_ensembles.settings import to_plain
@@ -116,16 +114,6 @@ def test_every_output_is_compared(monkeypatch, tmp_path: Path) -> None:
     assert (tmp_path / "model.pt2").read_text() == "made"
 
 
-@pytest.mark.ci
-def test_the_callers_autocast_is_not_written_into_the_file(tmp_path: Path) -> None:
-    one = ensemble(single())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        he.export(one, tmp_path / "model.pt2")
-    inputs = inputs_for(one, 2)
-    found = torch.export.load(tmp_path / "model.pt2").module()(**inputs)
-    torch.testing.assert_close(found["probs"], one.predict(inputs).probs)
-
-
 def test_a_file_never_runs_with_the_weights_of_another(monkeypatch, tmp_path: Path) -> None:
     """As for weights beyond 2 GB, which are in a file of their own."""
 
@@ -154,16 +142,6 @@ def test_a_file_never_runs_with_the_weights_of_another(monkeypatch, tmp_path: Pa
     pretend(monkeypatch, served("image"))
     he.export(served("image"), path)
     assert not list(tmp_path.glob("*.data"))  # of an earlier export
-
-
-def test_a_failure_of_the_exporter_is_one_error_and_a_missing_one_is_named(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "_traced", Mock(side_effect=RuntimeError("no such operator\nand a long story")))
-    with pytest.raises(ConversionError, match="no such operator;"):
-        he.export(served("image"), tmp_path / "model.pt2")
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingExtraError, match=r"\[onnx\]"):
-        he.export(served("image"), tmp_path / "model.onnx")
 
 
 EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / "run_exported.py"))

@@ -11,7 +11,6 @@ from scipy.stats import spearmanr
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from hydra_ensembles.errors import DataError
-from studies import paper
 from studies.measures import Difference, Number, numbers, plain_numbers
 from studies.rows import SINGLE, Rows, write_rows
 from studies.tables import Study, judged, write_tables
@@ -132,12 +131,3 @@ def test_rows_come_back_as_written_and_give_tables(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"no rows")
     with pytest.raises(DataError, match="rows"):
         Rows.read(tmp_path / "rows.parquet")
-
-
-def test_the_papers_numbers() -> None:
-    found = paper.classifier_numbers("cifar100")
-    assert found[SINGLE]["accuracy"] == pytest.approx(0.9211, abs=0.02)
-    assert "ood.mnist.auroc" in found[SINGLE]
-    assert {"severity 1.accuracy", "shift.brier"} <= set(paper.classifier_numbers("tinyimagenet")[SINGLE])
-    zero_shot = paper.zero_shot_numbers(["cifar100", "pets"], ["cifar100"])
-    assert {"unseen.accuracy", "pets.accuracy", "cifar100.near.auroc"} <= set(zero_shot["Hydra (Circ)"])

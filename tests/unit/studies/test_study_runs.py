@@ -158,9 +158,3 @@ def test_the_zero_shot_study_from_pairs_to_tables(tmp_path: Path) -> None:
 
 def methods_family(task: SmallZeroShot, method: str) -> Any:
     return task.methods[method].family  # type: ignore[attr-defined]
-
-
-def test_a_users_model_has_no_pairs() -> None:
-    task = SmallZeroShot(model="open_clip:ViT-B-32/laion2b_s34b_b79k")
-    assert "BayesVLM" not in task.methods
-    assert not [method for method in task.methods if "fine-tuned" in method]

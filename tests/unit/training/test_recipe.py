@@ -7,37 +7,7 @@ import pytest
 from training_cases import LAYERS, batches, tiny
 
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.model.config import GROUPS
-from hydra_ensembles.settings import from_plain, to_plain
 from hydra_ensembles.training.recipe import DataRecipe, Recipe, read_recipe
-
-AFTER_PRUNING = ("attention", "mlp", "norms", "readout")
-
-
-IMAGE = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0, "schedule": "cosine", "augment": True}
-CIFAR100 = {**IMAGE, "rand_augment": None, "grid": (0.001, 0.003, 0.01, 0.03), "warmup": 500, "steps": 10_000}
-PRUNED, FRESH = {"floor": 1e-5, "label_smoothing": 0.1}, {"reinit_classifier": "zeros"}
-LONG = {"grid": (0.003, 0.01, 0.03, 0.06), "warmup": 5_000, "steps": 120_000, "rand_augment": (2, 12)}
-TEXT = {"optimizer": "adamw", "warmup": 0.1, "schedule": "linear", "floor": 0.0, "clip_norm": 1.0, "augment": False}
-APPENDIX = {
-    "imagenet-base": {**IMAGE, "grid": (0.003, 0.01, 0.03, 0.06), "warmup": 500, "steps": 20_000, "dropout": 0.0},
-    "cifar100-base": {**CIFAR100, "dropout": 0.0, "train_groups": GROUPS, "last_blocks": None},
-    "sst2-base": {**TEXT, "learning_rate": 8e-6, "weight_decay": 0.01, "epochs": 7, "patience": 2, "min_delta": 5e-4},
-    "imagenet": {**IMAGE, **PRUNED, **LONG, "dropout": 0.1, "train_groups": AFTER_PRUNING, "reinit_classifier": None},
-    "cifar100-last5": {**CIFAR100, **PRUNED, **FRESH, "last_blocks": 5, "train_groups": AFTER_PRUNING},
-    "cifar100-classifier": {**CIFAR100, **PRUNED, **FRESH, "last_blocks": None, "train_groups": ("readout",)},
-    "sst2": {**TEXT, "learning_rate": 1e-5, "label_smoothing": 0.0, "dropout": None, "train_groups": AFTER_PRUNING},
-}
-
-
-@pytest.mark.parametrize("name", APPENDIX)
-def test_presets_are_those_of_the_appendix(name):
-    recipe, stated = DataRecipe.preset(name), APPENDIX[name]
-    assert {setting: getattr(recipe, setting) for setting in stated} == stated
-    assert from_plain(DataRecipe, to_plain(recipe)) == recipe
-    plain = Recipe.preset(name)  # without what a loader needs
-    assert to_plain(plain).items() <= to_plain(recipe).items()
-    assert not hasattr(plain, "batch_size")
 
 
 def test_the_plan_counts_updates_and_warm_up():

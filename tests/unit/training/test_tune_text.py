@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from training_cases import NAMES, largest_gap, moved, pair_samples, pairs, same, tiny_dual
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import TextLearner, contrastive_loss, image_features, retrieval, tune_text
@@ -117,16 +117,3 @@ def test_a_pruned_dual_encoder_trains_and_fuses_with_others():
     assert fused.num_members == 2
     with pytest.raises(ConfigError, match="2 members"):
         tune(fused, pairs())
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([(torch.zeros(3, 3, 8, 8), ["a", "b"], None)], "3 images, 2 texts"),
-        ([(torch.zeros(2, 7), ["a", "b"], None)], "image features of batch 0"),
-        ([(torch.full((2, 24), math.nan), ["cat", "dog"], None)], "the loss is nan .* at step 0"),
-    ],
-)
-def test_data_that_cannot_be_used(data, message):
-    with pytest.raises(DataError, match=message):
-        tune(tiny_dual(), data)
