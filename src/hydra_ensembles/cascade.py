@@ -25,7 +25,7 @@ from .familiarity import sample_digests
 from .files import expanded, remove
 from .metrics.conformal import conformal_threshold
 from .metrics.probabilities import at_least_float32
-from .model.cost import Description, interleaved_times
+from .model.cost import Description, attention_cost, interleaved_times, mlp_cost
 from .model.ensemble import Answering, Ensemble, restored_metadata, stored_metadata
 from .model.inputs import Prepared
 from .model.layers import OurModel, dropping
@@ -310,8 +310,13 @@ class Cascade(InTurn, OurModel, Saved):
         shares = zip(self.stages, (1.0, *self.settings.asked), strict=True)
         known = [(one.describe(), share) for one, share in shares if isinstance(one, Answering)]
         parameters = sum(one.parameters for one, _ in known)
-        work = round(sum(one.multiply_adds * share for one, share in known))
-        return replace(known[0][0], parameters=parameters, multiply_adds=work, heads=())
+        work = sum(one.multiply_adds * share for one, share in known)
+        for layer in range(self.settings.layers):  # common ones run once
+            config, tokens = self.front.config, known[0][0].tokens
+            heads = len(config.heads[0][layer])
+            once = attention_cost(config.encoder, heads, tokens, tokens) + mlp_cost(config.encoder, tokens)
+            work -= once * self.settings.asked[0]
+        return replace(known[0][0], parameters=parameters, multiply_adds=round(work), heads=())
 
     @property
     def config(self) -> dict[str, Any]:
@@ -391,6 +396,7 @@ class OptimizedCascade(InTurn):
     def __init__(self, cascade: Cascade, example_inputs: Any = None, **options: Any) -> None:
         self.settings, self.metadata, self.kind = cascade.settings, cascade.metadata, cascade.kind
         self.num_classes, self._orders, self._padded = cascade.num_classes, cascade._orders, True
+        self.by_share = cascade.by_share
         self.faults = [0] * len(cascade.stages)
         ours = (Ensemble, Cascade)
         self.stages = [one.optimize(**options) if isinstance(one, ours) else one for one in cascade.stages]

@@ -63,7 +63,9 @@ def predict(
             else:
                 told = served.plain(answer)
                 answers.append(
-                    {"input": name} | {key: told.get(key) for key in ("label", "accept", "reason", *NUMBERS)}
+                    {"input": name}
+                    | {key: told.get(key) for key in ("label", "accept", "reason", *NUMBERS)}
+                    | {key: told[key] for key in ("stage",) if key in told}
                 )
     if not answers and not problems:
         raise DataError("got nothing to predict; give files or folders, texts by --text, or - for standard input")
@@ -72,7 +74,7 @@ def predict(
             print(_formatted(answers, format), end="", flush=True)
         else:
             write_atomically(expanded(output), _formatted(answers, format).encode())
-        if answers[0]["accept"] is None:
+        if answers[0]["accept"] is None or ensemble.metadata.calibration is None:
             print("no verdict: this model has no threshold; hydra-ensembles calibrate makes one", file=sys.stderr)
     if problems:
         raise DataError(f"{len(problems)} of {len(problems) + len(answers)} inputs have no answer; {problems[0]}")

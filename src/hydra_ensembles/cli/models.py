@@ -144,10 +144,10 @@ def info(model: Model, as_json: Json = False) -> None:
     Example:
       hydra-ensembles info my-model
     """
-    from ..model.ensemble import Ensemble
+    from ..model.ensemble import Answering
 
     loaded = common.load_model(model, "cpu", classifies=False)
-    towers = {model: loaded} if isinstance(loaded, Ensemble) else {"image": loaded.image, "text": loaded.text}
+    towers = {model: loaded} if isinstance(loaded, Answering) else {"image": loaded.image, "text": loaded.text}
     if as_json:
         facts = {name: _facts(tower) for name, tower in towers.items()}
         print(json.dumps(facts if len(towers) > 1 else facts[model], indent=1, ensure_ascii=False))
@@ -169,7 +169,7 @@ def _facts(ensemble: Any) -> dict[str, Any]:
     return {
         "kind": ensemble.kind,
         "members": ensemble.num_members,
-        "trunk": ensemble.config.trunk,
+        "trunk": ensemble.front.config.trunk,
         "classes": ensemble.num_classes,
         "dtype": str(ensemble.dtype).removeprefix("torch."),
         "parameters": counts.parameters,
@@ -227,19 +227,30 @@ def calibrate(
 def fuse(
     models: Models,
     output: Output,
-    how: Annotated[Literal["hydra", "soup", "stack"], typer.Option("--as", help="What to make of them.")] = "hydra",
+    how: Annotated[
+        Literal["hydra", "soup", "stack", "cascade"], typer.Option("--as", help="What to make of them.")
+    ] = "hydra",
     average: Annotated[str, typer.Option(help="First layers to average: a number, or a share below 1.")] = "0",
     mlp: Annotated[Literal["mean", "separate"], typer.Option(help="How the MLPs above are fused.")] = "mean",
+    data: Annotated[str | None, typer.Option("--data", help="Of a cascade: held-out labelled data.")] = None,
+    ask: Annotated[
+        list[float] | None, typer.Option(help="Of a cascade: share of rows that goes on, for each model but the last.")
+    ] = None,
+    column: Column = None,
+    limit: Limit = None,
 ) -> None:
     """Fuse several trainings of one model.
 
     A hydra runs in one pass, a soup is their mean, a stack is a Deep Ensemble. Fine-tunings of one model differ in
     every layer: average 0.8 with separate MLPs averages the first four fifths of the layers, which then run once.
+    A cascade, of any models from cheap to good, asks the next one where it is unsure; it needs --data.
 
     \b
     Example:
       hydra-ensembles fuse seed-0 seed-1 seed-2 --average 0.8 --mlp separate -o my-hydra
+      hydra-ensembles fuse small large --as cascade --data val/ --ask 0.1 -o chain
     """
+    from ..cascade import Cascade, CascadeSettings, cascade
     from ..fuse import fuse as fused
     from ..fuse import soup
     from ..model.ensemble import Ensemble
@@ -248,6 +259,14 @@ def fuse(
     loaded = [common.load_model(name, "cpu") for name in models]
     if how == "hydra":
         made = fused(loaded, average=common.parse_yaml(average, "average"), mlp=mlp)
+    elif how == "cascade":
+        if data is None:
+            raise ConfigError("a cascade needs held-out labelled data: --data")
+        nothing = (1.0,) * (len(loaded) - 1)
+        reading = common.Reading(
+            Cascade(loaded, CascadeSettings(nothing, nothing)), columns=common.named_columns(column), limit=limit
+        )
+        made = cascade(loaded, reading.batches(data), ask=ask[0] if ask and len(ask) == 1 else ask)
     else:
         made = soup(loaded) if how == "soup" else Ensemble.stack(loaded)
     _save(made, folder, "calibrate")
@@ -303,6 +322,9 @@ def bench(
     from ..report.compare import save_costs
 
     ensemble = common.load_model(model, device)
+    if ensemble.raw:
+        raise ConfigError("the stages of this cascade read their inputs differently: give them to bench one by one")
+    ensemble.by_share = True  # of a cascade, as blank inputs say nothing of the rows that go on
     members = 1 if baseline == "single" else ensemble.num_members
     measured = {baseline: _whole(ensemble, members), Path(model).name or model: ensemble}
     if optimize:
@@ -326,7 +348,7 @@ def _whole(ensemble: Any, members: int) -> Any:
     from ..model.config import EnsembleConfig
     from ..model.ensemble import Ensemble
 
-    config = ensemble.config
+    config = ensemble.front.config
     with torch.random.fork_rng(), torch.device(ensemble.device):
         fresh = Ensemble(EnsembleConfig(config.stem, config.encoder, config.readout, config.encoder.all_heads(members)))
     return fresh.to(ensemble.dtype).eval()
@@ -340,7 +362,7 @@ def _inputs(ensemble: Any, size: str) -> Any:
 
     if not size.isdecimal() or int(size) < 1:
         raise ConfigError(f"batch takes whole numbers, such as 1,8,32; got {size!r}")
-    stem, place = ensemble.config.stem, ensemble.device
+    stem, place = ensemble.front.config.stem, ensemble.device
     if isinstance(stem, PatchStemConfig):
         return torch.zeros(int(size), stem.channels, *stem.image_size, dtype=ensemble.dtype, device=place)
     return torch.zeros(int(size), min(TOKENS, stem.max_tokens), dtype=torch.long, device=place)

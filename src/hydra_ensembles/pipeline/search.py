@@ -17,6 +17,7 @@ from tqdm import tqdm
 from .._distributed import launched
 from .._utils import warn, without_autocast
 from ..batches import Batches, Sources, changed, size_of
+from ..cascade import CHOOSE_LEAST, Cascade, CascadeSettings, cascade, common_layers
 from ..convert.convert import convert
 from ..digest import digest, digest_batches
 from ..errors import ConfigError, DataError, DivergedError, SameMembersError
@@ -26,11 +27,11 @@ from ..fuse import fuse, soup
 from ..heads.ranking import random_members
 from ..metrics.distance import FamiliarityName
 from ..model.cost import measure_costs
-from ..model.dual_encoder import DEFAULT_TEMPLATES, DualEncoder
-from ..model.ensemble import ENSEMBLE, Ensemble
+from ..model.dual_encoder import DEFAULT_TEMPLATES, DualEncoder, load
+from ..model.ensemble import Ensemble
 from ..report.compare import Cell, Column, Comparison, tabulated, to_markdown
 from ..settings import Range, from_plain, require
-from ..store import Store
+from ..store import Form, Store
 from ..training.recipe import Recipe
 from .build import (
     RESULT,
@@ -47,6 +48,9 @@ from .build import (
 from .settings import BuildData, HydraConfig, ReadBatch, StartingModel, starting_model, usual_trunk
 
 YOURS, SOUP, FUSED, DEEP = "yours", "soup", "fused above a mean trunk", "deep ensemble"
+CHAINS = {f"{SOUP}, then {name}": name for name in (FUSED, DEEP)}  # cascades, and their second stages
+ASK = 0.1  # share of rows that goes on in them
+MODEL: Form[Any] = Form("", load, lambda folder, model: model.save_pretrained(folder))
 DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # default trunks to try, as shares of the layers
 RESAMPLES = 10_000  # bootstrap resamples for the interval of a difference
 REPEATS = 10  # timed runs per model, alternating with the given one
@@ -230,7 +234,7 @@ def search(
         if progress:
             tqdm.write(to_markdown(planned.table()))
         decided = from_plain(SearchResult, run.step("search", lambda: work.decided(planned)), "search.json")
-        return replace(decided, ensemble=run.step(RESULT, lambda: work.final(decided.choice), ENSEMBLE))
+        return replace(decided, ensemble=run.step(RESULT, lambda: work.final(decided.choice), MODEL))
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,8 +328,14 @@ class Search:
             chain = Chain(self.start, self.built[name], self.data, self.run, at, self.progress)
             return chain.step(RESULT, chain.assembled)
         make = {YOURS: lambda: self.start.base, **self.of_models()}[name]
-        ensemble = self.run.step(f"{at}{RESULT}", lambda: self.ready(make()), ENSEMBLE)
+        if name in CHAINS:
+            make = partial(self.chain, name)
+        ensemble: Ensemble = self.run.step(f"{at}{RESULT}", lambda: self.ready(make()), MODEL)
         return ensemble.to(self.start.base.device)
+
+    def chain(self, name: str) -> Any:
+        """A cascade of finished candidates, with its threshold."""
+        return cascade([self.final(SOUP), self.final(CHAINS[name])], self.data.validation or (), ask=ASK)
 
     def ready(self, model: Ensemble) -> Ensemble:
         """Calibrate a given model like the candidates; if it already is, its own calibration stays."""
@@ -333,6 +343,8 @@ class Search:
         if own is not None and self.familiarity is None:
             return model
         config = HydraConfig(familiarity=self.familiarity, seed=self.seed)
+        if model.front is not model:  # the familiarity of a cascade is that of its first stage
+            return calibrated(model, config, replace(self.data, ranking=None))
         fitted = calibrated(model, config, self.data)
         return fitted if own is None else fitted.with_metadata(calibration=own, metrics=model.metadata.metrics)
 
@@ -342,11 +354,14 @@ class Search:
             return {}
         every = [self.start.base, *self.models]
         trunk = usual_trunk(self.start.base.num_layers)
-        return {
+        one: dict[str, Callable[[], Any]] = {
             SOUP: lambda: soup(every),
             FUSED: lambda: fuse(every, mlp="separate", average=trunk),
             DEEP: lambda: Ensemble.stack(every),
         }
+        if samples_in(self.data.validation or []) < 2 * CHOOSE_LEAST:  # some choose, the others calibrate
+            return one
+        return one | {name: lambda last=last: _for_price(one[SOUP](), one[last]()) for name, last in CHAINS.items()}
 
     def with_significance(self, chosen: SearchResult) -> SearchResult:
         """Add to the reason whether the NLL of the choice is significantly lower than the model's; warn if it is not.
@@ -450,6 +465,13 @@ def _untrained(config: HydraConfig, start: StartingModel) -> Ensemble:
             for weight in ensemble.parameters():
                 weight += torch.linspace(-0.01, 0.01, weight.numel(), device=weight.device).view_as(weight).to(weight)
     return ensemble
+
+
+def _for_price(first: Ensemble, second: Ensemble) -> Cascade:
+    """A cascade that sends on the usual share of any rows."""
+    made = Cascade([first, second], CascadeSettings((1.0,), (ASK,), layers=common_layers(first, second)))
+    made.by_share = True
+    return made
 
 
 def _slug(name: str) -> str:

@@ -199,8 +199,8 @@ COST = (
     Column("parameters", "Params (M)", better="lower", scale=1e-6),
     Column("multiply_adds", "MAdds (G)", better="lower", scale=1e-9),
     Column("latency_ratio", "Latency", better="lower", suffix="×"),
-    Column("asked", "Asked %", better="lower", scale=100),
 )
+ASKED = Column("asked", "Asked %", better="lower", scale=100)  # of a cascade
 COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *OOD, SHIFT, *COST)
 """The columns of the paper's tables, accuracy under distribution shift, and the costs."""
 
@@ -223,7 +223,7 @@ def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> 
         added.append(Column("selective.accepted", "ID", "Accepted %", scale=100))
         added += (Column(f"{key}.abstained", title, "Declined %", scale=100) for key, title in titles.items())
     single = (column for key, title in alone.items() for column in _detection(key, title))
-    return (HEADS, *CLASSIFICATION, *OOD, SHIFT, *added, *COST, *single)
+    return (HEADS, *CLASSIFICATION, *OOD, SHIFT, *added, *COST, ASKED, *single)
 
 
 def compare(

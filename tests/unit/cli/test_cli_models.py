@@ -8,7 +8,7 @@ import torch
 
 import hydra_ensembles as he
 from checkpoint_models import same_state
-from cli_cases import COLOURS, fail, small_vit, succeed
+from cli_cases import COLOURS, fail, save_reviews, small_vit, succeed
 from hydra_ensembles.data import batches, load
 
 
@@ -91,6 +91,29 @@ def test_trainings_become_one_model(world: Path, tmp_path: Path) -> None:
         output = tmp_path / "-".join(how)
         succeed("fuse", *models, *how, "-o", output)
         assert same_state(he.load(output), expected)
+
+
+def test_a_cascade_works_in_every_command(world: Path, tmp_path: Path) -> None:
+    chain, options = tmp_path / "chain", ["--as", "cascade", "-o", tmp_path / "chain"]
+    assert "--data" in fail("fuse", world / "text", world / "text", *options)
+    save_reviews(tmp_path / "more.csv", 600, seed=8)
+    options += ["--data", tmp_path / "more.csv"]
+    told = succeed("fuse", world / "text", world / "text", *options, "--ask", 0.3)
+    assert "went on" in told
+    assert "went on" in succeed("info", chain)
+    facts = json.loads(succeed("info", chain, "--json"))
+    assert len(facts["config"]["stages"]) == 2
+    succeed("calibrate", chain, "--data", tmp_path / "more.csv", "--share", 0.8, "-o", tmp_path / "safe")
+    rows = succeed("predict", tmp_path / "safe", world / "news.txt", "--format", "jsonl").splitlines()
+    assert all(json.loads(row)["stage"] in (0, 1) for row in rows)
+    succeed("evaluate", tmp_path / "safe", "--id", world / "test.jsonl", "-o", tmp_path / "evaluations", "-q")
+    assert "asked" in json.loads((tmp_path / "evaluations" / "safe.json").read_text())["numbers"]
+    succeed("score", tmp_path / "safe", world / "news.txt", "-o", tmp_path / "scores", "-q")
+    file = tmp_path / "costs.json"
+    succeed("bench", chain, "--batch", "10", "--repeats", 1, "--output", file)
+    assert [row["name"] for row in json.loads(file.read_text())["costs"]] == ["single", "chain"]
+    assert "stages" in fail("export", chain, tmp_path / "x.onnx")
+    assert "Cascade" in fail("fuse", chain, world / "text", "-o", tmp_path / "fused")
 
 
 def test_info_as_text_and_as_json(run_folder: Path, world: Path) -> None:

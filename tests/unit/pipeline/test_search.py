@@ -20,7 +20,7 @@ from hydra_ensembles.metrics.probabilities import weighted_mean
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import build as chain
 from hydra_ensembles.pipeline import search as searching
-from hydra_ensembles.pipeline.search import DEEP, FUSED, SOUP, YOURS, SearchResult, SearchRow
+from hydra_ensembles.pipeline.search import CHAINS, DEEP, FUSED, SOUP, YOURS, SearchResult, SearchRow, _slug
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
 
@@ -160,6 +160,17 @@ def test_soup_mean_trunk_and_deep_ensemble_of_given_models(tmp_path: Path) -> No
     kept = he.load(tmp_path / "candidates" / "fused-above-a-mean-trunk" / "ensemble")
     assert same_state(kept, he.fuse([image_model(), *models], mlp="separate", average=2))  # five sixths of 3, rounded
     assert prices[FUSED] < prices[DEEP]
+
+
+def test_cascades_of_given_models_are_tried_if_there_are_rows_for_their_thresholds(tmp_path: Path) -> None:
+    found = run(tmp_path, candidates=[], models=[image_model(5)], id=batches(1650, size=165, seed=2), train=None)
+    prices = {row.name: row.price for row in found.rows}
+    for name, last in CHAINS.items():
+        assert 1 < prices[name] < min(prices[last], 1.25)
+        chain = he.load(tmp_path / "candidates" / _slug(name) / "ensemble")
+        assert chain.settings.asked[0] <= 0.1
+        assert chain.metadata.calibration is not None
+    assert names(found, "judged") == [row.name for row in found.rows]
 
 
 def test_judges_are_halves_or_made_from_the_half_that_judges() -> None:
