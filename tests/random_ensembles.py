@@ -17,6 +17,7 @@ from hydra_ensembles.model.config import (
     TextStemConfig,
 )
 from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.member_states import ungrouped
 from hydra_ensembles.model.metadata import Metadata
 
 CLASSES = 4
@@ -53,36 +54,46 @@ SHAPES = {
     "text-post-norm": shape(TEXT, {"norm": "none", "hidden": "tanh"}, norm_first=False, activation="relu"),
     "text-mean-post-norm": shape(TEXT, {"pool": "mean", "norm": "none"}, norm_first=False),
     "text-causal": shape(TEXT, {"pool": "last"}, causal=True),
+    "text-grouped": shape(TEXT, {"pool": "last"}, causal=True, kv_heads=2, norm="rms", qk_norm=True, **GATED),
 }
-ALL_SHAPES = SHAPES | {  # for tests of every readout and stem
-    "image-distilled-registers": shape(DISTILLED, {"pool": "distilled"}),
-    "image-post-norm-cls": shape(IMAGE, {"norm": "none"}, norm_first=False),
-    "image-qknorm-cls": shape(IMAGE, {}, qk_norm=True, layer_scale=True),
-    "text-end-of-text": shape(TEXT, {"pool": "eot"}, causal=True, activation="quick_gelu"),
-    "image-rotary": shape(
-        replace(IMAGE, learned_positions=False, registers=2, norm=True, norm_kind="layer_no_bias"),
-        {"pool": "mean", "pool_prefix": True},
-        **EVEN,
-        **GATED,
-        rotary=RotaryConfig(10.0, offset=1.0, reference=(3, 2)),
-        mlp_norm=True,
-        key_bias=False,
-    ),
-    "image-rotary-centred": shape(IMAGE, {}, **EVEN, rotary=RotaryConfig(10.0, centred=True), norm="layer_no_bias"),
-    "text-rotary-local": shape(
-        replace(TEXT, learned_positions=False, norm_kind="layer_no_bias"),
-        {"hidden": "gelu", "hidden_norm": True, "hidden_bias": False},
-        **EVEN,
-        rotary=RotaryConfig(100.0, local_base=10.0),
-        local=(False, True, True),
-        window=2,
-        first_norm=False,
-        up_bias=False,
-        norm="layer_no_bias",
-    ),
-    "text-final": shape(TEXT, {"pool": "final"}),
-    "text-segments-projected": shape(PROJECTED, {"norm": "none"}, norm_first=False, out_bias=False),
+DECODERS = {
+    "text-grouped": SHAPES["text-grouped"],
+    "text-multi-query": shape(TEXT, {"pool": "mean"}, kv_heads=1, head_dim=5, out_bias=False),
+    "text-grouped-rotary": shape(TEXT, {"pool": "last"}, kv_heads=2, **EVEN, rotary=RotaryConfig(10.0), causal=True),
 }
+ALL_SHAPES = (
+    SHAPES
+    | DECODERS
+    | {  # for tests of every readout and stem
+        "image-distilled-registers": shape(DISTILLED, {"pool": "distilled"}),
+        "image-post-norm-cls": shape(IMAGE, {"norm": "none"}, norm_first=False),
+        "image-qknorm-cls": shape(IMAGE, {}, qk_norm=True, layer_scale=True),
+        "text-end-of-text": shape(TEXT, {"pool": "eot"}, causal=True, activation="quick_gelu"),
+        "image-rotary": shape(
+            replace(IMAGE, learned_positions=False, registers=2, norm=True, norm_kind="layer_no_bias"),
+            {"pool": "mean", "pool_prefix": True},
+            **EVEN,
+            **GATED,
+            rotary=RotaryConfig(10.0, offset=1.0, reference=(3, 2)),
+            mlp_norm=True,
+            key_bias=False,
+        ),
+        "image-rotary-centred": shape(IMAGE, {}, **EVEN, rotary=RotaryConfig(10.0, centred=True), norm="layer_no_bias"),
+        "text-rotary-local": shape(
+            replace(TEXT, learned_positions=False, norm_kind="layer_no_bias"),
+            {"hidden": "gelu", "hidden_norm": True, "hidden_bias": False},
+            **EVEN,
+            rotary=RotaryConfig(100.0, local_base=10.0),
+            local=(False, True, True),
+            window=2,
+            first_norm=False,
+            up_bias=False,
+            norm="layer_no_bias",
+        ),
+        "text-final": shape(TEXT, {"pool": "final"}),
+        "text-segments-projected": shape(PROJECTED, {"norm": "none"}, norm_first=False, out_bias=False),
+    }
+)
 
 
 def small(
@@ -163,7 +174,8 @@ def without_heads(ensemble: Ensemble, heads: set[tuple[int, int]]) -> Ensemble:
     kept = tuple(
         tuple(head for head in there if (layer, head) not in heads) for layer, there in enumerate(config.heads[0])
     )
-    state = ensemble.state_dict()
+    config, state = ungrouped(config, ensemble.state_dict())
+    state = dict(state)
     for layer, left in enumerate(kept):
         rows = [config.heads[0][layer].index(head) for head in left]
         for name in ("qkv", "qkv_bias", "out"):

@@ -94,7 +94,7 @@ class Scaled(Parametrised):
             parameter.requires_grad_(False)
             if name.startswith(CLASSIFIERS):
                 self.rates[f"shared.{key}"] = recipe.classifier_rate
-            if name.endswith("attention.qkv"):  # [h, 3, d_k, d]
+            if name.endswith(("attention.qkv", "attention.query", "attention.key_value")):  # [h, 3, d_k, d]
                 self.inputs[key], self.outputs[key] = scales(1, 1, 1, weight.shape[3]), scales(*weight.shape[:3], 1)
             elif name.endswith("attention.out"):  # [h, d_k, d]
                 self.inputs[key], self.outputs[key] = scales(*weight.shape[:2], 1), scales(1, 1, weight.shape[2])

@@ -97,7 +97,7 @@ class LowRank(Parametrised):
     def __init__(self, ensemble: Ensemble, settings: LoRA, recipe: Recipe, seed: int) -> None:
         super().__init__(ensemble)
         self.scale = settings.scale
-        self.layers: dict[int, int] = {}  # updated layers, with their number of heads
+        self.layers: list[int] = []  # updated layers
         config = ensemble.config
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in ensemble.named_parameters():
@@ -107,12 +107,14 @@ class LowRank(Parametrised):
             heads = config.heads[0][layer]
             width = config.encoder.width
             inside = len(heads) * config.encoder.head_dim
+            shared = len(config.encoder.shares(heads)) * config.encoder.head_dim  # of key and value
             if not heads or not recipe.trains(f"encoder.layers.{layer}.attention.qkv", config.encoder.layers):
                 continue
-            self.layers[layer] = len(heads)
+            self.layers.append(layer)
             copies = config.copies("attention", layer)
             for projection in (*INPUTS, "out"):
-                inputs, outputs = (inside, width) if projection == "out" else (width, inside)
+                outputs = {"query": inside, "out": width}.get(projection, shared)
+                inputs = inside if projection == "out" else width
                 first = torch.stack([_drawn(settings, inputs, generator) for _ in range(copies)])  # [M, r, in]
                 key = f"{layer}_{projection}"
                 self.down[key] = nn.Parameter(first.to(ensemble.device, ensemble.dtype))
@@ -122,12 +124,15 @@ class LowRank(Parametrised):
     def computed(self) -> dict[str, Tensor]:
         """Attention weights of every member with their updates added."""
         updated: dict[str, Tensor] = {}
-        for layer, heads in self.layers.items():
+        head_dim, grouped = self.ensemble.head_dim, self.ensemble.config.encoder.kv_heads is not None
+        projections = {"query": INPUTS[:1], "key_value": INPUTS[1:]} if grouped else {"qkv": INPUTS}
+        for layer in self.layers:
             prefix = f"encoder.layers.{layer}.attention."
-            rows = torch.stack([self.update(layer, name) for name in INPUTS], dim=1)
-            rows = rows.unflatten(2, (heads, -1)).transpose(1, 2)  # [M, 3, h·d_k, d] -> [M, h, 3, d_k, d]
-            updated[prefix + "qkv"] = self.ensemble.get_parameter(prefix + "qkv") + rows.flatten(0, 1)
-            columns = self.update(layer, "out").mT.unflatten(1, (heads, -1))  # [M, d, h·d_k] -> [M, h, d_k, d]
+            for name, parts in projections.items():  # [M, h·d_k, d] each -> [M, h, P, d_k, d]
+                rows = [self.update(layer, part).unflatten(1, (-1, head_dim)) for part in parts]
+                together = torch.stack(rows, dim=2)
+                updated[prefix + name] = self.ensemble.get_parameter(prefix + name) + together.flatten(0, 1)
+            columns = self.update(layer, "out").mT.unflatten(1, (-1, head_dim))  # [M, d, h·d_k] -> [M, h, d_k, d]
             updated[prefix + "out"] = self.ensemble.get_parameter(prefix + "out") + columns.flatten(0, 1)
         return updated
 

@@ -152,7 +152,7 @@ def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking
     heads, _, head_dim, _ = attention.qkv.shape
     to_query, to_key, to_value = attention.qkv.unbind(1)  # each [H, d_k, d]
     q = torch.einsum("bqd,hkd->bqhk", asking, to_query)
-    biases = attention.biases
+    biases = attention.biases()
     if biases is not None:
         q = q + biases[:, 0]
     probes = torch.einsum("bqhk,hkd->bqhd", q, to_key).flatten(1, 2)  # [B, T'·H, d]

@@ -17,7 +17,7 @@ from ..model.config import EnsembleConfig
 from ..model.dual_encoder import DualEncoder, require_model
 from ..model.ensemble import Ensemble
 from ..model.layers import Attention, gating
-from ..model.member_states import head_axis, member_index
+from ..model.member_states import member_index, rows_of, ungrouped
 
 
 class Head(NamedTuple):
@@ -150,12 +150,18 @@ def attention_of(ensemble: Ensemble, layer: int) -> Attention:
 
 
 def working_copy(ensemble: Ensemble, dtype: torch.dtype | None, device: torch.device | None) -> Ensemble:
-    """A private copy in evaluation mode, free to be modified; None keeps the original's dtype or device."""
-    return Ensemble.from_state(ensemble.config, ensemble.state_dict()).to(device, dtype).requires_grad_(False)
+    """A private copy in evaluation mode, free to be modified; None keeps the original's dtype or device.
+
+    Heads of one member share nothing in it: each has its own key and value.
+    """
+    config, state = ensemble.config, dict[str, Tensor](ensemble.state_dict())
+    if ensemble.num_members == 1:
+        config, state = ungrouped(config, state)
+    return Ensemble.from_state(config, state).to(device, dtype).requires_grad_(False)
 
 
 def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> tuple[int, ...]:
-    """The rows of a head in its layer's `attention.qkv` and `out`: of one member, or of all stored copies (None)."""
+    """The rows of a head in its layer's `attention.out`: of one member, or of all stored copies (None)."""
     member = None if member is None else member_index(member, config.members)
     counts = config.head_counts
     if not 0 <= head.layer < len(counts):
@@ -228,15 +234,15 @@ def _without(ensemble: Ensemble, gone: Sequence[Head]) -> Ensemble:
     kept = [[head for head in heads if (layer, head) not in lost] for layer, heads in enumerate(config.heads[0])]
     if config.pooling is not None and not kept[-1]:
         raise HeadError("one of the heads that pool the tokens must stay")
-    state = {}
+    state, left = {}, tuple(map(tuple, kept))
     for name, tensor in ensemble.state_dict().items():
-        layer = head_axis(config, name)
-        if layer is not None:
-            rows = [row for row, head in enumerate(config.heads[0][layer]) if head in kept[layer]]
-            tensor = tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
+        rows, stay = rows_of(config, name, config.heads[0]), rows_of(config, name, left)
+        if rows is not None and stay is not None:
+            chosen = torch.tensor([rows.index(row) for row in stay], dtype=torch.long, device=tensor.device)
+            tensor = tensor[chosen]
         state[name] = tensor
     metadata = ensemble.metadata
     if gone:
         metadata = metadata.after(f"pruned {len(gone)} heads (layer.head): {' '.join(map(str, gone))}")
-    config = replace(config, heads=(tuple(map(tuple, kept)),))
+    config = replace(config, heads=(left,))
     return Ensemble.from_state(config, state, metadata, ensemble.frozen)

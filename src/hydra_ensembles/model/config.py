@@ -1,5 +1,6 @@
 """Frozen model configurations that validate themselves."""
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -51,6 +52,8 @@ class EncoderConfig(Checked):
         up_bias: False if only the last linear layer of an MLP has a bias (GTE).
         mlp_norm: Whether each MLP has a norm before its last linear layer (EVA-02).
         local: For each layer, whether a token attends only to tokens at most `window` away; empty for none.
+        kv_heads: Keys and values of a layer, if several heads share one (grouped attention): each serves as many
+            successive heads, and goes with the last of them. None if each head has its own.
     """
 
     width: Size
@@ -81,6 +84,17 @@ class EncoderConfig(Checked):
     rotary: RotaryConfig | None = None
     local: tuple[bool, ...] = ()
     window: Size | None = None
+    kv_heads: Size | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ConfigError(f"{self.heads} heads cannot share {self.kv_heads} keys and values; one must divide them")
+
+    def shares(self, kept: tuple[int, ...]) -> tuple[int, ...]:
+        """How many of the `kept` heads use each key and value, of those that any uses."""
+        each = self.heads // (self.kv_heads or self.heads)
+        return tuple(Counter(head // each for head in kept).values())
 
     def all_heads(self, members: int = 1) -> "KeptHeads":
         """Head lists of `members` members that keep every head."""

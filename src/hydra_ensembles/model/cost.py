@@ -71,19 +71,21 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
         if encoder.norm_first and (layer or encoder.first_norm):  # a norm before the attention
             branches = max(branches, config.copies("norms", layer))
         copies = max(branches, config.copies("attention", layer))
-        heads = sum(len(config.heads[member][layer]) for member in range(copies))
+        kept = [config.heads[member][layer] for member in range(copies)]
+        heads, groups = sum(map(len, kept)), sum(len(encoder.shares(one)) for one in kept)
         branches = max(copies, config.copies("norms", layer), config.copies("mlp", layer))
-        total += attention_cost(encoder, heads, tokens, tokens) + branches * mlp_cost(encoder, tokens)
+        total += attention_cost(encoder, heads, groups, tokens, tokens) + branches * mlp_cost(encoder, tokens)
     if (pooling := config.pooling) is not None:
         branches = max(branches, config.copies("readout"), config.attention_copies(encoder.layers))
         heads = sum(len(config.heads[member][-1]) for member in range(branches))
-        total += attention_cost(pooling, heads, tokens, 1) + branches * mlp_cost(pooling, 1)
+        total += attention_cost(pooling, heads, heads, tokens, 1) + branches * mlp_cost(pooling, 1)
     return total + max(branches, config.copies("readout")) * _readout(config)
 
 
-def attention_cost(encoder: EncoderConfig, heads: int, tokens: int, queries: int) -> int:
-    """Multiply-adds of attention with `heads` heads over all tokens, for `queries` queries."""
-    return 2 * heads * encoder.head_dim * (encoder.width * (queries + tokens) + queries * tokens)
+def attention_cost(encoder: EncoderConfig, heads: int, groups: int, tokens: int, queries: int) -> int:
+    """Multiply-adds of attention with `heads` heads and `groups` keys and values of all tokens, for some queries."""
+    of_queries = heads * (encoder.width * queries + queries * tokens)
+    return 2 * encoder.head_dim * (of_queries + groups * encoder.width * tokens)
 
 
 def mlp_cost(encoder: EncoderConfig, tokens: int) -> int:

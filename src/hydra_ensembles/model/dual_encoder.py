@@ -21,7 +21,7 @@ from . import LATER
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
 from .ensemble import Answering, Ensemble, build_with_state, copied
 from .layers import GroupedLinear, OurModel, dropping
-from .member_states import copies_of, head_axis, member_index, place_of
+from .member_states import copies_of, member_index, place_of, rows_of
 from .metadata import Metadata, invalid_names
 from .stem_readout import Projections, compose, projection_config, projection_from
 
@@ -336,7 +336,7 @@ def zero_shot(dual: DualEncoder, class_names: Sequence[str], templates: Template
     state |= {name: tensor.to(dual.device, dual.dtype) for name, tensor in classes.items()}
     for name, tensor in list(state.items()):  # in the readout, one copy for all becomes one per member
         if place_of(name)[0] == "readout":
-            by_heads = head_axis(config, name) is not None
+            by_heads = rows_of(config, name, config.heads[0]) is not None
             copies = copies_of(dual.image.config, name) if by_heads else len(tensor)
             state[name] = tensor.repeat(copies_of(config, name) // copies, *[1] * (tensor.dim() - 1))
     images, texts = dual.image.metadata.history, dual.text.metadata.history

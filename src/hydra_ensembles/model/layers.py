@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -163,7 +163,7 @@ class Block(nn.Module):
         self.norm1: nn.Module = nn.Identity()
         if layer or encoder.first_norm:
             self.norm1 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
-        self.attention = Attention(encoder, tuple(len(config.heads[m][layer]) for m in range(copies)), layer)
+        self.attention = Attention(encoder, tuple(config.heads[m][layer] for m in range(copies)), layer)
         self.norm2 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
         self.mlp = MLP(encoder, config.copies("mlp", layer))
 
@@ -198,15 +198,26 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """The attention sublayer for G copies (1 if shared by all members, else one per member).
 
+    `qkv` holds query, key and value of each head. In grouped attention `query` has one row for each head, and
+    `key_value` one for each group of successive heads that share them: L rows in all.
+
     If members with the same input have heads in common, `qkv` may store each distinct head once; `distinct` then maps
     each of the K heads to its row.
     """
 
     distinct: Tensor | None  # [K]
+    qkv: Tensor  # [K, 3, d_k, d]; only if not grouped
+    query: Tensor  # [K, 1, d_k, d], and the next one [L, 2, d_k, d]: only if grouped
+    key_value: Tensor
+    qkv_bias: Tensor | None
+    query_bias: Tensor | None
+    key_value_bias: Tensor | None
 
-    def __init__(self, config: EncoderConfig, sizes: tuple[int, ...], layer: int = 0) -> None:
+    def __init__(self, config: EncoderConfig, heads: tuple[tuple[int, ...], ...], layer: int = 0) -> None:
         super().__init__()
-        self.sizes = sizes  # heads of each copy; K is their sum
+        self.sizes = sizes = tuple(map(len, heads))  # heads of each copy; K is their sum
+        grouped = config.kv_heads is not None
+        self.shares = tuple(map(config.shares, heads)) if grouped else None  # of each copy: heads of each group
         self.causal = config.causal
         local = bool(config.local) and config.local[layer]
         self.window = config.window if local else None  # how far a token sees to each side; None for no limit
@@ -217,8 +228,11 @@ class Attention(nn.Module):
         total = sum(sizes)
         width = config.width
         head_dim = config.head_dim
-        self.qkv = empty(total, 3, head_dim, width)  # query, key and value of each head
-        self.qkv_bias = empty(total, 3 if config.key_bias else 2, head_dim) if config.qkv_bias else None
+        parts = {"query": 1, "key_value": 2} if grouped else {"qkv": 3}
+        for name, rows in self.inputs.items():
+            setattr(self, name, empty(sum(rows), parts[name], head_dim, width))
+            biases = 2 if name == "qkv" and not config.key_bias else parts[name]
+            setattr(self, f"{name}_bias", empty(sum(rows), biases, head_dim) if config.qkv_bias else None)
         self.query_norm = GroupedNorm(copies, head_dim, config.norm_eps, config.norm) if config.qk_norm else None
         self.key_norm = GroupedNorm(copies, head_dim, config.norm_eps, config.norm) if config.qk_norm else None
         self.out = empty(total, head_dim, width)  # each head's part of the output projection
@@ -229,14 +243,20 @@ class Attention(nn.Module):
 
     @property
     def even(self) -> bool:
-        """Whether all copies have the same number of heads, so that one batched product suffices."""
-        return len(set(self.sizes)) == 1
+        """Whether all copies have the same number of heads, in equal groups, so that one batched product suffices."""
+        return len(set(self.sizes if self.shares is None else self.shares)) == 1
 
     @property
-    def biases(self) -> Tensor | None:
-        """`[K, 3, d_k]`, with zeros for keys without a bias; None without biases."""
-        bias = self.qkv_bias
-        if bias is None or bias.shape[1] == 3:
+    def inputs(self) -> dict[str, tuple[int, ...]]:
+        """The input projections by name, with the number of rows of each copy."""
+        if self.shares is None:
+            return {"qkv": self.sizes}
+        return {"query": self.sizes, "key_value": tuple(map(len, self.shares))}
+
+    def biases(self, name: str = "qkv") -> Tensor | None:
+        """The bias `[K or L, P, d_k]` of an input projection, with zeros for keys without one; None without biases."""
+        bias: Tensor | None = getattr(self, f"{name}_bias")
+        if bias is None or name != "qkv" or bias.shape[1] == 3:
             return bias
         return torch.stack([bias[:, 0], torch.zeros_like(bias[:, 0]), bias[:, 1]], dim=1)
 
@@ -296,35 +316,46 @@ class Attention(nn.Module):
 
     def _attend(self, x: Tensor, context: Context, read: Read, copy: int | None = None) -> Tensor:
         """Attention of all heads, or of one copy's heads, on `x`, or on the copy's part of `x`."""
-        start, stop = (0, self.qkv.shape[0]) if copy is None else head_ranges(self.sizes)[copy]
-        if start == stop:  # no head is left
+        if not (sum(self.sizes) if copy is None else self.sizes[copy]):  # no head is left
             return x.new_zeros(x.shape[0] * x.shape[1], read_tokens(x.shape[2], read), 0, self.out.shape[1])
-        if read is None:
-            parts = self._into_heads(x, start, stop, slice(0, 3)).unbind(3)
+        if self.shares is not None:
+            queries = self._into_heads(select_queries(x, read), "query", copy)
+            parts = queries.unbind(3) + self._into_heads(x, "key_value", copy).unbind(3)
+        elif read is None:
+            parts = self._into_heads(x, "qkv", copy).unbind(3)
         else:
-            queries = self._into_heads(select_queries(x, read), start, stop, slice(0, 1))
-            parts = queries.unbind(3) + self._into_heads(x, start, stop, slice(1, 3)).unbind(3)
+            queries = self._into_heads(select_queries(x, read), "qkv", copy, slice(0, 1))
+            parts = queries.unbind(3) + self._into_heads(x, "qkv", copy, slice(1, 3)).unbind(3)
         return self.heads_mixed(parts, context, read, x.shape[0], copy)
 
     def heads_mixed(
         self, parts: tuple[Tensor, ...], context: Context, read: Read, repeats: int, copy: int | None = None
     ) -> Tensor:
-        """Outputs `[R, T', H, d_k]` of all heads, or those of one copy, of query, key and value `[R, T, H, d_k]`."""
+        """Outputs `[R, T', H, d_k]` of all heads, or those of one copy, of query, key and value `[R, T, H, d_k]`.
+
+        In grouped attention, key and value are `[R, T, L, d_k]`.
+        """
         q, k, v = parts
+        shares = None
+        if self.shares is not None:
+            joined = copy is None and q.shape[2] == sum(self.sizes)  # all copies concatenated
+            shares = tuple(chain(*self.shares)) if joined else self.shares[copy or 0]
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm.of_heads(q, self.sizes, copy), self.key_norm.of_heads(k, self.sizes, copy)
+            *_, groups = self.inputs.values()
+            q, k = self.query_norm.of_heads(q, self.sizes, copy), self.key_norm.of_heads(k, groups, copy)
         if self.turn is not None:
             places = read if isinstance(read, slice) else None
             q, k = rotate(q, context.turns[self.turn], places), rotate(k, context.turns[self.turn])
         rule = self.dropout > 0.0 and drops(self)
         mask = context.seen(self.window is not None, read)
-        return attend(q, k, v, mask, repeats, self.causal, self.dropout, rule)
+        return attend(q, k, v, mask, repeats, self.causal, self.dropout, rule, shares)
 
-    def _into_heads(self, x: Tensor, start: int, stop: int, parts: slice) -> Tensor:
-        """Project `[N, B, T, d]` to `[R, T, H, P, d_k]` for the chosen parts of (query, key, value)."""
-        weight = self.qkv[start:stop, parts]  # [H, P, d_k, d]
-        biases = self.biases
-        bias = None if biases is None else biases[start:stop, parts]
+    def _into_heads(self, x: Tensor, name: str, copy: int | None, parts: slice = slice(None)) -> Tensor:
+        """Project `[N, B, T, d]` to `[R, T, H, P, d_k]` by some parts of a projection, of all copies or of one."""
+        rows = slice(None) if copy is None else slice(*head_ranges(self.inputs[name])[copy])
+        weight = getattr(self, name)[rows, parts]  # [H, P, d_k, d]
+        biases = self.biases(name)
+        bias = None if biases is None else biases[rows, parts]
         if len(self.sizes) == 1 or x.shape[0] == 1:  # all these heads have the same input: a single product
             y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), None if bias is None else bias.flatten())
             return y.unflatten(2, (-1, *weight.shape[1:3]))
@@ -362,18 +393,23 @@ def attend(
     causal: bool,
     dropout: float = 0.0,
     rule: bool | torch.Generator = False,
+    shares: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Attention of every head: the only place where it is computed and where a backend is chosen.
 
     Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The mask,
     from `Context.seen`, is True for visible keys; `dropout` is the dropout rate of attention weights, and `rule` is
-    from `drops`.
+    from `drops`. In grouped attention, `shares` says how many successive heads use each key and value.
     """
     if mask is not None and mask.dim() == 3:
         mask = (mask.repeat(repeats, 1, 1) if repeats > 1 else mask)[:, None]  # [R, 1, 1 or T', T]
     if causal and (mask is not None or isinstance(rule, torch.Generator)):
         earlier = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
         mask = earlier if mask is None else mask & earlier
+    written_out = isinstance(rule, torch.Generator)
+    by_kernel = shares is not None and len(set(shares)) == 1 and not written_out and (mask is None or not q.is_cuda)
+    if shares is not None and not by_kernel:  # kernels take groups of one size, and on a GPU only without a mask
+        k, v = to_heads(k, 2, shares), to_heads(v, 2, shares)
     if isinstance(rule, torch.Generator):  # written out, because the kernels take no generator
         weights = torch.einsum("rqhd,rkhd->rhqk", q, k) * q.shape[3] ** -0.5  # [R, H, T', T]
         least = torch.finfo(weights.dtype).min  # not -inf: left padding sees no key, and must not become NaN
@@ -387,8 +423,17 @@ def attend(
             attn_mask=mask,
             dropout_p=dropout if rule else 0.0,
             is_causal=causal and mask is None,
+            enable_gqa=by_kernel,
         )
     return z.transpose(1, 2)
+
+
+def to_heads(groups: Tensor, axis: int, shares: tuple[int, ...]) -> Tensor:
+    """What groups of successive heads share, for each head: entry i of an axis repeated `shares[i]` times."""
+    if len(set(shares)) == 1:
+        return groups.repeat_interleave(shares[0], dim=axis)
+    parts = [part.repeat_interleave(share, dim=axis) for part, share in zip(groups.split(1, axis), shares, strict=True)]
+    return torch.cat(parts, dim=axis)
 
 
 _DIFFERENTIABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -1,6 +1,7 @@
 """Split and join members: configurations and states, without a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from numbers import Integral
 from typing import Any
@@ -11,8 +12,12 @@ from torch import Tensor, nn
 from .._utils import warn
 from ..errors import ConfigError
 from .config import EnsembleConfig, Group, KeptHeads
+from .layers import to_heads
 
-HEAD_AXIS = ("attention.qkv", "attention.qkv_bias", "attention.out")
+Layers = tuple[tuple[int, ...], ...]  # [layer] -> original head indices
+
+GROUP_AXIS = ("attention.key_value", "attention.key_value_bias")
+HEAD_AXIS = ("attention.qkv", "attention.qkv_bias", "attention.query", "attention.query_bias", "attention.out")
 
 
 def place_of(parameter: str) -> tuple[Group, int | None]:
@@ -26,12 +31,19 @@ def place_of(parameter: str) -> tuple[Group, int | None]:
     return "stem", None
 
 
-def head_axis(config: EnsembleConfig, parameter: str) -> int | None:
-    """The layer whose heads are on the first axis of a parameter; None if that axis holds copies."""
-    if not parameter.endswith(HEAD_AXIS):
+def rows_of(config: EnsembleConfig, parameter: str, heads: Layers) -> tuple[int, ...] | None:
+    """What the rows of a parameter are for one copy that keeps these heads, by layer: heads, or groups of heads.
+
+    None if its first axis holds copies.
+    """
+    if not parameter.endswith(HEAD_AXIS + GROUP_AXIS):
         return None
     layer = place_of(parameter)[1]
-    return config.encoder.layers if layer is None else layer
+    kept = heads[config.encoder.layers if layer is None else layer]
+    if not parameter.endswith(GROUP_AXIS):
+        return kept
+    each = config.encoder.heads // (config.encoder.kv_heads or config.encoder.heads)
+    return tuple(sorted({head // each for head in kept}))
 
 
 def copies_of(config: EnsembleConfig, parameter: str) -> int:
@@ -50,15 +62,31 @@ def member_state(config: EnsembleConfig, state: Mapping[str, Tensor], member: in
     """Views of one member's parameters, shaped as in an ensemble with one member."""
     single: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        layer = head_axis(config, name)
+        rows = rows_of(config, name, config.heads[member])
         if copies_of(config, name) == 1:
             single[name] = tensor
-        elif layer is not None:
-            start = sum(len(heads[layer]) for heads in config.heads[:member])
-            single[name] = tensor[start : start + len(config.heads[member][layer])]
+        elif rows is not None:
+            start = sum(len(rows_of(config, name, heads) or ()) for heads in config.heads[:member])
+            single[name] = tensor[start : start + len(rows)]
         else:
             single[name] = tensor[member : member + 1]
     return single
+
+
+def ungrouped(config: EnsembleConfig, state: Mapping[str, Tensor]) -> tuple[EnsembleConfig, dict[str, Tensor]]:
+    """The same single model with a key and value for every head, `attention.qkv` instead of two projections."""
+    if config.encoder.kv_heads is None:
+        return config, dict(state)
+    own = dict[str, Tensor]()
+    for name, tensor in state.items():
+        if name.endswith(GROUP_AXIS):
+            shares = config.encoder.shares(config.heads[0][place_of(name)[1] or 0])
+            query = state[name.replace("key_value", "query")]
+            parts = query, to_heads(tensor, 0, shares) if shares else tensor
+            own[name.replace("key_value", "qkv")] = torch.cat(parts, dim=1)
+        elif not name.endswith(("attention.query", "attention.query_bias")):
+            own[name] = tensor
+    return replace(config, encoder=replace(config.encoder, kv_heads=None)), own
 
 
 def join_states(config: EnsembleConfig, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

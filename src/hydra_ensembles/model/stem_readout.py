@@ -223,10 +223,10 @@ class MapPool(nn.Module):
         layer = config.encoder.layers
         width = sizes.width
         copies = config.copies("readout")
-        head_counts = tuple(len(config.heads[member][layer]) for member in range(config.attention_copies(layer)))
+        heads = tuple(config.heads[member][layer] for member in range(config.attention_copies(layer)))
         self.activation = ACTIVATIONS[sizes.activation]
         self.query_token = empty(copies, 1, width)
-        self.attention = Attention(sizes, head_counts)
+        self.attention = Attention(sizes, heads)
         self.norm = GroupedNorm(copies, width, sizes.norm_eps)
         self.up = GroupedLinear(copies, width, sizes.mlp_width)
         self.down = GroupedLinear(copies, sizes.mlp_width, width)

@@ -4,7 +4,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import is_dataclass
-from functools import partial
+from itertools import chain
 from typing import Literal, cast
 
 import torch
@@ -24,8 +24,9 @@ from ..model.layers import (
     into_heads,
     out_of_heads,
     select_queries,
+    to_heads,
 )
-from ..model.member_states import HEAD_AXIS
+from ..model.member_states import GROUP_AXIS, HEAD_AXIS
 from ..model.rotary import FrozenRotary
 from ..model.stem_readout import MapPool, PatchStem
 
@@ -89,7 +90,7 @@ def simplified(ensemble: Ensemble) -> Ensemble:
     if result.dtype in (torch.bfloat16, torch.float16):
         result.to(torch.float32)
     for block in blocks(result):
-        if (biases := block.attention.biases) is not None:
+        if block.attention.shares is None and (biases := block.attention.biases()) is not None:
             block.attention.qkv_bias = fixed(biases)
         if block.norm_first:
             _fold_norms(block)
@@ -146,7 +147,7 @@ def attention_inputs(ensemble: Ensemble) -> list[int]:
 
 def _copies(block: Block) -> int:
     """The largest number of copies of any parameter in a block."""
-    small = [parameter.shape[0] for name, parameter in block.named_parameters() if name not in HEAD_AXIS]
+    small = [parameter.shape[0] for name, parameter in block.named_parameters() if name not in HEAD_AXIS + GROUP_AXIS]
     return max([len(block.attention.sizes), *small])
 
 
@@ -174,13 +175,17 @@ def _merge_attention(attention: Attention) -> None:
     _merge((attention, "out_bias"))
     if len(attention.sizes) == 1 or not attention.even:
         return
-    of_heads = {name: parameter for name, parameter in attention.named_parameters() if f"attention.{name}" in HEAD_AXIS}
-    copies = [tensor.unflatten(0, (len(attention.sizes), -1)) for tensor in of_heads.values() if len(tensor)]
+    of_heads = {
+        name: one for name, one in attention.named_parameters() if f"attention.{name}" in HEAD_AXIS + GROUP_AXIS
+    }
+    count = len(attention.sizes)
+    copies = [tensor.unflatten(0, (count, -1)) for tensor in of_heads.values() if len(tensor)]
     small = [parameter for name, parameter in attention.named_parameters() if name not in of_heads]
     if all(_equal_copies(tensor) for tensor in [*copies, *small]):
         attention.sizes = attention.sizes[:1]
+        attention.shares = None if attention.shares is None else attention.shares[:1]
         for name, tensor in of_heads.items():
-            setattr(attention, name, fixed(tensor[: attention.sizes[0]].clone()))
+            setattr(attention, name, fixed(tensor[: len(tensor) // count].clone()))
 
 
 def _equal_copies(parameter: Tensor) -> bool:
@@ -194,7 +199,7 @@ def _compute_common_heads_once(ensemble: Ensemble) -> None:
         return
     attention = blocks(ensemble)[layer].attention
     normed = attention.query_norm is not None and attention.query_norm.weight.shape[0] > 1
-    if normed or len(attention.sizes) == 1 or not len(attention.out):
+    if normed or attention.shares is not None or len(attention.sizes) == 1 or not len(attention.out):
         return
     rows = attention.qkv.flatten(1)
     if attention.qkv_bias is not None:
@@ -213,11 +218,12 @@ def _fold_norms(block: Block) -> None:
     """Fold norms that are per member into the projections after them, if these are per member, too."""
     norm, attention = block.norm1, block.attention
     if isinstance(norm, GroupedNorm) and 1 < norm.weight.shape[0] == len(attention.sizes):
-        owner = _member_of_each_head(attention)
-        if norm.bias is not None:
-            constant = torch.einsum("kpid,kd->kpi", attention.qkv, norm.bias[owner])  # contribution of β, [K, 3, d_k]
-            attention.qkv_bias = _added(constant, attention.qkv_bias)
-        attention.qkv = fixed(attention.qkv * norm.weight[owner][:, None, None, :])
+        for name, rows in attention.inputs.items():
+            owner, weight = _member_of_each(rows, norm.weight.device), getattr(attention, name)
+            if norm.bias is not None:
+                constant = torch.einsum("kpid,kd->kpi", weight, norm.bias[owner])  # contribution of β, [K, P, d_k]
+                setattr(attention, f"{name}_bias", _added(constant, getattr(attention, f"{name}_bias")))
+            setattr(attention, name, fixed(weight * norm.weight[owner][:, None, None, :]))
         replace_part(block, "norm1", _without_weights(norm))
     norm, up = block.norm2, block.mlp.up
     if 1 < norm.weight.shape[0] == up.weight.shape[0]:
@@ -236,7 +242,9 @@ def _without_weights(norm: GroupedNorm) -> nn.Module:
 def _fold_scales(attention: Attention, mlp: MLP) -> None:
     """Fold LayerScale into the output projection before it."""
     if (scale := attention.scale) is not None:  # [1 or G, d]
-        of_heads = scale if scale.shape[0] == 1 else scale[_member_of_each_head(attention)]  # [1 or K, d]
+        of_heads = (
+            scale if scale.shape[0] == 1 else scale[_member_of_each(attention.sizes, scale.device)]
+        )  # [1 or K, d]
         attention.out = fixed(attention.out * of_heads[:, None, :])
         attention.out_bias = None if attention.out_bias is None else fixed(attention.out_bias * scale)
         attention.scale = None
@@ -248,22 +256,24 @@ def _fold_scales(attention: Attention, mlp: MLP) -> None:
 
 def _fold_biases(attention: Attention) -> None:
     """Fold the value bias into the output bias, and drop the key bias where softmax cancels it."""
-    bias = attention.qkv_bias  # [K, 3, d_k]
+    *_, name = attention.inputs
+    bias = getattr(attention, f"{name}_bias")  # [K or L, P, d_k], value last, key before it
     if bias is None or not sum(attention.sizes):
         return
-    through_heads = torch.einsum("ki,kid->kd", bias[:, 2], attention.out)  # [K, d]
+    values = bias[:, -1] if attention.shares is None else to_heads(bias[:, -1], 0, tuple(chain(*attention.shares)))
+    through_heads = torch.einsum("ki,kid->kd", values, attention.out)  # [K, d]
     constant = through_heads.new_zeros(len(attention.sizes), through_heads.shape[1])
-    constant.index_add_(0, _member_of_each_head(attention), through_heads)  # [G, d]
+    constant.index_add_(0, _member_of_each(attention.sizes, bias.device), through_heads)  # [G, d]
     attention.out_bias = _added(constant, attention.out_bias)
     remaining = bias.clone()
-    remaining[:, 2 if sees_key_bias(attention) else 1 :] = 0
-    attention.qkv_bias = fixed(remaining)
+    remaining[:, -1 if sees_key_bias(attention) else -2 :] = 0
+    setattr(attention, f"{name}_bias", fixed(remaining))
 
 
-def _member_of_each_head(attention: Attention) -> Tensor:
-    """`[K]`: the copy that each head belongs to."""
-    sizes = torch.tensor(attention.sizes, device=attention.out.device)
-    return torch.repeat_interleave(torch.arange(len(attention.sizes), device=sizes.device), sizes)
+def _member_of_each(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """The copy that each head, or group, belongs to, of so many in each copy."""
+    counts = torch.tensor(sizes, device=device)
+    return torch.repeat_interleave(torch.arange(len(sizes), device=device), counts)
 
 
 def _added(constant: Tensor, old: Tensor | None) -> nn.Parameter:
@@ -286,13 +296,18 @@ class FrozenAttention(Attention):
 
     def __init__(self, source: Attention, one_input: bool, reads_few: bool) -> None:
         nn.Module.__init__(self)  # uses the source's weights under other names
-        self.sizes, self.causal, self.one_input = source.sizes, source.causal, one_input
+        self.sizes, self.shares, self.causal, self.one_input = source.sizes, source.shares, source.causal, one_input
         self.window, self.turn, self.dropout = source.window, source.turn, 0.0
         self.plan: Plan = "loop"
         self.query_norm, self.key_norm = source.query_norm, source.key_norm
         biased = {0, 1} if sees_key_bias(source) else {0}  # of query, key, value; the rest is folded
         split = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)  # contiguous parts when split
-        self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, parts, biased) for parts in split)
+        if source.shares is None:
+            self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, parts, biased) for parts in split)
+        else:
+            query = IntoHeads(source.query, source.query_bias, (0,), {0})
+            key_value = IntoHeads(source.key_value, source.key_value_bias, (0, 1), {0} & {part - 1 for part in biased})
+            self.into = nn.ModuleList((query, key_value))
         self.out, self.out_bias = source.out, source.out_bias
         self.register_buffer("distinct", source.distinct, persistent=False)
 
@@ -300,6 +315,9 @@ class FrozenAttention(Attention):
         """Set how members with their own inputs are run; `"batched"` pads them to the widest member."""
         self.plan = plan
         if plan == "batched" and not self.one_input and not self.even:
+            if self.shares is not None:  # groups of different sizes: each head with its own key and value
+                cast(IntoHeads, self.into[1]).repeat(tuple(chain(*self.shares)))
+                self.shares = None
             for projection in self.into:
                 cast(IntoHeads, projection).pad(self.sizes)
             self.out = _padded_heads(self.out, self.sizes)
@@ -314,13 +332,13 @@ class FrozenAttention(Attention):
         if self.plan == "loop":
             return self._one_after_another(x, context, read)
         copies = len(self.sizes)
-        parts = self._parts(x, select_queries(x, read), lambda into, tokens: into.batched(tokens, copies))
+        parts = self._parts(x, select_queries(x, read), lambda into, tokens, rows: into.batched(tokens, copies))
         z = self.heads_mixed(parts, context, read, copies)  # [M·B, T', h, d_k]
         return self._with_bias(out_of_heads(z, self.out, copies))
 
     def _all_at_once(self, x: Tensor, context: Context, read: Read) -> Tensor:
         """All heads in one product."""
-        parts = self._parts(x.flatten(0, 1), select_queries(x, read).flatten(0, 1), IntoHeads.plain)
+        parts = self._parts(x.flatten(0, 1), select_queries(x, read).flatten(0, 1), IntoHeads.plain, None)
         z = self.heads_mixed(parts, context, read, x.shape[0])  # [N·B, T', H, d_k]
         if len(self.sizes) == 1:
             return self._out_of_copy(0, z).unflatten(0, (x.shape[0], -1))  # [N, B, T', d]
@@ -330,21 +348,25 @@ class FrozenAttention(Attention):
         """One member after another, from the input of the sublayer to its output."""
         results = []
         asking = select_queries(x, read)
-        for member, (start, stop) in enumerate(head_ranges(self.sizes)):
-            if start == stop:  # no heads
+        for member, size in enumerate(self.sizes):
+            if not size:  # no heads
                 z = x.new_zeros(*asking.shape[1:3], 0, self.out.shape[1])
             else:
-                parts = self._parts(x[member], asking[member], partial(IntoHeads.plain, start=start, stop=stop))
+                parts = self._parts(x[member], asking[member], IntoHeads.plain, member)
                 z = self.heads_mixed(parts, context, read, 1, member)  # [B, T', h, d_k]
             results.append(self._out_of_copy(member, z))
         return torch.stack(results)  # [M, B, T', d]
 
-    def _parts(self, x: Tensor, asking: Tensor, product: "Callable[[IntoHeads, Tensor], Parts]") -> Parts:
-        """Query, key and value, each `[R, T, H, d_k]`; the query only for the tokens in `asking`."""
+    def _parts(
+        self, x: Tensor, asking: Tensor, product: "Callable[[IntoHeads, Tensor, slice], Parts]", copy: int | None = None
+    ) -> Parts:
+        """Query, key and value, each `[R, T, H, d_k]`, of all heads or of a copy's; the query only for `asking`."""
         projections = [cast(IntoHeads, projection) for projection in self.into]
+        first, *_, last = (*self.inputs.values(),) * 2
+        rows = [slice(None) if copy is None else slice(*head_ranges(sizes)[copy]) for sizes in (first, last)]
         if len(projections) == 1:
-            return product(projections[0], x)
-        return product(projections[0], asking) + product(projections[1], x)
+            return product(projections[0], x, rows[0])
+        return product(projections[0], asking, rows[0]) + product(projections[1], x, rows[1])
 
     def _out_of_members(self, z: Tensor) -> Tensor:
         """Output projections of concatenated heads, `[B, T', K, d_k]` to `[M, B, T', d]`."""
@@ -383,10 +405,10 @@ class IntoHeads(nn.Module):
         self.biased = tuple(index for index, part in enumerate(parts) if bias is not None and part in biased)
         self.bias = fixed(bias[:, list(parts)].contiguous()) if bias is not None and self.biased else None
 
-    def plain(self, x: Tensor, start: int = 0, stop: int | None = None) -> Parts:
-        """All heads, or `start:stop` of them, on a common input `[R, T, d]`: one plain product."""
-        weight = self.weight[start:stop]  # [H, P, d_k, d]
-        bias = None if self.bias is None else self.bias[start:stop].flatten()
+    def plain(self, x: Tensor, rows: slice) -> Parts:
+        """Some heads on a common input `[R, T, d]`: one plain product."""
+        weight = self.weight[rows]  # [H, P, d_k, d]
+        bias = None if self.bias is None else self.bias[rows].flatten()
         y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), bias)  # two axes: one product instead of R
         return y.reshape(*x.shape[:2], *weight.shape[:3]).unbind(3)
 
@@ -400,6 +422,11 @@ class IntoHeads(nn.Module):
             (part.unflatten(0, (members, -1)) + bias[..., index, :]).flatten(0, 1) if index in self.biased else part
             for index, part in enumerate(parts)
         )
+
+    def repeat(self, shares: tuple[int, ...]) -> None:
+        """Give every head what its group shares."""
+        self.weight = fixed(to_heads(self.weight, 0, shares))
+        self.bias = None if self.bias is None else fixed(to_heads(self.bias, 0, shares))
 
     def pad(self, sizes: tuple[int, ...]) -> None:
         """Pad every member with zero heads to as many as the widest has."""
