@@ -22,7 +22,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from hydra_ensembles import HeadRanking, Prediction
 from hydra_ensembles._utils import derive_seed
-from hydra_ensembles.calibrate import fit_calibration
+from hydra_ensembles.calibrate import fit_temperature
 from hydra_ensembles.errors import ConfigError, DataError, SameMembersError
 from hydra_ensembles.files import read_json
 from hydra_ensembles.metrics.probabilities import at_labels, squared_errors
@@ -205,13 +205,12 @@ def columns_of(lab: Lab, method: str, setting: Setting, stage: Stage) -> tuple[d
             answers = Prediction.from_logits(after.log_probs[None])  # [1, N, C]
         labels = one.samples.labels.to(answers.label.device) if one.labelled else None
         columns |= {f"{one.place}|{name}": column for name, column in of_set(answers, after, labels).items()}
-    return columns, {"temperature": calibration.temperature[0]}
+    return columns, {"temperature": calibration.temperature}
 
 
 def temperature_of(member_logits: Tensor, labels: Tensor) -> Calibration:
     """The calibration of a method's answers to held-out samples."""
-    fit: Any = fit_calibration(member_logits, labels.to(member_logits.device))
-    return fit if isinstance(fit, Calibration) else fit.calibration
+    return Calibration(fit_temperature(member_logits, labels.to(member_logits.device)))
 
 
 def of_set(answers: Prediction, after: Prediction, labels: Tensor | None) -> dict[str, Array]:

@@ -73,7 +73,7 @@ def metadata_for(config: EnsembleConfig) -> Metadata:
         source="timm VisionTransformer | vit_tiny",
         labels=tuple(f"class {i} “ü”" for i in range(config.readout.num_classes)),
         preprocessing=of_texts if config.kind == "text" else of_images,
-        calibration=Calibration(temperature=(0.5,) * config.members, threshold=0.1, score="entropy"),
+        calibration=Calibration(temperature=0.5, threshold=0.1, score="entropy"),
         history=("converted", "pruned 4 heads\nwith taylor"),
         metrics={"accuracy": 0.1 + 0.2, "nll": 1e-300},
     )

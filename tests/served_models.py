@@ -72,7 +72,7 @@ def _served(name: str, one_dnn: bool) -> Ensemble:
     if bare:
         return found
     found = he.fit_familiarity(found, _labelled(found, 120, 1), SCORES[kind])
-    return he.calibrate(found, _labelled(found, 80, 2), share=0.7, per_member=kind == "text")
+    return he.calibrate(found, _labelled(found, 80, 2), share=0.7)
 
 
 Change = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]

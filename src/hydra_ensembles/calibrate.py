@@ -1,31 +1,38 @@
-"""Calibration on held-out data: a temperature, and thresholds that say when to abstain and why."""
+"""Calibration on held-out data: a temperature, and when an answer is accepted, with a promise about it.
+
+`calibrate` reads the held-out rows once. Some of them fit (temperature, familiarity), the others certify: the rule by
+which answers are accepted is set on rows that fitted nothing. Why what it promises holds: `docs/promise.md`.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from ._utils import warn, without_autocast
 from .batches import Batches, a_few, warn_if_cut
-from .digest import digest
-from .errors import DataError, TooFewSamplesError
-from .familiarity import PER_THRESHOLD, Answered, copied_with, fit_on, read_answers, recognised, some_rows, with_earlier
-from .metrics.conformal import Bins, Reference, conformal_threshold, samples_for
+from .errors import ConfigError, DataError, TooFewSamplesError
+from .familiarity import Answered, copied_with, fit_on, read_answers, recognised, some_rows, with_earlier
+from .metrics.conformal import Bins, Reference, rank_for, samples_for
 from .metrics.distance import FamiliarityChoice
 from .metrics.ood import aurc
-from .metrics.probabilities import check_labels, log_mean_probs, mean
+from .metrics.probabilities import log_mean_probs, mean
 from .model.dual_encoder import require_classifier
 from .model.ensemble import Ensemble, weights_of
-from .model.metadata import ACCEPTS_ALL, Calibration, Familiarity
-from .prediction import ScoreName, own_logits, require_members_for
-from .settings import PositiveShare, require
+from .model.metadata import Calibration, Familiarity
+from .prediction import ScoreName, Threshold, require_members_for
+from .promise import Promise, certify, one_of_each
+from .settings import InnerShare, PositiveShare, Rate, require
 
+Risk = float | Sequence[float] | Mapping[str, float]
 COLDEST, HOTTEST = 0.05, 20.0  # range of temperatures searched
+NEVER = float(torch.finfo(torch.float32).max)  # a threshold that nothing reaches; finite, for JSON
 REUSED = 3  # samples recognised from an earlier fit above which chance is no explanation
 _PRIOR = 0.5  # prior standard deviation of the log-temperature; its mean is 0
 _PRECISION, _AT_BOUND = 1e-8, 1e-3  # of log-temperatures: accuracy of the optimum, distance that is "at a bound"
@@ -36,245 +43,371 @@ _MIN_RATIO = 4.0  # twice the log-likelihood ratio above which an improvement is
 @without_autocast()
 def calibrate(
     ensemble: Ensemble,
-    validation: Batches,
+    held_out: Batches,
     *,
-    share: float = 0.95,
-    score: ScoreName = "msp",
-    per_member: bool = False,
-    temperature: bool = True,
+    risk: Risk | None = None,
+    confidence: float | None = 0.95,
+    share: float | None = None,
+    unfamiliar: float = 0.05,
     familiarity: FamiliarityChoice | None = "auto",
+    train: Batches | None = None,
+    groups: Sequence[Any] | None = None,
+    score: ScoreName = "msp",
 ) -> Ensemble:
-    """Fit a temperature and the thresholds for abstaining, on held-out labelled ID batches; returns a copy.
+    """Decide when answers are accepted, with a promise about it, from held-out labelled batches; returns a copy.
 
-    There are two reasons to abstain, each with a threshold that accepts at least `share` of inputs like these: the
-    model is *unsure* (`score`), or the input is *unfamiliar* (a feature score, see `fit_familiarity`). Both together
-    accept at least 2 · share - 1; the share of these samples that they accepted is in the metrics and the history.
+    With `risk=0.01`, at most 1 % of the accepted answers on new inputs like these are wrong (`model.promise`). With
+    `share=0.95`, which is the default, at least that share of inputs like these is accepted, and nothing is said of
+    errors. There are two reasons to decline, and both are within the promise: the input is *unfamiliar* (a feature
+    score, see `fit_familiarity`), or the model is *unsure*.
 
-    `predict` applies all of it, and it is saved with the model, replacing an earlier calibration. The numbers of the
-    fit are added to its metrics under `validation/`. It belongs to these weights, of which it keeps a digest: after
-    editing them, calibrate again. The fit uses the precision of the model, whatever autocast is active: if it will
-    run in half precision, convert it first: `ensemble.bfloat16()`.
+    Half of the rows, drawn by their digests, fit a temperature and the familiarity; the others certify. Rows by which
+    the model was chosen (`search`, `cascade`) do not certify. `predict` applies all of it, and it is saved with the
+    model. It belongs to these weights and to this precision: `ensemble.bfloat16()` first if it will run so.
 
     Args:
         ensemble: It is not changed.
-        validation: Held-out labelled in-distribution batches that nothing was fitted on.
-        share: As for `fit_calibration`, like `score`, `per_member` and `temperature`.
-        score: Score for how unsure an answer is.
-        per_member: Whether each member gets its own temperature.
-        temperature: Whether to fit a temperature at all.
-        familiarity: Score for how familiar an input is. If it is not fitted yet, a random half of the samples fits it,
-            and the other half sets its threshold; the same batches, or the same shuffling loader, give the same
-            halves. `"auto"` takes what was fitted, else `mahalanobis` if there are enough samples (if not, a warning
-            and the history say so); None sets no such threshold.
+        held_out: Labelled batches of the kind of inputs to come, on which nothing was trained or chosen.
+        risk: The largest share of wrong answers among those accepted. A list certifies several, each by itself; the
+            first is in force, and `model.at(risk=...)` changes that. A mapping such as `{"benign": 0.002}` bounds the
+            share among accepted answers with each label, all together with `confidence`; answers with other labels
+            are declined, or accepted without a promise if their risk is 1.
+        confidence: Probability with which the promise holds, over the draw of the held-out rows. None promises only on
+            average over such draws, which takes far fewer rows.
+        share: The share to accept, instead of `risk`.
+        unfamiliar: With `risk`, at most this share of inputs like these is declined as unfamiliar.
+        familiarity: Score for how familiar an input is. `"auto"` takes what was fitted, else `mahalanobis` if there
+            are enough samples (if not, a warning and the history say so); None declines nothing as unfamiliar.
+        train: Other labelled batches for the fits, such as training data: then all held-out rows certify.
+        groups: Group of each row, in the order of the batches, such as the document of a page: one row of each group
+            certifies, and the promise is for a random row of a random group.
+        score: What sureness is measured by: `msp` by the confidence, others by minus the score.
 
     Raises:
-        DataError: Most of the samples fitted the familiarity: they do not show how familiar new ones look.
+        TooFewSamplesError: The rows are too few for this promise; the message says what they can promise.
 
     Examples:
-        >>> calibrated = he.calibrate(base, batches, share=0.9, familiarity=None)
-        >>> calibrated.predict(torch.randn(3, 3, 64, 64)).accept.shape
+        >>> safe = he.calibrate(base, batches, share=0.9, familiarity=None)
+        >>> safe.predict(torch.randn(3, 3, 64, 64)).accept.shape
         torch.Size([3])
     """
     weights = require_classifier(getattr(ensemble, "_orig_mod", ensemble), "calibrate")  # if compiled
     require_members_for(score, ensemble.num_members)
-    samples = read_answers(ensemble, validation, "validation")
-    warn_if_cut(validation, "validation", len(samples.labels))
-    settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
-    calibration = fit_calibration(samples.logits, samples.labels, **settings)
-    metrics = _measured(calibration, samples.logits, samples.labels)
+    if risk is not None and share is not None:
+        raise ConfigError("risk and share are two promises; give one of them")
     metadata = weights.metadata
-    degrees = ", ".join(f"{value:.4g}" for value in calibration.temperature)
-    line = f"calibrated on {len(samples.labels)} samples, {metrics['validation/accuracy']:.2%} of them right: "
-    line += f"temperature {degrees}; {score} threshold accepts {metrics['validation/accepted_share']:.2%}"
-    missing = (samples.labels.bincount(minlength=weights.num_classes) == 0).nonzero()[:, 0].tolist()
-    notes = []
-    if missing:
-        names = [metadata.labels[one] if metadata.labels else str(one) for one in missing]
-        notes = [f"validation has no samples of {a_few(names)}: nothing is promised for them"]
-    familiar, both, words = _with_familiarity(ensemble, samples, calibration, familiarity, share)
-    if "validation/familiar_share" not in both and familiarity is not None:
-        notes.append(f"no input is ever called unfamiliar: {words}")
+    labels = metadata.labels or tuple(map(str, range(weights.num_classes)))
+    asked = None if risk is None else _asked(risk, labels)
+
+    samples = read_answers(ensemble, held_out, "held_out")
+    warn_if_cut(held_out, "held_out", len(samples.labels))
+    others = None if train is None else read_answers(ensemble, train, "train")
+    left_out = np.isin(samples.digests, [int(one) for one in metadata.chosen])
+    left_out |= False if others is None else np.isin(samples.digests, others.digests)
+    fit, certifies = divided(samples.digests, left_out, groups, share=0.5 if others is None else 1.0)
+    fits = samples.pick(torch.from_numpy(fit)) if others is None else others
+    held = samples.pick(torch.from_numpy(certifies))
+    if not len(held.labels) or not len(fits.labels):
+        raise TooFewSamplesError(f"{len(fits.labels)} rows fit and {len(held.labels)} certify; give more rows")
+
+    fitted, why = _familiarity(ensemble, fits, held, familiarity)
+    plain = Calibration(fit_temperature(fits.logits, fits.labels), score=score)
+    answers, before = plain.prediction(held.logits), plain.prediction(fits.logits)
+    strange = None if fitted is None or familiarity is None else _first(fitted, held)
+    right = answers.label == held.labels
+    given = f"of {len(samples.labels)} held-out rows {len(held.labels)} certify"
+    given += f" ({int(left_out.sum())} left out: they chose or fitted)" if left_out.any() else ""
+    try:
+        found = rule(
+            answers.certainty, strange, answers.label, right, labels,
+            risk=asked, confidence=confidence, share=0.95 if share is None else share, unfamiliar=unfamiliar,
+        )  # fmt: skip
+    except TooFewSamplesError as error:
+        raise TooFewSamplesError(f"{error} ({given}; with train= all can)") from error
+
+    if fitted is not None:
+        reference = fitted.settings.reference if strange is None else Reference.of(strange)
+        fitted = Familiarity(replace(fitted.settings, threshold=found.unfamiliar, reference=reference), fitted.state)
+    watched = {"confidence": Bins.of(before.score(), answers.score())}
+    watched |= {} if fitted is None or strange is None else {"familiarity": Bins.of(_first(fitted, fits), strange)}
+    calibration = replace(
+        plain, threshold=found.threshold, promises=found.promises, share=share or (0.95 if risk is None else None),
+        reference=Reference.of(answers.score()), watched=watched, weights=weights_of(weights),
+        rows=some_rows(held.digests),
+    )  # fmt: skip
+    accept = torch.from_numpy(found.accepts(answers.certainty, strange, answers.label))
+    notes = _notes(samples, answers.label[accept], held.labels, labels, asked)
+    notes += [f"no input is ever called unfamiliar: {why}"] if why else []
     if notes:
         warn("; ".join(notes))
-    calibration = replace(calibration, weights=weights_of(weights), watched=_watched(samples, calibration, familiar))
-    calibration = replace(calibration, identity=digest([calibration, familiar and familiar.settings])[:12])
-    others = {name: value for name, value in metadata.metrics.items() if name not in PER_THRESHOLD}
+    metrics = {
+        "validation/accuracy": mean(right),
+        "validation/nll_uncalibrated": F.nll_loss(Calibration().prediction(held.logits).log_probs, held.labels).item(),
+        "validation/nll": F.nll_loss(answers.log_probs, held.labels).item(),
+        "validation/accepted_share": mean(accept),
+        "validation/risk_of_accepted": mean(~right[accept]) if bool(accept.any()) else 0.0,
+        "validation/aurc": aurc(-answers.certainty, ~right),
+    }
+    line = f"calibrated: {given}; temperature {plain.temperature:.4g}; {mean(accept):.2%} accepted"
+    line += "".join(f"; {one}" for one in found.promises)
+    line += "; each risk is certified by itself" if asked is not None and len(asked.points) > 1 else ""
     return copied_with(
         weights,
-        calibration=replace(calibration, rows=some_rows(samples.digests)),
-        familiarity=familiar,
-        metrics={**others, **metrics, **both},
-        history=(*metadata.history, f"{line}; {words}" if words else line),
+        calibration=calibration,
+        familiarity=fitted,
+        metrics={**metadata.metrics, **metrics},
+        history=(*metadata.history, f"{line}; {why}" if why else line),
     )
 
 
-def _with_familiarity(
-    ensemble: Ensemble, samples: Answered, calibration: Calibration, choice: FamiliarityChoice | None, share: float
-) -> tuple[Familiarity | None, dict[str, float], str]:
-    """The familiarity with its threshold, metrics of both thresholds, and a phrase for the history.
+# --- which rows certify ----------------------------------------------------------------------------------------------
 
-    Earlier statistics are kept if they are the ones asked for, unless half of the samples of an earlier `calibrate`
-    fitted them; otherwise one half of these samples fits them and the other half sets the threshold.
+
+def drawn(digests: Tensor) -> NDArray[np.float64]:
+    """A number in [0, 1) for each row, `[n]`, that depends on its digest and on how often that occurred before.
+
+    So the same rows always fall alike, whatever their order, and rows that occur twice fall apart like any others.
+    """
+    values, place, counts = np.unique(digests.numpy(), return_inverse=True, return_counts=True)
+    order = np.argsort(place, kind="stable")
+    before = np.empty(len(place), np.uint64)
+    before[order] = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
+    mixed = values[place].view(np.uint64) + (before + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return np.asarray((mixed ^ (mixed >> np.uint64(31))) / 2.0**64)
+
+
+def divided(
+    digests: Tensor, left_out: NDArray[np.bool_], groups: Sequence[Any] | None = None, share: float = 0.5
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which rows fit, and which certify: a share of them, drawn by their digests, but none that is left out.
+
+    A group stays together, and one row of it, drawn at random, certifies.
+    """
+    rows = len(digests)
+    group, chosen = np.arange(rows), np.arange(rows)
+    if groups is not None:
+        chosen = one_of_each(groups, rows, seed=0)
+        group = np.unique(np.asarray(groups), return_inverse=True)[1]
+    least = np.full(int(group.max()) + 1, np.inf)
+    np.minimum.at(least, group, np.where(left_out, -1.0, drawn(digests)))  # rows that are left out come first
+    fits = np.argsort(np.argsort(least, kind="stable")) < math.floor((1 - share) * len(least))
+    certifies = np.zeros(rows, bool)
+    certifies[chosen] = (~fits & (least >= 0))[group[chosen]]
+    return fits[group], certifies
+
+
+# --- the rule --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The risks to promise: several points for all labels, or one for each of some labels."""
+
+    points: tuple[float, ...] = ()
+    by_label: Mapping[int, float] | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When an answer is accepted, and what is promised of it."""
+
+    threshold: Threshold
+    unfamiliar: float | None  # the largest accepted feature score
+    promises: tuple[Promise, ...] = ()
+
+    def accepts(self, certainty: Tensor, unfamiliarity: Tensor | None, label: Tensor) -> NDArray[np.bool_]:
+        """Whether answers are accepted, `[n]`, compared as `Prediction` does."""
+        limit = certainty.new_tensor(self.threshold)
+        sure = certainty >= (limit[label] if limit.ndim else limit)
+        if unfamiliarity is not None and self.unfamiliar is not None:
+            sure = sure & (unfamiliarity <= self.unfamiliar)
+        return sure.cpu().numpy()
+
+
+def rule(
+    certainty: Tensor,
+    unfamiliarity: Tensor | None,
+    label: Tensor,
+    correct: Tensor,
+    labels: Sequence[str],
+    *,
+    risk: Asked | None = None,
+    confidence: float | None = 0.95,
+    share: float = 0.95,
+    unfamiliar: float = 0.05,
+) -> Rule:
+    """When answers are accepted, from rows that fitted nothing: a pure function of arrays `[n]`.
+
+    Args:
+        certainty: Higher for surer answers.
+        unfamiliarity: Higher for stranger inputs; None declines nothing as unfamiliar.
+        label: The answers.
+        correct: Whether they are right.
+        labels: Names of the classes.
+        risk: What to promise of errors; None promises the share.
+        confidence: As for `calibrate`.
+        share: As for `calibrate`.
+        unfamiliar: As for `calibrate`.
+    """
+    if risk is None:
+        return _of_share(certainty, unfamiliarity, require("share", share, PositiveShare))
+    limit = None
+    if unfamiliarity is not None:  # what is at or above the score of a rank is declined: given it, the rest is i.i.d.
+        ordered = unfamiliarity.sort().values
+        rank = rank_for(1.0 - require("unfamiliar", unfamiliar, Rate), len(ordered))
+        if rank < len(ordered):
+            limit = below(ordered[rank])
+            kept = unfamiliarity <= limit
+            certainty, label, correct = certainty[kept], label[kept], correct[kept]
+    if risk.by_label is None:
+        points = tuple(certify(certainty, correct, one, level=confidence) for one in risk.points)
+        return Rule(points[0].threshold, limit, points)
+    bounded = {index: one for index, one in risk.by_label.items() if one < 1}
+    level = None if confidence is None else 1 - (1 - require("confidence", confidence, InnerShare)) / len(bounded)
+    thresholds, promises = [NEVER] * len(labels), []
+    for index, one in risk.by_label.items():
+        thresholds[index] = -NEVER
+        if index in bounded:
+            mine = label == index
+            if not bool(mine.any()):
+                raise TooFewSamplesError(f"no row that certifies is answered {labels[index]!r}; give more rows")
+            try:
+                found = certify(certainty[mine], correct[mine], one, level=level)
+            except TooFewSamplesError as error:
+                raise TooFewSamplesError(f"answers {labels[index]!r}: {error}") from error
+            promises.append(replace(found, confidence=confidence, label=labels[index]))
+            thresholds[index] = found.threshold
+    return Rule(tuple(thresholds), limit, tuple(promises))
+
+
+def _of_share(certainty: Tensor, unfamiliarity: Tensor | None, share: float) -> Rule:
+    """Accept at least a share of rows like these by both reasons together: each allows the same rank.
+
+    The rank is one more than the least at which both together accept ⌈share · (n + 1)⌉ of the rows: conformal, since
+    with a new row among them they would accept as many at this rank.
+    """
+    scores = [-certainty] if unfamiliarity is None else [-certainty, unfamiliarity]
+    ordered = [one.sort().values for one in scores]
+    rows = len(certainty)
+    ranks = torch.stack([torch.searchsorted(known, one) for known, one in zip(ordered, scores, strict=True)])
+    wanted = rank_for(share, rows)
+    rank = rows + 1 if wanted > rows else int(ranks.amax(dim=0).sort().values[wanted - 1]) + 1  # from 1
+    rank += len(scores) > 1
+    if rank > rows:
+        if share < 1:
+            few = f"promising a share of {share:.4g} takes {samples_for(share)} rows and more, {rows} certify"
+            warn(f"{few}: every input is accepted; calibrate on more, or accept a smaller share")
+        return Rule(-NEVER, None if unfamiliarity is None else NEVER)
+    return Rule(-ordered[0][rank - 1].item(), None if unfamiliarity is None else ordered[1][rank - 1].item())
+
+
+def below(value: Tensor) -> float:
+    """The next smaller number in the dtype of a value."""
+    return float(torch.nextafter(value, value.new_tensor(-math.inf)))
+
+
+def _asked(risk: Risk, labels: Sequence[str]) -> Asked:
+    """The risks as they were given, with the numbers of labels."""
+    if isinstance(risk, Mapping):
+        names: dict[Any, int] = {index: index for index in range(len(labels))}
+        names |= {name: index for index, name in enumerate(labels)}
+        if not risk or (unknown := [name for name in risk if name not in names]):
+            raise ConfigError(f"risk names {unknown if risk else 'no label'}; give some of {a_few(labels)}")
+        read = {names[name]: require(f"risk[{name!r}]", one, PositiveShare) for name, one in risk.items()}
+        if min(read.values()) == 1:
+            raise ConfigError("risk bounds no label: give one a risk below 1, or share=")
+        return Asked(by_label=read)
+    several = risk if isinstance(risk, Sequence) else [risk]
+    return Asked(tuple(require("risk", one, InnerShare) for one in several))
+
+
+def _notes(samples: Answered, accepted: Tensor, held: Tensor, labels: Sequence[str], asked: Asked | None) -> list[str]:
+    """What a user should know of the rows."""
+    counts = samples.labels.bincount(minlength=len(labels))
+    missing = (counts == 0).nonzero()[:, 0].tolist()
+    seen, kept = (one.bincount(minlength=len(labels)) for one in (held, accepted))
+    named = None if asked is None else asked.by_label
+    never = [one for one, name in enumerate(labels) if seen[one] and not kept[one] and (named is None or one in named)]
+    repeated = len(samples.digests) - len(samples.digests.unique())
+    notes = []
+    if missing:
+        notes.append(f"held_out has no samples of {a_few([labels[one] for one in missing])}: nothing is known of them")
+    if never:
+        notes.append(f"no answer {a_few([labels[one] for one in never])} is accepted")
+    if repeated:
+        notes.append(f"{repeated} rows of held_out occur before; are they copies?")
+    return notes
+
+
+# --- fits ------------------------------------------------------------------------------------------------------------
+
+
+def _first(familiarity: Familiarity, samples: Answered) -> Tensor:
+    """The first feature score, `[n]`, as in `Prediction`."""
+    return familiarity.scores(samples.features, samples.logits)[0].mean(dim=0)
+
+
+def _familiarity(
+    ensemble: Ensemble, fits: Answered, held: Answered, choice: FamiliarityChoice | None
+) -> tuple[Familiarity | None, str]:
+    """Familiarity without a threshold, and why there is none.
+
+    Earlier statistics are kept if they are the ones asked for, unless an earlier `calibrate` fitted them.
     """
     earlier = ensemble.metadata.familiarity
     if choice is None:  # an earlier threshold belongs to another calibration
-        bare = None if earlier is None else Familiarity(replace(earlier.settings, threshold=None), earlier.state)
-        return bare, {}, ""
-    name = choice
-    if earlier is not None and choice in ("auto", earlier.settings.scores[0]):
-        name = earlier.settings.scores[0]  # type: ignore[assignment]
-    held_out, who = samples, ""
-    if earlier is not None and name == earlier.settings.scores[0] and not earlier.settings.halved:
-        familiarity = earlier
-        kept = earlier.settings.rows
-        reused = recognised(kept, samples.digests)
+        return None if earlier is None else Familiarity(replace(earlier.settings, threshold=None), earlier.state), ""
+    if earlier is not None and choice in ("auto", earlier.settings.scores[0]) and not earlier.settings.own:
+        reused = recognised(earlier.settings.rows, held.digests)
         if reused >= REUSED:
-            told = f"{reused} of {len(kept)} samples known to have fitted the familiarity of this ensemble are given"
-            if 2 * reused > len(kept):
-                raise DataError(f"{told}, which do not show how familiar new ones look; calibrate on other data")
-            warn(f"{told}: its threshold accepts fewer new inputs than it promises; calibrate on other data")
-    else:
-        draws = np.random.default_rng(0)
-        fits = torch.from_numpy(draws.random(len(samples.labels)) < 0.5)  # as `_half`
-        try:
-            if (left := int((~fits).sum())) < max(samples_for(share), 1):
-                raise TooFewSamplesError(
-                    f"{left} of {len(fits)} samples, those not used to fit it, are too few to promise a share of "
-                    f"{share:.4g}: that takes {samples_for(share)}, or statistics fitted before (fit_familiarity)"
-                )
-            score = "mahalanobis" if name == "auto" else name
-            familiarity, held_out = fit_on(ensemble, samples, fits, (score,), draws)
-        except TooFewSamplesError as problem:
-            if choice != "auto" or earlier is not None:
-                raise
-            return None, {}, f"familiarity is not fitted ({problem})"
-        familiarity = Familiarity(replace(familiarity.settings, halved=True), familiarity.state)
-        familiarity, who = with_earlier(familiarity, earlier), " that did not fit it"
-    scores = familiarity.scores(held_out.features, held_out.logits)  # [S, M, n]
-    deciding = scores[0].mean(dim=0)
-    settings = replace(familiarity.settings, threshold=threshold_for(deciding, share), accepted_share=share)
-    familiarity = Familiarity(replace(settings, reference=Reference.of(deciding)), familiarity.state)
-    decided = calibration.prediction(held_out.logits, unfamiliarity=familiarity.about(scores))
-    sure, familiar = (one for one in decided.passed().values() if one is not None)
-    accept, wrong = sure & familiar, decided.label != held_out.labels
-    metrics = {
-        "validation/sure_share": mean(sure),
-        "validation/familiar_share": mean(familiar),
-        "validation/accepted_share": mean(accept),
-        "validation/risk_of_accepted": mean(wrong[accept]) if bool(accept.any()) else 0.0,
-    }
-    words = f"{familiarity.settings.scores[0]} threshold {metrics['validation/familiar_share']:.2%}; both accept "
-    return familiarity, metrics, f"{words}{mean(accept):.2%} of the {len(held_out.labels)}{who}"
+            told = f"{reused} of {len(earlier.settings.rows)} samples known to have fitted the familiarity certify"
+            raise DataError(f"{told}; calibrate on other data, or without fit_familiarity before")
+        return earlier, ""
+    score = earlier.settings.scores[0] if choice == "auto" and earlier is not None else choice
+    try:
+        names = ("mahalanobis" if score == "auto" else score,)
+        found = fit_on(ensemble, fits, names, np.random.default_rng(0))  # type: ignore[arg-type]
+    except TooFewSamplesError as problem:
+        if choice != "auto" or earlier is not None:
+            raise
+        return None, f"familiarity is not fitted ({problem})"
+    return with_earlier(Familiarity(replace(found.settings, own=True), found.state), earlier), ""
 
 
-def _watched(samples: Answered, calibration: Calibration, familiarity: Familiarity | None) -> dict[str, Bins]:
-    """How scores of held-out samples are spread: edges from the half that may have fitted, counts of the other."""
-    fits = _half(samples)
-    scores = {"confidence": calibration.prediction(samples.logits).score()}
-    if familiarity is not None:
-        scores["familiarity"] = familiarity.scores(samples.features, samples.logits)[0].mean(dim=0)  # [S, M, n] -> [n]
-    return {name: Bins.of(one[fits], one[~fits]) for name, one in scores.items()} if 0 < fits.sum() < len(fits) else {}
+def fit_temperature(member_logits: Tensor, labels: Tensor) -> float:
+    """The likeliest temperature of the members' mean probabilities, in float64; 1 unless another helps.
 
-
-def _half(samples: Answered) -> Tensor:
-    """A random half, `[n]` of bool, the same for the same samples."""
-    return torch.from_numpy(np.random.default_rng(0).random(len(samples.labels)) < 0.5)
-
-
-def fit_calibration(
-    member_logits: Tensor,
-    labels: Tensor | Sequence[int],
-    *,
-    share: float = 0.95,
-    score: ScoreName = "msp",
-    per_member: bool = False,
-    temperature: bool = True,
-) -> Calibration:
-    """Fit temperature and threshold to member logits from any source, in float64 on the CPU.
-
-    The temperature divides the logarithm of the members' mean probabilities (so no label changes). It is the one
-    between 0.05 and 20 that minimises NLL + (ln T)² / (2 · 0.5² · n) over the n samples: the negative log-likelihood
-    under a prior by which its logarithm is normal, with mean 0 and standard deviation 0.5. So it stays near 1 if there
-    are few samples or hardly any mistakes; with hundreds of mistakes the prior hardly matters. It is 1 unless another
-    helps. A warning is given if it ends at a bound, or if no temperature makes the answers likelier than a guess:
-    the labels may be numbered differently. Scores are not calibrated, and do not depend on it.
-
-    The threshold is the ⌈share · (n + 1)⌉-th smallest of the n scores: an input like the samples is accepted with
-    probability `share` or more, for any n. If n is too small to decline any, everything is accepted, with a warning.
+    It divides the logarithm of the mean probabilities (so no label changes). It is the one between 0.05 and 20 that
+    minimises NLL + (ln T)² / (2 · 0.5² · n) over the n samples: the negative log-likelihood under a prior by which its
+    logarithm is normal, with mean 0 and standard deviation 0.5. So it stays near 1 if there are few samples or hardly
+    any mistakes. A warning is given if it ends at a bound, or if no temperature makes the answers likelier than a
+    guess: the labels may be numbered differently.
 
     Args:
-        member_logits: `[M, B, C]` of held-out in-distribution samples, at least two.
-        labels: `[B]`.
-        share: Share of inputs like these to accept, in (0, 1].
-        score: Uncertainty score that the threshold applies to.
-        per_member: Whether each member gets its own temperature before the mean, each under the prior; labels may
-            change.
-        temperature: Whether to fit a temperature at all.
+        member_logits: `[M, n, C]`.
+        labels: `[n]`.
     """
-    require("share", share, PositiveShare)
-    member_logits = own_logits(member_logits.detach().cpu())
-    require_members_for(score, len(member_logits))
-    samples, classes = member_logits.shape[1:]
-    if samples < 2:
-        raise DataError(f"calibration needs at least two samples (better hundreds), got {samples}")
-    labels = check_labels(labels, samples, classes, None).cpu()
-    degrees = _temperatures(member_logits, labels, per_member and len(member_logits) > 1) if temperature else (1.0,)
-    fitted = Calibration(degrees, score=score, accepted_share=share)
-    scores = fitted.prediction(member_logits).score()
-    return replace(fitted, threshold=threshold_for(scores, share), reference=Reference.of(scores))
-
-
-def _measured(calibration: Calibration, member_logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """What a calibration does on the samples that it was fitted on."""
-    prediction, plain = calibration.prediction(member_logits.double()), Calibration().prediction(member_logits.double())
-    scores, wrong = calibration.prediction(member_logits).score(), prediction.label != labels
-    accept = scores <= (ACCEPTS_ALL if calibration.threshold is None else calibration.threshold)
-    return {
-        "validation/accuracy": mean(~wrong),
-        "validation/nll_uncalibrated": F.nll_loss(plain.log_probs, labels).item(),
-        "validation/nll": F.nll_loss(prediction.log_probs, labels).item(),
-        "validation/accepted_share": mean(accept),
-        "validation/risk_of_accepted": mean(wrong[accept]),
-        "validation/aurc": aurc(scores, wrong),
-    }
-
-
-def threshold_for(scores: Tensor, share: float) -> float:
-    """The conformal threshold of scores `[n]`; accepts everything if there are too few scores."""
-    threshold = conformal_threshold(scores, share)
-    if threshold < math.inf:
-        return threshold
-    if share < 1.0:
-        few = f"promising a share of {share:.4g} takes {samples_for(share)} samples, but there are {len(scores)}"
-        warn(f"{few}: every input is accepted; calibrate on more, or accept a smaller share")
-    return ACCEPTS_ALL
-
-
-def _temperatures(member_logits: Tensor, labels: Tensor, per_member: bool) -> tuple[float, ...]:
-    """The likeliest temperature (or one per member) under the prior; 1 unless another helps."""
-    means = log_mean_probs(member_logits.double())  # [n, C], the logarithm of the mean probabilities
+    means = log_mean_probs(member_logits.detach().double())  # [n, C], the logarithm of the mean probabilities
     samples, guess = len(labels), math.log(means.shape[1])
     prior = 1 / (_PRIOR**2 * samples)  # its weight against the NLL, which is a mean over the samples
-    logs = torch.tensor([_one_temperature(means, labels, prior)], dtype=torch.float64)
-    if per_member:
-        logs = _one_each(member_logits, labels, logs.repeat(len(member_logits)), prior)
-    before = F.nll_loss(means, labels).item()
-    after = _nll(member_logits.double() if per_member else means[None], labels, logs).item()
-    if before - after - prior / 2 * logs.square().sum().item() <= _MIN_GAIN:
-        logs, after = torch.zeros_like(logs), before
-    degrees = tuple(logs.exp().tolist())
-    at_bound = {bound: any(abs(math.log(one / bound)) < _AT_BOUND for one in degrees) for bound in (COLDEST, HOTTEST)}
+    log = _log_temperature(means, labels, prior)
+    before, after = F.nll_loss(means, labels).item(), F.nll_loss((means / math.exp(log)).log_softmax(1), labels).item()
+    if before - after - prior / 2 * log**2 <= _MIN_GAIN:
+        log, after = 0.0, before
+    found = math.exp(log)
+    at_bound = {bound: abs(log - math.log(bound)) < _AT_BOUND for bound in (COLDEST, HOTTEST)}
     if any(at_bound.values()) or (before > guess and 2 * samples * (guess - after) < _MIN_RATIO):
         why = "do data and model number the classes alike, and are the inputs prepared as the model knows them?"
         if at_bound[COLDEST]:
             why = "the answers are right far more often than their probabilities say: are they unscaled logits?"
         told = f"NLL {after:.3f} over {samples} samples, {guess:.3f} for a guess"
-        found = ", ".join(f"{value:.4g}" for value in degrees)
-        warn(f"at no temperature do the answers fit the labels ({told}, at temperature {found}): {why}")
-    return degrees
+        warn(f"at no temperature do the answers fit the labels ({told}, at temperature {found:.4g}): {why}")
+    return found
 
 
-def _one_temperature(log_probs: Tensor, labels: Tensor, prior: float) -> float:
+def _log_temperature(log_probs: Tensor, labels: Tensor, prior: float) -> float:
     """The log-temperature that minimises NLL plus prior: a root of the derivative, by Newton's method in a bracket.
 
     In the inverse temperature the NLL is convex, so that the derivative changes its sign once.
@@ -293,32 +426,3 @@ def _one_temperature(log_probs: Tensor, labels: Tensor, prior: float) -> float:
             return min(max(step, low), high)
         log = step if low < step < high else (low + high) / 2
     return log
-
-
-def _one_each(member_logits: Tensor, labels: Tensor, start: Tensor, prior: float) -> Tensor:
-    """Log-temperatures `[M]` that minimise NLL plus prior together, from the best common one."""
-    logs = start.clone().requires_grad_()
-    until = {"max_iter": 200, "tolerance_grad": 1e-10, "tolerance_change": 1e-14}
-    search = torch.optim.LBFGS([logs], line_search_fn="strong_wolfe", **until)  # type: ignore[arg-type]
-    logits = member_logits.double()
-
-    def cost() -> Tensor:
-        search.zero_grad()
-        within = logs.clamp(math.log(COLDEST), math.log(HOTTEST))
-        value = _nll(logits, labels, within) + prior / 2 * logs.square().sum()
-        value.backward()
-        return value
-
-    with torch.enable_grad():
-        search.step(cost)
-    return logs.detach().clamp(math.log(COLDEST), math.log(HOTTEST))
-
-
-def _nll(member_logits: Tensor, labels: Tensor, logs: Tensor) -> Tensor:
-    """NLL of the mean probabilities of members `[M, n, C]`, divided by temperatures given as logarithms `[M]`."""
-    return F.nll_loss(log_mean_probs(member_logits / logs.exp()[:, None, None]), labels)
-
-
-def fit_temperature(member_logits: Tensor, labels: Tensor) -> tuple[float, ...]:
-    """The likeliest temperature under the prior, for member logits `[M, B, C]` and labels `[B]`."""
-    return _temperatures(member_logits, labels, False)

@@ -253,6 +253,7 @@ class Cascade(InTurn, OurModel, Saved):
     """Stages that answer in turn; made by `cascade`. It predicts, calibrates, saves and serves like an `Ensemble`."""
 
     _kind = "cascade"
+    at = Ensemble.at
 
     def __init__(self, stages: Sequence[Stage], settings: CascadeSettings, metadata: Metadata | None = None) -> None:
         super().__init__()

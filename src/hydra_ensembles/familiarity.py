@@ -18,7 +18,7 @@ from .digest import row_digests
 from .errors import ConfigError, DataError, TooFewSamplesError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_relative, prepared
-from .metrics.probabilities import check_finite
+from .metrics.probabilities import at_least_float32, check_finite
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
 from .model.layers import dropping
@@ -28,8 +28,6 @@ from .settings import Rate, require
 FEW_PER_CLASS = 20  # samples per class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # added to each eigenvalue, as a share of their mean
 MAX_HELD_OUT = 4096  # maximum number of samples held out for p-values
-PER_THRESHOLD = ("validation/sure_share", "validation/familiar_share")  # metrics of each of the two thresholds alone
-OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # metrics of all thresholds together
 KEPT_ROWS = 64  # samples by whose digests the data of a fit are recognised
 _NULL = 1e-10  # eigenvalues below this share of the largest are directions without variance
 _AT_ONCE = 8192  # samples converted to float64 at a time
@@ -99,12 +97,18 @@ def fit_familiarity(
     require("held_out", held_out, Rate)
     by_class = not set(names).isdisjoint(BY_CLASS)
     samples = read_answers(ensemble, id_batches, "id_batches", by_class, seed, logits="vim" in names)
+    missing = np.setdiff1d(np.arange(weights.num_classes), samples.labels)
+    if by_class and len(missing):
+        known = weights.metadata.labels
+        told = a_few([known[one] if known else str(one) for one in missing])
+        raise TooFewSamplesError(f"classes {told} have no samples; give some of each, or use 'knn', which ignores them")
     draws = np.random.default_rng(seed)
     held = np.flatnonzero(draws.random(len(samples.labels)) < held_out)
     if len(held) > MAX_HELD_OUT:
         held = draws.permutation(held)[:MAX_HELD_OUT]
     fits = torch.ones(len(samples.labels), dtype=torch.bool).index_fill(0, torch.from_numpy(held), False)
-    familiarity, others = fit_on(ensemble, samples, fits, names, draws, shrinkage, neighbours, principal, stored)
+    fitted, others = samples.pick(fits), samples.pick(~fits)
+    familiarity = fit_on(ensemble, fitted, names, draws, shrinkage, neighbours, principal, stored)
     if len(others.labels):
         scores = familiarity.scores(others.features, others.logits)[0].mean(dim=0)
         familiarity = Familiarity(replace(familiarity.settings, reference=Reference.of(scores)), familiarity.state)
@@ -118,13 +122,13 @@ def with_score(ensemble: Ensemble, familiarity: Familiarity, line: str) -> Ensem
 
 
 def _refitted(ensemble: Ensemble, familiarity: Familiarity, line: str) -> Ensemble:
-    """A copy with the new familiarity, and without the shares accepted by the threshold of an earlier score."""
+    """A copy with the new familiarity, and without a calibration that used another."""
     metadata = ensemble.metadata
-    earlier, metrics = metadata.familiarity, metadata.metrics
-    if earlier is not None and earlier.settings.threshold is not None:
-        metrics = {name: value for name, value in metrics.items() if name not in (*PER_THRESHOLD, *OF_ACCEPTED)}
-        warn("the threshold of familiarity is dropped, so no input is called unfamiliar: calibrate again")
-    return copied_with(ensemble, familiarity=familiarity, metrics=metrics, history=(*metadata.history, line))
+    changes: dict[str, Any] = {"familiarity": familiarity, "history": (*metadata.history, line)}
+    if metadata.familiarity is not None and metadata.familiarity.settings.threshold is not None:
+        warn("the calibration belongs to the earlier familiarity and is dropped: calibrate again")
+        changes |= {"calibration": None, "metrics": {}}
+    return copied_with(ensemble, **changes)
 
 
 def copied_with(ensemble: Ensemble, **changes: Any) -> Ensemble:
@@ -165,7 +169,8 @@ def answers(
             labels = torch.zeros(features.shape[1], dtype=torch.long)
             if labelled:
                 labels = require_labels(targets, ensemble.num_classes, name, index).cpu()
-            yield inputs, Answered(features.float().cpu(), logits.float().cpu(), labels, sample_digests(inputs))
+            known = features.float().cpu(), at_least_float32(logits).cpu()
+            yield inputs, Answered(*known, labels, sample_digests(inputs))
 
 
 def read_answers(
@@ -199,31 +204,6 @@ def recognised(kept: Sequence[str], digests: Tensor) -> int:
 
 
 def fit_on(
-    ensemble: Ensemble, samples: Answered, fits: Tensor, scores: Sequence[FamiliarityName], *settings: Any
-) -> tuple[Familiarity, Answered]:
-    """Fit the scores on the samples chosen by the mask `fits` `[B]`; also returns the others, for p-values.
-
-    For scores that use classes, a class whose samples are all among the others lends its first one to the fit. The
-    others then repeat samples of the rarest classes, one for each sample lent: rare classes would otherwise be rarer
-    among them than among new samples, and fewer of those accepted than promised.
-    """
-    lent = 0
-    if not set(scores).isdisjoint(BY_CLASS):
-        classes, first = np.unique(samples.labels.numpy(), return_index=True)
-        borrowed = first[~np.isin(classes, samples.labels[fits].numpy())]
-        fits = fits.index_fill(0, torch.from_numpy(borrowed), True)
-        lent = len(borrowed)
-    fitted, held = samples.pick(fits), samples.pick(~fits)
-    familiarity = _fitted(ensemble, fitted, scores, *settings)
-    if lent and len(held.labels):
-        counts = fitted.labels.bincount()[held.labels]
-        rarest = (counts == counts.min()).nonzero()[:, 0]
-        again = rarest[torch.arange(lent) % len(rarest)]
-        held = held.pick(torch.cat([torch.arange(len(held.labels)), again]))
-    return familiarity, held
-
-
-def _fitted(
     ensemble: Ensemble,
     samples: Answered,
     scores: Sequence[FamiliarityName],
@@ -239,7 +219,7 @@ def _fitted(
         raise TooFewSamplesError("there are no samples to fit familiarity on; give more, or hold out fewer")
     shrunk = 0.0
     if not set(scores).isdisjoint(BY_CLASS):
-        shrunk = _shrinkage(samples, ensemble.num_classes, ensemble.metadata.labels, shrinkage)
+        shrunk = _shrinkage(samples, ensemble.num_classes, shrinkage)
     kept = samples
     if count > stored:
         kept = samples.pick(torch.from_numpy(np.sort(draws.permutation(count)[:stored])))
@@ -263,14 +243,9 @@ def _fitted(
     return Familiarity(FamiliaritySettings(tuple(scores), width, count, **settings), state)
 
 
-def _shrinkage(samples: Answered, classes: int, names: Sequence[str], asked: float | None) -> float:
+def _shrinkage(samples: Answered, classes: int, asked: float | None) -> float:
     """How much to shrink covariances; raises if the samples are too few for any covariance."""
-    counts = samples.labels.bincount(minlength=classes)
     total, width = samples.features.shape[1:]
-    missing = (counts == 0).nonzero()[:, 0].tolist()
-    if missing:
-        told = a_few([names[one] if names else str(one) for one in missing])
-        raise TooFewSamplesError(f"classes {told} have no samples; give some of each, or use 'knn', which ignores them")
     if total < 2 * classes:
         raise TooFewSamplesError(f"{total} samples of {classes} classes are too few; give two of each, or use 'knn'")
     if asked == 0.0 and total - classes < width:
@@ -311,9 +286,13 @@ def _moments(name: FamiliarityName, samples: Answered, classes: int) -> _Moments
 
 
 def _mahalanobis(moments: _Moments, shrinkage: float, relative: bool) -> dict[str, Tensor]:
-    """Overall mean, whitening of the within-class covariance, and whitened class means, per member."""
+    """Overall mean, whitening of the within-class covariance, and whitened class means, per member.
+
+    A class without samples has the mean of another: nothing is near to it.
+    """
     samples, mean = moments.counts.sum(), moments.mean  # [M, d]
-    means = moments.sums / moments.counts[:, None]  # [M, C, d]
+    known = torch.where(moments.counts > 0, torch.arange(len(moments.counts)), moments.counts.argmax())  # [C]
+    means = (moments.sums / moments.counts[:, None])[:, known]  # [M, C, d]
     within = (moments.products - (means * moments.counts[:, None]).mT @ means) / samples  # [M, d, d]
     whiten = _whitening(within, shrinkage)
     statistics = {"mean": mean + moments.shift, "whiten": whiten, "classes": (means - mean[:, None]) @ whiten}

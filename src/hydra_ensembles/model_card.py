@@ -5,7 +5,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from .model.config import GROUPS
-from .model.metadata import ACCEPTS_ALL, Metadata
+from .model.metadata import Metadata
 
 if TYPE_CHECKING:
     from .cascade import Cascade
@@ -104,23 +104,21 @@ def _facts(model: "Ensemble") -> Iterable[tuple[str, object]]:
 
 
 def _calibration(metadata: Metadata) -> str:
-    """The temperature, and every threshold for abstaining with the share of inputs that it accepts."""
+    """The temperature, when an answer is accepted, and what is promised of it."""
     calibration, familiarity = metadata.calibration, metadata.familiarity
     if calibration is None:
         return ""
-    text = f"Temperature: {', '.join(f'{temperature:.4g}' for temperature in calibration.temperature)}."
-    limits = [(f"`{calibration.score}`", calibration.threshold, "unsure")]
-    if familiarity is not None:
-        limits.append(
-            (f"`{familiarity.settings.scores[0]}` of the features", familiarity.settings.threshold, "unfamiliar")
-        )
-    rules = [
-        f"the score {score} is above {threshold:.4g} ({reason})"
-        for score, threshold, reason in limits
-        if threshold is not None and threshold < ACCEPTS_ALL
-    ]
-    if rules:
-        share = f"{100 * calibration.accepted_share:.4g} %"
-        return f"{text} Abstain if {', or '.join(rules)}: {share} of inputs like the held-out data are accepted."
-    never = " Every input is accepted: there were too few held-out samples to decline any, or the share was 100 %."
-    return text if calibration.threshold is None else text + never
+    score = "the confidence" if calibration.score == "msp" else f"minus the score `{calibration.score}`"
+    lines = [f"Temperature: {calibration.temperature:.4g}."]
+    if isinstance(calibration.threshold, tuple):
+        lines.append(f"An answer is accepted if {score} reaches the threshold of its label.")
+    elif calibration.threshold is not None:
+        lines.append(f"An answer is accepted if {score} is at least {calibration.threshold:.6g}.")
+    limit = None if familiarity is None else familiarity.settings.threshold
+    if familiarity is not None and limit is not None:
+        lines.append(f"It is declined as unfamiliar if `{familiarity.settings.scores[0]}` is above {limit:.6g}.")
+    if calibration.share is not None:
+        lines.append(f"Of inputs like the held-out ones at least {100 * calibration.share:.4g} % are accepted.")
+    lines += [f"Promise: {one_line(str(one))}." for one in calibration.promises]
+    lines += ["Nothing is promised for other inputs: of another source or another time."] * bool(calibration.promises)
+    return " ".join(lines)

@@ -6,7 +6,7 @@ uncertainty, disagreement) is computed from uncalibrated members.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, SupportsIndex, get_args
@@ -24,7 +24,7 @@ ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy
 AnyScore = Literal[ScoreName, FittedName]
 Reason = Literal["unfamiliar", "unsure", "alarm"]
 REASONS: tuple[Reason | None, ...] = (None, "unsure", "unfamiliar", "alarm")  # indexed by `Prediction.doubt`
-Temperature = float | Sequence[float] | Tensor
+Threshold = float | tuple[float, ...]  # one for all answers, or one for each label
 
 GEN_POWER, GEN_CLASSES = 0.1, 100  # of generalised entropy (GEN)
 
@@ -64,47 +64,39 @@ class Prediction:
     """
 
     member_logits: Tensor  # [M, B, C]
-    threshold: float | None = None  # the largest accepted score
-    score_name: ScoreName = "msp"  # the score that the threshold is for, and the default of `score()`
+    threshold: Threshold | None = None  # the least accepted `certainty`
+    score_name: ScoreName = "msp"  # what `certainty` is made of, and the default of `score()`
     class_names: tuple[str, ...] | None = None
-    temperature: tuple[float, ...] = (1.0,)  # of `probs`: one after the mean, or one for each member before it
+    temperature: float = 1.0  # of `probs`
     reference: Reference | None = None  # held-out scores for p-values
     unfamiliarity: Unfamiliarity | None = None  # feature scores, if the ensemble has any (`fit_familiarity`)
-    calibration: str = ""  # identity of the calibration that made it
-    stage: Tensor | None = None  # [B], which stage of a cascade answered
-    forced: Tensor | None = None  # [B], indices in `REASONS` of what declines samples whatever their scores; 0: nothing
+    calibration: str = ""  # identity of the calibration that was applied
+    stage: Tensor | None = None  # [B], which stage of a cascade answered, from 0
+    forced: Tensor | None = None  # [B], index in `REASONS` of a reason to decline whatever the scores are, 0 for none
 
     @classmethod
     def from_logits(
         cls,
         member_logits: Tensor,
-        temperature: Temperature | None = None,
-        threshold: float | None = None,
+        threshold: Threshold | None = None,
         score: ScoreName = "msp",
         class_names: Sequence[str] | None = None,
         check_finite: bool = True,
-        reference: Reference | None = None,
         unfamiliarity: Unfamiliarity | None = None,
     ) -> "Prediction":
         """Derive everything from member logits.
 
         Args:
             member_logits: `[M, B, C]`, finite, floating point, at least one member and two classes.
-            temperature: Divides the logits before anything else: one number, or one per member. That of a calibration
-                is another one: it divides the logarithm of the mean probabilities.
-            threshold: Samples whose score is above it are not accepted.
-            score: Name of the score that the threshold is for; `mutual_information` needs at least two members.
+            threshold: Samples whose `certainty` is below it are not accepted; one number, or one for each label.
+            score: What certainty is made of; `mutual_information` needs at least two members.
             class_names: One name per class.
             check_finite: Refuse NaN and infinity. On a GPU this waits for the logits, and nothing else here does.
-            reference: Held-out scores for p-values.
             unfamiliarity: Feature scores of the same samples.
         """
-        logits = own_logits(member_logits, check_finite)
-        if temperature is not None:
-            degrees = _temperatures(temperature, len(logits))
-            logits = own_logits(logits / logits.new_tensor(degrees)[:, None, None], check_finite)  # [1 or M, 1, 1]
         names = None if class_names is None else tuple(class_names)
-        return cls(logits, threshold, score, names, (1.0,), reference, unfamiliarity)
+        logits = own_logits(member_logits, check_finite)
+        return cls(logits, threshold, score, names, unfamiliarity=unfamiliarity)
 
     def __post_init__(self) -> None:
         require_members_for(self.score_name, self.members)
@@ -122,46 +114,36 @@ class Prediction:
         return self.member_probs.mean(dim=0)
 
     @cached_property
-    def _calibrated(self) -> Tensor:
-        """Logits `[1, B, C]`, or `[M, B, C]` with one temperature per member; the mean of their softmax is `probs`.
-
-        Log-probabilities are divided: the largest is near zero, so no temperature overflows.
-        """
-        if len(self.temperature) == 1:
-            return log_mean_probs(self.member_logits)[None] / self.temperature[0]  # [B, C] -> [1, B, C]
-        divisor = torch.tensor(self.temperature, dtype=self.member_logits.dtype, device="cpu")  # [M]
-        divisor = divisor[:, None, None].to(self.member_logits.device, non_blocking=True)
-        return self.member_logits.log_softmax(dim=-1) / divisor
-
-    @property
-    def _is_calibrated(self) -> bool:
-        return any(value != 1.0 for value in self.temperature)
-
-    @cached_property
     def probs(self) -> Tensor:
         """`[B, C]`, the calibrated mean over members."""
-        return self._calibrated.softmax(dim=-1).mean(dim=0) if self._is_calibrated else self.mean_probs
+        # log-probabilities are divided: the largest is near zero, so no temperature overflows
+        return self.mean_probs if self.temperature == 1.0 else self._calibrated.softmax(dim=-1)
 
     @cached_property
     def log_probs(self) -> Tensor:
         """Logarithm of `probs`, `[B, C]`, finite even if a probability underflows to zero."""
-        return log_mean_probs(self._calibrated if self._is_calibrated else self.member_logits)
+        return self._calibrated if self.temperature == 1.0 else self._calibrated.log_softmax(dim=-1)
+
+    @cached_property
+    def _calibrated(self) -> Tensor:
+        """Logits of `probs`, `[B, C]`."""
+        return log_mean_probs(self.member_logits) / self.temperature  # [M, B, C] -> [B, C]
 
     @cached_property
     def label(self) -> Tensor:
         """`[B]`, the most probable class."""
-        # a single temperature keeps the order: use the probabilities before it, where rounding has created no ties
-        return (self.probs if len(self.temperature) > 1 else self.mean_probs).max(dim=-1).indices
+        # a temperature keeps the order: use the probabilities before it, where rounding has created no ties
+        return self.mean_probs.max(dim=-1).indices
 
     @cached_property
     def confidence(self) -> Tensor:
         """`[B]`, the calibrated probability of `label`."""
         return self.probs.gather(-1, self.label[:, None])[:, 0]
 
-    @property
+    @cached_property
     def certainty(self) -> Tensor:
-        """`[B]`, what the threshold of a promise is for: the confidence."""
-        return self.confidence
+        """`[B]`, what the threshold is for: `confidence` if the score is `msp`, else minus the score."""
+        return self.confidence if self.score_name == "msp" else -self.score()
 
     @cached_property
     def _entropies(self) -> EntropyParts:
@@ -170,7 +152,7 @@ class Prediction:
     @cached_property
     def entropy(self) -> Tensor:
         """`[B]`, total uncertainty: the entropy of `probs`."""
-        return torch.special.entr(self.probs).sum(dim=-1) if self._is_calibrated else self._entropies.total
+        return torch.special.entr(self.probs).sum(dim=-1) if self.temperature != 1.0 else self._entropies.total
 
     @property
     def aleatoric(self) -> Tensor:
@@ -189,14 +171,16 @@ class Prediction:
 
     @cached_property
     def accept(self) -> Tensor | None:
-        """`[B]` of bool, True if every score with a threshold is at most its threshold; None without any threshold."""
+        """`[B]` of bool: sure and familiar enough, and not declined for another reason; None without any threshold."""
         return None if self.doubt is None else self.doubt == 0
 
     def passed(self) -> dict[str, Tensor | None]:
         """Whether samples pass each threshold, `[B]` of bool by the reason for failing; None without the threshold."""
         passes: dict[str, Tensor | None] = {"unsure": None, "unfamiliar": None}
-        if self.threshold is not None:
-            passes["unsure"] = self.score() <= self.threshold
+        if isinstance(self.threshold, tuple):  # one for each label
+            passes["unsure"] = self.certainty >= self.certainty.new_tensor(self.threshold)[self.label]
+        elif self.threshold is not None:
+            passes["unsure"] = self.certainty >= self.threshold
         if (fitted := self.unfamiliarity) is not None and fitted.threshold is not None:
             passes["unfamiliar"] = fitted.score(fitted.score_names[0]) <= fitted.threshold
         return passes
@@ -205,16 +189,16 @@ class Prediction:
     def doubt(self) -> Tensor | None:
         """`[B]`, index in `REASONS` of why each sample is not accepted, 0 if it is; None without a threshold."""
         passes = {reason: passed for reason, passed in self.passed().items() if passed is not None}
+        if not passes and self.forced is None:
+            return None
         doubt = torch.zeros_like(self.label)
         for reason, passed in passes.items():
             doubt = torch.where(passed, doubt, REASONS.index(reason))
-        if self.forced is not None:
-            return torch.where(self.forced > 0, self.forced, doubt)
-        return doubt if passes else None
+        return doubt if self.forced is None else torch.where(self.forced > 0, self.forced, doubt)
 
     @cached_property
     def reason(self) -> list[Reason | None] | None:
-        """Why each sample is not accepted: `"unfamiliar"` (also if it is unsure, too), `"unsure"`, None if it is.
+        """Why each sample is not accepted: `"unfamiliar"` (also if unsure, too), `"unsure"`, `"alarm"`; None if it is.
 
         None instead of a list if there is no threshold (see `calibrate`).
         """
@@ -313,30 +297,22 @@ class Prediction:
             value = OUTPUTS[name].read(self)
             columns[name] = [None] * len(self) if value is None else value.tolist()
         names = {} if self.class_names is None else {"label": self.names()}
-        stage = {} if self.stage is None else {"stage": self.stage.tolist()}
-        return columns | names | {"reason": self.reason or columns["reason"]} | stage
+        names |= {} if self.stage is None else {"stage": self.stage.tolist()}
+        return columns | names | {"reason": self.reason or columns["reason"]}
 
     @classmethod
     def concat(cls, predictions: Sequence["Prediction"]) -> "Prediction":
         """Join predictions of one model for consecutive batches into one."""
         if len(predictions) == 0:
             raise DataError("got no predictions to join; give at least one")
+        if any(prediction.forced is not None for prediction in predictions):
+            blank = [torch.zeros_like(one.label) if one.forced is None else one.forced for one in predictions]
+            predictions = [dataclasses.replace(one, forced=two) for one, two in zip(predictions, blank, strict=True)]
         first, *others = predictions
         if any(other._rule != first._rule for other in others):
             raise DataError("thresholds, temperatures, scores or classes differ; join only predictions of one model")
-        fitted = [prediction.unfamiliarity for prediction in predictions if prediction.unfamiliarity is not None]
-        unfamiliarity = first.unfamiliarity
-        if unfamiliarity is not None:
-            scores = torch.cat([part.member_scores for part in fitted], dim=2)  # [S, M, B]
-            unfamiliarity = dataclasses.replace(unfamiliarity, member_scores=scores)
-        joined = torch.cat([prediction.member_logits for prediction in predictions], dim=1)
-        forced = None
-        if any(prediction.forced is not None for prediction in predictions):
-            each = [torch.zeros_like(one.label) if one.forced is None else one.forced for one in predictions]
-            forced = torch.cat(each)
-        stage = None if first.stage is None else torch.cat([one.stage for one in predictions if one.stage is not None])
-        parts: dict[str, Any] = {"unfamiliarity": unfamiliarity, "stage": stage, "forced": forced}
-        return dataclasses.replace(first, member_logits=joined, **parts)
+        every = [list(prediction._per_sample()) for prediction in predictions]
+        return first._of(torch.cat(parts, dim=-1) for parts in zip(*every, strict=True))
 
     @property
     def _rule(self) -> tuple[Any, ...]:
@@ -344,11 +320,11 @@ class Prediction:
         fitted = self.unfamiliarity
         by_features = None if fitted is None else (fitted.score_names, fitted.threshold, fitted.reference)
         plain = (self.threshold, self.score_name, self.class_names, self.temperature, self.reference, self.calibration)
-        return (self.members, self.classes, *plain, by_features)
+        return (self.members, self.classes, self.stage is None, self.forced is None, *plain, by_features)
 
     def to(self, device: torch.device | str) -> "Prediction":
         """The same prediction on another device."""
-        return self._with(lambda tensor: tensor.to(device))
+        return self._of(tensor.to(device) for tensor in self._per_sample())
 
     def __len__(self) -> int:
         return self.member_logits.shape[1]
@@ -357,7 +333,7 @@ class Prediction:
         if index is None:
             raise DataError("None selects no samples; if it came from `accept`, calibrate the ensemble first")
         if isinstance(index, slice):
-            return self._with(lambda tensor: tensor[:, index])
+            return self._of(tensor[..., index] for tensor in self._per_sample())
         rows = torch.as_tensor(index, device=None if isinstance(index, Tensor) else "cpu")
         # a mask of numbers (`accept.float()`) would be taken as the indices 0 and 1
         is_places = rows.dtype in (torch.int64, torch.int32) or not rows.numel()
@@ -369,22 +345,26 @@ class Prediction:
                 raise IndexError(f"sample {int(rows)} does not exist: the prediction has {len(self)} samples")
             rows = rows[None]
         rows = rows if rows.dtype == torch.bool else rows.long()  # an empty list has no integer dtype
-        return self._with(lambda tensor: tensor[:, rows])
+        return self._of(tensor[..., rows] for tensor in self._per_sample())
 
     def __repr__(self) -> str:
         sizes = f"{len(self)} samples, {self.members} members, {self.classes} classes"
         return f"Prediction({sizes}, score={self.score_name!r}, threshold={self.threshold})"
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> "Prediction":
-        """A copy with `change` applied to the tensors; samples are on their second axis."""
-        unfamiliarity = self.unfamiliarity
-        if unfamiliarity is not None:
-            scores = change(unfamiliarity.member_scores.mT).mT  # [S, M, B] as [S, B, M]
-            unfamiliarity = dataclasses.replace(unfamiliarity, member_scores=scores)
-        rows = {"stage": self.stage, "forced": self.forced}  # [B] each
-        changed: dict[str, Any] = {name: None if one is None else change(one[None])[0] for name, one in rows.items()}
-        logits = change(self.member_logits)
-        return dataclasses.replace(self, member_logits=logits, unfamiliarity=unfamiliarity, **changed)
+    def _per_sample(self) -> Iterator[Tensor]:
+        """What differs between samples, with these on the last axis."""
+        yield self.member_logits.mT  # [M, C, B]
+        if self.unfamiliarity is not None:
+            yield self.unfamiliarity.member_scores  # [S, M, B]
+        yield from (one for one in (self.stage, self.forced) if one is not None)
+
+    def _of(self, parts: Iterable[Tensor]) -> "Prediction":
+        """A copy with other samples, given as by `_per_sample`."""
+        given = iter(parts)
+        logits, fitted = next(given).mT.contiguous(), self.unfamiliarity
+        fitted = None if fitted is None else dataclasses.replace(fitted, member_scores=next(given))
+        stage, forced = (None if one is None else next(given) for one in (self.stage, self.forced))
+        return dataclasses.replace(self, member_logits=logits, unfamiliarity=fitted, stage=stage, forced=forced)
 
 
 class Output(NamedTuple):
@@ -404,14 +384,14 @@ OUTPUTS: Mapping[str, Output] = {
     "aleatoric": Output("What each member is unsure about: their mean entropy, in nats.", lambda p: p.aleatoric),
     "epistemic": Output("What members differ about: mutual information, in nats.", lambda p: p.epistemic),
     "disagreement": Output("Share of member pairs with different labels.", lambda p: p.disagreement),
-    "score": Output("The score that `unsure` is decided by; higher = more uncertain.", lambda p: p.score()),
+    "score": Output("How uncertain the answer is, before the temperature; higher = more.", lambda p: p.score()),
     "p_value": Output(
         "How rare a score this high is among held-out data.", lambda p: p.p_value() if p.reference else None
     ),
     "familiarity": Output(
         "How rare features this strange are among familiar data; near 0 for OOD inputs.", lambda p: p.familiarity
     ),
-    "accept": Output("Whether every score is within its threshold.", lambda p: p.accept),
+    "accept": Output("Whether the answer is accepted: sure and familiar enough.", lambda p: p.accept),
     "reason": Output(f"Why not: {_codes}.", lambda p: p.doubt),
     "stage": Output("Which stage of a cascade answered, from 0.", lambda p: p.stage),
 }
@@ -433,22 +413,7 @@ def own_logits(member_logits: Tensor, check_finite: bool = True) -> Tensor:
     return logits.clone() if logits is member_logits else logits
 
 
-def _temperatures(temperature: Temperature, members: int) -> tuple[float, ...]:
-    """Temperatures: one number, or one per member."""
-    degrees = torch.as_tensor(temperature, dtype=torch.float64, device="cpu").flatten().tolist()
-    if len(degrees) not in (1, members):
-        raise ConfigError(f"temperature={temperature} for {members} members; give one number, or one per member")
-    check_temperature(degrees)
-    return tuple(degrees)
-
-
 def require_members_for(score: ScoreName, members: int) -> None:
     """Refuse a score that is the same for every input with this number of members."""
     if score == "mutual_information" and members == 1:
         raise ConfigError("score is mutual_information, which is 0 for a single member; use another, such as msp")
-
-
-def check_temperature(values: Sequence[float]) -> None:
-    """Refuse an empty list, and temperatures that are not positive and finite in single precision."""
-    if not values or not all(1e-38 <= value <= 1e38 for value in values):
-        raise ConfigError(f"temperature={list(values)} must be positive and finite; 1 changes nothing")

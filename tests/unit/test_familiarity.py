@@ -1,7 +1,6 @@
 """Familiarity: every score against an independent computation, a model's life cycle, reasons, and bad input."""
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from architectures_clip import DUAL_CASES
 from checkpoint_models import ensemble, hydra, labelled, ragged, single, text
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.familiarity import Answered, fit_familiarity, fit_on
-from hydra_ensembles.metrics.conformal import conformal_threshold
 from hydra_ensembles.metrics.distance import BY_CLASS, FAMILIARITY_NAMES
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
@@ -149,88 +147,34 @@ def test_foreign_inputs_are_unfamiliar_and_p_values_of_familiar_ones_uniform() -
     assert foreign.familiarity.mean() < 0.2
 
 
-def test_both_thresholds_promise_their_share() -> None:
-    calibrated = he.calibrate(model(CONFIG), labelled(CONFIG, 400), share=0.9)
-    settings, metrics = calibrated.metadata.familiarity.settings, calibrated.metadata.metrics
-    assert 150 < settings.samples < 250
-    assert settings.reference.samples == 400 - settings.samples  # the others set the threshold
-    assert metrics["validation/accepted_share"] >= 2 * 0.9 - 1
-    assert min(metrics["validation/sure_share"], metrics["validation/familiar_share"]) >= 0.85
-    p = calibrated.predict(joined(labelled(CONFIG, 500, seed=8))[0])
-    familiar, sure = p.score("mahalanobis") <= settings.threshold, p.score() <= p.threshold
-    assert torch.equal(p.accept, familiar & sure)
-    names = ["unfamiliar" if not a else "unsure" if not b else None for a, b in zip(familiar, sure, strict=True)]
-    assert p.reason == names
-    assert {"unsure", None} <= set(names)
-    assert min(one.double().mean().item() for one in (familiar, sure)) > 0.84
-
-
-def test_the_only_sample_of_a_class_fits_and_is_not_held_out() -> None:
-    inputs, labels = joined(labelled(CONFIG, 60))
-    labels = torch.where(labels == 0, 1, labels)
-    labels[0] = 0  # not drawn for fitting
-    drawn = int((np.random.default_rng(0).random(60) < 0.5).sum())
-    for score, fitted in (("mahalanobis", drawn + 1), ("knn", drawn)):  # knn ignores classes
-        calibrated = he.calibrate(model(CONFIG), [(inputs, labels)], share=0.9, familiarity=score)
-        assert calibrated.metadata.familiarity.settings.samples == fitted
-
-
-def test_thresholds_keep_their_promise_where_many_classes_are_rare() -> None:
-    """Samples needed to fit a rare class are not held out; unless others replace them, only 0.926 are accepted."""
-    accepted, classes = [], 200
-    for seed in range(8):
-        draws = np.random.default_rng(seed)
-        means = 3 * draws.normal(size=(classes, 64))
-        drawn = draws.choice(classes, p=(often := 1 / np.arange(1, classes + 1)) / often.sum(), size=3000)
-        known = np.concatenate([drawn[:1000], np.setdiff1d(np.arange(classes), drawn[:1000])])  # one of each
-
-        def seen(labels: np.ndarray, means: np.ndarray = means, draws: np.random.Generator = draws) -> Answered:
-            features = torch.from_numpy(means[labels] + draws.normal(size=(len(labels), 64))).float()
-            given = torch.from_numpy(labels)
-            return Answered(features[None], torch.zeros(1, len(labels), classes), given, torch.arange(len(labels)))
-
-        model: Any = SimpleNamespace(num_members=1, num_classes=classes, metadata=Metadata())
-        fits = torch.from_numpy(np.random.default_rng(0).random(len(known)) < 0.5)
-        fitted, held_out = fit_on(model, seen(known), fits, ("mahalanobis",), draws)
-        held, new = (fitted.scores(x.features, x.logits)[0, 0] for x in (held_out, seen(drawn[1000:])))
-        accepted.append(float((new <= conformal_threshold(held, 0.95)).double().mean()))
-    assert np.mean(accepted) > 0.943
-
-
-def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:
-    calibrated = he.calibrate(model(CONFIG), labelled(CONFIG, 200), share=0.9)
-    shares = {"validation/sure_share", "validation/familiar_share"}
-    assert shares <= calibrated.metadata.metrics.keys()
-    again = he.calibrate(calibrated, labelled(CONFIG, 200), share=0.9, familiarity=None).metadata
-    assert again.familiarity.settings.threshold is None  # set with another calibration
-    assert not shares & again.metrics.keys()
-    with pytest.warns(he.HydraWarning, match="calibrate again"):
-        other = he.fit_familiarity(calibrated, labelled(CONFIG, 100, seed=3), "knn").metadata
-    assert other.familiarity.settings.threshold is None
-    assert not {*shares, "validation/accepted_share", "validation/risk_of_accepted"} & other.metrics.keys()
+def test_a_class_without_samples_to_fit_is_far_from_everything() -> None:
+    inputs, labels = joined(labelled(CONFIG, 120))
+    known = Answered(features_of(model(CONFIG), inputs).float(), torch.zeros(1, 120, 3), labels, torch.arange(120))
+    fitted = fit_on(model(CONFIG), known.pick(labels != 2), ("mahalanobis",), np.random.default_rng(0))
+    rows, every = known.features[0, labels != 2].double().numpy(), known.features[0].double().numpy()
+    wanted = distances("mahalanobis", rows, labels[labels != 2].numpy(), every, 0.01)
+    np.testing.assert_allclose(fitted.scores(known.features, known.logits)[0, 0], wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_calibrate_without_familiarity_or_with_another() -> None:
     one, data = model(CONFIG), labelled(CONFIG, 200)
+    few_rows = [(data[0][0][:8], data[0][1][:8])]
     assert he.calibrate(one, data, familiarity=None).metadata.familiarity is None
     for name in FAMILIARITY_NAMES:
         settings = he.calibrate(one, data, familiarity=name).metadata.familiarity.settings
         assert settings.scores == (name,)
         assert settings.threshold is not None
     with pytest.warns(HydraWarning, match="not fitted"):
-        few = he.calibrate(one, data[:1])
+        few = he.calibrate(one, few_rows)
     assert few.metadata.familiarity is None
     with pytest.raises(DataError, match="too few"):
-        he.calibrate(one, data[:1], familiarity="mahalanobis")
+        he.calibrate(one, few_rows, familiarity="mahalanobis")
 
 
-def test_what_fitted_familiarity_does_not_set_its_threshold() -> None:
-    data, fresh = labelled(CONFIG, 120), labelled(CONFIG, 120, seed=5)
-    fitted = fit_familiarity(model(CONFIG), data)
+def test_what_fitted_familiarity_does_not_certify() -> None:
+    data = labelled(CONFIG, 120)
     with pytest.raises(DataError, match="fitted the familiarity"):
-        he.calibrate(fitted, data)
-    with pytest.warns(HydraWarning, match="fitted the familiarity"):
-        he.calibrate(fitted, data[:2] + fresh)
+        he.calibrate(fit_familiarity(model(CONFIG), data), data)
     again = he.calibrate(he.calibrate(model(CONFIG), data), data)  # a half of the same data fits it again
     assert again.metadata.familiarity == he.calibrate(model(CONFIG), data).metadata.familiarity
 

@@ -10,7 +10,7 @@ import hydra_ensembles as he
 from architectures_clip import open_clip_model
 from checkpoint_models import CONFIGS, ensemble, hydra, labelled, map_pooled, single
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.metadata import ACCEPTS_ALL, Calibration, Metadata
+from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.model_card import dual_model_card, model_card
 
 
@@ -34,13 +34,12 @@ def test_the_card_names_heads_thresholds_and_what_all_of_them_accept() -> None:
     for fact in ("14 of 36", "first 1 of 3 layers"):
         assert fact in fused
     plain = ensemble(single(), metadata=Metadata())
-    both = he.calibrate(plain, labelled(single()), temperature=False)
+    both = he.calibrate(plain, labelled(single()))
     card, known = card_of(both), both.metadata
-    assert f"`msp` is above {known.calibration.threshold:.4g} (unsure)" in card
-    assert f"features is above {known.familiarity.settings.threshold:.4g} (unfamiliar)" in card
-    assert "95 % of inputs like the held-out data are accepted" in card
-    assert "Abstain" not in card_of(plain.with_metadata(calibration=Calibration()))
-    assert "Every input is accepted" in card_of(plain.with_metadata(calibration=Calibration(threshold=ACCEPTS_ALL)))
+    assert f"the confidence is at least {known.calibration.threshold:.6g}" in card
+    assert f"`mahalanobis` is above {known.familiarity.settings.threshold:.6g}" in card
+    assert "at least 95 % are accepted" in card
+    assert "accepted" not in card_of(plain.with_metadata(calibration=Calibration()))
 
 
 def test_the_code_on_the_card_loads_the_model(tmp_path: Path) -> None:

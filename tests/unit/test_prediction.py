@@ -92,25 +92,12 @@ def test_gen_is_the_generalised_entropy_and_msp_tells_nearly_certain_samples_apa
     assert torch.allclose(Prediction.from_logits(logits).score(), expected, rtol=1e-5, atol=0)
 
 
-def test_temperature_divides_each_members_logits():
-    logits = random_logits(members=2)
-    one = Prediction.from_logits(logits, temperature=2.0)
-    torch.testing.assert_close(one.probs, (logits / 2).softmax(-1).mean(0))
-    each = Prediction.from_logits(logits, temperature=[0.5, 4.0])
-    torch.testing.assert_close(each.probs, (logits / T([0.5, 4.0])[:, None, None]).softmax(-1).mean(0))
-    assert torch.equal(each.probs, Prediction.from_logits(each.member_logits).probs)  # they are stored divided
-
-
-@pytest.mark.parametrize("temperature", [0.3, 7.0, [0.5, 4.0, 1.0]])
-def test_a_temperature_of_probabilities_leaves_all_else_as_it_is(temperature):
+def test_a_temperature_of_probabilities_leaves_all_else_as_it_is():
     logits = random_logits(samples=50).double()
     plain = Prediction.from_logits(logits)
-    p = Calibration(tuple(torch.tensor(temperature).flatten().tolist())).prediction(logits)
-    if isinstance(temperature, float):
-        expected = plain.probs.log().div(temperature).softmax(-1)
-        assert torch.equal(p.label, plain.label)
-    else:
-        expected = (logits / T(temperature)[:, None, None]).softmax(-1).mean(0)
+    p = Calibration(0.3).prediction(logits)
+    expected = plain.probs.log().div(0.3).softmax(-1)
+    assert torch.equal(p.label, plain.label)
     torch.testing.assert_close(p.probs, expected)
     torch.testing.assert_close(p.log_probs.exp(), expected)
     torch.testing.assert_close(p.confidence, expected.gather(1, p.label[:, None])[:, 0])
@@ -122,12 +109,18 @@ def test_a_temperature_of_probabilities_leaves_all_else_as_it_is(temperature):
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_accept_is_a_score_at_or_below_the_threshold_and_p_values_are_of_held_out_scores(name):
+def test_accept_is_a_certainty_at_or_above_the_threshold_and_p_values_are_of_held_out_scores(name):
     free = random_prediction(samples=50, score=name)
     assert free.accept is None
-    p = replace(free, threshold=free.score().median().item())
-    assert torch.equal(p.accept, p.score(name) <= p.threshold)
-    assert p.accept.sum() == 25  # the median itself is accepted
+    assert torch.equal(free.certainty, free.confidence if name == "msp" else -free.score(name))
+    p = replace(free, threshold=free.certainty.sort().values[25].item())
+    assert p.accept.sum() == 25  # the threshold itself is accepted
+    each = replace(free, threshold=(p.threshold, 2.0**100, p.threshold, p.threshold))  # one for each label
+    assert torch.equal(each.accept, p.accept & (p.label != 1))
+    forced = replace(p, forced=torch.arange(50) % 4, stage=torch.arange(50))
+    assert forced[1:4].reason == ["unsure", "unfamiliar", "alarm"]
+    assert torch.equal(Prediction.concat([forced[:7], forced[7:]]).doubt, forced.doubt)
+    assert forced[[5]].to_dict()["stage"] == [5]
     assert p[p.accept].accept.all()
     reference = Reference.of(p.score() - 0.1)
     assert torch.equal(replace(p, reference=reference)[:2].p_value(), reference.p_values(p.score()[:2]))
@@ -176,7 +169,6 @@ UNFAMILIAR = Unfamiliarity(("knn",), torch.rand(1, 3, 6), 0.5, Reference((0.1, 0
     [
         (T([[[0.0, 1.0], [math.nan, 1.0]], [[0.0, -math.inf], [0.0, 1.0]]]), {}, r"2 of 8 .* \(0, 1, 0\)"),
         (torch.zeros(3, 4), {}, "unsqueeze"),
-        (100 * torch.ones(2, 3, 4), {"temperature": 1e-38}, "24 of 24"),
     ],
 )
 def test_bad_logits_and_temperatures(logits, settings, token):

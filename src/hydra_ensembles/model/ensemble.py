@@ -14,6 +14,7 @@ from ..digest import digest
 from ..errors import ConfigError, DataError
 from ..model_card import model_card
 from ..prediction import Prediction
+from ..promise import Promise
 from ..settings import from_plain, to_plain
 from ..store import Form
 from . import LATER
@@ -93,6 +94,11 @@ class Answering:
     describe: Callable[[], Description]
     raw = False
     per_row: tuple[str, ...] = ()
+
+    @property
+    def promise(self) -> Promise | dict[str, Promise] | None:
+        """What is promised of the errors among accepted answers, or of those with each label; None if nothing is."""
+        return None if self.metadata.calibration is None else self.metadata.calibration.promise
 
     @property
     def front(self) -> Any:
@@ -376,6 +382,12 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         metadata = replace(current, **changes)
         metadata.check(self.config)
         return build_with_state(lambda: Ensemble(self.config, metadata), self.state_dict(), self.frozen)
+
+    def at(self, risk: float) -> "Ensemble":
+        """A copy with another of the certified risks in force, if several were given to `calibrate`."""
+        if self.metadata.calibration is None:
+            raise ConfigError("at() changes the risk of a calibrated model; calibrate it with risk=[...]")
+        return self.with_metadata(calibration=self.metadata.calibration.at(risk))
 
     # --- saving and loading ------------------------------------------------------------------------------
 

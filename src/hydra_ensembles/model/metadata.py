@@ -4,56 +4,79 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..digest import digest
 from ..errors import ConfigError
 from ..metrics.conformal import Bins, Reference
 from ..metrics.distance import FittedName, Statistics, ready, unfamiliarity
-from ..prediction import Prediction, ScoreName, Unfamiliarity, check_temperature, own_logits, require_members_for
+from ..prediction import Prediction, ScoreName, Unfamiliarity, own_logits, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from ..settings import Checked, PositiveShare, short
+from ..promise import Promise
+from ..settings import Checked, Positive, PositiveShare, short, to_plain
 from .config import EnsembleConfig
 from .member_states import differing_names
 
-if TYPE_CHECKING:
-    pass
-
-ACCEPTS_ALL = torch.finfo(torch.float32).max  # threshold if samples are too few for another; finite, for JSON
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Calibration(Checked):
-    """A temperature of the probabilities (one, or one per member) and a threshold on an uncertainty score.
+    """A temperature of the probabilities, and when an answer is sure enough to be accepted.
 
-    Inputs whose score is above `threshold` are declined; `accepted_share` is the share of in-distribution inputs that
-    the threshold was chosen to accept. `reference` has the scores of the held-out data, for p-values, `rows` the
-    digests of some of its samples, which `evaluate` recognises, and `weights` the digest of the model's weights.
-    `watched` has the scores of held-out rows in bins, with which a `Monitor` compares new ones, and `identity` tells
-    its predictions from those of others.
+    Attributes:
+        temperature: Divides the logarithm of the members' mean probabilities.
+        threshold: The least accepted `certainty` of an answer; one number, or one for each label.
+        score: What certainty is made of: for `msp` it is the confidence, else minus this score.
+        promises: What is promised of the errors among accepted answers; the first is in force, or all if each is for
+            another label.
+        share: The share of inputs like the held-out ones that is accepted, if that is what is promised.
+        reference: Held-out scores, for p-values.
+        watched: How held-out scores are spread, for a `Monitor`.
+        weights: Digest of the model's weights.
+        rows: Digests of some held-out samples, which `evaluate` recognises.
     """
 
-    temperature: tuple[float, ...] = (1.0,)
-    threshold: float | None = None
+    temperature: Positive = 1.0
+    threshold: float | tuple[float, ...] | None = None
     score: ScoreName = "msp"
-    accepted_share: PositiveShare = 0.95
+    promises: tuple[Promise, ...] = ()
+    share: PositiveShare | None = None
     reference: Reference | None = None
+    watched: Mapping[str, Bins] = field(default_factory=dict, repr=False)
     weights: str = field(default="", repr=False)  # of `weights_of`
     rows: tuple[str, ...] = field(default=(), repr=False)
-    watched: Mapping[str, Bins] = field(default_factory=dict, repr=False)
-    identity: str = field(default="", repr=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_temperature(self.temperature)
 
     @property
     def brief(self) -> "Calibration":
         """A copy without reference and digests, for display."""
-        return replace(self, reference=None, weights="", rows=(), watched={}, identity="")
+        return replace(self, reference=None, watched={}, weights="", rows=())
+
+    @property
+    def promise(self) -> Promise | dict[str, Promise] | None:
+        """The promise in force, or one for each label that has one."""
+        if self.promises and self.promises[0].label is not None:
+            return {str(one.label): one for one in self.promises}
+        return self.promises[0] if self.promises else None
+
+    @cached_property
+    def identity(self) -> str:
+        """A digest by which predictions tell which calibration made them."""
+        rule = [self.temperature, self.score, self.threshold, self.share, [one.risk for one in self.promises]]
+        return digest([self.weights, rule, to_plain(self.watched)])[:16]
+
+    def at(self, risk: float) -> "Calibration":
+        """The same with another of its certified points in force."""
+        found = [one for one in self.promises if one.risk == risk and one.label is None]
+        if not found:
+            known = ", ".join(str(one.risk) for one in self.promises if one.label is None) or "none"
+            raise ConfigError(f"risk={risk} was not certified, but {known}; calibrate with risk=[...] for several")
+        others = tuple(one for one in self.promises if one.risk != risk)
+        return replace(self, threshold=found[0].threshold, promises=(found[0], *others))
 
     def prediction(
         self,
@@ -65,7 +88,8 @@ class Calibration(Checked):
         """Turn member logits `[M, B, C]` into a prediction, with this calibration applied."""
         names = None if class_names is None else tuple(class_names)
         rule = (self.threshold, self.score, names, self.temperature, self.reference, unfamiliarity)
-        return Prediction(own_logits(member_logits, check_finite), *rule, calibration=self.identity)
+        known = self.identity if self.weights else ""
+        return Prediction(own_logits(member_logits, check_finite), *rule, calibration=known)
 
 
 @dataclass(frozen=True)
@@ -73,8 +97,7 @@ class FamiliaritySettings(Checked):
     """Settings of fitted familiarity scores, without their tensors; `threshold` and p-values are for the first score.
 
     `samples` fitted the statistics, and `rows` are digests of some of them; `reference` has the scores of others.
-    `neighbours` is for `knn`. `halved` says that one half of the data of `calibrate` fitted them: given the same data
-    again, it fits them again.
+    `neighbours` is for `knn`. `own` says that `calibrate` fitted them on rows of its own, as it will again.
     """
 
     scores: tuple[FittedName, ...]
@@ -82,10 +105,9 @@ class FamiliaritySettings(Checked):
     samples: int
     neighbours: int = 0
     threshold: float | None = None
-    accepted_share: PositiveShare = 0.95
     reference: Reference | None = None
     rows: tuple[str, ...] = field(default=(), repr=False)
-    halved: bool = field(default=False, repr=False)
+    own: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,8 +169,8 @@ class Metadata(Checked):
     """Everything about an ensemble that is not needed to compute its logits; what is unknown is empty or None.
 
     `labels` are in the order of the logits, `history` has a line for each change, oldest first, `metrics` are numbers
-    for the model card. `preprocessing_from` says where the preprocessing
-    was taken from, or why there is none.
+    for the model card. `preprocessing_from` says where the preprocessing was taken from, or why there is none. `chosen`
+    are digests of samples by which this model was chosen among others: they promise nothing about it.
     """
 
     source: str = ""
@@ -159,7 +181,7 @@ class Metadata(Checked):
     metrics: Mapping[str, float] = field(default_factory=dict)
     familiarity: Familiarity | None = None
     preprocessing_from: str = ""
-    chosen: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def measured(self) -> bool:
@@ -172,16 +194,16 @@ class Metadata(Checked):
         return replace(self, calibration=None, familiarity=None, metrics={})
 
     def check(self, config: EnsembleConfig) -> None:
-        """Refuse labels, temperatures, scores, statistics and preprocessing that do not match the model."""
+        """Refuse labels, thresholds, scores, statistics and preprocessing that do not match the model."""
         classes = config.readout.num_classes
         labels = len(self.labels)
         if classes and labels not in (0, classes):
             raise ConfigError(f"{labels} labels for {classes} classes; give one label per class, or none")
-        count = 1 if self.calibration is None else len(self.calibration.temperature)
-        if count not in (1, config.members):
-            raise ConfigError(f"{count} temperatures for {config.members} members; give one, or one each")
         if self.calibration is not None:
             require_members_for(self.calibration.score, config.members)
+            limit = self.calibration.threshold
+            if isinstance(limit, tuple) and len(limit) != classes:
+                raise ConfigError(f"{len(limit)} thresholds for {classes} classes; calibrate this model itself")
         for name, tensor in (self.familiarity.state if self.familiarity is not None else {}).items():
             of_classes = name.endswith((".classes", ".texts"))  # [M, C, …]
             if len(tensor) != config.members or (of_classes and tensor.shape[1] != classes):

@@ -22,6 +22,7 @@ from ..convert.convert import convert
 from ..digest import digest, digest_batches
 from ..errors import ConfigError, DataError, DivergedError, SameMembersError
 from ..evaluation.evaluate import evaluate
+from ..familiarity import sample_digests
 from ..files import remove
 from ..fuse import fuse, soup
 from ..heads.ranking import random_members
@@ -177,7 +178,7 @@ def search(
     not seen. Prices are measured before anything is built; an interrupted search resumes with the same arguments.
 
     Args:
-        model: A trained classifier, as for `build`; always a candidate, with its calibration if it has one.
+        model: A trained classifier, as for `build`; always a candidate.
         id: Held-out labelled batches, kept in memory: half of them judge, a quarter ranks heads, a quarter calibrates.
         ood: Batches unlike the training data, or `{name: batches}`: half for circuits, half to judge. `"synthetic"`
             makes both from `id`: better than none, but results on real OOD inputs may differ.
@@ -234,7 +235,7 @@ def search(
         if progress:
             tqdm.write(to_markdown(planned.table()))
         decided = from_plain(SearchResult, run.step("search", lambda: work.decided(planned)), "search.json")
-        return replace(decided, ensemble=run.step(RESULT, lambda: work.final(decided.choice), MODEL))
+        return replace(decided, ensemble=run.step(RESULT, lambda: work.chosen(decided.choice), MODEL))
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,15 +339,16 @@ class Search:
         return cascade([self.final(SOUP), self.final(CHAINS[name])], self.data.validation or (), ask=ASK)
 
     def ready(self, model: Ensemble) -> Ensemble:
-        """Calibrate a given model like the candidates; if it already is, its own calibration stays."""
-        own = model.metadata.calibration
-        if own is not None and self.familiarity is None:
-            return model
-        config = HydraConfig(familiarity=self.familiarity, seed=self.seed)
-        if model.front is not model:  # the familiarity of a cascade is that of its first stage
-            return calibrated(model, config, replace(self.data, ranking=None))
-        fitted = calibrated(model, config, self.data)
-        return fitted if own is None else fitted.with_metadata(calibration=own, metrics=model.metadata.metrics)
+        """Calibrate a given model like the candidates."""
+        # a cascade has the familiarity of its first stage
+        data = self.data if model.front is model else replace(self.data, ranking=None)
+        return calibrated(model, HydraConfig(familiarity=self.familiarity, seed=self.seed), data)
+
+    def chosen(self, name: str) -> Ensemble:
+        """The choice, which knows the samples by which it was made and chosen: they promise nothing about it."""
+        read = (self.judges["ID"], self.data.ranking or [], self.data.validation or [])
+        rows = torch.cat([sample_digests(inputs) for batches in read for inputs, _ in batches])
+        return self.final(name).with_metadata(chosen=tuple(map(str, rows.unique().tolist())))
 
     def of_models(self) -> dict[str, Callable[[], Ensemble]]:
         """Combinations of the model with the further trainings of it."""

@@ -283,7 +283,7 @@ def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
 
 def _is_calibrated(run: Evaluation) -> bool:
     """Whether a temperature changes the probabilities."""
-    return run.model.calibration is not None and any(value != 1.0 for value in run.model.calibration.temperature)
+    return run.model.calibration is not None and run.model.calibration.temperature != 1.0
 
 
 def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell:

@@ -23,7 +23,6 @@ from ..files import expanded, write_atomically
 from ..metrics.ood import risk_curve, roc_curve
 from ..metrics.probabilities import reliability_bins
 from ..model.cost import Cost
-from ..model.metadata import ACCEPTS_ALL
 from .compare import Column, Comparison, Runs, columns_for, compare, group_runs, to_csv, to_markdown
 
 ONE_TABLE = 12  # maximum number of columns before the results are split into two tables
@@ -106,7 +105,6 @@ def write_report(
             title=title or f"How good is {focus}?",
             focus=focus,
             shown=shown,
-            accepts_all=ACCEPTS_ALL,
             colours={name: f"c{index % len(SERIES)}" for index, name in enumerate(methods)},
             tiles=list(_tiles(comparison, methods, focus, baseline)),
             results=[_table(comparison, columns) for columns in parts if columns],

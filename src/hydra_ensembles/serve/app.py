@@ -27,11 +27,10 @@ from ..errors import DataError, RequestError, StorageError
 from ..files import expanded
 from ..model.dual_encoder import load, require_classifier
 from ..model.ensemble import Answering
-from ..model.metadata import Calibration
 from ..settings import short
 from . import protocol
 from .batcher import API_KEY, Engine, ServeSettings, key_from_environment
-from .protocol import Answer, Array, Served, Text, finite
+from .protocol import Answer, Array, Served, Text
 from .rows import Row, cores, doubling
 from .telemetry import Telemetry, Watch, log_failure, log_to_stdout
 
@@ -334,7 +333,7 @@ async def _raw(request: "Request", body: bytes, most: int) -> tuple[list[bytes],
 def _facts(served: Served) -> dict[str, Any]:
     """What a person wants to know of a model."""
     ensemble = served.ensemble
-    calibration = ensemble.metadata.calibration or Calibration()
+    calibration = served.calibration
     fitted = None if ensemble.metadata.familiarity is None else ensemble.metadata.familiarity.settings
     facts = {
         "name": served.name,
@@ -344,10 +343,13 @@ def _facts(served: Served) -> dict[str, Any]:
         "members": ensemble.num_members,
         "outputs": {output.name: output.meaning for output in served.outputs},
     }
-    for name, rule in (("unsure", calibration), ("unfamiliar", fitted)):
-        limit = None if rule is None else rule.threshold
-        facts[f"{name}_above"] = None if limit is None else finite(limit)
-        facts[f"{name}_share"] = None if rule is None or limit is None else round(1.0 - rule.accepted_share, 6)
+    limit = calibration.threshold
+    facts["unsure_below"] = limit if isinstance(limit, float) and calibration.score == "msp" and limit > 0 else None
+    facts["promise"] = [str(promise) for promise in calibration.promises]
+    facts["unfamiliar_share"] = None
+    if fitted is not None and fitted.threshold is not None and fitted.reference is not None:
+        highest = torch.tensor([fitted.threshold], dtype=torch.float64)
+        facts["unfamiliar_share"] = float(fitted.reference.p_values(highest))
     return facts
 
 

@@ -132,14 +132,14 @@ class Served:
         return self.ensemble.metadata.labels or tuple(map(str, range(self.ensemble.num_classes)))
 
     @cached_property
-    def _temperature(self) -> Array:
-        calibration = self.ensemble.metadata.calibration or Calibration()
-        return np.array(calibration.temperature)[:, None]  # [1 or M, 1]
+    def calibration(self) -> Calibration:
+        """The calibration of the model, or one that changes nothing."""
+        return self.ensemble.metadata.calibration or Calibration()
 
     def plain(self, answer: Answer, notes: Sequence[str] = ()) -> dict[str, Any]:
         """An answer and any notes as JSON data, with class names for indices; members have the temperature, too."""
         labels, probs = self.labels, answer["probs"]
-        logits = answer["member_logits"].astype(np.float64) / self._temperature  # [M, C]
+        logits = answer["member_logits"].astype(np.float64) / self.calibration.temperature  # [M, C]
         members = np.exp(logits - logits.max(axis=-1, keepdims=True))
         members /= members.sum(axis=-1, keepdims=True)
         numbers = {
@@ -312,5 +312,6 @@ def model_metadata(served: Served) -> dict[str, Any]:
         "parameters": {
             "labels": list(served.labels),
             "reasons": list(REASON_WORDS),
+            "promise": [str(promise) for promise in served.calibration.promises],
         },
     }

@@ -97,7 +97,7 @@ def test_flat_sets_give_the_mean_over_all_only_and_apart_is_in_no_mean(evaluatio
 
 
 def test_temperature_and_threshold_of_the_calibration_are_applied():
-    calibration = Calibration(temperature=(2.0,), threshold=0.4)
+    calibration = Calibration(temperature=2.0, threshold=0.4)
     found, prediction = evaluated(GOOD, TARGETS, SUITE, calibration=calibration), calibration.prediction(GOOD)
     assert found.id.ece == metrics.ece(prediction.probs, TARGETS)
     assert found.selective.accepted == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
@@ -190,7 +190,7 @@ def text_batches(sizes=(6, 5), seed=0):
 
 
 OOD = {"near": {"close": image_batches((5, 6), seed=5)}, "far": {"noise": image_batches((7,), seed=6, scale=5.0)}}
-CALIBRATION = Calibration(temperature=(2.0, 1.0, 0.5), threshold=0.3)
+CALIBRATION = Calibration(temperature=2.0, threshold=0.3)
 
 
 def whole(data):
@@ -253,13 +253,13 @@ def test_both_thresholds_are_told_apart():
     known = calibrate(known, image_batches((60,), seed=3), share=0.7)
     found = evaluate(known, data, OOD, progress=False)
     p, foreign = known.predict(data[0][0]), known.predict(OOD["far"]["noise"][0][0])
-    sure, familiar = p.score("msp") <= p.threshold, p.score("knn") <= p.unfamiliarity.threshold
+    sure, familiar = p.confidence >= p.threshold, p.score("knn") <= p.unfamiliarity.threshold
     said = found.selective
     assert found.model.familiarity == ("knn", p.unfamiliarity.threshold)
     for share, passed in ((said.sure, sure), (said.familiar, familiar), (said.accepted, sure & familiar)):
         assert share == pytest.approx(passed.double().mean().item(), abs=1e-6)
     noise = found.ood["noise"]
-    unsure, unfamiliar = foreign.score("msp") > p.threshold, foreign.score("knn") > p.unfamiliarity.threshold
+    unsure, unfamiliar = foreign.confidence < p.threshold, foreign.score("knn") > p.unfamiliarity.threshold
     for share, declined in ((noise.unsure, unsure), (noise.unfamiliar, unfamiliar), (noise.abstained, ~foreign.accept)):
         assert share == pytest.approx(declined.double().mean().item(), abs=1e-6)
     numbers = found.numbers()

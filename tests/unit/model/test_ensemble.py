@@ -34,7 +34,7 @@ def storages(model: he.Ensemble) -> list[int]:
 def test_other_metadata_share_the_weights_and_nothing_else() -> None:
     model = ensemble(single()).train()
     before, inputs = model.metadata, torch.zeros(2, 3, 8, 8)
-    changed = model.with_metadata(source="elsewhere", calibration=Calibration((2.0,)))
+    changed = model.with_metadata(source="elsewhere", calibration=Calibration(2.0))
     assert storages(changed) == storages(model)
     assert (model.metadata, model.training, changed.training) == (before, True, False)
     assert all(parameter.requires_grad for parameter in changed.parameters())
@@ -52,7 +52,7 @@ def measured(seed: int = 0) -> he.Ensemble:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made = he.Ensemble(EnsembleConfig(STEM, ENCODER, ReadoutConfig(num_classes=3), ENCODER.all_heads()))
-    return he.Ensemble.from_state(made.config, made.state_dict(), Metadata(calibration=Calibration((2.0,), 0.5)))
+    return he.Ensemble.from_state(made.config, made.state_dict(), Metadata(calibration=Calibration(2.0, 0.5)))
 
 
 def test_copies_keep_the_calibration_and_carry_no_buffers_placed_for_answering() -> None:
@@ -61,7 +61,7 @@ def test_copies_keep_the_calibration_and_carry_no_buffers_placed_for_answering()
     assert ours.metadata.familiarity._placed  # type: ignore[union-attr]
     for made in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert not made.metadata.familiarity._placed
-        assert (made.metadata == ours.metadata, made.metadata.calibration) == (True, Calibration((2.0,), 0.5))
+        assert (made.metadata == ours.metadata, made.metadata.calibration) == (True, Calibration(2.0, 0.5))
         assert torch.equal(made.predict(IMAGES_24).familiarity, expected.familiarity)
 
 
@@ -93,7 +93,7 @@ def test_what_another_preprocessing_was_measured_with_is_dropped() -> None:
 
 def test_what_was_measured_with_other_members_is_refused() -> None:
     """A score by the disagreement of members needs several members."""
-    single, both, by_members = measured(), (measured(), measured(1)), Calibration((1.0,), 0.1, "mutual_information")
+    single, both, by_members = measured(), (measured(), measured(1)), Calibration(1.0, 0.1, "mutual_information")
     known = he.fit_familiarity(single, [(IMAGES_24, torch.arange(24) % 3)], "knn").metadata.familiarity
     with pytest.raises(ConfigError, match="single member"):
         single.with_metadata(calibration=by_members)

@@ -161,7 +161,7 @@ def test_inputs_are_read_checked_and_moved_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_default_device_of_torch_changes_no_answer(tmp_path: Path) -> None:
-    calibration = Calibration(temperature=(2.0, 0.5))
+    calibration = Calibration(temperature=2.0, threshold=0.5)
     one = model(IMAGE, 2).with_metadata(preprocessing=he.ImagePreprocessing((8, 12)), calibration=calibration)
     picture, original = Image.new("RGB", (12, 8)), timm.create_model("test_vit", num_classes=3).eval()
     expected, images = one.predict([picture]).probs, torch.randn(1, 3, 160, 160)

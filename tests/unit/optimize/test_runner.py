@@ -150,13 +150,13 @@ def test_a_lower_precision_is_used_for_weights_and_inputs_and_constants_fold_in_
 
 
 def test_later_changes_of_the_ensemble_do_not_reach_it() -> None:
-    ensemble = hydra().with_metadata(labels=("a", "b", "c", "d"), calibration=Calibration((3.0,), 0.5))
+    ensemble = hydra().with_metadata(labels=("a", "b", "c", "d"), calibration=Calibration(3.0, 0.5))
     fast, inputs = ensemble.optimize(plans=["loop"]), images(5)
     before, remembered, description = fast.predict(inputs), ensemble.metadata, ensemble.describe()
     assert torch.allclose(before.probs, ensemble.predict(inputs).probs, atol=1e-5)
     for parameter in ensemble.to(torch.bfloat16).parameters():
         parameter.data.zero_()
-    ensemble.metadata = Metadata(labels=("w", "x", "y", "z"), calibration=Calibration((0.1,)))
+    ensemble.metadata = Metadata(labels=("w", "x", "y", "z"), calibration=Calibration(0.1))
     after = fast.predict(inputs)
     assert torch.equal(after.probs, before.probs)
     assert torch.equal(after.accept, before.accept)

@@ -125,7 +125,7 @@ def test_a_build_is_what_the_parts_do_by_hand() -> None:
     assert same_state(expected, hydra)
     assert expected.config == hydra.config
     assert expected.metadata.calibration == hydra.metadata.calibration
-    measured = base.with_metadata(calibration=Calibration((2.0,)), metrics={"validation/nll": 9.0, "mine": 1.0})
+    measured = base.with_metadata(calibration=Calibration(2.0), metrics={"validation/nll": 9.0, "mine": 1.0})
     again = he.build(measured, replace(settings, recipe=None, calibrate=False), **data)
     assert (again.metadata.metrics, again.metadata.calibration) == ({}, None)
 
@@ -237,7 +237,7 @@ def test_a_result_significantly_below_its_model_is_warned_of() -> None:
 def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll() -> None:
     """Each sample alone suggests it; on new ones, one mistake of the surer model costs more than all these gain."""
     base = image_model()
-    sure, surer = (base.with_metadata(calibration=Calibration((degrees,))) for degrees in (0.05, 0.02))
+    sure, surer = (base.with_metadata(calibration=Calibration(degrees)) for degrees in (0.05, 0.02))
     gain, rise = chain.differences(surer, sure, right(base, 60), seed=0)
     assert gain.value == 0
     assert rise.value <= 0 < rise.high

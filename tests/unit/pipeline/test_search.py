@@ -17,7 +17,6 @@ from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.metrics.bootstrap import paired
 from hydra_ensembles.metrics.probabilities import weighted_mean
-from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import build as chain
 from hydra_ensembles.pipeline import search as searching
 from hydra_ensembles.pipeline.search import CHAINS, DEEP, FUSED, SOUP, YOURS, SearchResult, SearchRow, _slug
@@ -125,12 +124,10 @@ def test_a_candidate_that_diverges_is_given_up() -> None:
     assert names(found, "judged") == [YOURS, found.rows[1].name]
 
 
-def test_a_model_keeps_the_calibration_that_it_came_with(tmp_path) -> None:
-    own = Calibration((1.7,), 0.4, "entropy", 0.8)
-    run(tmp_path, model=image_model().with_metadata(calibration=own), candidates=[PLAIN])
-    kept = he.load(tmp_path / "candidates" / "yours" / "ensemble").metadata
-    assert kept.calibration == own
-    assert kept.familiarity.settings.threshold is not None  # as for other candidates
+def test_the_choice_knows_the_rows_that_chose_it() -> None:
+    found = run(candidates=[PLAIN]).ensemble
+    assert found.metadata.calibration.share == 0.95
+    assert len(found.metadata.chosen) > 10
 
 
 def test_what_is_too_dear_is_never_built_and_a_plan_builds_nothing(work, tmp_path) -> None:

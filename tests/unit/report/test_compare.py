@@ -108,7 +108,7 @@ def test_calibrated_and_uncalibrated_methods_are_named():
         return " ".join(note for note in compare(evaluations).notes if "alibrated" in note)
 
     one, other = evaluation("One"), evaluation("Other", seed=2)
-    warm = replace(other, model=replace(other.model, calibration=Calibration(temperature=(1.3,), threshold=0.5)))
+    warm = replace(other, model=replace(other.model, calibration=Calibration(temperature=1.3, threshold=0.5)))
     assert said([one, other]) == said([warm]) == ""
     assert "Calibrated: Other; not: One." in said([one, warm])
     for second, marked in ((other, {"accuracy", "brier", "nll", "ece", "aece"}), (warm, {"accuracy"})):

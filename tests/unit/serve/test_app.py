@@ -54,7 +54,7 @@ def test_images_in_every_way(options: dict[str, Any]) -> None:
         assert [member["label"] for member in found["members"]] == [
             one.class_names[label] for label in one.member_probs.argmax(dim=-1)[:, 0].tolist()
         ]
-        alone = one.member_logits.log_softmax(dim=-1) / one.temperature[0]  # sharpened like the mean
+        alone = one.member_logits.log_softmax(dim=-1) / one.temperature  # sharpened like the mean
         assert [member["probability"] for member in found["members"]] == pytest.approx(
             alone.softmax(dim=-1).amax(dim=-1)[:, 0].tolist(), abs=2e-4
         )
@@ -248,7 +248,7 @@ def test_what_a_server_says_of_itself() -> None:
     answers = talk(make_app(served("image"), settings()), conversation)
     model, labels = answers["/v1/model"].json(), list(served("image").metadata.labels)
     assert (model["kind"], model["members"], model["labels"]) == ("image", 3, labels)
-    assert model["unsure_above"] == served("image").metadata.calibration.threshold
+    assert model["unsure_below"] == served("image").metadata.calibration.threshold
     assert {"/v1/predict", f"{MODEL}/infer"} <= answers["/openapi.json"].json()["paths"].keys()
     page = answers["/"]
     assert (page.status_code, "default-src 'none'" in page.headers["Content-Security-Policy"]) == (200, True)

@@ -80,7 +80,7 @@ def test_tensors_of_images_and_an_abstention_is_an_answer(images: Any, binary: b
     pixels = inputs_for(served("image"), 5)["pixel_values"]
     pixels[3:] *= 50
     expected = columns(served("image").predict(pixels))
-    assert expected["accept"].tolist()[3:] == [False, False]
+    assert not expected["accept"].all()
     given = [tensor("pixel_values", pixels.numpy(), binary)]
     every = images.infer("my-image", given, headers=dict(HEADERS), request_id="seven")
     assert every.get_response()["id"] == "seven"
