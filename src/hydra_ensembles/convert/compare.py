@@ -24,7 +24,7 @@ from ..model.layers import GroupedLinear
 from ..preprocessing import TextPreprocessing
 from .core import WAYS, Found, NamedTensors
 
-_TOKENS = 64
+_TOKENS, _MOST = 64, 256
 _HALF = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _ALLOWED = 1e-4  # of the largest output: covers sums in another order, and float32 angles of rotary positions
 
@@ -141,11 +141,12 @@ def _inputs(pair: ModelPair) -> Iterator[NamedTensors]:
 def _texts(pair: ModelPair, stem: TextStemConfig, generator: torch.Generator) -> dict[str, Tensor]:
     """Return token ids `[B, T]`, a mask if the model takes one, and segments if there are several.
 
-    CLIP's texts (no other family lacks a norm after the embedding) fill the context and have an end-of-text token.
+    CLIP's texts (of the others, only decoders lack a norm after the embedding) fill the context and have an end-of-text
+    token. Windows of thousands of tokens are not filled.
     """
     config, architecture = pair.ensemble.config, pair.found.architecture
-    clip = not stem.norm and bool(architecture.classes)
-    tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0))
+    clip = not stem.norm and bool(architecture.classes) and config.readout.pool != "last"
+    tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0), _MOST)
     ids = torch.randint(stem.vocabulary, (2, tokens), generator=generator, device="cpu")
     if not architecture.masks:
         return {"input_ids": ids}

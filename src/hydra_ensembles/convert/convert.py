@@ -15,7 +15,7 @@ from ..model.layers import OurModel, linear
 from ..model.metadata import Metadata
 from ..model.stem_readout import Projections
 from ..preprocessing import TextPreprocessing
-from . import clip, timm_torchvision, transformers
+from . import clip, decoders, timm_torchvision, transformers
 from .compare import ModelPair, require_same_answers
 from .core import (
     MERGE,
@@ -35,6 +35,7 @@ from .transformers import opened
 ARCHITECTURES: tuple[Architecture, ...] = (
     *timm_torchvision.ARCHITECTURES,
     *transformers.ARCHITECTURES,
+    *decoders.ARCHITECTURES,
     *clip.ARCHITECTURES,
 )
 _BY_CLASS: dict[str, Architecture | DualArchitecture] = {name: one for one in ARCHITECTURES for name in one.classes}

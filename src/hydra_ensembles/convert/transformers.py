@@ -317,7 +317,7 @@ _ROTARY_BERT: Weights = {
 }
 
 
-def _base(parameters: Any) -> float:
+def plain_base(parameters: Any) -> float:
     """Return the base of rotary positions; other forms may differ only in texts longer than those compared."""
     if parameters.get("rope_type", "default") != "default":
         raise core.refuse(f"its rotary positions are of the type {parameters['rope_type']!r}")
@@ -344,7 +344,7 @@ def _text_config(
     if counts_after_padding:
         stem["positions_after"] = int(found.model.base_model.embeddings.padding_idx)
     if (rotary := getattr(config, "rope_parameters", None)) is not None:
-        stem["positions"], blocks["rotary"] = int(config.max_position_embeddings), RotaryConfig(_base(rotary))
+        stem["positions"], blocks["rotary"] = int(config.max_position_embeddings), RotaryConfig(plain_base(rotary))
     activation = activation_of(config.activation if hasattr(config, "activation") else config.hidden_act)
     layers = int(config.num_hidden_layers)  # of ALBERT, each has a copy of the one that is stored
     encoder = read_encoder(found, config, layers=layers, norm_first=False, activation=activation, **blocks)
@@ -373,7 +373,7 @@ _MODERNBERT: Weights = {
 def _modernbert_config(found: Found, num_labels: int | None) -> EnsembleConfig:
     config = found.model.config
     local = tuple(layer_type == "sliding_attention" for layer_type in config.layer_types)
-    base, local_base = (_base(config.rope_parameters[f"{reach}_attention"]) for reach in ("full", "sliding"))
+    base, local_base = (plain_base(config.rope_parameters[f"{reach}_attention"]) for reach in ("full", "sliding"))
     stem = found.text_stem(positions=int(config.max_position_embeddings), dropout=float(config.embedding_dropout))
     encoder = read_encoder(
         found,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from ..errors import ConfigError
-from ..settings import Checked, Count, InnerShare, Range, Rate, Whole
+from ..settings import Checked, Count, InnerShare, Positive, Range, Rate, Whole
 
 Size = Whole
 Copies = Whole
@@ -198,6 +198,10 @@ class ReadoutConfig(Checked):
     text, `final` the one at the last position, padding or not. With `pool_prefix`, mean and map pooling include the
     tokens before the patches. `hidden_norm` is a norm after the hidden layer. `cosine` makes the classifier one of
     class embeddings (zero-shot classification).
+
+    Decoders: with `pad_token`, `last` is the last token that is not this one, whatever the mask says. `words` is how
+    many rows of the classifier each class has, whose probabilities are summed; empty for one each. `softcap` c limits
+    logits to c · tanh(logit / c).
     """
 
     pool: Pool = "cls"
@@ -216,6 +220,9 @@ class ReadoutConfig(Checked):
     hidden_bias: bool = True
     hidden_norm: bool = False
     pool_prefix: bool = False
+    pad_token: int | None = None
+    words: tuple[Size, ...] = ()
+    softcap: Positive | None = None
 
 
 Group = Literal["stem", "attention", "mlp", "norms", "readout"]

@@ -137,7 +137,8 @@ class Readout(nn.Module):
                 self.projection = GroupedLinear(copies, features, embedding, readout.cosine.bias)
             self.class_embeddings = GroupedLinear(copies, embedding, readout.num_classes, readout.bias)
         elif readout.num_classes:
-            self.classifier = GroupedLinear(copies, features, readout.num_classes, readout.bias)
+            rows = sum(readout.words) or readout.num_classes
+            self.classifier = GroupedLinear(copies, features, rows, readout.bias)
             if readout.pool == "distilled":
                 self.distillation_classifier = GroupedLinear(copies, features, readout.num_classes, readout.bias)
         self.dropout = Dropout(readout.dropout)
@@ -171,7 +172,15 @@ class Readout(nn.Module):
         x = self.penultimate(pooled)
         if self.distillation_classifier is not None and self.classifier is not None:
             return (self.classifier(x[:, :, 0]) + self.distillation_classifier(x[:, :, 1])) / 2
-        return x if self.classifier is None else self.classifier(x)
+        return x if self.classifier is None else self._of_words(self.classifier(x))
+
+    def _of_words(self, logits: Tensor) -> Tensor:
+        """Logits of classes `[N, B, C]` from those of their words: the logarithm of their summed probabilities."""
+        if (cap := self.config.softcap) is not None:
+            logits = (logits / cap).tanh() * cap
+        if not self.config.words:
+            return logits
+        return torch.stack([one.logsumexp(-1) for one in logits.split(self.config.words, dim=-1)], dim=-1)
 
     def embedding(self, pooled: Tensor) -> Tensor:
         """Input of the class embeddings: pooled features `[N, B, d]` projected, of unit length, `[N', B, e]`."""
@@ -206,6 +215,9 @@ class Readout(nn.Module):
 
     def _end_of_text(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
         """Position `[B]` of the token that represents the whole text."""
+        if self.config.pad_token is not None and ids is not None:
+            places = torch.arange(ids.shape[1], device=ids.device)
+            return (places * ids.ne(self.config.pad_token)).argmax(1)  # the last that is not padding
         if self.config.pool in ("last", "final") or ids is None:
             if key_mask is None or self.config.pool == "final":
                 return torch.full((x.shape[1],), x.shape[2] - 1, device=x.device)
