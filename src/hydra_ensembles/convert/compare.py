@@ -166,8 +166,10 @@ def _texts(pair: ModelPair, stem: TextStemConfig, generator: torch.Generator) ->
 
 
 def _padding(pair: ModelPair, stem: TextStemConfig) -> int:
-    """Return the padding id according to the position table or the tokenizer; 0 if neither says."""
-    texts = pair.ensemble.metadata.preprocessing
+    """Return the padding id according to the readout, position table or tokenizer; 0 if none of them says."""
+    texts, decoder = pair.ensemble.metadata.preprocessing, pair.ensemble.config.readout.pad_token
+    if decoder is not None:
+        return decoder
     if stem.positions_after is not None:
         return stem.positions_after
     return texts.pad_id if isinstance(texts, TextPreprocessing) else 0

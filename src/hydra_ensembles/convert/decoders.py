@@ -4,7 +4,7 @@ A family is a line in `FAMILIES`. What its blocks look like (norms before, after
 groups of heads, rotations, windows, soft caps) is read from the live modules and the names of their tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -114,7 +114,10 @@ _BLOCK: dict[str, Entries] = {
 _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _NORMS: dict[str, dict[str, str]] = {
     "pre_feedforward_layernorm": dict(zip(("norm1", "post_norm1", "norm2", "post_norm2"), _AROUND, strict=True)),
-    "post_feedforward_layernorm": {"post_norm1": "post_attention_layernorm", "post_norm2": "post_feedforward_layernorm"},
+    "post_feedforward_layernorm": {
+        "post_norm1": "post_attention_layernorm",
+        "post_norm2": "post_feedforward_layernorm",
+    },
     "ln_1": {"norm1": "ln_1", "norm2": "ln_2"},
     "input_layernorm": {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"},
 }
@@ -209,9 +212,10 @@ def _rotary(config: Any, base: Any) -> RotaryConfig | None:
     theta = float(parameters["rope_theta"])
     if parameters.get("rope_type", "default") == "default" and parameters.get("partial_rotary_factor", 1.0) == 1:
         return RotaryConfig(theta, local)
-    frequencies = tuple(getattr(rotary, f"{kind}inv_freq").tolist())
-    factor = float(getattr(rotary, f"{kind}attention_scaling"))
-    return RotaryConfig(theta, local, frequencies=frequencies, attention_factor=factor)
+    scaled: dict[str, Any] = {"frequencies": tuple(getattr(rotary, f"{kind}inv_freq").tolist())}
+    if (factor := float(getattr(rotary, f"{kind}attention_scaling"))) != 1:
+        scaled["attention_factor"] = factor
+    return RotaryConfig(theta, local, **scaled)
 
 
 def _longest(config: Any) -> int:
@@ -259,12 +263,12 @@ def _config(found: Found, num_labels: int | None) -> EnsembleConfig:
     if unknown := {*(types or ())} - {"full_attention", "sliding_attention"}:
         raise core.refuse(f"it has layers of the type {sorted(unknown)[0]}")
     local = tuple(one == "sliding_attention" for one in types) if types else (True,) * len(blocks)
-    near = {"local": local, "window": int(window) - 1} if window is not None and any(local) else {}
+    near: dict[str, Any] = {"local": local, "window": int(window) - 1} if window is not None and any(local) else {}
     rotated = tuple(bool(getattr(attention, "use_rope", True)) for attention in attentions)
     query_norm = found.count(f"{first}attention.query_norm.weight")
-    has = lambda part: found.has(f"{first}{part}")  # noqa: E731
+    has: Callable[[str], bool] = lambda part: found.has(f"{first}{part}")  # noqa: E731
     dropped = _rate(config, "resid_pdrop", "hidden_dropout")
-    unusual = {
+    unusual: dict[str, Any] = {
         "kv_heads": groups if groups != heads else None,
         "sandwich": hasattr(block, "pre_feedforward_layernorm"),
         "norm_after": norms == [False, True],
