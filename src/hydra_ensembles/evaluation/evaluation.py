@@ -4,7 +4,7 @@ An evaluation stores columns: one value per sample and quantity. Numbers, their 
 and the figures of a report are all computed from them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,11 +35,13 @@ from ..metrics.probabilities import (
 from ..model.config import KeptHeads
 from ..model.metadata import Calibration
 from ..prediction import AnyScore, Prediction
+from ..promise import Curve, Promise, exact_interval, percent
 from ..settings import from_plain, to_plain
 
 FORMAT = "hydra_ensembles evaluation 3"
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean averages
+PROMISED = (0.01, 0.02, 0.05)  # risks under which methods are compared by the share they may answer
 COVERAGES = (0.8, 0.9, 0.95)  # shares of answered inputs at which the remaining risk is reported
 UNNAMED = "model"  # default name of an evaluation
 _MEASURED = ("accuracy", "brier", "nll", "mutual_information", "disagreement")  # means of columns
@@ -166,6 +168,42 @@ class Selective:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What became of a promise on one set; `accepted` of its `rows` were answered, `errors` of these wrongly."""
+
+    promise: Promise
+    rows: int
+    accepted: int
+    errors: int
+
+    @property
+    def share(self) -> float:
+        """The share that is accepted."""
+        return self.accepted / self.rows
+
+    @property
+    def rate(self) -> float:
+        """The share of wrong answers among those accepted."""
+        return self.errors / max(1, self.accepted)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The exact 95 % interval of that share."""
+        return exact_interval(self.errors, self.accepted) if self.accepted else (0.0, 1.0)
+
+    @property
+    def verdict(self) -> Literal["kept", "broken", "not decided"]:
+        """Whether the interval lies below the promised risk, or above it."""
+        low, high = self.interval
+        return "kept" if high <= self.promise.risk else "broken" if low > self.promise.risk else "not decided"
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        told = f"{percent(round(self.rate, 4))} of {self.accepted:,} accepted are wrong ({low:.2%} to {high:.2%})"
+        return f"at most {percent(self.promise.risk)} promised, {told}: {self.verdict}"
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Description of the evaluated model, where known; `parameters` to `pooling_heads` are those of `describe`."""
 
@@ -224,6 +262,7 @@ class Evaluation:
         numbers = self.numbers()
         wanted = ["accuracy", "nll", "ece", "aurc", "near.auroc", "far.auroc", "all.auroc", "selective.accepted"]
         lines = [f"{name:<20}{numbers[name]:.4f}" for name in wanted if name in numbers]
+        lines += [f"{f'promise, {name}':<20}{kept}" for name, all_kept in self.promises.items() for kept in all_kept]
         return "\n".join([f"{self.name} on {self.id_name} ({self.id.samples:,} samples)", *lines])
 
     @property
@@ -293,6 +332,34 @@ class Evaluation:
         sure, familiar = (mean(inside[name]) if name in inside.columns else None for name in ("sure", "familiar"))
         return Selective(mean(~declined), mean(wrong) if len(wrong) else None, sure, familiar)
 
+    @cached_property
+    def promises(self) -> dict[str, list[Kept]]:
+        """What became of the promise in force, or of that of each label, on every labelled set by name.
+
+        `mixed` is the in-distribution set together with all OOD sets, of which every accepted answer is wrong.
+        """
+        known = () if self.model.calibration is None else self.model.calibration.promises
+        in_force = [one for one in known if one.label is not None] or known[:1]
+        inside = self.sets[self.id_name]
+        if not in_force or inside.declined() is None:
+            return {}
+        foreign = [one for name, one in self.sets.items() if name.startswith("ood.")]
+        found = {name: [one] for name, one in self.sets.items() if one.group in ("id", "shift")}
+        found |= {"mixed": [inside, *foreign]} if foreign else {}
+        names = self.model.class_names
+        return {name: [_kept(promise, sets, names) for promise in in_force] for name, sets in found.items()}
+
+    def answerable(self, risk: float, level: float = 0.95) -> float:
+        """The share of the in-distribution set that may be answered under a promise which this set certifies.
+
+        It is by confidence, after what is unfamiliar has been declined; 0 if nothing can be promised. Methods are
+        compared by it: a higher share at the same risk.
+        """
+        inside = self.sets[self.id_name]
+        rows = inside["familiar"] if "familiar" in inside.columns else torch.ones_like(inside["accuracy"])
+        sure, wrong = inside["confidence"][rows].cpu().numpy(), ~inside["accuracy"][rows].cpu().numpy()
+        return Curve.of(sure, wrong).most(risk, level) / len(inside) if len(sure) else 0.0
+
     def numbers(self) -> dict[str, float]:
         """Every number under one flat name: `accuracy`, `near.auroc`, `ood.cifar100.fpr95`, `shift.fog.ece`.
 
@@ -321,7 +388,12 @@ class Evaluation:
             numbers["shift.accuracy"] = sum(shifted.accuracy for shifted in self.shift.values()) / len(self.shift)
         if self.selective is not None:
             numbers |= {f"selective.{key}": one for key, one in vars(self.selective).items() if one is not None}
-        return numbers
+        for name, each in self.promises.items():
+            for kept in each:
+                prefix = "promise" if name == self.id_name else f"{name}.promise"
+                prefix += f".{kept.promise.label}" if kept.promise.label is not None else ""
+                numbers |= {f"{prefix}.accepted": kept.share, f"{prefix}.errors": kept.rate}
+        return numbers | {f"answerable@{risk}": self.answerable(risk) for risk in PROMISED}
 
     def interval(self, name: str, minus: "Evaluation | None" = None, resamples: int = 1000) -> Interval | None:
         """Bootstrap interval of a number, or of its paired difference to that of another model on the same samples.
@@ -399,6 +471,20 @@ class Evaluation:
         found = from_plain(cls, kept, str(file))
         sets = {name: replace(one, columns=columns[name]) for name, one in found.sets.items()}
         return replace(found, sets=sets)
+
+
+def _kept(promise: Promise, sets: Sequence[Answers], names: Sequence[str]) -> Kept:
+    """Count what a promise is about in some sets; answers to rows without labels are all wrong."""
+    rows = accepted = errors = 0
+    for one in sets:
+        declined = one.declined()
+        takes = torch.ones_like(one["predicted"], dtype=torch.bool) if declined is None else ~declined
+        if promise.label is not None:
+            index = names.index(promise.label) if promise.label in names else int(promise.label)
+            takes = takes & (one["predicted"] == index)
+        wrong = takes & ~one["accuracy"] if "accuracy" in one.columns else takes
+        rows, accepted, errors = rows + len(takes), accepted + int(takes.sum()), errors + int(wrong.sum())
+    return Kept(promise, rows, accepted, errors)
 
 
 def _by_set(statistic: Statistic, parts: list[Tensor]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError
-from ..evaluation.evaluation import UNNAMED, Evaluation
+from ..evaluation.evaluation import PROMISED, UNNAMED, Evaluation
 from ..files import expanded, read_object, write_json
 from ..model.cost import Cost
 from ..settings import from_plain, to_plain
@@ -201,8 +201,18 @@ COST = (
     Column("latency_ratio", "Latency", better="lower", suffix="×"),
 )
 ASKED = Column("asked", "Asked %", better="lower", scale=100)  # of a cascade
-COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *OOD, SHIFT, *COST)
-"""The columns of the paper's tables, accuracy under distribution shift, and the costs."""
+ANSWERABLE = tuple(
+    Column(f"answerable@{risk}", f"{risk:.0%}", "Answered % under a promise of", "higher", scale=100)
+    for risk in PROMISED
+)
+PROMISE = (
+    Column("promise.accepted", "Answered %", "Promise", scale=100),
+    Column("promise.errors", "Wrong %", "Promise", scale=100),
+    Column("mixed.promise.errors", "Wrong %, with OOD", "Promise", scale=100),
+)
+COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *ANSWERABLE, *OOD, SHIFT, *COST)
+"""The share that may be answered under the same promise, the columns of the paper's tables, accuracy under distribution
+shift, and the costs."""
 
 
 def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> tuple[Column, ...]:
@@ -223,7 +233,7 @@ def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> 
         added.append(Column("selective.accepted", "ID", "Accepted %", scale=100))
         added += (Column(f"{key}.abstained", title, "Declined %", scale=100) for key, title in titles.items())
     single = (column for key, title in alone.items() for column in _detection(key, title))
-    return (HEADS, *CLASSIFICATION, *OOD, SHIFT, *added, *COST, ASKED, *single)
+    return (HEADS, *CLASSIFICATION, *ANSWERABLE, *PROMISE, *OOD, SHIFT, *added, *COST, ASKED, *single)
 
 
 def compare(

@@ -253,6 +253,11 @@ def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
             curve = risk_curve(answers[f"score:{run.score}"], ~answers["accuracy"])
             top = max(top, float(curve.risk[curve.coverage >= 0.1].max()))  # of very few answers the risk is noisy
             _line(axes, *_thin(curve.coverage, curve.risk), series, name == focus)
+            for kept in [*run.promises.values()][:1]:  # certified: the dot lies below its promised risk
+                for one in kept:
+                    colour = SERIES[series % len(SERIES)]
+                    axes.plot(one.share, one.rate, "o", color=colour, markersize=5, zorder=5)
+                    axes.plot([0, one.share], [one.promise.risk] * 2, ":", color=colour, linewidth=1, zorder=2)
         axes.set(xlim=(0, 1), ylim=(0, top * 1.08), xlabel="share answered", ylabel="share of wrong answers")
         return _address(figure)
 
