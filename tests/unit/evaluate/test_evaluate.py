@@ -24,6 +24,7 @@ from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.prediction import Prediction
 from hydra_ensembles.preprocessing import ImagePreprocessing
+from hydra_ensembles.promise import certify
 from processes import count_calls
 from random_ensembles import noisy, small
 from sample_evaluations import evaluated
@@ -108,6 +109,26 @@ def test_temperature_and_threshold_of_the_calibration_are_applied():
     plain = evaluated(GOOD, TARGETS, SUITE)
     assert plain.selective is plain.ood["digits"].abstained is None
     assert plain.means == found.means  # scores are not calibrated
+
+
+def test_an_evaluation_says_whether_the_promise_was_kept_with_and_without_foreign_rows():
+    prediction = Prediction.from_logits(GOOD)
+    promise = certify(prediction.confidence, prediction.label == TARGETS, risk=0.2)
+    calibration = Calibration(threshold=promise.threshold, promises=(promise,))
+    found = evaluated(GOOD, TARGETS, SUITE, {"fog": (FOG, TARGETS)}, calibration=calibration)
+    accept = prediction.confidence >= promise.threshold
+    (inside,), (mixed,), (fog,) = (found.promises[name] for name in (found.id_name, "mixed", "shift.fog"))
+    wrong = accept & (prediction.label != TARGETS)
+    assert (inside.rows, inside.accepted, inside.errors) == (200, int(accept.sum()), int(wrong.sum()))
+    assert (inside.accepted, inside.errors) == (promise.accepted_rows, promise.errors)
+    foreign = [*SUITE["near"].values(), *SUITE["far"].values()]
+    taken = sum(int((Prediction.from_logits(one).confidence >= promise.threshold).sum()) for one in foreign)
+    assert (mixed.accepted, mixed.errors) == (inside.accepted + taken, inside.errors + taken)
+    assert inside.verdict != "broken" == mixed.verdict
+    assert fog.rows == 200
+    assert found.numbers()["promise.errors"] == inside.rate
+    assert found.numbers()["answerable@0.02"] == found.answerable(0.02) <= found.answerable(0.2) == inside.share
+    assert "promise" in str(found)
 
 
 def test_intervals_hold_the_numbers(evaluation):
