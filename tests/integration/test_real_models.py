@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import hydra_ensembles as he
+from architectures import relative_error
 from hydra_ensembles.data.loading import load
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from shared_paths import SHARED, shared
 from studies.weights import DINOV2, minilm, minilm_folder
-from zero_shot_models import relative_error
 
 
 def samples(file: str, preprocess: Any, start: int = 0, count: int = 12) -> tuple[Any, torch.Tensor]:
