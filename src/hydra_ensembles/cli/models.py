@@ -196,7 +196,14 @@ def calibrate(
     model: Model,
     data: Annotated[str, typer.Option("--data", help="Held-out labelled data, not used in training.")],
     output: Output,
-    share: Annotated[float, typer.Option(help="Share of inputs like these that each threshold accepts.")] = 0.95,
+    risk: Annotated[
+        list[str] | None, typer.Option(help="Largest share of wrong answers among accepted ones, or LABEL=SHARE.")
+    ] = None,
+    confidence: Annotated[str, typer.Option(help="Probability that this holds; none: on average only.")] = "0.95",
+    share: Annotated[float | None, typer.Option(help="Share to accept instead of a risk; else 0.95.")] = None,
+    unfamiliar: Annotated[float, typer.Option(help="Largest share of such inputs declined as unfamiliar.")] = 0.05,
+    train: Annotated[str | None, typer.Option(help="Other labelled data for the fits: all of --data certify.")] = None,
+    groups: Annotated[Path | None, typer.Option(help="File with the group of each row of --data, a line each.")] = None,
     score: Annotated[str, typer.Option(help="Score for how unsure an answer is.")] = "msp",
     familiarity: Annotated[str, typer.Option(help="Score for how familiar an input is; none for none.")] = "auto",
     column: Column = None,
@@ -205,11 +212,12 @@ def calibrate(
 ) -> None:
     """Teach a trained model when not to answer.
 
-    Fits a temperature, and thresholds for unsure answers and for unfamiliar inputs, on held-out data.
+    With --risk, at most that share of the accepted answers on inputs like these is wrong. Half of the data, which must
+    be held out, fits a temperature and the familiarity; the other half certifies.
 
     \b
     Example:
-      hydra-ensembles calibrate base --data val/ -o safe
+      hydra-ensembles calibrate base --data val/ --risk 0.02 -o safe
       hydra-ensembles calibrate my-bert --data val.csv --share 0.9 -o safe
     """
     from ..batches import class_names_in
@@ -217,11 +225,37 @@ def calibrate(
 
     folder = common.new_folder(output)
     ensemble = common.load_model(model, device)
-    held_out = common.Reading(ensemble, columns=common.named_columns(column), limit=limit).batches(data)
+    reading = common.Reading(ensemble, columns=common.named_columns(column), limit=limit)
+    held_out = reading.batches(data)
     if not ensemble.metadata.labels:
         ensemble = ensemble.with_metadata(labels=class_names_in(held_out, ensemble.num_classes))
-    fitted: Any = None if familiarity == "none" else familiarity
-    _save(calibrated(ensemble, held_out, share=share, score=score, familiarity=fitted), folder, "predict", "evaluate")  # type: ignore[arg-type]
+    pairs = [one.rpartition("=") for one in risk or []]
+    values = [_number("risk", value) for *_, value in pairs]
+    by_label = {label: value for (label, _, _), value in zip(pairs, values, strict=True) if label}
+    if by_label and len(by_label) < len(values):
+        raise ConfigError("give --risk SHARE for all answers, or --risk LABEL=SHARE for each label; not both")
+    options: dict[str, Any] = {
+        "risk": by_label or values or None,
+        "confidence": None if confidence == "none" else _number("confidence", confidence),
+        "share": share,
+        "unfamiliar": unfamiliar,
+        "train": None if train is None else reading.batches(train),
+        "groups": None if groups is None else groups.read_text().splitlines(),
+        "score": score,
+        "familiarity": None if familiarity == "none" else familiarity,
+    }
+    made: Any = calibrated(ensemble, held_out, **options)
+    for promise in made.metadata.calibration.promises:
+        print(f"Promise: {promise}.")
+    _save(made, folder, "predict", "evaluate")
+
+
+def _number(name: str, text: str) -> float:
+    """A number of an option that also takes words."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"--{name} {text} is no number") from error
 
 
 def fuse(

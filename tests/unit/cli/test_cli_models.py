@@ -76,6 +76,15 @@ def test_a_model_is_calibrated_as_the_function_does(world: Path, safe: Path) -> 
     assert "holds texts" in fail("calibrate", world / "base", "--data", world / "val.csv", "-o", world / "x")
 
 
+def test_a_promise_is_made_or_refused_with_the_way_out(world: Path, tmp_path: Path) -> None:
+    given = ("calibrate", world / "base", "--data", world / "val", "--familiarity", "none")
+    assert "needs at least" in fail(*given, "--risk", 0.0001, "-o", tmp_path / "x")
+    assert "not both" in fail(*given, "--risk", 0.1, "--risk", "a=0.1", "-o", tmp_path / "x")
+    said = succeed(*given, "--risk", 0.99, "--confidence", "none", "-o", tmp_path / "y")
+    assert "Promise: of the accepted answers" in said
+    assert he.load(tmp_path / "y").promise.risk == 0.99
+
+
 def test_trainings_become_one_model(world: Path, tmp_path: Path) -> None:
     models = [world / "base", tmp_path / "other"]
     changed = he.load(models[0])
