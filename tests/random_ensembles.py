@@ -45,6 +45,7 @@ PROJECTED = TextStemConfig(20, 10, embedding_width=WIDTH - 3, segments=2, positi
 MAP = {"pool": "map", "map_heads": 2, "map_mlp_width": 7}
 GATED = {"gated": True, "activation": "silu"}
 EVEN = {"head_dim": 4}  # 2D rotary positions need a multiple of 4, 1D ones of 2
+PARTIAL = RotaryConfig(10.0, frequencies=(0.5,))  # rotates the first two numbers of each head
 
 SHAPES = {
     "image-cls": shape(IMAGE, {}),
@@ -60,6 +61,27 @@ DECODERS = {
     "text-grouped": SHAPES["text-grouped"],
     "text-multi-query": shape(TEXT, {"pool": "mean"}, kv_heads=1, head_dim=5, out_bias=False),
     "text-grouped-rotary": shape(TEXT, {"pool": "last"}, kv_heads=2, **EVEN, rotary=RotaryConfig(10.0), causal=True),
+    "text-gemma": shape(
+        replace(TEXT, learned_positions=False),
+        {"pool": "last"},
+        head_dim=6,
+        causal=True,
+        norm="rms",
+        kv_heads=2,
+        sandwich=True,
+        qk_norm=True,
+        softcap=2.0,
+        attention_scale=0.7,
+        rotary=RotaryConfig(100.0, local_base=10.0, frequencies=(1.0, 0.3, 0.01), attention_factor=1.2),
+        local=(True, False, True),
+        window=2,
+        **GATED,
+    ),
+    "text-olmo": shape(TEXT, {"pool": "last"}, causal=True, norm="rms", norm_after=True, attention_scale=0.4),
+    "text-phi": shape(
+        TEXT, {"pool": "last"}, **EVEN, causal=True, parallel=1, rotary=PARTIAL, rotated=(True, False, True)
+    ),
+    "text-neox": shape(TEXT, {"pool": "last"}, **EVEN, causal=True, parallel=2, rotary=PARTIAL, layer_scale=True),
 }
 ALL_SHAPES = (
     SHAPES

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from ..errors import ConfigError
-from ..settings import Checked, Count, InnerShare, Positive, Range, Rate, Whole
+from ..settings import Checked, Count, InnerShare, NotNegative, Positive, Range, Rate, Whole
 
 Size = Whole
 Copies = Whole
@@ -29,6 +29,9 @@ class RotaryConfig(Checked):
         centred: Rows and columns of an image run from -2π to 2π, whatever its size (DINOv3), instead of counting.
         offset: Where counting rows and columns starts.
         reference: The grid to which counted rows and columns are scaled (EVA); None for no scaling.
+        frequencies: The rotation of each pair by one position, instead of the powers of `base`, in layers without
+            `local_base`. Fewer than half of a head rotate its first numbers alone.
+        attention_factor: Factor of cosines and sines in these layers (YaRN).
 
     Examples:
         >>> he.RotaryConfig(base=10_000.0).local_base is None  # for `Declaration(rotary=...)` of an image model
@@ -40,6 +43,8 @@ class RotaryConfig(Checked):
     centred: bool = False
     offset: float = 0.0
     reference: tuple[Size, Size] | None = None
+    frequencies: tuple[NotNegative, ...] | None = None
+    attention_factor: Positive = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,13 @@ class EncoderConfig(Checked):
         local: For each layer, whether a token attends only to tokens at most `window` away; empty for none.
         kv_heads: Keys and values of a layer, if several heads share one (grouped attention): each serves as many
             successive heads, and goes with the last of them. None if each head has its own.
+        attention_scale: Factor of the products of query and key; None for `head_dim ** -0.5`.
+        softcap: Scaled products s become `softcap * tanh(s / softcap)` (Gemma 2).
+        sandwich: Whether outputs of sublayers have a norm, too, before they are added (Gemma 2 and 3).
+        norm_after: Whether they have, but inputs have none (OLMo 2).
+        parallel: Norms of a block in which attention and MLP get the same input, `x + f(norm1(x)) + g(norm2(x))`
+            (GPT-NeoX); with 1 they share it (Phi). 0 if the MLP comes after the attention.
+        rotated: For each layer, whether queries and keys rotate; empty for all.
     """
 
     width: Size
@@ -85,9 +97,22 @@ class EncoderConfig(Checked):
     local: tuple[bool, ...] = ()
     window: Size | None = None
     kv_heads: Size | None = None
+    attention_scale: Positive | None = None
+    softcap: Positive | None = None
+    sandwich: bool = False
+    norm_after: bool = False
+    parallel: Literal[0, 1, 2] = 0
+    rotated: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        rotary = self.rotary
+        if rotary is not None and rotary.frequencies is not None:
+            pairs, half = len(rotary.frequencies), self.head_dim / 2
+            if pairs > half or (pairs != half and rotary.local_base is not None):
+                raise ConfigError(f"{pairs} rotary frequencies do not fit heads of {self.head_dim}; give half as many")
+        if (self.sandwich or self.norm_after or self.parallel) and not self.norm_first:
+            raise ConfigError("sandwich, norm_after and parallel place the norms; leave norm_first True with them")
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} heads cannot share {self.kv_heads} keys and values; one must divide them")
 

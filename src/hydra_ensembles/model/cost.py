@@ -68,7 +68,9 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
     elif stem.project:
         total += branches * tokens * stem.embedding_width * encoder.width
     for layer in range(encoder.layers):
-        if encoder.norm_first and (layer or encoder.first_norm):  # a norm before the attention
+        if (
+            encoder.norm_first and not encoder.norm_after and (layer or encoder.first_norm)
+        ):  # a norm before the attention
             branches = max(branches, config.copies("norms", layer))
         copies = max(branches, config.copies("attention", layer))
         kept = [config.heads[member][layer] for member in range(copies)]

@@ -152,7 +152,7 @@ class Encoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm (`x + f(norm(x))`) or post-norm (`norm(x + f(x))`) block for all members."""
+    """Pre-norm (`x + f(norm(x))`) or post-norm (`norm(x + f(x))`) block for all members; others by `EncoderConfig`."""
 
     def __init__(self, config: EnsembleConfig, layer: int) -> None:
         super().__init__()
@@ -160,11 +160,13 @@ class Block(nn.Module):
         self.norm_first = encoder.norm_first
         self.drop_path = encoder.drop_path[layer] if encoder.drop_path else 0.0
         norms, copies = config.copies("norms", layer), config.copies("attention", layer)
-        self.norm1: nn.Module = nn.Identity()
-        if layer or encoder.first_norm:
-            self.norm1 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
+        self.parallel = encoder.parallel
+        norm = partial(GroupedNorm, norms, encoder.width, encoder.norm_eps, encoder.norm)
+        before, after = not encoder.norm_after, encoder.sandwich or encoder.norm_after
+        self.norm1: nn.Module = norm() if before and (layer or encoder.first_norm) else nn.Identity()
         self.attention = Attention(encoder, tuple(config.heads[m][layer] for m in range(copies)), layer)
-        self.norm2 = GroupedNorm(norms, encoder.width, encoder.norm_eps, encoder.norm)
+        self.norm2: nn.Module = norm() if before and encoder.parallel != 1 else nn.Identity()
+        self.post_norm1, self.post_norm2 = (norm() if after else None for _ in range(2))
         self.mlp = MLP(encoder, config.copies("mlp", layer))
 
     def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
@@ -178,11 +180,20 @@ class Block(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Everything after the attention sublayer: its residual, and the MLP with its residual."""
+        if self.post_norm1 is not None:
+            attended = self.post_norm1(attended)
+        if self.parallel:
+            normed = self.norm1(x) if self.parallel == 1 else self.norm2(x)
+            return x + self._drop(attended) + self._drop(self._after_mlp(normed))
         x = x + self._drop(attended)
         if self.norm_first:
-            return x + self._drop(self.mlp(self.norm2(x)))
+            return x + self._drop(self._after_mlp(self.norm2(x)))
         x = self.norm1(x)
         return self.norm2(x + self._drop(self.mlp(x)))
+
+    def _after_mlp(self, normed: Tensor) -> Tensor:
+        y: Tensor = self.mlp(normed)
+        return y if self.post_norm2 is None else self.post_norm2(y)
 
     def _drop(self, branch: Tensor) -> Tensor:
         """Stochastic depth: drop the branch for some samples (of each member), and scale up the others."""
@@ -223,6 +234,9 @@ class Attention(nn.Module):
         self.window = config.window if local else None  # how far a token sees to each side; None for no limit
         rotary = config.rotary  # `turn`: index of this layer's rotation in the context
         self.turn = None if rotary is None else int(self.window is not None and rotary.local_base is not None)
+        if config.rotated and not config.rotated[layer]:
+            self.turn = None
+        self.factor, self.softcap = config.attention_scale, config.softcap
         self.dropout = config.attention_dropout
         copies = len(sizes)
         total = sum(sizes)
@@ -348,7 +362,7 @@ class Attention(nn.Module):
             q, k = rotate(q, context.turns[self.turn], places), rotate(k, context.turns[self.turn])
         rule = self.dropout > 0.0 and drops(self)
         mask = context.seen(self.window is not None, read)
-        return attend(q, k, v, mask, repeats, self.causal, self.dropout, rule, shares)
+        return attend(q, k, v, mask, repeats, self.causal, self.dropout, rule, shares, self.factor, self.softcap)
 
     def _into_heads(self, x: Tensor, name: str, copy: int | None, parts: slice = slice(None)) -> Tensor:
         """Project `[N, B, T, d]` to `[R, T, H, P, d_k]` by some parts of a projection, of all copies or of one."""
@@ -394,27 +408,34 @@ def attend(
     dropout: float = 0.0,
     rule: bool | torch.Generator = False,
     shares: tuple[int, ...] | None = None,
+    factor: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of every head: the only place where it is computed and where a backend is chosen.
 
     Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The mask,
     from `Context.seen`, is True for visible keys; `dropout` is the dropout rate of attention weights, and `rule` is
     from `drops`. In grouped attention, `shares` says how many successive heads use each key and value.
+    `factor` and `softcap` are `EncoderConfig.attention_scale` and `softcap`.
     """
+    written_out = softcap is not None or isinstance(rule, torch.Generator)  # the kernels take neither
     if mask is not None and mask.dim() == 3:
         mask = (mask.repeat(repeats, 1, 1) if repeats > 1 else mask)[:, None]  # [R, 1, 1 or T', T]
-    if causal and (mask is not None or isinstance(rule, torch.Generator)):
+    if causal and (mask is not None or written_out):
         earlier = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
         mask = earlier if mask is None else mask & earlier
-    written_out = isinstance(rule, torch.Generator)
     by_kernel = shares is not None and len(set(shares)) == 1 and not written_out and (mask is None or not q.is_cuda)
     if shares is not None and not by_kernel:  # kernels take groups of one size, and on a GPU only without a mask
         k, v = to_heads(k, 2, shares), to_heads(v, 2, shares)
-    if isinstance(rule, torch.Generator):  # written out, because the kernels take no generator
-        weights = torch.einsum("rqhd,rkhd->rhqk", q, k) * q.shape[3] ** -0.5  # [R, H, T', T]
+    if written_out:
+        weights = torch.einsum("rqhd,rkhd->rhqk", q, k) * (q.shape[3] ** -0.5 if factor is None else factor)
+        if softcap is not None:
+            weights = softcap * torch.tanh(weights / softcap)  # [R, H, T', T]
         least = torch.finfo(weights.dtype).min  # not -inf: left padding sees no key, and must not become NaN
         weights = (weights if mask is None else weights.masked_fill(~mask, least)).softmax(-1)
-        return torch.einsum("rhqk,rkhd->rqhd", dropped(weights, dropout, rule), v)
+        if isinstance(rule, torch.Generator):
+            weights = dropped(weights, dropout, rule)
+        return torch.einsum("rhqk,rkhd->rqhd", F.dropout(weights, dropout) if rule is True else weights, v)
     with _right_gradients(q, k, v):
         z = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # [R, H, T', d_k]
@@ -423,6 +444,7 @@ def attend(
             attn_mask=mask,
             dropout_p=dropout if rule else 0.0,
             is_causal=causal and mask is None,
+            scale=factor,
             enable_gqa=by_kernel,
         )
     return z.transpose(1, 2)

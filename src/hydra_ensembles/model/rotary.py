@@ -29,12 +29,17 @@ class Rotary(nn.Module):
         pairs = self.head_dim // (2 * len(size))  # rotated by one axis
         exponents = torch.arange(pairs, device=like.device).to(self.precision) / pairs
         turns = []
-        for base in self.bases:
-            angles = (grid[:, :, None] * (1.0 / base**exponents)).flatten(1)  # [T, d_k / 2], rows first
+        for index, base in enumerate(self.bases):
+            rates, factor = 1.0 / base**exponents, 1.0
+            if index == 0:
+                factor = self.config.attention_factor
+                if self.config.frequencies is not None:
+                    rates = torch.tensor(self.config.frequencies, dtype=self.precision, device=like.device)
+            angles = (grid[:, :, None] * rates).flatten(1)  # [T, d_k / 2], rows first; fewer if part of a head rotates
             if self.prefix:
                 angles = torch.cat([angles.new_zeros(self.prefix, angles.shape[1]), angles])
             angles = angles.repeat(1, 2)[:, None]  # [T, 1, d_k]
-            turns.append((angles.cos().to(like.dtype), angles.sin().to(like.dtype)))
+            turns.append(((angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)))
         return tuple(turns)
 
     def _positions(self, axis: int, count: int, device: torch.device) -> Tensor:
@@ -69,8 +74,10 @@ class FrozenRotary(nn.Module):
 def rotate(heads: Tensor, turn: Rotation, read: slice | None = None) -> Tensor:
     """Rotate heads `[R, T, H, d_k]` by the positions of their tokens; with `read`, `heads` only has these positions.
 
-    The first half of each head is paired with the second half.
+    The first half of what rotates of each head is paired with the second half.
     """
+    if (width := turn[0].shape[-1]) < heads.shape[-1]:  # the rest of the head does not rotate
+        return torch.cat([rotate(heads[..., :width], turn, read), heads[..., width:]], dim=-1)
     cosines, sines = turn if read is None else (turn[0][read], turn[1][read])
     first, second = heads.chunk(2, dim=-1)
     return (heads * cosines + torch.cat([-second, first], dim=-1) * sines).to(heads.dtype)  # autocast mixes types

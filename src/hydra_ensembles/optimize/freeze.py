@@ -217,7 +217,8 @@ def _compute_common_heads_once(ensemble: Ensemble) -> None:
 def _fold_norms(block: Block) -> None:
     """Fold norms that are per member into the projections after them, if these are per member, too."""
     norm, attention = block.norm1, block.attention
-    if isinstance(norm, GroupedNorm) and 1 < norm.weight.shape[0] == len(attention.sizes):
+    own = isinstance(norm, GroupedNorm) and block.parallel != 1  # the MLP does not read the same norm
+    if own and isinstance(norm, GroupedNorm) and 1 < norm.weight.shape[0] == len(attention.sizes):
         for name, rows in attention.inputs.items():
             owner, weight = _member_of_each(rows, norm.weight.device), getattr(attention, name)
             if norm.bias is not None:
@@ -226,7 +227,7 @@ def _fold_norms(block: Block) -> None:
             setattr(attention, name, fixed(weight * norm.weight[owner][:, None, None, :]))
         replace_part(block, "norm1", _without_weights(norm))
     norm, up = block.norm2, block.mlp.up
-    if 1 < norm.weight.shape[0] == up.weight.shape[0]:
+    if isinstance(norm, GroupedNorm) and 1 < norm.weight.shape[0] == up.weight.shape[0]:
         if norm.bias is not None:
             up.bias = _added(torch.einsum("god,gd->go", up.weight, norm.bias), up.bias)  # [M, hidden]
         up.weight = fixed(up.weight * norm.weight[:, None, :])
@@ -298,6 +299,7 @@ class FrozenAttention(Attention):
         nn.Module.__init__(self)  # uses the source's weights under other names
         self.sizes, self.shares, self.causal, self.one_input = source.sizes, source.shares, source.causal, one_input
         self.window, self.turn, self.dropout = source.window, source.turn, 0.0
+        self.factor, self.softcap = source.factor, source.softcap
         self.plan: Plan = "loop"
         self.query_norm, self.key_norm = source.query_norm, source.key_norm
         biased = {0, 1} if sees_key_bias(source) else {0}  # of query, key, value; the rest is folded
