@@ -170,3 +170,47 @@ def test_what_takes_one_ensemble_says_so(alike: Cascade, tmp_path: Path) -> None
     for work in (lambda: he.export(alike, tmp_path / "x.onnx"), lambda: he.fit_familiarity(alike, [])):
         with pytest.raises(ConfigError, match="stages"):
             work()
+
+
+def test_a_cascade_comes_from_the_hub(alike: Cascade, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alike.save_pretrained(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path))
+    images = tensors(alike, 20)
+    assert torch.equal(he.load("hub:someone/chain").predict(images).probs, alike.predict(images).probs)
+
+
+def test_the_promise_of_a_cascade_is_certified_by_rows_that_did_not_choose(tmp_path: Path) -> None:
+    first, second = ensemble((2, 2), 0), ensemble((2, 2), 1)
+    read = first.metadata.preprocessing
+    images = [read(pictures(250, seed)) for seed in range(8)]
+    rows = [(part, second.predict(part).label) for part in images]  # the second stage is right, the first often not
+    chain = he.cascade([first, second], rows, ask=0.8)
+    safe = he.calibrate(chain, rows, risk=0.25, familiarity=None)
+    assert len(chain.metadata.chosen) == 400
+    assert "400 left out" in safe.metadata.history[-1]
+    assert safe.promise.rows <= 1600
+    p = safe.predict(images[0])
+    assert p.accept.any()
+    assert (p.label != rows[0][1])[p.accept].float().mean() <= 0.25
+    safe.save_pretrained(tmp_path / "safe")
+    again = he.load(tmp_path / "safe")
+    assert again.promise == safe.promise
+    assert again.metadata == safe.metadata
+    assert torch.equal(again.predict(images[0]).doubt, p.doubt)
+    assert again.optimize().predict(images[0]).calibration == p.calibration != ""
+    watch = he.Monitor(again)
+    watch.update(p)
+    watch.audit(p, rows[0][1])
+    assert watch.rows == 250
+    assert not watch.alarm
+    assert he.evaluate(again, rows[:1]).numbers()["selective.accepted"] == pytest.approx(p.accept.float().mean().item())
+
+
+def test_a_function_may_come_first(alike: Cascade) -> None:
+    def cheap(images: list[Image.Image]) -> Tensor:
+        return alike.stages[0].predict(images).probs
+
+    chain = he.cascade([cheap, alike.stages[1]], held_out(), ask=0.5)
+    with pytest.warns(he.HydraWarning, match="no features"):
+        safe = he.calibrate(chain, held_out(), share=0.8)
+    assert safe.predict(pictures(30, 9)).accept.any()
