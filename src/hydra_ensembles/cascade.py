@@ -141,10 +141,14 @@ class InTurn(Answering):
         return self.answered(self.prepare(*inputs, **named))[:2]
 
     def features_and_logits(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Features of the first stage, `[M, B, d]` (d = 0 of a function), and log-probabilities, `[1, B, C]`."""
+        """Features of the first stage, `[M, B, d]` (d = 0 of a function), and log-probabilities, `[1, B, C]`.
+
+        They are for `calibrate`: whoever is unsure is asked for, whatever the limit and an earlier calibration say, and
+        a stage that fails raises.
+        """
         given = self.prepare(*inputs, **named)
         first = self._first(given, features=True)
-        log_probs = self._in_turn(given, first)[0][None]
+        log_probs = self._in_turn(given, first, calibrating=True)[0][None]
         return log_probs[..., :0] if first.features is None else first.features, log_probs
 
     def prediction(self, logits: Tensor, unfamiliarity: Tensor | None = None, check_finite: bool = True) -> Prediction:
@@ -153,14 +157,15 @@ class InTurn(Answering):
         about = None if familiarity is None or unfamiliarity is None else familiarity.about(unfamiliarity)
         return rule.prediction(logits, self.metadata.labels or None, check_finite, about)
 
-    def _in_turn(self, given: CascadeInputs, first: _First) -> tuple[Tensor, Tensor, Tensor]:
+    def _in_turn(self, given: CascadeInputs, first: _First, calibrating: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities `[B, C]`, who answered `[B]`, and reasons `[B]` to decline an answer whatever it is."""
         answer = first.log_probs.clone()
         stage = torch.zeros(len(answer), dtype=torch.long, device=answer.device)
         declined = list[Tensor]()
         waiting = torch.arange(len(answer), device=answer.device)
         fitted = self.metadata.familiarity
-        most = None if fitted is None else fitted.settings.threshold
+        most = None if fitted is None or calibrating else fitted.settings.threshold
+        limit = None if calibrating else self.settings.limit
         if fitted is not None and first.unfamiliar is not None and most is not None:
             waiting = waiting[fitted.about(first.unfamiliar).score(fitted.settings.scores[0]) <= most]
         for later, threshold in enumerate(self.settings.thresholds, start=1):
@@ -172,13 +177,15 @@ class InTurn(Answering):
             waiting, doubts = waiting[going], doubts[going]
             if not len(waiting):
                 break
-            if (limit := self.settings.limit) is not None and len(waiting) > (most := math.ceil(limit * len(answer))):
+            if limit is not None and len(waiting) > (most := math.ceil(limit * len(answer))):
                 order = doubts.argsort(stable=True)  # the least unsure first: foreign rows are the most unsure
                 declined.append(waiting[order[most:]])
                 waiting = waiting[order[:most]].sort().values
             try:
                 found = self._later(later, given, first, waiting).to(answer)
             except Exception as error:  # of a remote model anything
+                if calibrating:
+                    raise
                 self.faults[later] += 1
                 declined.append(waiting)
                 problem = " ".join(str(error).split()) or type(error).__name__

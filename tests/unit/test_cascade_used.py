@@ -206,6 +206,20 @@ def test_the_promise_of_a_cascade_is_certified_by_rows_that_did_not_choose(tmp_p
     assert he.evaluate(again, rows[:1]).numbers()["selective.accepted"] == pytest.approx(p.accept.float().mean().item())
 
 
+def test_calibration_sees_every_answer_whatever_the_limit(alike: Cascade) -> None:
+    images = tensors(alike, 40)
+    expected = alike.features_and_logits(images)[1]
+    torch.testing.assert_close(alike.limited(0.0).features_and_logits(images)[1], expected)
+    strict = he.calibrate(alike, [(images, torch.arange(40) % CLASSES)], share=0.2, familiarity="knn")
+    torch.testing.assert_close(strict.features_and_logits(images)[1], expected)
+
+    def broken(images: Any) -> Tensor:
+        raise TimeoutError("no route")
+
+    with pytest.raises(TimeoutError):
+        he.calibrate(Cascade([alike.stages[0], broken], alike.settings), [(images, torch.arange(40) % CLASSES)])
+
+
 def test_a_function_may_come_first(alike: Cascade) -> None:
     def cheap(images: list[Image.Image]) -> Tensor:
         return alike.stages[0].predict(images).probs
