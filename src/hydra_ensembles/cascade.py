@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ._utils import warn, without_autocast
 from .batches import Batches, Inputs, a_few, first_epoch, in_model_order, iterate, require_labels, same_names, size_of
-from .calibrate import fit_temperature
+from .calibrate import drawn, fit_temperature
 from .checkpoint import STAGES, Contents, Saved, load_checkpoint, locate
 from .digest import digest
 from .errors import ConfigError, DataError, TooFewSamplesError
@@ -321,8 +321,9 @@ class Cascade(InTurn, OurModel, Saved):
         work = sum(one.multiply_adds * share for one, share in known)
         for layer in range(self.settings.layers):  # common ones run once
             config, tokens = self.front.config, known[0][0].tokens
-            heads = len(config.heads[0][layer])
-            once = attention_cost(config.encoder, heads, tokens, tokens) + mlp_cost(config.encoder, tokens)
+            kept, encoder = config.heads[0][layer], config.encoder
+            once = attention_cost(encoder, len(kept), len(encoder.shares(kept)), tokens, tokens)
+            once += mlp_cost(encoder, tokens)
             work -= once * self.settings.asked[0]
         return replace(known[0][0], parameters=parameters, multiply_adds=round(work), heads=())
 
@@ -552,7 +553,7 @@ class _Chosen:
 
     @classmethod
     def of(cls, chain: Cascade, held_out: Batches) -> "_Chosen":
-        """The rows with the smallest digests: a fifth, at least 200."""
+        """The rows that are drawn first by their digests, as those on which `calibrate` fits: a fifth, at least 200."""
         source = in_model_order(held_out, "held_out", chain)
         source = source if not hasattr(source, "__next__") else list(source)
         with first_epoch(source, 0):
@@ -562,18 +563,18 @@ class _Chosen:
                 f"a cascade needs {CHOOSE_LEAST} held-out rows, better thousands; got {len(known)}"
             )
         count = min(max(CHOOSE_LEAST, len(known) // 5), CHOOSE_MOST)
-        most = known.sort().values[count - 1]
-        batches, labels, digests = list[Inputs](), list[Tensor](), list[int]()
+        first = torch.zeros(len(known), dtype=torch.bool)
+        first[torch.from_numpy(drawn(known).argsort(kind="stable")[:count])] = True
+        batches, labels, done = list[Inputs](), list[Tensor](), 0
         with first_epoch(source, 0):
             for index, inputs, targets in iterate(source, "held_out", True, chain.raw):
-                found = sample_digests(inputs)
-                places = (found <= most).nonzero()[:, 0]
+                places = first[done : done + size_of(inputs)].nonzero()[:, 0]
+                done += size_of(inputs)
                 if len(places):
                     checked = require_labels(targets, chain.num_classes, "held_out", index).cpu()
-                    digests += found[places].tolist()
                     labels.append(checked[places])
                     batches.append(CascadeInputs(inputs, None).rows(places, False))
-        return cls(batches, labels, digests)
+        return cls(batches, labels, known[first].unique().tolist())
 
 
 def _with_temperature(stage: Stage, rows: _Chosen) -> Stage:

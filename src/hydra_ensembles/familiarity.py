@@ -215,6 +215,8 @@ def fit_on(
 ) -> Familiarity:
     """The statistics of every score, in float32; settings as for `fit_familiarity`."""
     count, width = samples.features.shape[1:]
+    if not width:
+        raise TooFewSamplesError("a function, which comes first, has no features")
     if not count:
         raise TooFewSamplesError("there are no samples to fit familiarity on; give more, or hold out fewer")
     shrunk = 0.0

@@ -12,7 +12,7 @@ from ..errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from ..data.dataset import AnyDataset
-    from ..model.ensemble import Ensemble
+    from ..model.ensemble import Answering
 
 HUB, TORCHVISION = "hub:", "torchvision:"
 LIMIT_SEED = 0  # `--limit` always keeps the same samples
@@ -145,7 +145,7 @@ def next_commands(folder: Path, *commands: str) -> str:
 class Reading:
     """How the data of a command are read."""
 
-    model: "Ensemble"
+    model: "Answering"
     root: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     limit: int | None = None
@@ -207,7 +207,7 @@ def split_name(spec: str) -> tuple[str, str]:
     return (name, data) if separator and split_path(spec)[0] is None else (spec, spec)
 
 
-def preprocessing_of(model: "Ensemble") -> Any:
+def preprocessing_of(model: "Answering") -> Any:
     """The preprocessing of raw inputs; raises if the model has none."""
     if model.metadata.preprocessing is None:
         missing = "tokenizer" if model.kind == "text" else "image processor"

@@ -364,7 +364,7 @@ class Search:
         }
         if samples_in(self.data.validation or []) < 2 * CHOOSE_LEAST:  # some choose, the others calibrate
             return one
-        return one | {name: lambda last=last: _for_price(one[SOUP](), one[last]()) for name, last in CHAINS.items()}
+        return one | {name: partial(_for_price, one[SOUP], one[last]) for name, last in CHAINS.items()}
 
     def with_significance(self, chosen: SearchResult) -> SearchResult:
         """Add to the reason whether the NLL of the choice is significantly lower than the model's; warn if it is not.
@@ -470,8 +470,9 @@ def _untrained(config: HydraConfig, start: StartingModel) -> Ensemble:
     return ensemble
 
 
-def _for_price(first: Ensemble, second: Ensemble) -> Cascade:
+def _for_price(make_first: Callable[[], Ensemble], make_second: Callable[[], Ensemble]) -> Cascade:
     """A cascade that sends on the usual share of any rows."""
+    first, second = make_first(), make_second()
     made = Cascade([first, second], CascadeSettings((1.0,), (ASK,), layers=common_layers(first, second)))
     made.by_share = True
     return made
