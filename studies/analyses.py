@@ -22,7 +22,7 @@ import hydra_ensembles as he
 from hydra_ensembles import HeadRanking
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.heads import jensen_shannon, overlap
-from hydra_ensembles.heads.masking import attention_of, existing_heads
+from hydra_ensembles.heads.masking import attention_of, heads_in
 from hydra_ensembles.heads.ranking import CIRCUIT_ORDER, circuit_members, random_members, sampled_members
 from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.training.recipe import DataRecipe
@@ -163,7 +163,7 @@ def overlaps(lab: ClassifierLab) -> Found:
         return {"overlap": overlap(first, second, count), "divergence": jensen_shannon(first, second, count)}
 
     pairs = {f"{one}, {two}": compared(chosen[one], chosen[two]) for one, two in combinations(chosen, 2)}
-    heads, draws = existing_heads(base.config), np.random.default_rng(0)
+    heads, draws = heads_in(base), np.random.default_rng(0)
     by_chance = []
     for _ in range(asked(lab, "overlap")["draws"]):
         drawn = tuple(heads[row] for row in draws.permutation(len(heads))[:count])

@@ -10,7 +10,7 @@ from hydra_ensembles.circuit.cache import CachedTower, Work, WorkingModel
 from hydra_ensembles.circuit.exact import Exact, Naive
 from hydra_ensembles.circuit.extract import extract_circuit
 from hydra_ensembles.circuit.scores import Objective, Score, read_samples
-from hydra_ensembles.heads.masking import Head, existing_heads, working_copy
+from hydra_ensembles.heads.masking import Head, heads_in, working_copy
 from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.ensemble import Ensemble
 from random_ensembles import CLASSES, random_batches, random_ensemble
@@ -59,7 +59,7 @@ def searches(
     model = working_copy(problem.model, dtype, torch.device("cpu"))
     samples = read_samples(model, problem.id_batches, None if score == "acc" else problem.ood_batches, 0)
     objective = Objective(score, samples.id_count, tuple(samples.ood_sources.values()))
-    heads = list(existing_heads(model.config, layers))
+    heads = heads_in(model, layers)
     tower = CachedTower(WorkingModel(model, [], Work()), samples, heads, heads, 64, 10**9)
     return Naive(model, samples, objective, Ranks(), Work(), 64, []), Exact(tower, objective, Ranks()), heads
 

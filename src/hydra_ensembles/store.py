@@ -10,13 +10,12 @@ and is made again. One that was changed afterwards is refused.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -140,34 +139,6 @@ class Store:
                 form.write(path, product)
             files.write_atomically(_digest_file(path), f"{_checksum(path)}  {path.name}\n".encode())
         return product
-
-    def append(self, name: str, row: Any) -> None:
-        """Add a row of plain data to the JSON lines of `name`; it is on the disk when this returns."""
-        path = self.path(f"{name}.jsonl")
-        if path is None or not self._writes:
-            return
-        with files.writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab+") as file:
-                if file.tell() and not _ends_a_line(file):
-                    file.seek(0)
-                    file.truncate(file.read().rfind(b"\n") + 1)  # after it is a line that a kill cut short
-                file.write(json.dumps(to_plain(row), allow_nan=False).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-
-    def rows(self, name: str) -> list[Any]:
-        """The rows of `name` so far; a line that a kill cut short does not count."""
-        path = self.path(f"{name}.jsonl")
-        if path is None or not path.exists():
-            return []
-        *lines, _ = files.read_file(path).split(b"\n")
-        return [files.parse_json(line, f"line {number} of {path}") for number, line in enumerate(lines, 1)]
-
-
-def _ends_a_line(file: BinaryIO) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
 
 
 def _digest_file(path: Path) -> Path:

@@ -1,6 +1,6 @@
 """Choosing the head to remove next: by trying every candidate, or by branch and bound."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,17 +17,9 @@ from ..model.stem_readout import compose
 from .cache import CachedTower, Work
 from .scores import NO_HEAD, CircuitData, IntArray, Objective, Result, SampleGroup, Tally, parts, to_device
 
-OnProgress = Callable[[int], None]  # receives the number of this rank's candidates decided so far in a step
-
-
-class WithProgress:
-    """Every search tells its progress within a step."""
-
-    on_progress: OnProgress = staticmethod(lambda decided: None)
-
 
 @dataclass(eq=False)
-class Naive(WithProgress):
+class Naive:
     """The reference: runs the whole model on all samples for each candidate."""
 
     model: Ensemble
@@ -45,10 +37,7 @@ class Naive(WithProgress):
 
     def choose(self, candidates: Sequence[Head]) -> Result:
         """The candidate whose removal leaves the best score."""
-        results: list[Result] = []
-        for head in self.ranks.share(candidates):
-            results.append(self.evaluate(head))
-            self.on_progress(len(results))
+        results = map(self.evaluate, self.ranks.share(candidates))
         return min(filter(None, self.ranks.gather(min(results, default=None))))
 
     def remove(self, head: Head) -> None:
@@ -83,7 +72,7 @@ _MIN_AT_ONCE = {"cuda": 16, "cpu": 4}  # minimum number of candidates advanced a
 _PAIRS = {"cuda": 1024, "cpu": 32}  # pairs of candidate and sample that are worth one pass
 
 
-class Exact(WithProgress):
+class Exact:
     """Branch and bound over the candidates of this rank, in step with the other ranks.
 
     All candidates see the samples in the same order, hardest first. The integers of a candidate on the samples seen so
@@ -126,7 +115,6 @@ class Exact(WithProgress):
             of_ranks = self.ranks.gather((min(complete, default=None), min(waiting, default=None)))
             best = min(filter(None, (known, *(result for result, _ in of_ranks))), default=None)
             lowest_bound = min(filter(None, (bound for _, bound in of_ranks)), default=None)
-            self.on_progress(len(complete) + sum(best is not None and bound > best for bound in waiting))
             if best is not None and (lowest_bound is None or best <= lowest_bound):
                 return best
             self._advance(seen, bounds, self._next(sorted(waiting), best))
@@ -227,7 +215,7 @@ class JointNaive(Naive):
         return super().answers(of_tower(off, text=False))
 
 
-class JointExact(WithProgress):
+class JointExact:
     """Branch and bound in the image tower; all candidates of `tower`, the pruned text tower, are evaluated in full."""
 
     def __init__(self, images: Exact, texts: Texts, tower: CachedTower) -> None:
@@ -246,14 +234,9 @@ class JointExact(WithProgress):
         heads = [head for head in of_tower(candidates, text=True) if head in self.tower.of_rank]
         for layer in sorted({head.layer for head in heads if head not in self._classes}):
             self._run_prompts([head for head in heads if head.layer == layer and head not in self._classes])
-        judged: list[Result] = []
-        for head in heads:
-            judged.append(self._judge(head))
-            self.on_progress(len(judged))
-        results = self.images.ranks.gather(min(judged, default=None))
+        results = self.images.ranks.gather(min(map(self._judge, heads), default=None))
         use_classes(self._classifier, self._current)
         best = min(filter(None, results), default=None)
-        self.images.on_progress = lambda decided: self.on_progress(len(heads) + decided)
         return self.images.choose(of_tower(candidates, text=False), best)
 
     def remove(self, head: Head) -> None:

@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import torch
 from tqdm import tqdm
@@ -19,11 +19,10 @@ from ..data.synthetic import synthetic_ood
 from ..digest import digest
 from ..errors import ConfigError, DataError
 from ..heads.masking import (
-    ONE_TOWER,
     Head,
+    heads_in,
     max_removable,
     removable,
-    split_heads,
     working_copy,
 )
 from ..heads.ranking import HeadRanking, Score, require_budget
@@ -31,7 +30,6 @@ from ..model.dual_encoder import (
     DEFAULT_TEMPLATES,
     DualEncoder,
     Templates,
-    Tower,
     checked_names,
     checked_templates,
     require_model,
@@ -65,7 +63,6 @@ def extract_circuit(
     seed: int = 0,
     class_names: Sequence[str] | None = None,
     templates: Templates = DEFAULT_TEMPLATES,
-    towers: Sequence[Tower] = ("image", "text"),
 ) -> HeadRanking:
     """Rank heads by Algorithm 1 of the paper: every step switches off the head without which the score S is highest.
 
@@ -79,7 +76,7 @@ def extract_circuit(
     a few integer units apart. Of heads that leave the same S, `ties="likelihood"` removes the one with the larger
     summed log-likelihood of the labels, rounded to 1e-6; then, or at once with `"order"` (the paper's way), the first.
 
-    For a dual encoder, the heads of the `towers` are candidates together, and images are classified by `class_names`
+    For a dual encoder, the heads of both towers are candidates together, and images are classified by `class_names`
     (in the order of the labels) in sentences, as in `zero_shot`. Under `torchrun` or `accelerate launch` the heads are
     divided among the ranks, and every rank returns the same ranking.
 
@@ -104,22 +101,20 @@ def extract_circuit(
         require(name, value, accepted)
     if ensemble.num_members != 1:
         raise ConfigError(f"a circuit belongs to one model, got {ensemble.num_members}; give ensemble.member(index)")
-    chosen: list[str] = [ONE_TOWER]
+    dual = ensemble if isinstance(ensemble, DualEncoder) else None
     names: tuple[str, ...] = ()
     sentences: tuple[str, ...] = ()
-    if isinstance(ensemble, DualEncoder):
-        chosen = [tower for tower in get_args(Tower) if tower in towers]
-        if class_names is None or not chosen:
-            raise ConfigError(f"a dual encoder needs class_names, and some of the towers {list(get_args(Tower))}")
+    if dual is not None:
+        if class_names is None:
+            raise ConfigError("a dual encoder needs class_names")
         names, sentences = checked_names(class_names), checked_templates(templates)
-    _, candidates = split_heads(ensemble, chosen, layers)
+    candidates = heads_in(ensemble, layers)
     require_budget(budget, max_removable(ensemble, candidates))
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" needs OOD samples; give ood_batches, or "synthetic", or use score="acc"')
 
     dtype = dtype or ensemble.dtype
     device = local_device(require_device(device or ensemble.device))
-    dual = ensemble if isinstance(ensemble, DualEncoder) and "text" in chosen else None
     model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences)
     if model.num_classes < 2:
         raise ConfigError(f"a circuit needs answers to score, but this model has {model.num_classes} classes")
@@ -211,7 +206,7 @@ class Extraction:
 
     def steps(self, store: Store, budget: int, progress: bool) -> list[Step]:
         """Take the steps that are not in the store yet, and return all up to the budget, after that of the start."""
-        steps = [from_plain(Step, row, "step") for row in self.ranks.gather(store.rows("heads"))[0]]
+        steps = self.ranks.gather(list(self._kept(store)))[0]
         done = [step.head for step in steps if step.head is not None]
         if len(done) >= budget:
             return steps[: budget + 1]
@@ -219,37 +214,37 @@ class Extraction:
         search = self._search(left, done)
 
         def take(step: Step) -> None:
+            store.step(f"heads/{len(steps)}", lambda: step)
             steps.append(step)
-            store.append("heads", to_plain(step))
 
         if not steps:
             start = search.result
             take(Step(None, start.errors, start.discordance))
         shown = progress and self.ranks.rank == 0
-        waiting = sum(len(left) - index for index in range(budget - len(done)))  # heads to decide in all steps
         begun, spent = time.monotonic(), 0
         name = f"circuit/{self.method} {self.objective.score}"
-        with tqdm(total=waiting, desc=name, unit="head", disable=not shown, dynamic_ncols=True) as bar:
+        with tqdm(total=budget, initial=len(done), desc=name, unit="head", disable=not shown) as bar:
             while len(steps) <= budget:
-                decided, count = bar.n, len(left)  # heads decided before this step, and its candidates
-                search.on_progress = partial(self._advance, bar, decided, count)
                 choice = search.choose(removable(self.model, left))
                 search.remove(choice.head)
-                search.on_progress(count)
                 left.remove(choice.head)
                 total = sum(self.ranks.gather(self.work.blocks))
                 take(Step(choice.head, choice.errors, choice.discordance, total - spent))
                 spent = total
                 reached = self.objective.achieved(choice.errors, choice.discordance)
-                bar.set_postfix(removed=f"{len(steps) - 1}/{budget}", score=f"{reached:.4f}", refresh=False)
-                if shown and not decided:
-                    most = tqdm.format_interval((time.monotonic() - begun) * waiting / bar.n)
+                bar.set_postfix(score=f"{reached:.4f}", refresh=False)
+                bar.update()
+                if shown and len(steps) == len(done) + 2:  # after the first step: the others have fewer candidates
+                    most = tqdm.format_interval((time.monotonic() - begun) * (budget - len(done)))
                     tqdm.write(f"{name}: {budget} heads take up to {most} (minutes:seconds)", file=sys.stderr)
         return steps
 
-    def _advance(self, bar: Any, before: int, most: int, decided: int) -> None:
-        """Move the progress bar to `decided` candidates of this rank in a step, never back."""
-        bar.update(max(0, before + min(decided * self.ranks.size, most) - bar.n))
+    def _kept(self, store: Store) -> Iterator[Step]:
+        """The steps in the store."""
+        for name in map("heads/{}".format, count()):
+            if not store.has(name):
+                return
+            yield from_plain(Step, store.step(name, dict), "step")
 
     def _search(self, left: Sequence[Head], off: Sequence[Head]) -> Search:
         """Start the search with these candidates, after the heads in `off` were removed."""

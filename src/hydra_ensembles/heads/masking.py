@@ -58,8 +58,6 @@ def _as_head(value: HeadLike) -> Head:
     return Head(int(parts[0]), int(parts[1]), *parts[2:])  # NumPy integers become Python ones
 
 
-ONE_TOWER = "main"
-
 Model = TypeVar("Model", Ensemble, DualEncoder)
 
 
@@ -101,7 +99,7 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
 
 def towers_of(model: Ensemble | DualEncoder) -> dict[str, Ensemble]:
     """The transformers of a model, keyed by tower name."""
-    return {ONE_TOWER: model} if isinstance(model, Ensemble) else {"image": model.image, "text": model.text}
+    return {"main": model} if isinstance(model, Ensemble) else {"image": model.image, "text": model.text}
 
 
 def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
@@ -112,15 +110,15 @@ def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
     return towers[head.tower]
 
 
-def split_heads(
-    model: Ensemble | DualEncoder, towers: Iterable[str], layers: Iterable[int] | None, removed: Iterable[HeadLike] = ()
-) -> tuple[tuple[Head, ...], list[Head]]:
-    """The `removed` heads, checked to exist, and the heads left in `layers` (None: all) of `towers`."""
-    off, chosen = as_heads(removed), None if layers is None else tuple(layers)
-    for head in off:
-        head_rows(tower_of(model, head).config, head)
-    existing = (head for name in towers for head in existing_heads(towers_of(model)[name].config, chosen, tower=name))
-    return off, [head for head in existing if head not in off]
+def heads_in(model: Ensemble | DualEncoder, layers: Iterable[int] | None = None) -> list[Head]:
+    """The heads that the first member keeps in `layers` (None: all) of every tower, in layer order."""
+    chosen = None if layers is None else tuple(layers)
+    return [
+        Head(layer, head, name)
+        for name, tower in towers_of(model).items()
+        for layer in checked_layers(tower.config, chosen)
+        for head in tower.config.heads[0][layer]
+    ]
 
 
 def pooling_of(model: Ensemble | DualEncoder, heads: Iterable[Head]) -> list[Head]:
@@ -180,14 +178,6 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
         left = [list(kept[head.layer]) for kept in config.heads]
         raise HeadError(f"head {head} {problem}; its layer has the heads {left[0] if member is None else left[member]}")
     return tuple(rows)
-
-
-def existing_heads(
-    config: EnsembleConfig, layers: Iterable[int] | None = None, tower: str = ONE_TOWER
-) -> tuple[Head, ...]:
-    """The heads that the first member keeps in the given layers (None: all), in layer order."""
-    chosen = checked_layers(config, layers)
-    return tuple(Head(layer, head, tower) for layer in chosen for head in config.heads[0][layer])
 
 
 def checked_layers(config: EnsembleConfig, layers: Iterable[int] | None) -> tuple[int, ...]:

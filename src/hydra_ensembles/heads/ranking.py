@@ -16,7 +16,7 @@ from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..settings import Count, from_plain, require, to_plain
 from ..store import Form
-from .masking import Head, as_heads, pooling_of, split_heads, towers_of
+from .masking import Head, as_heads, heads_in, pooling_of
 
 
 def require_budget(budget: int, candidates: int) -> None:
@@ -182,7 +182,7 @@ def random_members(
     """Members that lose `prune` heads drawn from all heads of the layers: the control every ranking has to beat."""
     if model.num_members != 1:
         raise ConfigError(f"random_members takes one model, got {model.num_members} members; give model.member(i)")
-    _, heads = split_heads(model, towers_of(model), layers)
+    heads = heads_in(model, layers)
     return tuple(_draw_distinct(heads, prune, members, seed, "layers", never_all=pooling_of(model, heads)))
 
 

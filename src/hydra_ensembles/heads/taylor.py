@@ -22,16 +22,14 @@ from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..settings import Seed, Whole, require
 from .masking import (
-    ONE_TOWER,
     Head,
-    HeadLike,
     attention_of,
     checked_layers,
     head_rows,
+    heads_in,
     masked,
     max_removable,
     pooling_of,
-    split_heads,
     working_copy,
 )
 from .ranking import HeadRanking, require_budget
@@ -49,7 +47,6 @@ def taylor(
     budget: int,
     scope: Scope = "layer",
     layers: Iterable[int] | None = None,
-    removed: Iterable[HeadLike] = (),
     seed: int = 0,
     calibration_batches: int | None = None,
     dtype: torch.dtype | None = None,
@@ -68,11 +65,10 @@ def taylor(
         ensemble: An ensemble with one member and a classifier.
         batches: Calibration data, `(inputs, labels)` or mappings with `labels`. Drawn batches are kept in
             memory, except by a global ranking on all batches.
-        budget: Heads to remove, in addition to those in `removed`.
+        budget: Heads to remove.
         scope: Whether heads are compared within their layer or across layers.
         layers: Layers whose heads may be removed; None for all of them, with the global scope including an attention
             that pools the tokens (layer `num_layers`).
-        removed: Heads that are already off; they are not candidates.
         seed: Draws the calibration batches, by which the members of a Taylor ensemble differ.
         calibration_batches: How many batches to draw; None for all.
         dtype: Precision of the passes; None for the ensemble's own. Gradients add up in float32 at least.
@@ -89,15 +85,13 @@ def taylor(
     calibration_batches = require("calibration_batches", calibration_batches, Whole | None)
     blocks = range(ensemble.num_layers) if scope == "layer" else None  # "layer" leaves attention pooling out
     chosen_layers = checked_layers(ensemble.config, blocks if layers is None else layers)
-    off, candidates = split_heads(ensemble, [ONE_TOWER], chosen_layers, removed)
-    steps = _steps(ensemble, candidates, chosen_layers, budget, scope)
+    steps = _steps(ensemble, heads_in(ensemble, chosen_layers), chosen_layers, budget, scope)
     order: list[tuple[float, Head]] = []
     with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), restored(batches), ExitStack() as stack:
         model = working_copy(ensemble, dtype, None if device is None else require_device(device))
         batches = in_model_order(batches, NAME, ensemble)
         data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
-        stack.enter_context(masked(model, off))
         for step, (heads, count) in enumerate(steps, start=1):
             name, total = f"taylor {step}/{len(steps)}", calibration_batches or length_of(batches)
             scores = head_importance(model, tqdm(samples, name, total, unit="batch", disable=not progress), heads)
@@ -122,7 +116,6 @@ def taylor(
             "seed": seed,
             "budget": budget,
             "layers": chosen_layers,
-            "removed": off,
             "dtype": str(model.dtype),
         },
         only=budget if scope == "layer" else None,

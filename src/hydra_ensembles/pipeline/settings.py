@@ -16,7 +16,7 @@ from ..circuit.scores import Method, Ties
 from ..convert.convert import convert
 from ..errors import ConfigError, DataError
 from ..fuse import Fusion, StemFusion
-from ..heads.masking import Head, existing_heads, max_removable, prune, towers_of
+from ..heads.masking import Head, heads_in, max_removable, prune
 from ..heads.ranking import CIRCUIT_ORDER
 from ..heads.taylor import Scope
 from ..metrics.distance import FamiliarityChoice
@@ -55,9 +55,7 @@ class StartingModel:
 
     def heads(self, layers: Iterable[int] | None) -> int:
         """Number of heads in these layers that a member may lose."""
-        towers = towers_of(self.ranked).items()
-        heads = [head for name, tower in towers for head in existing_heads(tower.config, layers, tower=name)]
-        return max_removable(self.ranked, heads)
+        return max_removable(self.ranked, heads_in(self.ranked, layers))
 
     def pruned(self, heads: Sequence[Head]) -> Ensemble:
         """A member without these heads."""

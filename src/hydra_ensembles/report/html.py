@@ -30,7 +30,6 @@ FIRST_RUNS = "Figures, and the numbers beside them, are of the first run of each
 SERIES = ("#2563c9", "#d1571b", "#14866d", "#9a3fb5", "#a67c00", "#c62f6b", "#4f7a1a", "#5c6773")  # also in the style
 _INK, _SOFT, _RULE, _OVER, _UNDER = "#1c2330", "#6b7482", "#e3e0d8", "#e08a9c", "#a9d5c6"
 _BINS = 30  # of a histogram
-_POINTS = 160  # maximum number of points of a curve
 _TILES = {
     "accuracy": "Accuracy",
     "near.auroc": "Near-OOD AUROC",
@@ -239,7 +238,7 @@ def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str) -> str:
             if (outside := run.sets.get(f"ood.{set_name}")) is not None:
                 score = f"score:{run.score}"
                 x, y, _ = roc_curve(run.sets[run.id_name][score], outside[score])
-                _line(axes, *_thin(x, y), series, name == focus)
+                _line(axes, x, y, series, name == focus)
         axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="share of ID flagged", ylabel="share of OOD flagged")
         return _address(figure)
 
@@ -252,7 +251,7 @@ def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
             answers = run.sets[run.id_name]
             curve = risk_curve(answers[f"score:{run.score}"], ~answers["accuracy"])
             top = max(top, float(curve.risk[curve.coverage >= 0.1].max()))  # of very few answers the risk is noisy
-            _line(axes, *_thin(curve.coverage, curve.risk), series, name == focus)
+            _line(axes, curve.coverage, curve.risk, series, name == focus)
             for kept in [*run.promises.values()][:1]:  # certified: the dot lies below its promised risk
                 for one in kept:
                     colour = SERIES[series % len(SERIES)]
@@ -266,12 +265,3 @@ def _line(axes: Any, x: Tensor, y: Tensor, series: int, focus: bool) -> None:
     """One curve; the method in focus is bold and on top."""
     width, opacity, order = (2.6, 1, 4) if focus else (1.5, 0.75, 3)
     axes.plot(x.tolist(), y.tolist(), color=SERIES[series % len(SERIES)], linewidth=width, alpha=opacity, zorder=order)
-
-
-def _thin(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """At most `_POINTS` points, evenly spaced along the curve, including the first and the last."""
-    if len(x) <= _POINTS:
-        return x, y
-    length = torch.cat([x.new_zeros(1), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
-    chosen = torch.searchsorted(length, torch.linspace(0, float(length[-1]), _POINTS, dtype=length.dtype)).unique()
-    return x[chosen], y[chosen]

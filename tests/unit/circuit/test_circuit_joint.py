@@ -52,9 +52,9 @@ def extract(
     ("name", "settings"),
     [
         ("open_clip-no-text-projection", {"budget": 1}),
-        ("open_clip-nonscalar", {"score": "acc", "budget": 2, "towers": ("text",)}),
+        ("open_clip-nonscalar", {"score": "acc", "budget": 2}),
         ("open_clip-nonscalar", {"score": "ood", "budget": 2, "several": True}),
-        ("open_clip-nonscalar", {"budget": 2, "towers": ("image",), "ties": "order"}),
+        ("open_clip-nonscalar", {"budget": 2, "ties": "order"}),
         ("transformers-quickgelu", {"budget": 8, "gone": HALF, "batch_size": 5, "max_memory": 20000}),  # all heads
     ],
     ids=str,
@@ -66,17 +66,8 @@ def test_exact_equals_naive(name: str, settings: dict[str, Any]) -> None:
     naive, exact = (extract(dual, method, labelled_by=whole, **options) for method in ("naive", "exact"))
     assert evidence(exact) == evidence(naive)
     assert exact.provenance["model_forwards"] < naive.provenance["model_forwards"]
-    towers = {head.tower for head in exact.heads}
-    assert towers <= set(settings.get("towers", ("image", "text")))
     if settings["budget"] == 8:
-        assert towers == {"image", "text"}
-
-
-def test_the_image_tower_alone_is_that_of_the_classifier() -> None:
-    dual, image = dual_in_float64(), {"towers": ("image",), "budget": 2}
-    exact, data = extract(dual, "exact", **image), (batches(dual, KNOWN, 0), batches(dual, ODD, 1))
-    plain = he.extract_circuit(he.zero_shot(dual, NAMES, TEMPLATES[:2]), *data, budget=2, progress=False)
-    assert [head[:2] for head in plain.heads] == [head[:2] for head in exact.heads]
+        assert {head.tower for head in exact.heads} == {"image", "text"}
 
 
 def test_the_score_is_that_of_the_pruned_model_also_by_two_ranks_and_after_a_stop(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -79,16 +78,6 @@ class TestScores:
         assert [head[:2] for head in ranking.heads] == off
         assert ranking.scores == pytest.approx(expected, rel=1e-9)
         assert len(ranking) == ranking.only == each * LAYERS
-
-    @pytest.mark.parametrize("shape", ["image-mean-layerscale", "text-post-norm"])
-    @pytest.mark.parametrize("scope", SCOPES)
-    def test_removed_heads_are_as_good_as_cut_out(self, shape: str, scope: Any) -> None:
-        ensemble, batches = model_and_batches(shape=shape)
-        removed = [(0, 1), (2, 2), (2, 0)]
-        masked = taylor(ensemble, batches, budget=4, scope=scope, layers=[2, 1], removed=removed)
-        above = np.arange(1, 3)
-        pruned = taylor(without_heads(ensemble, set(removed)), batches, budget=4, scope=scope, layers=above)
-        assert (masked.heads, masked.scores) == (pruned.heads, pytest.approx(pruned.scores, rel=1e-9))
 
     def test_ties_go_to_the_first_head(self) -> None:
         ensemble = random_ensemble()
