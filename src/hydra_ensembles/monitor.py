@@ -258,7 +258,7 @@ class Monitor:
         calibration = getattr(getattr(model, "metadata", None), "calibration", None)
         if calibration is None or not calibration.watched:
             raise ConfigError("the model has no calibration to compare with; give what he.calibrate returned")
-        promise = getattr(model, "promise", None)
+        promise = calibration.promise
         promises = promise if isinstance(promise, Mapping) else {} if promise is None else {"": promise}
         places = {name: place for place, name in enumerate(model.metadata.labels)}
         names = [f"promise of {name}" if name else "promise" for name in promises]
@@ -274,7 +274,7 @@ class Monitor:
         self._labels = {name: places[label] if label else None for name, label in zip(names, promises, strict=True)}
         self._floor = sys.float_info.max  # certainty from which rows pass after an alarm: none
         if on_alarm == "stricter":
-            self._floor = _next_stricter(promise, getattr(calibration, "promises", ()))
+            self._floor = _next_stricter(promise, calibration.promises)
         self._edges = {name: np.array(bins.edges) for name, bins in calibration.watched.items()}
         self._counts = np.zeros((len(self._edges), 1 + max(map(len, self._edges.values()))), dtype=np.int64)  # [S, K]
         for row, bins in zip(self._counts, calibration.watched.values(), strict=True):
