@@ -25,6 +25,7 @@ TextCleaning = Literal["none", "whitespace", "lower", "canonicalize"]
 Pixels = Annotated[int, Range(1, 1 << 16)]  # per side of a prepared image
 MOST_STORED = 178_956_970  # pixels of a picture, as in Pillow: some kilobytes of a file may be gigabytes of pixels
 MAX_ASPECT = 100  # of its sides: the shorter one is scaled up to the input size
+TEXT = "{text}"  # where a template takes a text
 OTHER_CHANNELS = "Images are grey or RGB: a model with other channels takes tensors, prepared as in training"
 
 
@@ -116,7 +117,9 @@ class ImagePreprocessing(Checked):
 class TextPreprocessing(Checked):
     """Tokenise strings with the `tokenizers` library only.
 
-    `tokenizer` is the content of a `tokenizer.json`. It is saved in a separate file, not in the config.
+    `tokenizer` is the content of a `tokenizer.json`. It is saved in a separate file, not in the config. `template` is
+    what a text is put into, at `{text}`; a text that is then too long is refused, because cutting it would cut the
+    template. `special_tokens` is False if the template has those that the tokenizer would add.
     `cleaning` is what CLIP's tokenizers do to a string first; see `clean_text`.
 
     Examples:
@@ -138,6 +141,8 @@ class TextPreprocessing(Checked):
     attention_mask: bool = True
     segments: bool = False
     cleaning: TextCleaning = "none"
+    template: str = ""
+    special_tokens: bool = True
     tokenizer: str = field(default="", repr=False)
 
     def __call__(self, texts: "str | Sequence[str | tuple[str, str]]") -> dict[str, Tensor]:
@@ -148,7 +153,7 @@ class TextPreprocessing(Checked):
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
         cleaned = [self._cleaned(text, f"text {index}") for index, text in enumerate(batch)]
-        encodings = _tokenizer(self).encode_batch(cleaned)
+        encodings = _tokenizer(self).encode_batch(cleaned, add_special_tokens=self.special_tokens)
         rows = {"input_ids": [encoding.ids for encoding in encodings]}
         if self.attention_mask:
             rows["attention_mask"] = [encoding.attention_mask for encoding in encodings]
@@ -158,6 +163,9 @@ class TextPreprocessing(Checked):
         for index, encoding in enumerate(encodings):
             if 1 not in encoding.attention_mask:  # a tokenizer without special tokens
                 raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
+            if encoding.overflowing and self.template:
+                most = f"the {self.max_length} tokens that are read, its template included"
+                raise DataError(f"text {index} is longer than {most}; shorten it")
             if encoding.overflowing:
                 remarks.add(f"is longer than the {self.max_length} tokens that are read: the rest is ignored")
             elif 0 not in encoding.special_tokens_mask:  # only special tokens and padding
@@ -174,9 +182,13 @@ class TextPreprocessing(Checked):
         if not all(isinstance(part, str) for part in parts):
             advice = "give token ids as one tensor [B, T] or a mapping with 'input_ids', without labels"
             raise DataError(f"{which} is a {type(text).__name__}, expected a string, or a tuple of two; {advice}")
+        if self.template and len(parts) == 2:
+            raise DataError(f"{which} is a pair, but the template takes one text; join them as it was converted for")
         cleaned = tuple(clean_text(part, self.cleaning) for part in parts)
         if any("\ud800" <= letter <= "\udfff" for part in cleaned if not part.isascii() for letter in part):
             raise DataError(f"{which} has an unpaired surrogate, which is not a character; read it as UTF-8")
+        if self.template:
+            return self.template.replace(TEXT, cleaned[0])
         return cleaned if len(cleaned) == 2 else cleaned[0]
 
 

@@ -1,6 +1,6 @@
 """Conversion of a library's live model to the canonical ensemble or dual encoder: table, weights, equal answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from .core import (
     translate,
 )
 from .declared import Declaration, read_declaration
+from .decoders import LabelWords, with_label_words
 from .processors import part_for, size_of_images, with_processor
 from .transformers import opened
 
@@ -46,6 +47,13 @@ _REASONS = {
     "swin": "its tokens are merged and its width changes from stage to stage",
     **dict.fromkeys(("deberta", "beit", "mpnet", "t5"), "its attention depends on relative positions"),
     "peft.": f"it is wrapped in adapters. {MERGE}",
+    **dict.fromkeys(("moe", "mixtral", "deepseek_v", "gpt_oss"), "its MLPs are a mixture of experts"),
+    **dict.fromkeys(("mamba", "rwkv", "jamba", "falcon_h1"), "it has state-space layers"),
+    **dict.fromkeys(("bart", "pegasus", "marian"), "it is an encoder with a decoder"),
+    **dict.fromkeys(
+        ("ForCausalLM", "LMHeadModel"),
+        "it is a language model; give labels={name: word} and tokenizer=, or model.base_model with num_labels=",
+    ),
     "ForMaskedLM": "its head has another task; convert model.base_model, with num_labels=",
 }
 
@@ -54,8 +62,10 @@ def convert(
     model: nn.Module,
     *,
     num_labels: int | None = None,
-    labels: Sequence[str] | None = None,
+    labels: Sequence[str] | LabelWords | None = None,
     processor: Any = None,
+    tokenizer: Any = None,
+    template: str | None = None,
     declaration: Declaration | None = None,
     probe: bool = True,
 ) -> Ensemble | Any:  # Any: a dual encoder, by its class; use `isinstance`
@@ -69,10 +79,15 @@ def convert(
     Args:
         model: A live model; wrappers of `torch.compile` and of data parallelism are removed.
         num_labels: For a model without classifier: number of classes of a new one, drawn with a fixed seed.
-        labels: Class names in the order of the logits, all different, if the model does not have them.
+        labels: Class names in the order of the logits, all different, if the model does not have them. For a language
+            model: the word or words it answers with for each, `{"safe": " safe", "unsafe": [" unsafe", " bad"]}`, whose
+            probabilities are summed. Its classifier is those rows of its `lm_head`; nothing is generated.
         processor: What turns raw inputs into tensors: a tokenizer or image processor of transformers, evaluation
             transforms of torchvision, or an `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble. For a
             dual encoder also a processor of both, open_clip's tokenizer, or a list of processors.
+        tokenizer: The tokenizer of a language model, for label words; the same as `processor` for other models.
+        template: What each text of a language model is put into, `"Is this safe? {text} Answer:"`; the message of a
+            user, if the tokenizer has a chat template.
         declaration: Where the parts of your own model are.
         probe: Compare the answers of both models. False skips the comparison, for a model that cannot be run
             here or whose difference is known and intended.
@@ -88,8 +103,14 @@ def convert(
     if not isinstance(model, nn.Module):
         raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}; load it first")
     model = unwrapped(model)
+    processor = tokenizer if processor is None else processor
     architecture: Architecture | DualArchitecture
-    if declaration is not None:
+    if isinstance(labels, Mapping):
+        architecture = with_label_words(model, labels, processor, template)
+        labels = processor = None
+    elif template is not None:
+        raise ConversionError('template= is for a language model with label words: labels={"yes": " yes", "no": " no"}')
+    elif declaration is not None:
         with prefix_errors(type(model).__name__):
             architecture = read_declaration(declaration, model, size_of_images(processor))
     elif type(model).__module__.startswith("sentence_transformers."):

@@ -4,14 +4,19 @@ A family is a line in `FAMILIES`. What its blocks look like (norms before, after
 groups of heads, rotations, windows, soft caps) is read from the live modules and the names of their tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._utils import warn
 from ..errors import ConversionError
 from ..model.config import EncoderConfig, EnsembleConfig, NormKind, ReadoutConfig, RotaryConfig
+from ..model.metadata import Metadata
+from ..preprocessing import TEXT, TextPreprocessing
 from . import core
 from .core import (
     Architecture,
@@ -27,6 +32,7 @@ from .core import (
     qkv_by_head,
     transposed,
 )
+from .processors import SPARE_WORDS, with_processor
 from .transformers import metadata_of_classifier, plain_base
 
 FAMILIES: dict[str, tuple[str, str]] = {  # name -> (module of transformers, beginning of its classes)
@@ -241,8 +247,11 @@ def _rate(config: Any, *names: str) -> float:
     return float(next((getattr(config, name) for name in names if getattr(config, name, None) is not None), 0.0))
 
 
-def _config(found: Found, num_labels: int | None) -> EnsembleConfig:
-    """Read a decoder: sizes from its tensors, the rest from its modules and its configuration."""
+def _config(found: Found, num_labels: int | None, words: tuple[int, ...] = ()) -> EnsembleConfig:
+    """Read a decoder: sizes from its tensors, the rest from its modules and its configuration.
+
+    With `words`, as many words for each class, it is a language model that answers with them.
+    """
     model = found.model
     config, (_, base) = model.config, _base(model)
     _require_plain(model, config)
@@ -301,12 +310,19 @@ def _config(found: Found, num_labels: int | None) -> EnsembleConfig:
         **{name: value for name, value in unusual.items() if value},
     )
     stem = found.text_stem(positions=_longest(config), dropout=_rate(config, "embd_pdrop", "hidden_dropout"))
+    eps = _norm(_part(base, *_LAST_NORM)[1])[1]
+    if words:
+        cap = getattr(config, "final_logit_softcapping", None)
+        several = words if max(words) > 1 else ()
+        biased = found.has("readout.classifier.bias")
+        readout = ReadoutConfig("last", len(words), norm_eps=eps, bias=biased, words=several, softcap=cap)
+        return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
     classifier = found.classifier(num_labels)
     pad = getattr(config, "pad_token_id", None) if found.has("readout.classifier.weight") else None
     if found.has("readout.classifier.weight") and pad not in range(stem.vocabulary):
         way = "set model.config.pad_token_id = tokenizer.pad_token_id"
         raise ConversionError(f"its pad_token_id is {pad}, so it cannot tell where texts end; {way}")
-    readout = ReadoutConfig("last", norm_eps=_norm(_part(base, *_LAST_NORM)[1])[1], pad_token=pad, **classifier)
+    readout = ReadoutConfig("last", norm_eps=eps, pad_token=pad, **classifier)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
@@ -318,10 +334,13 @@ def _answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     if not fresh and hasattr(model, "score"):
         logits: Tensor = model(**inputs).logits
         return logits
-    tokens: Tensor = _base(model)[1](**inputs).last_hidden_state
+    return _at_the_end(_base(model)[1](**inputs).last_hidden_state, inputs)
+
+
+def _at_the_end(tokens: Tensor, inputs: NamedTensors) -> Tensor:
+    """What `[B, T, …]` has at the last real token of each text."""
     mask = inputs["attention_mask"]
-    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
-    return tokens[torch.arange(len(tokens)), last]
+    return tokens[torch.arange(len(tokens)), mask.shape[1] - 1 - mask.flip(1).argmax(1)]
 
 
 def _declared(name: str, module: str, stem: str) -> Architecture:
@@ -338,3 +357,85 @@ def _declared(name: str, module: str, stem: str) -> Architecture:
 
 
 ARCHITECTURES = tuple(_declared(name, *where) for name, where in FAMILIES.items())
+_BY_CLASS = {name: one for one in ARCHITECTURES for name in one.classes}
+
+# --- language models that answer with label words --------------------------------------------------------------------
+
+LabelWords = Mapping[str, str | Sequence[str]]
+
+
+def with_label_words(model: Any, labels: LabelWords, tokenizer: Any, template: str | None) -> Architecture:
+    """The table of a language model whose classifier is the rows of its `lm_head` for these words, summed by label."""
+    known = _BY_CLASS.get(core.qualified_name(_base(model)[1])) if hasattr(model, "base_model_prefix") else None
+    head = model.get_output_embeddings() if known is not None else None
+    if known is None or head is None or len(labels) < 2:
+        problem = f"label words take a language model (...ForCausalLM) of {', '.join(FAMILIES)}, and two labels or more"
+        raise ConversionError(f"{problem}; got a {type(model).__name__} and {list(labels)}")
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ConversionError(f"label words take a fast tokenizer: tokenizer=; got a {type(tokenizer).__name__}")
+    rows = _rows(labels, tokenizer)
+    if abs(len(tokenizer) - head.weight.shape[0]) > SPARE_WORDS:
+        sizes = f"the tokenizer has {len(tokenizer)} words, the model {head.weight.shape[0]}"
+        raise ConversionError(f"{sizes}: it is that of another vocabulary; give the model's own")
+    words = tuple(len(one) for one in rows.values())
+    chosen = [row for one in rows.values() for row in one]
+    place = next(name for name, module in model.named_modules() if module is head)
+    scale = float(getattr(model.config, "logits_scaling", 1))
+    text, special = _prompt(tokenizer, template)
+
+    def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        return (tensors[0][chosen] / scale).reshape(shape)
+
+    def table(model: Any) -> Weights:
+        sources = {f"readout.classifier.{leaf}": Source((f"{place}.{leaf}",), read) for leaf in ("weight", "bias")}
+        return {**_table(model), **sources}
+
+    def answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
+        logits = _at_the_end(model(**inputs).logits, inputs)[:, chosen]
+        return torch.stack([one.logsumexp(-1) for one in logits.split(words, dim=-1)], dim=-1)
+
+    def metadata(model: Any) -> Metadata:
+        config = _config(Found(declared, model), None, words)
+        found = with_processor(Metadata(labels=tuple(labels)), tokenizer, config, model)
+        assert isinstance(found.preprocessing, TextPreprocessing)
+        return replace(found, preprocessing=replace(found.preprocessing, template=text, special_tokens=special))
+
+    name = f"{known.name} with label words"
+    config = partial(_config, words=words)
+    declared = replace(known, name=name, config=config, variant=table, answer=answer, metadata=metadata)
+    return declared
+
+
+def _rows(labels: LabelWords, tokenizer: Any) -> dict[str, list[int]]:
+    """Token ids of each label's words: their first ones, if words have several, which is said."""
+    rows, cut = dict[str, list[int]](), dict[str, str]()
+    for label, words in labels.items():
+        tokens = {word: tokenizer.encode(word, add_special_tokens=False) for word in _listed(words)}
+        if empty := [word for word, ids in tokens.items() if not ids] or not tokens:
+            raise ConversionError(f"label {label!r} has no word that the tokenizer knows ({empty}); give one")
+        cut |= {word: tokenizer.decode(ids[:1]) for word, ids in tokens.items() if len(ids) > 1}
+        rows[label] = list(dict.fromkeys(ids[0] for ids in tokens.values()))
+        for other, ids in rows.items():
+            if other != label and (both := set(ids) & set(rows[label])):
+                shared = f"labels {other!r} and {label!r} both begin with the token {tokenizer.decode([*both][:1])!r}"
+                raise ConversionError(f"{shared}, so that it cannot tell them apart; give other words")
+    if cut:
+        warn(f"label words of several tokens are read as their first ones: {cut}; give words of one token each")
+    return rows
+
+
+def _listed(words: str | Sequence[str]) -> list[str]:
+    return [words] if isinstance(words, str) else list(words)
+
+
+def _prompt(tokenizer: Any, template: str | None) -> tuple[str, bool]:
+    """The text around each input, with `{text}` where it goes, and whether special tokens are added to it."""
+    if template is not None and template.count(TEXT) != 1:
+        raise ConversionError(f"template must contain {TEXT} once, where each text goes; got {template!r}")
+    if getattr(tokenizer, "chat_template", None) is None:
+        return template or "", True
+    turns = [{"role": "user", "content": template or TEXT}]
+    chat: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    if chat.count(TEXT) != 1:
+        raise ConversionError("the chat template of the tokenizer changes the text; set tokenizer.chat_template = None")
+    return chat, False

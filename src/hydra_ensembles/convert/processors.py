@@ -1,6 +1,7 @@
 """Preprocessing of other libraries: read from a tokenizer or image processor, and proven by running it on examples."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -20,7 +21,7 @@ _ACCEPTED = {
     "CenterCrop, ToTensor and Normalize, or an ImagePreprocessing",
 }
 _TEXTS = ["What 1 processor makes of a Text, it is asked.", "Nothing else"]
-_SPARE_WORDS = 1024  # vocabularies are padded to multiples of 64, 128 or so
+SPARE_WORDS = 1024  # vocabularies are padded to multiples of 64, 128 or so
 _LEVELS = 1.0  # allowed mean difference of pixels, of 255: libraries resize slightly differently
 # Numbers of PIL, and names that differ from ours; torchvision's default is None.
 _RESAMPLING: dict[Any, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -34,6 +35,9 @@ def with_processor(metadata: Metadata, processor: Any, config: EnsembleConfig, m
     part = part_for(isinstance(config.stem, PatchStemConfig), processor) or processor
     if hasattr(part, "backend_tokenizer") and isinstance(config.stem, TextStemConfig):
         _warn_of_another_tokenizer(part, config, getattr(model, "config", None))
+        if config.encoder.causal and getattr(part, "padding_side", "right") != "right":
+            part = deepcopy(part)  # decoders answer alike whatever the side
+            part.padding_side = "right"
     origin = f"the {type(part).__name__} that was given"
     return replace(metadata, preprocessing=read_processor(part, config.stem), preprocessing_from=origin)
 
@@ -96,7 +100,7 @@ def _warn_of_another_tokenizer(tokenizer: Any, config: EnsembleConfig, theirs: A
     """Warn of a tokenizer whose words or special tokens are not the model's (CLIP's own configurations are wrong)."""
     stem: Any = config.stem
     words = max(tokenizer.get_vocab().values(), default=-1) + 1
-    signs = [f"it has {words} words, the model {stem.vocabulary}"] if stem.vocabulary - words > _SPARE_WORDS else []
+    signs = [f"it has {words} words, the model {stem.vocabulary}"] if stem.vocabulary - words > SPARE_WORDS else []
     for name in ("pad_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"):
         ours, given = getattr(theirs, name, None), getattr(tokenizer, name, None)
         if stem.norm and None not in (ours, given) and ours != given:

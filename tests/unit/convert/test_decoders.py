@@ -1,12 +1,16 @@
 """Decoders of transformers as classifiers: equal answers, whatever the padding; label words; refusals."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase
-from architectures_decoders import CASES, texts
+from architectures_decoders import CASES, PLAIN, texts
+from architectures_transformers import transformers_model
+from hydra_ensembles.errors import ConversionError, DataError, HydraWarning
 
 
 def apart(actual: Tensor, expected: Tensor) -> float:
@@ -29,3 +33,80 @@ def test_answers_equal_whatever_the_length_and_the_side_of_padding(case: Archite
             else:
                 expected = case.logits(model, inputs)
             assert apart(ensemble(inputs)[0], expected) <= 2e-5, (tokens, left)
+
+
+WORDS = ("safe", "unsafe", "bad", "good", "is", "this", "text", "answer")
+
+
+def language_model(settings: dict[str, Any] = PLAIN, name: str = "LlamaForCausalLM") -> Any:
+    return transformers_model(name, settings)
+
+
+def word_tokenizer(chat: bool = False, pad: str | None = "[PAD]") -> Any:
+    """A tokenizer of 60 words; of a word that it does not know, it knows the letters."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ("[UNK]", "[BOS]", "[EOS]", "[PAD]", *WORDS, "[user]", "[model]")
+    ids = {word: index for index, word in enumerate(names + tuple(f"w{i}" for i in range(60 - len(names))))}
+    core = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    known = {"pad_token": pad, "additional_special_tokens": ["[user]", "[model]"]}
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **known)
+    if chat:
+        made.chat_template = "{% for m in messages %}[user] {{ m['content'] }} {% endfor %}[model]"
+    return made
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@torch.no_grad()
+def test_label_words_answer_with_the_probabilities_of_the_language_model(chat: bool) -> None:
+    model, tokenizer = language_model(), word_tokenizer(chat)
+    labels = {"safe": "safe", "unsafe": ["unsafe", "bad"]}
+    judge = he.convert(model, labels=labels, tokenizer=tokenizer, template="is this {text} answer")
+    texts = ["good text", "this is bad bad bad text w5"]
+    around = "[user] is this {} answer [model]" if chat else "is this {} answer"
+    given = tokenizer([around.format(text) for text in texts], return_tensors="pt", padding=True)
+    words = model(**given).logits[:, -1].softmax(-1)[:, tokenizer.convert_tokens_to_ids(["safe", "unsafe", "bad"])]
+    expected = torch.stack([words[:, 0], words[:, 1] + words[:, 2]], dim=1)
+    answer = judge.predict(texts)
+    assert apart(answer.log_probs, (expected / expected.sum(1, keepdim=True)).log()) <= 2e-5
+    assert answer.names() == [["safe", "unsafe"][row] for row in expected.argmax(1).tolist()]
+
+
+def test_label_words_that_cannot_be_told_apart_or_read_are_refused() -> None:
+    model, tokenizer = language_model(), word_tokenizer()
+    with pytest.warns(HydraWarning, match="several tokens"):
+        judge = he.convert(model, labels={"yes": "good text", "no": "bad"}, tokenizer=tokenizer, template="{text} is")
+    assert judge.metadata.labels == ("yes", "no")
+    with pytest.raises(DataError, match="template"):
+        judge.predict("bad " * 80)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"labels": {"yes": "good", "no": ["bad", "good"]}}, "tell them apart"),
+        ({"labels": {"yes": "good"}}, "two labels"),
+        ({"tokenizer": word_tokenizer(pad=None)}, "padding token"),
+        ({"tokenizer": None}, "tokenizer"),
+        ({"template": "no place"}, "template"),
+        ({"model": language_model({**PLAIN, "vocab_size": 3000})}, "vocabulary"),
+        ({"model": transformers_model("LlamaForSequenceClassification", PLAIN)}, "language model"),
+    ]
+    for change, said in refused:
+        settings = {"labels": {"yes": "good", "no": "bad"}, "tokenizer": tokenizer, "model": model, **change}
+        with pytest.raises(ConversionError, match=said):
+            he.convert(settings.pop("model"), **settings)
+
+
+def test_what_cannot_be_converted_is_refused_in_a_sentence() -> None:
+    unpadded = transformers_model("LlamaForSequenceClassification", {**PLAIN, "pad_token_id": None})
+    quantised = transformers_model("LlamaForSequenceClassification", PLAIN)
+    quantised.config.quantization_config = {"quant_method": "bitsandbytes"}
+    experts = {**PLAIN, "num_local_experts": 2, "num_key_value_heads": 4}
+    cases = [
+        (unpadded, "pad_token_id"),
+        (quantised, "quantised"),
+        (language_model(), "labels="),
+        (transformers_model("MixtralForSequenceClassification", experts), "mixture of experts"),
+    ]
+    for model, said in cases:
+        with pytest.raises(ConversionError, match=said):
+            he.convert(model)
