@@ -116,7 +116,7 @@ class Answering:
 
     def warm_up(self, inputs: Any) -> None:
         """Run everything that a batch of this size may need."""
-        self.predict(inputs)
+        self.predict(inputs, check_finite=False)
 
 
 class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the class of a module
