@@ -13,9 +13,9 @@ PAD = 3
 _SIZES = {"vocab_size": 60, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
 _SPECIAL = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 5}
 PLAIN = {**_SIZES, **_SPECIAL, "intermediate_size": 48, "max_position_embeddings": 80}
-GROUPED = {**PLAIN, "num_key_value_heads": 4}
+GROUPED = {**PLAIN, "num_key_value_heads": 2}
 _LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
-_GEMMA = {**GROUPED, "head_dim": 12, "num_key_value_heads": 4, "query_pre_attn_scalar": 20}
+_GEMMA = {**GROUPED, "head_dim": 12, "num_key_value_heads": 1, "query_pre_attn_scalar": 20}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _STILL = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 _NEOX = {**PLAIN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
@@ -47,20 +47,21 @@ def _case(label: str, stem: str, settings: dict[str, Any]) -> ArchitectureCase:
 
 
 CASES: list[ArchitectureCase] = [
-    # _case("llama", "Llama", {**GROUPED, **scaled("llama3", **_LLAMA3, original_max_position_embeddings=16)}),
+    _case("llama", "Llama", {**GROUPED, **scaled("llama3", **_LLAMA3, original_max_position_embeddings=16)}),
     _case("llama-plain", "Llama", {**PLAIN, "attention_bias": True, "mlp_bias": True}),
-    # _case("mistral", "Mistral", {**GROUPED, "head_dim": 12, "sliding_window": 6}),
-    # _case("qwen2", "Qwen2", {**GROUPED, **scaled("linear")}),
-    # _case("qwen3", "Qwen3", {**GROUPED, "head_dim": 12, **scaled("yarn", original_max_position_embeddings=16)}),
-    # _case("gemma", "Gemma", {**GROUPED, "head_dim": 12, "num_key_value_heads": 4}),
-    # _case("gemma2", "Gemma2", {**_GEMMA, **_LOCAL, "attn_logit_softcapping": 3.0}),
-    # _case("gemma3", "Gemma3Text", {**_GEMMA, **_LOCAL}),
-    # _case("smollm3", "SmolLM3", {**GROUPED, "no_rope_layers": [1, 0]}),
-    # _case("olmo", "Olmo", {**GROUPED, **scaled("dynamic")}),
+    _case("mistral", "Mistral", {**GROUPED, "head_dim": 12, "sliding_window": 6}),
+    _case("qwen2", "Qwen2", {**GROUPED, **scaled("linear")}),
+    _case("qwen3", "Qwen3", {**GROUPED, "head_dim": 12, **scaled("yarn", original_max_position_embeddings=16)}),
+    _case("gemma", "Gemma", {**GROUPED, "head_dim": 12, "num_key_value_heads": 1}),
+    _case("gemma2", "Gemma2", {**_GEMMA, **_LOCAL, "attn_logit_softcapping": 3.0}),
+    _case("gemma3", "Gemma3Text", {**_GEMMA, **_LOCAL}),
+    _case("smollm3", "SmolLM3", {**GROUPED, "no_rope_layers": [1, 0]}),
+    _case("olmo", "Olmo", {**GROUPED, **scaled("dynamic")}),
     # _case("olmo2", "Olmo2", GROUPED),
-    # _case("phi", "Phi", {**_NEOX, "qk_layernorm": True}),
-    # _case("phi3", "Phi3", {**GROUPED, "sliding_window": 7}),
+    _case("phi", "Phi", {**_NEOX, "qk_layernorm": True}),
+    _case("phi3", "Phi3", {**GROUPED, "sliding_window": 7}),
     _case("gpt2", "GPT2", {**_SIZES, **_SPECIAL, "n_positions": 80, **_STILL}),
-    # _case("neox", "GPTNeoX", _NEOX),
-    # _case("neox-in-turn", "GPTNeoX", {**_NEOX, "use_parallel_residual": False}),
+    _case("neox", "GPTNeoX", _NEOX),
+    _case("neox-in-turn", "GPTNeoX", {**_NEOX, "use_parallel_residual": False}),
 ]
+CONTRACT = [case for case in CASES if case.name in ("transformers-llama", "transformers-gpt2", "transformers-neox")]

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 import hydra_ensembles as he
 from architectures import VISION_CASES, ArchitectureCase, perturbed
 from architectures_clip import TOWER_CASES, DualCase
+from architectures_decoders import CONTRACT as DECODER_CASES
 from architectures_own import CASES as OWN_CASES
 from architectures_transformers import CASES as TRANSFORMERS_CASES
 
-ALL_CASES: list[ArchitectureCase] = [*VISION_CASES, *TRANSFORMERS_CASES, *OWN_CASES, *TOWER_CASES]
+ALL_CASES: list[ArchitectureCase] = [*VISION_CASES, *TRANSFORMERS_CASES, *OWN_CASES, *TOWER_CASES, *DECODER_CASES]
 
 
 @cache

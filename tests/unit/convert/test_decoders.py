@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase
-from architectures_decoders import CASES, PLAIN, texts
+from architectures_decoders import CASES, GRANITE, GROUPED, PLAIN, texts
 from architectures_transformers import transformers_model
 from hydra_ensembles.errors import ConversionError, DataError, HydraWarning
 
@@ -72,6 +73,35 @@ def test_label_words_answer_with_the_probabilities_of_the_language_model(chat: b
     answer = judge.predict(texts)
     assert apart(answer.log_probs, (expected / expected.sum(1, keepdim=True)).log()) <= 2e-5
     assert answer.names() == [["safe", "unsafe"][row] for row in expected.argmax(1).tolist()]
+
+
+@torch.no_grad()
+def test_granite_answers_with_label_words_at_its_own_scales() -> None:
+    model = language_model({**GROUPED, **GRANITE, "logits_scaling": 3.0}, "GraniteForCausalLM")
+    tokenizer = word_tokenizer()
+    judge = he.convert(model, labels={"yes": "good", "no": "bad"}, tokenizer=tokenizer)
+    given = tokenizer(["this is good", "w5 w6 w7 w8 text"], return_tensors="pt", padding=True)
+    expected = model(**given).logits[:, -1, tokenizer.convert_tokens_to_ids(["good", "bad"])]
+    assert apart(judge(dict(given))[0], expected) <= 2e-5
+
+
+def test_gradients_equal_in_training() -> None:
+    model = next(case for case in CASES if case.name.endswith("-gemma3")).build().train()
+    ensemble = he.convert(model).train()
+    inputs, labels = texts(), torch.tensor([0, 1, 2])
+    F.cross_entropy(model(**inputs).logits, labels).backward()
+    F.cross_entropy(ensemble(inputs)[0], labels).backward()
+    grads = {name: one.grad for name, one in ensemble.named_parameters() if one.grad is not None}
+    layer, mine = model.model.layers[0], "encoder.layers.0."
+    pairs = [  # what is shifted or rescaled at conversion, and what is stored once per group
+        (grads["stem.words"][0] * model.config.hidden_size**0.5, model.model.embed_tokens.weight.grad),
+        (grads[f"{mine}post_norm1.weight"][0], layer.post_attention_layernorm.weight.grad),
+        (grads[f"{mine}attention.query"].flatten(0, 2), layer.self_attn.q_proj.weight.grad),
+        (grads[f"{mine}attention.key_value"][:, 0].flatten(0, 1), layer.self_attn.k_proj.weight.grad),
+        (grads[f"{mine}mlp.down.weight"][0], layer.mlp.down_proj.weight.grad),
+        (grads["readout.classifier.weight"][0], model.score.weight.grad),
+    ]
+    assert all(apart(actual, expected) <= 1e-4 for actual, expected in pairs)
 
 
 def test_label_words_that_cannot_be_told_apart_or_read_are_refused() -> None:
