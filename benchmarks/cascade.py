@@ -77,13 +77,15 @@ def measure(options: argparse.Namespace) -> Iterator[list[Any]]:
     hardware = torch.cuda.get_device_name() if cuda else f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
     plain = user.to(dtype)
     contenders = {name: model.to(dtype) for name, model in contenders.items()}
+    if options.contenders:
+        contenders = {name: model for name, model in contenders.items() if name in options.contenders}
     for batch in options.batches:
         images = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(1)).to(options.device, dtype)
         for name, model in contenders.items():
             torch.compiler.reset()
             own = in_mode(plain, images, "graphed" if cuda else "eager")
             runner = model.optimize(None, compile=cuda)
-            for foreign in (False, True) if isinstance(model, Cascade) else (False,):
+            for foreign in (False, True) if isinstance(model, Cascade) and "foreign" in options.traffic else (False,):
                 if "20 %" in name and not foreign:
                     continue
                 vars(sys.modules[Cascade.__module__])["doubt_of"] = at_random(
@@ -119,7 +121,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shape", default="vit_base_patch16_224")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 8])
-    parser.add_argument("--traffic", nargs="*", default=["limit"], help="limit: also with at most 20 %% going on")
+    parser.add_argument("--traffic", nargs="*", default=["foreign", "limit"], help="limit: with 20 %% going on")
+    parser.add_argument("--contenders", nargs="*", help="Names of contenders; default: all.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=TABLE)
     options = parser.parse_args()

@@ -38,6 +38,7 @@ from .settings import Checked, Share, from_plain, require, to_plain
 
 CHOOSE_LEAST, CHOOSE_MOST = 200, 1000  # rows that choose the thresholds, at least and at most; else a fifth of all
 TIMED = 16  # rows of the batch on which `cost` measures the first stage, and runs of it
+SHAPES = 64  # input shapes for which a stage keeps plans and graphs
 UNSURE = REASONS.index("unsure")
 
 Stage = Any  # an Ensemble, a Cascade, or a function from inputs to probabilities [B, C]
@@ -212,7 +213,7 @@ class InTurn(Answering):
         """Log-probabilities of one of the later stages for some rows."""
         stage, count = self.stages[index], len(places)
         if self._padded and isinstance(stage, OptimizedEnsemble):  # to few sizes, each with its own plan and graph
-            size = min(1 << (count - 1).bit_length(), len(first.log_probs))
+            size = next(size for size in sizes_up_to(len(first.log_probs)) if size >= count)
             places = torch.cat([places, places[:1].expand(size - count)])
         rows = given.rows(places, self._reads_alike(index))
         if index == 1 and first.tokens is not None:
@@ -408,6 +409,7 @@ class OptimizedCascade(InTurn):
         self.by_share = cascade.by_share
         self.faults = [0] * len(cascade.stages)
         ours = (Ensemble, Cascade)
+        options = {"shapes": SHAPES, **options}
         self.stages = [one.optimize(**options) if isinstance(one, ours) else one for one in cascade.stages]
         self._cascade = cascade
         first = next(one for one in self.stages if hasattr(one, "device"))
@@ -426,7 +428,7 @@ class OptimizedCascade(InTurn):
                 if isinstance(stage, OptimizedCascade):
                     stage.warm_up(given.raw)
                 elif isinstance(stage, OptimizedEnsemble):
-                    for size in sorted({min(1 << power, rows) for power in range(rows.bit_length() + 1)}):
+                    for size in sizes_up_to(rows):
                         self._later(later, given, first, torch.arange(size, device=first.log_probs.device))
 
     @torch.inference_mode()
@@ -438,6 +440,12 @@ class OptimizedCascade(InTurn):
     def describe(self) -> Description:
         """Like `Cascade.describe`."""
         return self._cascade.describe()
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """Numbers of rows for which later stages have plans: four to each doubling, so that little is padded."""
+    steps = {max(1, part << power >> 2) for power in range(most.bit_length()) for part in (4, 5, 6, 7)}
+    return [*sorted(size for size in steps if size < most), most]
 
 
 def log_probs_of(stage: Ensemble | OptimizedEnsemble, logits: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.cascade import Cascade, common_layers, doubt_of
+from hydra_ensembles.cascade import Cascade, common_layers, doubt_of, sizes_up_to
 from hydra_ensembles.errors import ConfigError, TooFewSamplesError
 from random_ensembles import noisy, small
 
@@ -73,6 +73,11 @@ def test_a_common_trunk_runs_once_and_answers_the_same(base: he.Ensemble, held_o
     r = fast.predict(images)
     assert torch.equal(p.stage, r.stage)
     torch.testing.assert_close(p.log_probs, r.log_probs, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_padded_to_few_sizes() -> None:
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(20) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20]
 
 
 def test_saved_equals_loaded_with_functions_and_cascades_inside(
