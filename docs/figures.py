@@ -165,7 +165,7 @@ def circuits() -> None:
 
 
 def two_reasons() -> None:
-    """Answers of the embedded model by both scores, with the thresholds that accept 95 % of familiar images each."""
+    """Answers of the embedded model by both scores, with thresholds that together accept 95 % of familiar images."""
     drawing = Drawing(
         452,
         "Each image by how unsure the model is and how unfamiliar it looks; mistakes to the right, clothes above.",
@@ -181,10 +181,10 @@ def two_reasons() -> None:
         name: he.Prediction.concat([model.predict(inputs) for inputs, _ in batches(name)])
         for name in ("test", *FOREIGN.values())
     }
-    unsure = {name: p.score() for name, p in answers.items()}
+    unsure = {name: 1 - p.confidence for name, p in answers.items()}
     distance = {name: p.score("mahalanobis") for name, p in answers.items()}
     test = answers["test"]
-    assert test.threshold is not None
+    assert isinstance(test.threshold, float)
     assert test.unfamiliarity is not None
     assert test.unfamiliarity.threshold is not None
     left, right, top, foot = 66, 576, 22, 352
@@ -199,7 +199,7 @@ def two_reasons() -> None:
         return foot - (foot - top) * between(distance, 10, 3000)
 
     drawing.box(left, top, right - left, foot - top, "card", 6)
-    x, y = across(test.threshold), up(test.unfamiliarity.threshold)
+    x, y = across(1 - test.threshold), up(test.unfamiliarity.threshold)
     drawing.box(left, top, right - left, y - top, "wash", 0)
     drawing.box(x, y, right - x, foot - y, "wash", 0)
     wrong = test.label != torch.tensor(sample.test.labels)

@@ -28,7 +28,7 @@ def answer(ensemble: he.Ensemble, picture: Any) -> dict[str, Any]:
     if p.reason[0] == "unfamiliar":
         return {"label": None, "why": "unlike the images this model knows", "familiarity": p.familiarity[0].item()}
     if p.reason[0] == "unsure":
-        return {"label": None, "why": f"uncertainty {p.score()[0]:.2f} is above {p.threshold:.2f}"}
+        return {"label": None, "why": f"confidence {p.confidence[0]:.2f} is below {p.threshold:.2f}"}
     return {"label": p.names()[0], "confidence": round(p.confidence[0].item(), 3)}
 
 
