@@ -66,10 +66,6 @@ class Ranks:
         dist.all_reduce(summed)
         return summed
 
-    def rows(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks; their number of rows may differ."""
-        return [tensor] if self.size == 1 else [part.to(tensor.device) for part in self.gather(tensor.cpu())]
-
     def wait(self) -> None:
         """Wait until all ranks reach this point."""
         if self.size > 1:

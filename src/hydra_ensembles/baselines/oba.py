@@ -160,7 +160,9 @@ def pruned_masks(
                 curved = ranks.all_or_none(partial(curvature, copy, batches, weights))
             scores = importances(curved, {name: weight.detach() for name, weight in weights.items()})
             count = round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed
-            masks = {name: ranks.rows(mask)[0] for name, mask in kept(scores, masks, count).items()}
+            masks = {
+                name: ranks.gather(mask.cpu())[0].to(mask.device) for name, mask in kept(scores, masks, count).items()
+            }
             with torch.no_grad():
                 for name, weight in weights.items():
                     weight *= masks[name]

@@ -53,15 +53,12 @@ class HeadRanking:
     only: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that heads are distinct and each has a finite score; convert the provenance to plain JSON values."""
+        """Check that heads are distinct and each has a score; convert the provenance to plain JSON values."""
         object.__setattr__(self, "heads", as_heads(self.heads))
         object.__setattr__(self, "scores", tuple(float(score) for score in self.scores))
         object.__setattr__(self, "provenance", to_plain(self.provenance))
         if len(self.scores) != len(self.heads):
             raise HeadError(f"a ranking needs one score per head, got {len(self.scores)} for {len(self.heads)}")
-        for head, score in zip(self.heads, self.scores, strict=True):
-            if not math.isfinite(score):
-                raise HeadError(f"head {head} has the score {score}; scores are finite")
 
     def __len__(self) -> int:
         """Number of ranked heads."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._distributed import check_unsharded, with_batches
-from .._utils import require_device, torch_seeded, without_autocast
+from .._utils import torch_seeded, without_autocast
 from ..batches import Batches, Inputs, begin_epoch, in_model_order, length_of, read_batch, require_labels, restored
 from ..digest import digest
 from ..errors import DataError, HeadError
@@ -49,8 +49,6 @@ def taylor(
     layers: Iterable[int] | None = None,
     seed: int = 0,
     calibration_batches: int | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
     progress: bool = False,
 ) -> HeadRanking:
     """Rank heads by their first-order Taylor score, least important first.
@@ -71,8 +69,6 @@ def taylor(
             that pools the tokens (layer `num_layers`).
         seed: Draws the calibration batches, by which the members of a Taylor ensemble differ.
         calibration_batches: How many batches to draw; None for all.
-        dtype: Precision of the passes; None for the ensemble's own. Gradients add up in float32 at least.
-        device: Where to compute; None for where the ensemble is.
         progress: Show a progress bar.
 
     Examples:
@@ -88,7 +84,7 @@ def taylor(
     steps = _steps(ensemble, heads_in(ensemble, chosen_layers), chosen_layers, budget, scope)
     order: list[tuple[float, Head]] = []
     with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), restored(batches), ExitStack() as stack:
-        model = working_copy(ensemble, dtype, None if device is None else require_device(device))
+        model = working_copy(ensemble, None, None)
         batches = in_model_order(batches, NAME, ensemble)
         data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
@@ -136,7 +132,7 @@ def layer_scores(weight: Tensor, gradient: Tensor) -> Tensor:
     sensitivity = (weight.detach().cpu().double() * gradient.cpu().double()).abs()
     scores = sensitivity.mean((2, 3)).mean(1)  # [K, 3] for query, key, value -> [K]
     if not scores.isfinite().all():
-        raise DataError(f"gradients are not finite in {weight.dtype}; use torch.float32, or check the weights")
+        raise DataError(f"gradients are not finite in {weight.dtype}; use ensemble.float(), or check the weights")
     return scores
 
 

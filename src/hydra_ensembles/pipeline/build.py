@@ -182,8 +182,8 @@ class Chain:
     def circuit(self, score: Score, budget: int) -> HeadRanking:
         """The circuit for a score; of builds that share a store, the first one extracts it."""
         config, start = self.config, self.start
-        settings: dict[str, Any] = {"method": config.method, "ties": config.ties}
-        name = "-".join(map(str, ("rankings/" + score, *settings.values(), budget, "above", config.trunk)))
+        settings: dict[str, Any] = {"ties": config.ties}
+        name = f"rankings/{score}-{config.ties}-{budget}-above-{config.trunk}"
         if start.dual is not None:
             settings |= {"class_names": start.names, "templates": start.templates}
         settings |= {"score": score, "budget": budget, "layers": config.layers(start), "progress": self.progress}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._distributed import local_device
 from .._utils import require_device, warn
 from ..batches import Batches, Inputs
-from ..circuit.scores import Method, Ties
+from ..circuit.scores import Ties
 from ..convert.convert import convert
 from ..errors import ConfigError, DataError
 from ..fuse import Fusion, StemFusion
@@ -126,8 +126,7 @@ class HydraConfig(Checked):
         whole: Whether the last member keeps all heads.
         training: `"together"`: the fused ensemble, trunk included; `"apart"`: each member before fusing (None: the same
             if there is a recipe).
-        method: How circuits are extracted; see `extract_circuit`, also for `ties`.
-        ties: Which head to remove if several leave the same score.
+        ties: Which head a circuit removes if several leave the same score; see `extract_circuit`.
         pool: Heads to draw from; None takes the paper's ratio of 100 to 48, or all heads if there are fewer.
         taylor_scope: `"layer"` prunes equally many heads in every layer, `"global"` compares heads of all layers.
         calibration_batches: Batches that a Taylor ranking reads; fewer than there are, so that rankings differ.
@@ -154,7 +153,6 @@ class HydraConfig(Checked):
     strategy: Strategy = "circuit"
     whole: bool = False
     training: TrainingMode | None = None
-    method: Method = "exact"
     ties: Ties = "likelihood"
     pool: Whole | None = None
     taylor_scope: Scope = "layer"

@@ -35,7 +35,7 @@ from hydra_ensembles.pipeline.settings import ReadBatch, Strategy
 from zero_shot_models import NAMES, dual_of
 
 # Taylor prunes one head per layer; on a model this small, the naive circuit search is the fastest.
-QUICK: dict[str, Any] = {"prune": LAYERS, "shared_layers": 0, "calibration_batches": 1, "method": "naive"}
+QUICK: dict[str, Any] = {"prune": LAYERS, "shared_layers": 0, "calibration_batches": 1}
 EVERYTHING = ("stem", "attention", "mlp", "norms", "readout")
 NORM = "encoder.layers.0.norm1.weight"
 

@@ -18,7 +18,7 @@ from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
 
 TUNING = recipe(steps=3, evaluate_every=2)
-CONFIG = he.HydraConfig(prune=2, members=2, method="naive", recipe=TUNING, shared_layers=1, seed=2)  # circuits differ
+CONFIG = he.HydraConfig(prune=2, members=2, recipe=TUNING, shared_layers=1, seed=2)  # circuits differ
 GIVEN = {"train": shuffled(12), "id": shuffled(16, 8, seed=2), "ood": batches(8, 8, seed=3, shift=1.5)}
 
 

@@ -171,7 +171,7 @@ def test_cascades_of_given_models_are_tried_if_there_are_rows_for_their_threshol
 
 
 def test_judges_are_halves_or_made_from_the_half_that_judges() -> None:
-    circuit = {"prune": 1, "shared_layers": 2, "members": 1, "method": "naive"}
+    circuit = {"prune": 1, "shared_layers": 2, "members": 1}
     plan: dict[str, Any] = {"candidates": [circuit], "dry_run": True}
     assert run(**plan, ood="synthetic").samples == {"ID": 124, "synthetic": 124}
     several = {"near": SETS["ood"], "far": batches(24, size=24, seed=8, shift=4.0)}  # each is split in two
@@ -179,7 +179,7 @@ def test_judges_are_halves_or_made_from_the_half_that_judges() -> None:
 
 
 def test_circuits_are_extracted_once_for_all_that_can_use_them(work, tmp_path) -> None:
-    circuit = {"prune": 1, "shared_layers": 2, "members": 2, "method": "naive"}
+    circuit = {"prune": 1, "shared_layers": 2, "members": 2}
     found = run(tmp_path, candidates=[circuit, {**circuit, "training": "together"}], seed=2)
     assert len(names(found, "judged")) + len(names(found, "not possible")) == 3
     assert work["extract_circuit"] == 2  # for the score avg, and for acc
