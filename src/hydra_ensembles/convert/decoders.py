@@ -33,7 +33,7 @@ from .core import (
     transposed,
 )
 from .processors import SPARE_WORDS, with_processor
-from .transformers import metadata_of_classifier, plain_base
+from .transformers import metadata_of_classifier, plain_base, read_classifier
 
 FAMILIES: dict[str, tuple[str, str]] = {  # name -> (module of transformers, beginning of its classes)
     "Llama": ("llama", "Llama"),
@@ -317,7 +317,7 @@ def _config(found: Found, num_labels: int | None, words: tuple[int, ...] = ()) -
         biased = found.has("readout.classifier.bias")
         readout = ReadoutConfig("last", len(words), norm_eps=eps, bias=biased, words=several, softcap=cap)
         return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
-    classifier = found.classifier(num_labels)
+    classifier = read_classifier(found, num_labels)
     pad = getattr(config, "pad_token_id", None) if found.has("readout.classifier.weight") else None
     if found.has("readout.classifier.weight") and pad not in range(stem.vocabulary):
         way = "set model.config.pad_token_id = tokenizer.pad_token_id"
