@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ._distributed import check_unsharded
-from ._utils import all_seeded, derive_seed, warn
+from ._utils import all_seeded, derive_seed
 from .errors import DataError
 from .settings import short
 
@@ -196,16 +196,6 @@ def length_of(batches: Batches) -> int | None:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-def warn_if_cut(batches: Batches, name: str, samples: int) -> None:
-    """Warn if a loader dropped its incomplete last batch (`drop_last`); `samples` is the number it gave."""
-    sources = (batches, getattr(batches, "batch_sampler", None))  # a DataLoader delegates to its batch_sampler
-    source: Any = next((source for source in sources if getattr(source, "drop_last", False)), None)
-    whole = length_of(getattr(source, "sampler", getattr(source, "dataset", ())))
-    if whole is not None and samples < whole:
-        left = f"left out {whole - samples} of {whole} samples"
-        warn(f"the loader of {name} {left}, which are not measured; set drop_last=False")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._utils import warn, without_autocast
-from .batches import Batches, a_few, warn_if_cut
+from .batches import Batches, a_few
 from .errors import ConfigError, DataError, TooFewSamplesError
 from .familiarity import Answered, copied_with, fit_on, read_answers, recognised, some_rows, with_earlier
 from .metrics.conformal import Bins, Reference, rank_for, samples_for
@@ -100,7 +100,6 @@ def calibrate(
     asked = None if risk is None else _asked(risk, labels)
 
     samples = read_answers(ensemble, held_out, "held_out")
-    warn_if_cut(held_out, "held_out", len(samples.labels))
     others = None if train is None else read_answers(ensemble, train, "train")
     left_out = np.isin(samples.digests, [int(one) for one in metadata.chosen])
     left_out |= False if others is None else np.isin(samples.digests, others.digests)

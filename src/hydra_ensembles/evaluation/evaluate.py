@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .._utils import __version__, unwrapped, warn
-from ..batches import Batches, Inputs, iterate, length_of, move, renumbered, require_labels, size_of, warn_if_cut
+from ..batches import Batches, Inputs, iterate, length_of, move, renumbered, require_labels, size_of
 from ..calibrate import REUSED
 from ..data.dataset import Dataset, Preprocess
 from ..data.dataset import batches as make_batches
@@ -210,7 +210,6 @@ class _Pass:
                 bar.update(len(chunk))
         joined = {name: torch.cat(parts, dim=-1) for name, parts in columns.items()}
         samples = torch.cat(rows)
-        warn_if_cut(batches, title, len(samples))
         answers = Answers(group, digest(samples.sort().values), joined)
         return answers, samples, first
 
