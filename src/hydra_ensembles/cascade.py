@@ -38,7 +38,6 @@ from .settings import Checked, Share, from_plain, require, to_plain
 
 CHOOSE_LEAST, CHOOSE_MOST = 200, 1000  # rows that choose the thresholds, at least and at most; else a fifth of all
 TIMED = 16  # rows of the batch on which `cost` measures the first stage, and runs of it
-SHAPES = 64  # input shapes for which a stage keeps plans and graphs
 UNSURE = REASONS.index("unsure")
 
 Stage = Any  # an Ensemble, a Cascade, or a function from inputs to probabilities [B, C]
@@ -409,7 +408,6 @@ class OptimizedCascade(InTurn):
         self.by_share = cascade.by_share
         self.faults = [0] * len(cascade.stages)
         ours = (Ensemble, Cascade)
-        options = {"shapes": SHAPES, **options}
         self.stages = [one.optimize(**options) if isinstance(one, ours) else one for one in cascade.stages]
         self._cascade = cascade
         first = next(one for one in self.stages if hasattr(one, "device"))
@@ -443,9 +441,8 @@ class OptimizedCascade(InTurn):
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """Numbers of rows for which later stages have plans: four to each doubling, so that little is padded."""
-    steps = {max(1, part << power >> 2) for power in range(most.bit_length()) for part in (4, 5, 6, 7)}
-    return [*sorted(size for size in steps if size < most), most]
+    """Numbers of rows for which later stages have plans: they double, up to a whole batch."""
+    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
 
 
 def log_probs_of(stage: Ensemble | OptimizedEnsemble, logits: Tensor) -> Tensor:
