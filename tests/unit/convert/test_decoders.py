@@ -1,5 +1,6 @@
 """Decoders of transformers as classifiers: equal answers, whatever the padding; label words; refusals."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def word_tokenizer(chat: bool = False, pad: str | None = "[PAD]") -> Any:
 
 @pytest.mark.parametrize("chat", [False, True])
 @torch.no_grad()
-def test_label_words_answer_with_the_probabilities_of_the_language_model(chat: bool) -> None:
+def test_label_words_answer_with_the_probabilities_of_the_language_model(chat: bool, tmp_path: Path) -> None:
     model, tokenizer = language_model(), word_tokenizer(chat)
     labels = {"safe": "safe", "unsafe": ["unsafe", "bad"]}
     judge = he.convert(model, labels=labels, tokenizer=tokenizer, template="is this {text} answer")
@@ -72,6 +73,8 @@ def test_label_words_answer_with_the_probabilities_of_the_language_model(chat: b
     expected = torch.stack([words[:, 0], words[:, 1] + words[:, 2]], dim=1)
     answer = judge.predict(texts)
     assert apart(answer.log_probs, (expected / expected.sum(1, keepdim=True)).log()) <= 2e-5
+    judge.save_pretrained(tmp_path)
+    assert torch.equal(he.load(tmp_path).predict(texts).log_probs, answer.log_probs)
     assert answer.names() == [["safe", "unsafe"][row] for row in expected.argmax(1).tolist()]
 
 
