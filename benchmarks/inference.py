@@ -40,6 +40,7 @@ from hydra_ensembles import baselines  # noqa: E402
 from hydra_ensembles.baselines.building_blocks import fresh, joined  # noqa: E402
 from hydra_ensembles.model.config import Sharing  # noqa: E402
 from hydra_ensembles.model.cost import multiply_adds  # noqa: E402
+from hydra_ensembles.model.layers import Context  # noqa: E402
 from studies.tables import read_csv, write_csv  # noqa: E402
 
 NAMES = (  # `hydra-kN`: pruned members above a trunk of N layers; `-last`: the last quarter of the layers
@@ -127,7 +128,7 @@ class Workshop:
         config, encoder = ensemble.config, ensemble.config.encoder
         tokens = self.tokens
         total = multiply_adds(config, tokens)
-        positions = ensemble.readout.tokens_read()
+        positions = ensemble.readout.tokens_read(Context())
         if positions is None:
             return total
         left_out = tokens - len(range(*positions.indices(tokens)))

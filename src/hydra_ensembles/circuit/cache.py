@@ -48,7 +48,6 @@ class WorkingModel:
         if readout.map is not None:
             self.blocks.append(PoolingBlock(readout, readout.map))
         self.layers = len(self.blocks)
-        self._last_read = readout.tokens_read()
         for head in off:
             self.drop(head)
 
@@ -56,7 +55,7 @@ class WorkingModel:
         """Run one block on `[1, B, T, d]`; the last block returns only the tokens that the readout reads."""
         self.work.blocks += x.shape[1]
         z = self._mix(layer, x, context)  # [B, T', H, d_k]
-        asking = select_queries(x, self._read(layer, x))
+        asking = select_queries(x, self._read(layer, x, context))
         return self._finish(layer, asking, self.blocks[layer].attention.project(z, 1))
 
     def block_without(
@@ -74,7 +73,7 @@ class WorkingModel:
         for head, runs in heads:
             position = self.kept[layer].index(head)
             attended[runs] -= z[:, :, position].index_select(0, rows[runs]) @ attention.out[position]
-        asking = select_queries(x, self._read(layer, x))
+        asking = select_queries(x, self._read(layer, x, context))
         return self._finish(layer, asking.index_select(1, rows), attended[None])
 
     def pool(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
@@ -100,16 +99,16 @@ class WorkingModel:
                 setattr(attention, name, nn.Parameter(remaining, requires_grad=False))
         attention.sizes = (len(kept),)
 
-    def _read(self, layer: int, x: Tensor) -> Read:
+    def _read(self, layer: int, x: Tensor, context: Context) -> Read:
         """Return the tokens of `[1, B, T, d]` whose output is needed; None for all, as in every block but the last."""
         block = self.blocks[layer]
         if isinstance(block, PoolingBlock):
             return block.query(x)
-        return self._last_read if layer == self.layers - 1 else None
+        return self.ensemble.readout.tokens_read(context) if layer == self.layers - 1 else None
 
     def _mix(self, layer: int, x: Tensor, context: Context) -> Tensor:
         """Compute the outputs of each head of a block, `[B, T', H, d_k]`."""
-        block, read = self.blocks[layer], self._read(layer, x)
+        block, read = self.blocks[layer], self._read(layer, x, context)
         x = block.attention_input(x)
         if self._has_few_queries(layer, read):
             return few_queries(block.attention, x[0], context.key_mask, select_queries(x, read)[0])
@@ -296,6 +295,9 @@ class BaseActivations:
         self._context = batches[0][1]
         if mask is not None:
             self._context = self._context._replace(key_mask=mask.bool(), local=None)  # [g, T]
+        if self._context.last is not None:
+            ends = [context.last for _, context in batches if context.last is not None]
+            self._context = self._context._replace(last=torch.cat(ends))  # [g]
         self._ids = ids if ensemble.kind == "text" else None  # [g, T]
 
     def __len__(self) -> int:
@@ -312,9 +314,8 @@ class BaseActivations:
         return x
 
     def context(self, rows: Tensor) -> Context:
-        """Return the context for some samples; only the key mask differs between samples."""
-        mask = self._context.key_mask
-        return self._context if mask is None else self._context.with_mask(mask.index_select(0, rows))
+        """Return the context for some samples; only the key mask and the token read differ between samples."""
+        return self._context.take(rows)
 
     def token_ids(self, rows: Tensor) -> Tensor | None:
         """Return the token ids of some samples, `[S, T]`; None for an image model."""

@@ -312,6 +312,11 @@ class EnsembleConfig:
         return len(self.heads)
 
     @property
+    def packed(self) -> bool:
+        """Whether real tokens are moved to the front of each row: in causal texts they never see what comes after."""
+        return self.kind == "text" and self.encoder.causal and self.readout.pool != "final"
+
+    @property
     def kind(self) -> Literal["image", "text"]:
         """Type of the inputs."""
         return "text" if isinstance(self.stem, TextStemConfig) else "image"

@@ -20,7 +20,7 @@ from ..store import Form
 from . import LATER
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig
 from .cost import Description, describe
-from .inputs import Arguments, Given, Prepared, read_inputs
+from .inputs import Arguments, Given, Prepared, packed, read_inputs
 from .layers import Context, Encoder, GroupedNorm, OurModel, dropping
 from .member_states import (
     member_config,
@@ -265,12 +265,12 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         arguments = read_inputs(self.config, inputs, named)
         home = next(self.parameters(), None)  # replicas of `nn.DataParallel` have no parameters
         if home is None or torch.compiler.is_compiling():
-            return arguments
+            return packed(arguments) if self.config.packed else arguments
         # without waiting only towards a GPU: in the other direction the host could read a copy before it has arrived
         (main, *extra), soon = arguments, home.is_cuda
         main = main.to(home.device, home.dtype if main.is_floating_point() else None, non_blocking=soon)
         mask, segments = (None if one is None else one.to(home.device, non_blocking=soon) for one in extra)
-        return main, mask, segments
+        return packed((main, mask, segments)) if self.config.packed else (main, mask, segments)
 
     def _preprocessed(self, raw: Any) -> Given:
         """Pictures or texts as tensors."""
@@ -298,13 +298,13 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, context = self.embed(inputs, mask, segments)
         tokens = self.encoder(x, context, stop=layers)
-        after = self.encoder(tokens, context, self.readout.tokens_read(), start=layers)
+        after = self.encoder(tokens, context, self.readout.tokens_read(context), start=layers)
         pooled = self.readout.pool(after, context.key_mask, inputs)
         return tokens, self._per_member(pooled.flatten(2)), self._per_member(self.readout.classify(pooled))
 
     def _continued(self, layers: int, tokens: Tensor, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
         context = self._context(tokens, inputs, mask)
-        after = self.encoder(tokens, context, self.readout.tokens_read(), start=layers)
+        after = self.encoder(tokens, context, self.readout.tokens_read(context), start=layers)
         return self._per_member(self.readout(after, context.key_mask, inputs))
 
     def _encoded(
@@ -312,7 +312,7 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The readout's inputs: tokens after the last block `[N, B, T', d]`, key mask, main input."""
         x, context = self.embed(inputs, mask, segments)
-        return self.encoder(x, context, self.readout.tokens_read()), context.key_mask, inputs
+        return self.encoder(x, context, self.readout.tokens_read(context)), context.key_mask, inputs
 
     def embed(
         self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
@@ -328,7 +328,8 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
             grid = inputs.shape[2] // stem.patch_size[0], inputs.shape[3] // stem.patch_size[1]
             return self.encoder.context(None, grid, x)
         key_mask = None if attention_mask is None else attention_mask.bool()
-        return self.encoder.context(key_mask, (inputs.shape[1],), x)
+        context = self.encoder.context(key_mask, (inputs.shape[1],), x)
+        return context._replace(last=self.readout.last_token(inputs, key_mask))
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
         """A frozen, faster runner of this ensemble; for the options see `OptimizedEnsemble`."""

@@ -107,6 +107,18 @@ def _checked_tokens(stem: TextStemConfig, ids: Tensor, mask: Tensor | None, segm
     return ids, None if mask is None else _checked_mask(mask), segments
 
 
+def packed(arguments: Arguments) -> Arguments:
+    """Texts with the real tokens of each row first, in their order: left padding becomes right padding."""
+    if arguments[1] is None:
+        return arguments
+    real = arguments[1].bool()
+    hidden = real.sum(1, keepdim=True) + (~real).cumsum(1)
+    places = torch.where(real, real.cumsum(1), hidden) - 1  # [B, T], where each token goes
+    ids, mask, segments = (None if one is None else torch.empty_like(one).scatter(1, places, one) for one in arguments)
+    assert ids is not None
+    return ids, mask, segments
+
+
 def _checked_mask(mask: Tensor) -> Tensor:
     """Check a mask of 1 (token) and 0 (padding); an additive mask (0 and -inf) would mean the opposite."""
     advice = "give 1 for tokens and 0 for padding, and at least one token a row; of an additive mask, `mask == 0`"

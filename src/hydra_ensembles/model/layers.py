@@ -29,28 +29,42 @@ class Context(NamedTuple):
     turns: tuple[Rotation, ...] = ()  # rotations by token position, one for each rotary base
     near: Tensor | None = None  # [T, T], True within the window of local attention; None without one, or if it covers T
     local: Tensor | None = None  # mask of local attention with padding removed: [T, T] or [B, T, T]
+    packed: bool = False  # padding comes last, where causal attention does not see it: no mask is needed for it
+    last: Tensor | None = None  # [B], position of the only token that the readout takes, if that depends on the text
 
     def with_mask(self, key_mask: Tensor | None) -> "Context":
         """The context for samples with this key mask.
 
         A token always attends to itself, even padding that is far from all tokens, so that its attention is not NaN.
         """
-        if key_mask is None or self.near is None:
+        if key_mask is None or self.near is None or self.packed:
             return self._replace(key_mask=key_mask, local=self.near)
         itself = torch.eye(self.near.shape[0], dtype=torch.bool, device=key_mask.device)
         return self._replace(key_mask=key_mask, local=(key_mask[:, None] & self.near) | itself)
 
     def first(self, count: int) -> "Context":
         """The context for the first `count` samples."""
-        if self.key_mask is None:
-            return self
-        return self._replace(key_mask=self.key_mask[:count], local=None if self.local is None else self.local[:count])
+        return self.take(slice(count))
+
+    def take(self, rows: Tensor | slice) -> "Context":
+        """The context for some samples."""
+        context = self if self.last is None else self._replace(last=self.last[rows])
+        return context if self.key_mask is None else context.with_mask(self.key_mask[rows])
 
     def seen(self, local: bool, read: "Read") -> Tensor | None:
         """Mask of visible keys: `[B, 1, T]`, or for local attention `[T', T]` or `[B, T', T]`; None if all are."""
         if not local or self.local is None:
-            return None if self.key_mask is None else self.key_mask[:, None]
+            return None if self.key_mask is None or self.packed else self.key_mask[:, None]
+        if isinstance(read, Places):
+            samples = torch.arange(len(read.at), device=read.at.device)
+            return (self.local[read.at] if self.local.dim() == 2 else self.local[samples, read.at])[:, None]
         return self.local[..., read, :] if isinstance(read, slice) else self.local
+
+
+class Places(NamedTuple):
+    """One token of each sample, by its position `[B]`."""
+
+    at: Tensor
 
 
 _THREAD = threading.local()  # `gates`: set by `gating` in this thread; `rule`: by `dropping`; absent if never set
@@ -118,7 +132,7 @@ def evaluating(*models: object) -> Iterator[None]:
         yield
 
 
-Read = slice | Tensor | None
+Read = slice | Places | Tensor | None
 """Which tokens are queries: all, those at some positions, or other tokens `[N, B, T', d]` that are not keys."""
 
 
@@ -127,7 +141,7 @@ class Encoder(nn.Module):
 
     def __init__(self, config: EnsembleConfig) -> None:
         super().__init__()
-        self.window = config.encoder.window
+        self.window, self.packed = config.encoder.window, config.packed
         self.rotary = None if config.encoder.rotary is None else Rotary(config)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.encoder.layers))
 
@@ -135,10 +149,10 @@ class Encoder(nn.Module):
         """The attention context of texts with `(tokens,)`, or of images with `(rows, columns)` patches."""
         near = near_tokens(like.shape[2], self.window, like.device)
         turns = () if self.rotary is None else self.rotary(size, like)
-        return Context(None, turns, near).with_mask(key_mask)
+        return Context(None, turns, near, packed=self.packed).with_mask(key_mask)
 
     def forward(
-        self, x: Tensor, context: Context, read: slice | None = None, start: int = 0, stop: int | None = None
+        self, x: Tensor, context: Context, read: Read = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
         """Map embedded tokens `[N, B, T, d]` (N = 1 when the stem is shared) to `[N', B, T', d]`.
 
@@ -169,10 +183,10 @@ class Block(nn.Module):
         self.post_norm1, self.post_norm2 = (norm() if after else None for _ in range(2))
         self.mlp = MLP(encoder, config.copies("mlp", layer))
 
-    def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
         """Map `[N, B, T, d]` to `[N', B, T', d]`; with `read`, only these positions are computed."""
         attended = self.attention(self.attention_input(x), context, read)
-        return self.finish(x if read is None else x[:, :, read], attended)
+        return self.finish(select_queries(x, read), attended)
 
     def attention_input(self, x: Tensor) -> Tensor:
         """The input of the attention sublayer."""
@@ -358,11 +372,19 @@ class Attention(nn.Module):
             *_, groups = self.inputs.values()
             q, k = self.query_norm.of_heads(q, self.sizes, copy), self.key_norm.of_heads(k, groups, copy)
         if self.turn is not None:
-            places = read if isinstance(read, slice) else None
-            q, k = rotate(q, context.turns[self.turn], places), rotate(k, context.turns[self.turn])
+            turn = own = context.turns[self.turn]
+            if isinstance(read, Places):  # [T, 1, d_k] -> [R, 1, 1, d_k]
+                own = (
+                    turn[0][read.at].repeat(repeats, 1, 1)[:, None],
+                    turn[1][read.at].repeat(repeats, 1, 1)[:, None],
+                )
+            q, k = rotate(q, own, read if isinstance(read, slice) else None), rotate(k, turn)
         rule = self.dropout > 0.0 and drops(self)
-        mask = context.seen(self.window is not None, read)
-        return attend(q, k, v, mask, repeats, self.causal, self.dropout, rule, shares, self.factor, self.softcap)
+        mask, causal = context.seen(self.window is not None, read), self.causal
+        if causal and isinstance(read, Places):
+            earlier = torch.arange(k.shape[1], device=k.device) <= read.at[:, None, None]  # [B, 1, T]
+            mask, causal = earlier if mask is None else mask & earlier, False
+        return attend(q, k, v, mask, repeats, causal, self.dropout, rule, shares, self.factor, self.softcap)
 
     def _into_heads(self, x: Tensor, name: str, copy: int | None, parts: slice = slice(None)) -> Tensor:
         """Project `[N, B, T, d]` to `[R, T, H, P, d_k]` by some parts of a projection, of all copies or of one."""
@@ -487,8 +509,8 @@ def head_ranges(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
 
 def read_tokens(tokens: int, read: Read) -> int:
     """Number of queries; in a traced graph it may be symbolic."""
-    if isinstance(read, Tensor):
-        return read.shape[2]
+    if isinstance(read, Tensor | Places):
+        return 1 if isinstance(read, Places) else read.shape[2]
     return tokens if read is None else min(read.stop, tokens)
 
 
@@ -496,6 +518,8 @@ def select_queries(x: Tensor, read: Read) -> Tensor:
     """The queries `[N, B, T', d]`, where `x` has all keys."""
     if isinstance(read, Tensor):
         return read
+    if isinstance(read, Places):
+        return x[:, torch.arange(x.shape[1], device=x.device), read.at][:, :, None]
     return x if read is None else x[:, :, read]
 
 

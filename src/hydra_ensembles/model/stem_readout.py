@@ -5,7 +5,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import EncoderConfig, EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
-from .layers import ACTIVATIONS, Attention, Context, Dropout, GroupedLinear, GroupedNorm, empty, linear
+from .layers import (
+    ACTIVATIONS,
+    Attention,
+    Context,
+    Dropout,
+    GroupedLinear,
+    GroupedNorm,
+    Places,
+    empty,
+    linear,
+    select_queries,
+)
 
 
 class PatchStem(nn.Module):
@@ -112,6 +123,9 @@ def lookup(table: Tensor, ids: Tensor) -> Tensor:
     return F.embedding(ids[None] + offsets, table.flatten(0, 1))
 
 
+_ENDS = ("eot", "last", "final")  # poolings that take one token of a text
+
+
 class Readout(nn.Module):
     """Pool the tokens of each member and classify; without a classifier, return the pooled features."""
 
@@ -144,8 +158,15 @@ class Readout(nn.Module):
         self.dropout = Dropout(readout.dropout)
         self.hidden_dropout = Dropout(readout.hidden_dropout)
 
-    def tokens_read(self) -> slice | None:
+    @property
+    def reads_few(self) -> bool:
+        """Whether it uses only one or two tokens after the last block."""
+        return self.config.pool in ("cls", "distilled", *_ENDS)
+
+    def tokens_read(self, context: Context) -> slice | Places | None:
         """Positions that this readout uses, or None if it may need any of them."""
+        if context.last is not None:
+            return Places(context.last)
         return {"cls": slice(0, 1), "distilled": slice(0, 2)}.get(self.config.pool)
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
@@ -211,16 +232,19 @@ class Readout(nn.Module):
             return x[:, :, self.prefix :].mean(2)
         if pool == "cls_mean":
             return torch.cat([x[:, :, 0], x[:, :, self.prefix :].mean(2)], dim=-1)
-        return x[:, torch.arange(x.shape[1], device=x.device), self._end_of_text(x, key_mask, ids)]
+        last = None if ids is None or x.shape[2] == 1 else self.last_token(ids, key_mask)
+        return x[:, :, 0] if last is None else select_queries(x, Places(last))[:, :, 0]  # the last block chose it
 
-    def _end_of_text(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Position `[B]` of the token that represents the whole text."""
-        if self.config.pad_token is not None and ids is not None:
+    def last_token(self, ids: Tensor, key_mask: Tensor | None) -> Tensor | None:
+        """Position `[B]` of the token that represents the whole text; None if several or fixed ones do."""
+        if self.config.pool not in _ENDS:
+            return None
+        if self.config.pad_token is not None:
             places = torch.arange(ids.shape[1], device=ids.device)
             return (places * ids.ne(self.config.pad_token)).argmax(1)  # the last that is not padding
-        if self.config.pool in ("last", "final") or ids is None:
+        if self.config.pool in ("last", "final"):
             if key_mask is None or self.config.pool == "final":
-                return torch.full((x.shape[1],), x.shape[2] - 1, device=x.device)
+                return torch.full_like(ids[:, 0], ids.shape[1] - 1)
             return key_mask.shape[1] - 1 - key_mask.int().flip(1).argmax(1)  # the last 1, wherever padding is
         if self.config.eot_token is None:  # the end-of-text token has the highest id of the vocabulary
             return ids.argmax(1)

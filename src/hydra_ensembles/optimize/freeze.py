@@ -42,7 +42,7 @@ def frozen(ensemble: Ensemble, dtype: torch.dtype) -> Ensemble:
     """A copy of an ensemble rewritten for inference; it runs with the plan `"loop"` until `with_plan` changes it."""
     result = simplified(ensemble)
     pooling = result.readout.map
-    few_are_read = pooling is not None or result.readout.tokens_read() is not None  # after the last attention
+    few_are_read = pooling is not None or result.readout.reads_few  # after the last attention
     layers: list[Block | MapPool] = [*blocks(result), *([] if pooling is None else [pooling])]
     for layer, inputs in zip(layers, attention_inputs(result), strict=True):
         one_input = inputs == 1 or len(layer.attention.sizes) == 1

@@ -55,6 +55,30 @@ def test_a_working_copy_shares_nothing_and_exact_circuits_are_the_naive_ones(sha
     assert evidence(problem.extract(method="exact", budget=3)) == evidence(problem.extract(method="naive", budget=3))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [shape for shape in DECODERS if DECODERS[shape].encoder.causal])
+def test_padding_on_either_side_equals_single_rows(shape: str) -> None:
+    model = random_ensemble(shape)
+    words = [torch.randint(2, 20, (1, length), generator=torch.Generator().manual_seed(length)) for length in (1, 5, 8)]
+    alone = torch.cat([model(ids) for ids in words], dim=1)
+    for left in (False, True):
+        missing = [(8 - ids.shape[1], 0) if left else (0, 8 - ids.shape[1]) for ids in words]
+        ids = torch.cat([torch.nn.functional.pad(one, pad, value=1) for one, pad in zip(words, missing, strict=True)])
+        masks = [torch.nn.functional.pad(torch.ones_like(one), pad) for one, pad in zip(words, missing, strict=True)]
+        batch = {"input_ids": ids, "attention_mask": torch.cat(masks)}
+        for one in (model, model.optimize(plans=["loop"])):
+            assert same(one(batch), alone)
+
+
+def test_only_the_token_that_is_read_goes_through_the_last_mlp() -> None:
+    model = random_ensemble("text-grouped")
+    seen: list[int] = []
+    for block in model.encoder.layers:
+        block.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[2]))
+    model(random_batches(model, (3,))[0][0])
+    assert seen == [7, 7, 1]
+
+
 def test_keys_and_values_are_stored_once_for_each_group_and_go_with_the_last_of_its_heads() -> None:
     model = random_ensemble("text-grouped")
     shapes = {name: list(one.shape) for name, one in model.named_parameters() if ".0.attention." in name}
