@@ -145,7 +145,8 @@ def _texts(pair: ModelPair, stem: TextStemConfig, generator: torch.Generator) ->
     token. Windows of thousands of tokens are not filled.
     """
     config, architecture = pair.ensemble.config, pair.found.architecture
-    clip = not stem.norm and bool(architecture.classes) and config.readout.pool != "last"
+    decoder = config.readout.pool == "last" and config.encoder.causal
+    clip = not stem.norm and bool(architecture.classes) and not decoder
     tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0), _MOST)
     ids = torch.randint(stem.vocabulary, (2, tokens), generator=generator, device="cpu")
     if not architecture.masks:
