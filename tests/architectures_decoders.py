@@ -57,7 +57,6 @@ CASES: list[ArchitectureCase] = [
     _case("gemma3", "Gemma3Text", {**_GEMMA, **_LOCAL}),
     _case("smollm3", "SmolLM3", {**GROUPED, "no_rope_layers": [1, 0]}),
     _case("olmo", "Olmo", {**GROUPED, **scaled("dynamic")}),
-    # _case("olmo2", "Olmo2", GROUPED),
     _case("phi", "Phi", {**_NEOX, "qk_layernorm": True}),
     _case("phi3", "Phi3", {**GROUPED, "sliding_window": 7}),
     _case("gpt2", "GPT2", {**_SIZES, **_SPECIAL, "n_positions": 80, **_STILL}),
