@@ -27,8 +27,10 @@ import hydra_ensembles as he
 from hydra_ensembles.cascade import Cascade, CascadeSettings, common_layers
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "tables" / "cascade_speed.csv"
-HEAD = ("contender", "shape", "batch", "traffic", "ms", "user_ms", "ratio", "lowest", "highest", "turns", "hardware")
-HEAD += ("dtype", "torch", "seed")
+HEAD = (
+    *("contender", "shape", "batch", "traffic", "ms", "user_ms", "ratio", "lowest", "highest", "turns"),
+    *("hardware", "dtype", "torch", "seed"),
+)
 TURNS, WARM = 5, 25
 ASKED, FOREIGN = 0.1, 0.8  # share of rows that go on: of known and of foreign ones
 
