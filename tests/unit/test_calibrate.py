@@ -187,6 +187,7 @@ def test_a_promise_is_kept_by_predict_saved_and_dropped_with_the_weights(tmp_pat
     assert loaded.promise == promise
     assert loaded.metadata == safe.metadata
     assert str(promise) in (tmp_path / "safe" / "README.md").read_text()
+    assert str(promise) in repr(loaded)
     assert torch.equal(loaded.predict(new[0][0]).accept, safe.predict(new[0][0]).accept)
     assert he.prune(safe, [(0, 0)]).promise is None
     with pytest.warns(HydraWarning, match="calibrate again"):

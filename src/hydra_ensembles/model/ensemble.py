@@ -420,10 +420,12 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         kept = sum(len(heads) for member in config.heads for heads in member)
         total = sum(config.head_counts) * config.members
         shared = [group for group in GROUPS if getattr(config.sharing, group)]
+        calibration = self.metadata.calibration
+        promised = "" if calibration is None else "".join(f", promise: {one}" for one in calibration.promises)
         return (
             f"Ensemble({self.kind}, members={config.members}, layers={encoder.layers}, width={encoder.width}, "
             f"heads kept={kept}/{total}, classes={self.num_classes}, shared={shared or 'nothing'}, "
-            f"trunk={config.trunk})"
+            f"trunk={config.trunk}{promised})"
         )
 
 
