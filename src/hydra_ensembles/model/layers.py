@@ -56,7 +56,7 @@ class Context(NamedTuple):
         if not local or self.local is None:
             return None if self.key_mask is None or self.packed else self.key_mask[:, None]
         if isinstance(read, Places):
-            samples = torch.arange(len(read.at), device=read.at.device)
+            samples = torch.arange(read.at.shape[0], device=read.at.device)
             return (self.local[read.at] if self.local.dim() == 2 else self.local[samples, read.at])[:, None]
         return self.local[..., read, :] if isinstance(read, slice) else self.local
 
@@ -450,7 +450,7 @@ def attend(
     if shares is not None and not by_kernel:  # kernels take groups of one size, and on a GPU only without a mask
         k, v = to_heads(k, 2, shares), to_heads(v, 2, shares)
     if written_out:
-        weights = torch.einsum("rqhd,rkhd->rhqk", q, k) * (q.shape[3] ** -0.5 if factor is None else factor)
+        weights = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * (q.shape[3] ** -0.5 if factor is None else factor)
         if softcap is not None:
             weights = softcap * torch.tanh(weights / softcap)  # [R, H, T', T]
         least = torch.finfo(weights.dtype).min  # not -inf: left padding sees no key, and must not become NaN
