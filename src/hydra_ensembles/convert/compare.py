@@ -64,12 +64,13 @@ def require_same_answers(pair: ModelPair) -> None:
 
     Models in half precision are compared in float32, so that no difference is mistaken for rounding.
     """
+    rounded = pair.found.architecture.rounds and pair.ensemble.dtype in _HALF
     if pair.ensemble.dtype in _HALF:
         with suppress(Exception):  # a user's model may not be copied, or not into this memory
             projection = None if pair.projection is None else deepcopy(pair.projection).float()
             found = Found(pair.found.architecture, deepcopy(pair.found.model).float())
             pair = ModelPair(found, deepcopy(pair.ensemble).float(), pair.fresh, projection)
-    allowed = _HALF.get(pair.ensemble.dtype, _ALLOWED)
+    allowed = _HALF.get(pair.ensemble.dtype, _HALF[torch.float16] if rounded else _ALLOWED)
     tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32  # ten bits, as float16
     if tf32 and pair.ensemble.device.type == "cuda":
         allowed = max(allowed, _HALF[torch.float16])

@@ -139,6 +139,7 @@ class Architecture:
     answer: Callable[[nn.Module, NamedTensors, bool], Tensor] = plain_answer
     masks: bool = True  # whether a text model gets an attention mask
     variant: Callable[[nn.Module], Weights] = lambda model: {}  # overrides of `weights` for this model
+    rounds: bool = False  # whether weights are computed with, and so rounded again in half precision
 
 
 @dataclass(frozen=True)

@@ -216,9 +216,12 @@ def _rotary(config: Any, base: Any) -> RotaryConfig | None:
         kind, local = "full_attention_", plain_base(parameters["sliding_attention"])
         parameters = parameters["full_attention"]
     theta = float(parameters["rope_theta"])
-    if parameters.get("rope_type", "default") == "default" and parameters.get("partial_rotary_factor", 1.0) == 1:
+    found: Tensor = getattr(rotary, f"{kind}inv_freq")
+    rounded = found.dtype in (torch.bfloat16, torch.float16)  # by model.bfloat16(), not by loading in bfloat16
+    plain = parameters.get("rope_type", "default") == "default" and parameters.get("partial_rotary_factor", 1.0) == 1
+    if plain and not rounded:
         return RotaryConfig(theta, local)
-    scaled: dict[str, Any] = {"frequencies": tuple(getattr(rotary, f"{kind}inv_freq").tolist())}
+    scaled: dict[str, Any] = {"frequencies": tuple(found.tolist())}
     if (factor := float(getattr(rotary, f"{kind}attention_scaling"))) != 1:
         scaled["attention_factor"] = factor
     return RotaryConfig(theta, local, **scaled)
@@ -354,6 +357,7 @@ def _declared(name: str, module: str, stem: str) -> Architecture:
         metadata=metadata_of_classifier,
         answer=_answer,
         variant=_table,
+        rounds=stem.startswith("Gemma"),  # one more than the weights of its norms
     )
 
 

@@ -86,6 +86,14 @@ def test_granite_answers_with_label_words_at_its_own_scales() -> None:
     assert apart(judge(dict(given))[0], expected) <= 2e-5
 
 
+@torch.no_grad()
+def test_bfloat16_answers_stay_the_originals() -> None:
+    model: Any = transformers_model("Qwen2ForSequenceClassification", GROUPED).bfloat16()
+    ids = torch.randint(4, 60, (500, 24), generator=torch.Generator().manual_seed(0))
+    theirs, mine = model(input_ids=ids).logits.float(), he.convert(model)(ids)[0].float()
+    assert torch.cosine_similarity(theirs, mine).min() >= 0.999
+
+
 def test_gradients_equal_in_training() -> None:
     model: Any = next(case for case in CASES if case.name.endswith("-gemma3")).build().train()
     ensemble = he.convert(model).train()
