@@ -457,7 +457,8 @@ def attend(
         weights = (weights if mask is None else weights.masked_fill(~mask, least)).softmax(-1)
         if isinstance(rule, torch.Generator):
             weights = dropped(weights, dropout, rule)
-        return torch.einsum("rhqk,rkhd->rqhd", F.dropout(weights, dropout) if rule is True else weights, v)
+        weights = F.dropout(weights, dropout) if rule is True else weights
+        return (weights @ v.transpose(1, 2)).transpose(1, 2)
     with _right_gradients(q, k, v):
         z = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # [R, H, T', d_k]
