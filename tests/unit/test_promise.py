@@ -73,6 +73,23 @@ def test_first_counts_are_those_of_the_binomial_tail() -> None:
     assert (binom.cdf(errors, counts - 1, 0.02) > 0.05).all()
 
 
+def test_a_single_search_is_mapies_fixed_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    control = pytest.importorskip("mapie.risk_control.fwer_control")
+    monkeypatch.setattr("hydra_ensembles.promise.SEARCHES", ((0.1, 1.0),))
+    sure, wrong = population("calibrated")
+    draws, found = np.random.default_rng(5), []
+    for risk in (0.02, 0.05, 0.1) * 10:
+        rows = draws.choice(len(sure), 800, replace=False)
+        curve = Curve.of(sure[rows], draws.random(800) < wrong[rows])
+        counts = first_counts(800, risk, 0.05)
+        counts = np.append(counts[counts >= 80], 800)
+        p_values = binom.cdf(curve.errors[counts - 1], counts, risk)
+        rejected = control.FWERFixedSequenceTesting().run(p_values, 0.05)
+        found.append(counts[rejected].max(initial=0))
+        assert curve.certified(risk, 0.05) == found[-1]
+    assert len(set(found)) > 5
+
+
 def test_one_row_of_each_group_certifies() -> None:
     groups = [f"page {row // 4}" for row in range(4000)]
     promise = he.certify(np.linspace(0, 1, 4000), np.ones(4000, bool), 0.01, groups=groups)
