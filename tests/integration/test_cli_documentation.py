@@ -14,7 +14,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 ELSEWHERE = ("demo", "serve", "export")  # tested elsewhere
 VIT = ("timm:vit_small_patch16_224", "timm:test_vit")  # a small model in place of the documented one
 FASTER = {  # without progress bars, and with the method fastest for small models
-    "build": ["--quiet", "--set", "method=naive"],
+    "build": ["--quiet"],
     "evaluate": ["--quiet"],
     "score": ["--quiet"],
     "search": ["--quiet"],

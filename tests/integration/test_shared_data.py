@@ -46,7 +46,8 @@ PREPARED = ("images/cars", "images/cub200", "images/flowers102")  # from `python
 )
 def test_suites(name: str, id_count: int, circuit_count: int, near: list[int], far: list[int]) -> None:
     root, chosen = shared("data"), suite(name)
-    loaded = chosen.load(root)
+    groups = {"near": chosen.near, "far": chosen.far}
+    loaded = {group: {one.name: one.load(root) for one in sets} for group, sets in groups.items()}
     assert (len(chosen.id.load(root)), len(chosen.circuit_ood.load(root))) == (id_count, circuit_count)
     assert [len(data) for data in loaded["near"].values()] == near
     assert [len(data) for data in loaded["far"].values()] == far

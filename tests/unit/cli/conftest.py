@@ -41,6 +41,6 @@ def safe_text(world: Path) -> Path:
 def run_folder(world: Path) -> Path:
     """A finished build of an image ensemble, with circuits."""
     sets = ["--id", world / "val", "--ood", world / "stripes"]
-    few = ["--prune", 4, "--shared-layers", 0, "--set", "method=naive", "-q"]  # few heads: quick
+    few = ["--prune", 4, "--shared-layers", 0, "-q"]  # few heads: quick
     cases.succeed("build", world / "base", *sets, *few, "-o", world / "run")
     return world / "run"
