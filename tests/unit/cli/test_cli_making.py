@@ -10,7 +10,7 @@ def test_a_build_leaves_a_calibrated_ensemble(run_folder: Path, world: Path) -> 
     built = he.load(run_folder)
     assert (built.num_members, built.metadata.labels) == (3, COLOURS)
     assert built.metadata.calibration is not None
-    sets = ["--id", world / "val", "--ood", world / "stripes", "--set", "method=naive"]
+    sets = ["--id", world / "val", "--ood", world / "stripes"]
     assert "another run" in fail("build", world / "base", *sets, "--prune", 3, "-o", run_folder, "-q")
 
 
