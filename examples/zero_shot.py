@@ -49,7 +49,7 @@ def build(dual: he.DualEncoder, labels: list[str], template: str, images: Any, o
     preprocess = dual.image.metadata.preprocessing
     held_out = data.batches(images, preprocess, batch_size=32)  # half of it ranks heads, half calibrates
     odd = data.batches(others, preprocess, batch_size=32)
-    config = he.HydraConfig(prune=prune, members=3, strategy="circuit", method="exact")
+    config = he.HydraConfig(prune=prune, members=3, strategy="circuit")
     return he.build(dual, config, class_names=labels, templates=template, id=held_out, ood=odd, progress=False)
 
 

@@ -320,7 +320,8 @@ class ZeroShotLab(Lab):
             case "random":
                 return random_members(self.dual, settings["prune"], family.members, self.number)
             case "image":
-                return self._by_circuits("image", settings["image_prune"], family.members)
+                chosen = self._by_circuits("image", settings["image_prune"], family.members)
+                return tuple(tuple(Head(head.layer, head.head, "image") for head in heads) for heads in chosen)
             case "circuits":
                 return self._by_circuits("image+text", settings["prune"], family.members)
             case "more":
@@ -336,10 +337,11 @@ class ZeroShotLab(Lab):
 
         def sides() -> tuple[Any, ...]:
             inside, outside, names = self.task.both_circuits if both else self.task.image_circuits
-            return self.dual, SampleBatches(inside, CIRCUIT_BATCH), SampleBatches(outside, CIRCUIT_BATCH), names
+            batches = SampleBatches(inside, CIRCUIT_BATCH), SampleBatches(outside, CIRCUIT_BATCH)
+            return (self.dual, *batches, names) if both else (he.zero_shot(self.dual, names), *batches)
 
-        how: dict[str, Any] = {"score": score, "budget": budget, "towers": tuple(towers.split("+"))}
-        return self.extracted(f"{score}-{towers}-{budget}", sides, ties="order", **how)  # ties as in the paper
+        name = f"{score}-{towers}-{budget}"
+        return self.extracted(name, sides, ties="order", score=score, budget=budget)  # ties as in the paper
 
     def taylor(self) -> HeadRanking:
         """The Taylor ranking of the image tower's heads, by the zero-shot loss on the circuits' ID images."""

@@ -119,7 +119,7 @@ def watch(act: Callable[[int], None]) -> None:
 
         setattr(owner, name, watched)
 
-    for owner, names in ((os, ("replace", "rename", "unlink", "mkdir", "fsync")), (Store, ("append",))):
+    for owner, names in ((os, ("replace", "rename", "unlink", "mkdir", "fsync")), (Store, ("step",))):
         for name in names:
             around(owner, name)
     around(Learner, "update")
