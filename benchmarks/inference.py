@@ -129,7 +129,7 @@ class Workshop:
         tokens = self.tokens
         total = multiply_adds(config, tokens)
         positions = ensemble.readout.tokens_read(Context())
-        if positions is None:
+        if not isinstance(positions, slice):
             return total
         left_out = tokens - len(range(*positions.indices(tokens)))
         last = [
