@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,6 @@ from .layers import GroupedLinear, OurModel, dropping
 from .member_states import copies_of, member_index, place_of, rows_of
 from .metadata import Metadata, invalid_names
 from .stem_readout import Projections, compose, projection_config, projection_from
-
-Tower = Literal["image", "text"]
 
 CASCADE = "cascade"  # kind of a saved cascade, whose class is in a higher layer
 INITIAL_SCALE = math.log(1 / 0.07)  # initial value in CLIP's training

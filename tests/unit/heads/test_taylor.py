@@ -15,8 +15,6 @@ from hydra_ensembles.heads.taylor import taylor
 from hydra_ensembles.model.ensemble import Ensemble
 from random_ensembles import HEADS, LAYERS, SHAPES, Batch, random_batches, random_ensemble, without_heads
 
-SCOPES = ["layer", "global"]
-
 
 def model_and_batches(sizes: tuple[int, ...] = (5, 5, 2), **options: Any) -> tuple[Ensemble, list[Batch]]:
     ensemble = random_ensemble(**options)
