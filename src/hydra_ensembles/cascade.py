@@ -174,11 +174,12 @@ class InTurn(Answering):
             if self.by_share:
                 most_unsure = doubts.argsort(descending=True)[: round(self.settings.asked[later - 1] * len(answer))]
                 going = torch.zeros_like(going).index_fill(0, most_unsure, True)
-            waiting, doubts = waiting[going], doubts[going]
+            chosen = going.nonzero()[:, 0]  # on a GPU the only place where this waits for the stage before
+            waiting = waiting[chosen]
             if not len(waiting):
                 break
             if limit is not None and len(waiting) > (most := math.ceil(limit * len(answer))):
-                order = doubts.argsort(stable=True)  # the least unsure first: foreign rows are the most unsure
+                order = doubts[chosen].argsort(stable=True)  # the least unsure first: foreign rows are the most unsure
                 declined.append(waiting[order[most:]])
                 waiting = waiting[order[:most]].sort().values
             try:
@@ -441,8 +442,9 @@ class OptimizedCascade(InTurn):
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """Numbers of rows for which later stages have plans: they double, up to a whole batch."""
-    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+    """Numbers of rows for which later stages have plans: from a sixteenth of a batch on, 2, 3, 4, 6, 8, 12, ... rows."""
+    sizes = sorted(factor << power for factor in (2, 3) for power in range(most.bit_length()))
+    return [*(size for size in (1, *sizes) if most <= 16 * size < 16 * most), most]
 
 
 def log_probs_of(stage: Ensemble | OptimizedEnsemble, logits: Tensor) -> Tensor:

@@ -77,7 +77,8 @@ def test_a_common_trunk_runs_once_and_answers_the_same(base: he.Ensemble, held_o
 
 def test_rows_are_padded_to_few_sizes() -> None:
     assert sizes_up_to(1) == [1]
-    assert sizes_up_to(20) == [1, 2, 4, 8, 16, 20]
+    assert sizes_up_to(20) == [2, 3, 4, 6, 8, 12, 16, 20]
+    assert sizes_up_to(128) == [8, 12, 16, 24, 32, 48, 64, 96, 128]
 
 
 def test_saved_equals_loaded_with_functions_and_cascades_inside(
