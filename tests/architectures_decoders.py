@@ -57,10 +57,12 @@ CASES: list[ArchitectureCase] = [
     _case("gemma3", "Gemma3Text", {**_GEMMA, **_LOCAL}),
     _case("smollm3", "SmolLM3", {**GROUPED, "no_rope_layers": [1, 0]}),
     _case("olmo", "Olmo", {**GROUPED, **scaled("dynamic")}),
+    _case("olmo2", "Olmo2", {**GROUPED, "attention_bias": True}),
     _case("phi", "Phi", {**_NEOX, "qk_layernorm": True}),
     _case("phi3", "Phi3", {**GROUPED, "sliding_window": 7}),
     _case("gpt2", "GPT2", {**_SIZES, **_SPECIAL, "n_positions": 80, **_STILL}),
     _case("neox", "GPTNeoX", _NEOX),
     _case("neox-in-turn", "GPTNeoX", {**_NEOX, "use_parallel_residual": False}),
 ]
-CONTRACT = [case for case in CASES if case.name in ("transformers-llama", "transformers-gpt2", "transformers-neox")]
+_IN_CONTRACT = [f"transformers-{name}" for name in ("llama", "olmo2", "gpt2", "neox")]
+CONTRACT = [case for case in CASES if case.name in _IN_CONTRACT]

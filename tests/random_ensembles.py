@@ -45,6 +45,7 @@ PROJECTED = TextStemConfig(20, 10, embedding_width=WIDTH - 3, segments=2, positi
 MAP = {"pool": "map", "map_heads": 2, "map_mlp_width": 7}
 GATED = {"gated": True, "activation": "silu"}
 EVEN = {"head_dim": 4}  # 2D rotary positions need a multiple of 4, 1D ones of 2
+JOINT = {"joint_qk_norm": True, "attention_scale": 0.4}
 PARTIAL = RotaryConfig(10.0, frequencies=(0.5,))  # rotates the first two numbers of each head
 
 SHAPES = {
@@ -77,7 +78,8 @@ DECODERS = {
         window=2,
         **GATED,
     ),
-    "text-olmo": shape(TEXT, {"pool": "last"}, causal=True, norm="rms", norm_after=True, attention_scale=0.4),
+    "text-olmo": shape(TEXT, {"pool": "last"}, causal=True, norm="rms", norm_after=True, qk_norm=True, **JOINT),
+    "text-olmo-grouped": shape(TEXT, {"pool": "last"}, causal=True, kv_heads=2, norm="rms", qk_norm=True, **JOINT),
     "text-phi": shape(
         TEXT, {"pool": "last"}, **EVEN, causal=True, parallel=1, rotary=PARTIAL, rotated=(True, False, True)
     ),
@@ -200,7 +202,7 @@ def without_heads(ensemble: Ensemble, heads: set[tuple[int, int]]) -> Ensemble:
     state = dict(state)
     for layer, left in enumerate(kept):
         rows = [config.heads[0][layer].index(head) for head in left]
-        for name in ("qkv", "qkv_bias", "out"):
+        for name in ("out",) if config.encoder.joint_qk_norm else ("qkv", "qkv_bias", "out"):
             key = f"encoder.layers.{layer}.attention.{name}"
             if key in state:
                 state[key] = state[key][rows]

@@ -323,9 +323,7 @@ class Cascade(InTurn, OurModel, Saved):
         for layer in range(self.settings.layers):  # common ones run once
             config, tokens = self.front.config, known[0][0].tokens
             kept, encoder = config.heads[0][layer], config.encoder
-            once = attention_cost(encoder, len(kept), len(encoder.shares(kept)), tokens, tokens)
-            once += mlp_cost(encoder, tokens)
-            work -= once * self.settings.asked[0]
+            work -= (attention_cost(encoder, kept, tokens) + mlp_cost(encoder, tokens)) * self.settings.asked[0]
         return replace(known[0][0], parameters=parameters, multiply_adds=round(work), heads=())
 
     @property

@@ -107,13 +107,15 @@ class LowRank(Parametrised):
             heads = config.heads[0][layer]
             width = config.encoder.width
             inside = len(heads) * config.encoder.head_dim
-            shared = len(config.encoder.shares(heads)) * config.encoder.head_dim  # of key and value
+            projected = config.encoder.projected(heads)
+            shared = len(config.encoder.shares(projected)) * config.encoder.head_dim  # of key and value
             if not heads or not recipe.trains(f"encoder.layers.{layer}.attention.qkv", config.encoder.layers):
                 continue
             self.layers.append(layer)
             copies = config.copies("attention", layer)
             for projection in (*INPUTS, "out"):
-                outputs = {"query": inside, "out": width}.get(projection, shared)
+                asked = len(projected) * config.encoder.head_dim
+                outputs = {"query": asked, "out": width}.get(projection, shared)
                 inputs = inside if projection == "out" else width
                 first = torch.stack([_drawn(settings, inputs, generator) for _ in range(copies)])  # [M, r, in]
                 key = f"{layer}_{projection}"

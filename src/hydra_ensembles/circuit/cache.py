@@ -92,12 +92,13 @@ class WorkingModel:
         position = kept.index(head.head)
         del kept[position]
         rows = torch.tensor([row for row in range(len(kept) + 1) if row != position], dtype=torch.long)
-        for name in ("qkv", "qkv_bias", "out"):
+        for name in ("qkv", "qkv_bias", "out") if attention.joint is None else ("out",):
             tensor = getattr(attention, name)
             if tensor is not None:
                 remaining = tensor.detach().index_select(0, rows.to(tensor.device))
                 setattr(attention, name, nn.Parameter(remaining, requires_grad=False))
         attention.sizes = (len(kept),)
+        attention.joint = None if attention.joint is None else (tuple(kept),)
 
     def _read(self, layer: int, x: Tensor, context: Context) -> Read:
         """Return the tokens of `[1, B, T, d]` whose output is needed; None for all, as in every block but the last."""

@@ -280,8 +280,6 @@ def _config(found: Found, num_labels: int | None, words: tuple[int, ...] = ()) -
     query_norm = found.count(f"{first}attention.query_norm.weight")
     has: Callable[[str], bool] = lambda part: found.has(f"{first}{part}")  # noqa: E731
     dropped = _rate(config, "resid_pdrop", "hidden_dropout")
-    if query_norm > head_dim:
-        raise core.refuse("it normalises the queries of all heads together")
     unusual: dict[str, Any] = {
         "kv_heads": groups if groups != heads else None,
         "sandwich": hasattr(block, "pre_feedforward_layernorm"),
@@ -290,6 +288,7 @@ def _config(found: Found, num_labels: int | None, words: tuple[int, ...] = ()) -
         "attention_scale": None if scales == {head_dim**-0.5} else scales.pop(),
         "softcap": getattr(attentions[0], "attn_logit_softcapping", None),
         "rotated": () if all(rotated) else rotated,
+        "joint_qk_norm": query_norm > head_dim,
     }
     encoder = EncoderConfig(
         width=width,

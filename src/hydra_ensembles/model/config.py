@@ -66,6 +66,8 @@ class EncoderConfig(Checked):
         parallel: Norms of a block in which attention and MLP get the same input, `x + f(norm1(x)) + g(norm2(x))`
             (GPT-NeoX); with 1 they share it (Phi). 0 if the MLP comes after the attention.
         rotated: For each layer, whether queries and keys rotate; empty for all.
+        joint_qk_norm: Whether `qk_norm` is one over all heads together (OLMo 2). A pruned head then keeps its rows of
+            query, key and value, which the others' norms need, and loses the rest.
     """
 
     width: Size
@@ -103,6 +105,7 @@ class EncoderConfig(Checked):
     norm_after: bool = False
     parallel: Literal[0, 1, 2] = 0
     rotated: tuple[bool, ...] = ()
+    joint_qk_norm: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,6 +123,10 @@ class EncoderConfig(Checked):
         """How many of the `kept` heads use each key and value, of those that any uses."""
         each = self.heads // (self.kv_heads or self.heads)
         return tuple(Counter(head // each for head in kept).values())
+
+    def projected(self, kept: tuple[int, ...]) -> tuple[int, ...]:
+        """The heads with rows in the input projections, if the `kept` ones are used."""
+        return tuple(range(self.heads)) if self.joint_qk_norm and kept else kept
 
     def all_heads(self, members: int = 1) -> "KeptHeads":
         """Head lists of `members` members that keep every head."""

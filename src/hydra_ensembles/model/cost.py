@@ -74,20 +74,21 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
             branches = max(branches, config.copies("norms", layer))
         copies = max(branches, config.copies("attention", layer))
         kept = [config.heads[member][layer] for member in range(copies)]
-        heads, groups = sum(map(len, kept)), sum(len(encoder.shares(one)) for one in kept)
         branches = max(copies, config.copies("norms", layer), config.copies("mlp", layer))
-        total += attention_cost(encoder, heads, groups, tokens, tokens) + branches * mlp_cost(encoder, tokens)
+        total += sum(attention_cost(encoder, one, tokens) for one in kept) + branches * mlp_cost(encoder, tokens)
     if (pooling := config.pooling) is not None:
         branches = max(branches, config.copies("readout"), config.attention_copies(encoder.layers))
-        heads = sum(len(config.heads[member][-1]) for member in range(branches))
-        total += attention_cost(pooling, heads, heads, tokens, 1) + branches * mlp_cost(pooling, 1)
+        total += sum(attention_cost(pooling, config.heads[member][-1], tokens, 1) for member in range(branches))
+        total += branches * mlp_cost(pooling, 1)
     return total + max(branches, config.copies("readout")) * _readout(config)
 
 
-def attention_cost(encoder: EncoderConfig, heads: int, groups: int, tokens: int, queries: int) -> int:
-    """Multiply-adds of attention with `heads` heads and `groups` keys and values of all tokens, for some queries."""
-    of_queries = heads * (encoder.width * queries + queries * tokens)
-    return 2 * encoder.head_dim * (of_queries + groups * encoder.width * tokens)
+def attention_cost(encoder: EncoderConfig, kept: tuple[int, ...], tokens: int, queries: int | None = None) -> int:
+    """Multiply-adds of attention with these heads over all tokens, for all queries or some."""
+    queries, projected = tokens if queries is None else queries, encoder.projected(kept)
+    ends = (len(projected) + len(kept)) * encoder.width * queries  # first and last projection
+    inside = 2 * len(kept) * queries * tokens + 2 * len(encoder.shares(projected)) * encoder.width * tokens
+    return encoder.head_dim * (ends + inside)
 
 
 def mlp_cost(encoder: EncoderConfig, tokens: int) -> int:

@@ -6,7 +6,7 @@ length K; members may keep different numbers of them.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, chain
@@ -243,6 +243,8 @@ class Attention(nn.Module):
         self.sizes = sizes = tuple(map(len, heads))  # heads of each copy; K is their sum
         grouped = config.kv_heads is not None
         self.shares = tuple(map(config.shares, heads)) if grouped else None  # of each copy: heads of each group
+        self.counts = config.heads, config.kv_heads or config.heads
+        self.joint = heads if config.joint_qk_norm else None  # all heads are projected, and after their norm these used
         self.causal = config.causal
         local = bool(config.local) and config.local[layer]
         self.window = config.window if local else None  # how far a token sees to each side; None for no limit
@@ -261,8 +263,12 @@ class Attention(nn.Module):
             setattr(self, name, empty(sum(rows), parts[name], head_dim, width))
             biases = 2 if name == "qkv" and not config.key_bias else parts[name]
             setattr(self, f"{name}_bias", empty(sum(rows), biases, head_dim) if config.qkv_bias else None)
-        self.query_norm = GroupedNorm(copies, head_dim, config.norm_eps, config.norm) if config.qk_norm else None
-        self.key_norm = GroupedNorm(copies, head_dim, config.norm_eps, config.norm) if config.qk_norm else None
+        self.query_norm, self.key_norm = (
+            GroupedNorm(copies, head_dim * (heads if config.joint_qk_norm else 1), config.norm_eps, config.norm)
+            if config.qk_norm
+            else None
+            for heads in self.counts
+        )
         self.out = empty(total, head_dim, width)  # each head's part of the output projection
         self.out_bias = empty(copies, width) if config.out_bias else None  # also applies if no head is left
         self.scale = empty(copies, width) if config.layer_scale else None
@@ -272,14 +278,17 @@ class Attention(nn.Module):
     @property
     def even(self) -> bool:
         """Whether all copies have the same number of heads, in equal groups, so that one batched product suffices."""
-        return len(set(self.sizes if self.shares is None else self.shares)) == 1
+        return len(set(self.joint or self.shares or self.sizes)) == 1
 
     @property
     def inputs(self) -> dict[str, tuple[int, ...]]:
         """The input projections by name, with the number of rows of each copy."""
-        if self.shares is None:
-            return {"qkv": self.sizes}
-        return {"query": self.sizes, "key_value": tuple(map(len, self.shares))}
+        names = ("qkv",) if self.shares is None else ("query", "key_value")
+        if self.joint is not None:
+            counts = zip(names, self.counts, strict=False)
+            return {name: tuple(count * bool(kept) for kept in self.joint) for name, count in counts}
+        rows = self.sizes, self.sizes if self.shares is None else tuple(map(len, self.shares))
+        return dict(zip(names, rows, strict=False))
 
     def biases(self, name: str = "qkv") -> Tensor | None:
         """The bias `[K or L, P, d_k]` of an input projection, with zeros for keys without one; None without biases."""
@@ -364,13 +373,19 @@ class Attention(nn.Module):
         In grouped attention, key and value are `[R, T, L, d_k]`.
         """
         q, k, v = parts
-        shares = None
+        shares, (heads, *_, groups) = None, (*self.inputs.values(),) * 2
+        joined = copy is None and q.shape[2] == sum(heads)  # all copies concatenated
         if self.shares is not None:
-            joined = copy is None and q.shape[2] == sum(self.sizes)  # all copies concatenated
             shares = tuple(chain(*self.shares)) if joined else self.shares[copy or 0]
         if self.query_norm is not None and self.key_norm is not None:
-            *_, groups = self.inputs.values()
-            q, k = self.query_norm.of_heads(q, self.sizes, copy), self.key_norm.of_heads(k, groups, copy)
+            q, k = self.query_norm.of_heads(q, heads, copy), self.key_norm.of_heads(k, groups, copy)
+        if self.joint is not None:
+            used = [(start, kept) for (start, _), kept in zip(head_ranges(heads), self.joint, strict=True)]
+            used = used if joined else [(0, self.joint[copy or 0])]
+            each = self.counts[0] // self.counts[1]
+            of_keys = [sorted({start // each + head // each for head in kept}) for start, kept in used]
+            q = chosen(q, [start + head for start, kept in used for head in kept])
+            k, v = chosen(k, [*chain(*of_keys)]), chosen(v, [*chain(*of_keys)])
         if self.turn is not None:
             turn = own = context.turns[self.turn]
             if isinstance(read, Places):  # [T, 1, d_k] -> [R, 1, 1, d_k]
@@ -410,6 +425,11 @@ def into_heads(x: Tensor, weight: Tensor, bias: Tensor | None, members: int) -> 
     if bias is not None:
         y = y + bias.reshape(members, 1, -1)
     return y.reshape(x.shape[0] * x.shape[1], x.shape[2], heads // members, parts, head_dim)
+
+
+def chosen(x: Tensor, heads: Sequence[int]) -> Tensor:
+    """Some heads of `[R, T, H, d_k]`."""
+    return x if len(heads) == x.shape[2] else torch.stack([x[:, :, head] for head in heads], dim=2)
 
 
 def near_tokens(tokens: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -626,14 +646,20 @@ class GroupedNorm(nn.Module):
         return F.layer_norm(x, shape, self.weight[copy], None if self.bias is None else self.bias[copy], self.eps)
 
     def of_heads(self, x: Tensor, sizes: tuple[int, ...], copy: int | None = None) -> Tensor:
-        """Normalise each head of `[R, T, H, d_k]` with its copy's weights: all with those of `copy`, or by `sizes`."""
-        copies = self.weight.shape[0]
-        copy = 0 if copies == 1 else copy
-        if copy is not None:
-            return self.of_copy(copy, x)
-        if x.shape[2] == sum(sizes):  # all copies concatenated
-            return torch.cat([self.of_copy(index, heads) for index, heads in enumerate(x.split(sizes, dim=2))], dim=2)
-        return self(x.unflatten(0, (copies, -1))).flatten(0, 1)  # copies on the batch axis
+        """Normalise each head of `[R, T, H, d_k]` with its copy's weights: all with those of `copy`, or by `sizes`.
+
+        Weights for several heads normalise those of a copy together.
+        """
+        copies, joint = self.weight.shape[0], self.weight.shape[1] > x.shape[3]
+        if copy is None and x.shape[2] == sum(sizes) and len(sizes) > 1 and (joint or copies > 1):  # copies in a row
+            parts = enumerate(x.split(sizes, dim=2))
+            return torch.cat([self.of_heads(heads, sizes, index) for index, heads in parts if sizes[index]], dim=2)
+        heads = x.flatten(2) if joint else x
+        if copies == 1 or copy is not None:
+            heads = self.of_copy(0 if copies == 1 else copy or 0, heads)
+        else:  # copies on the batch axis
+            heads = self(heads.unflatten(0, (copies, -1))).flatten(0, 1)
+        return heads.unflatten(2, x.shape[2:]) if joint else heads
 
 
 # --- small parts -------------------------------------------------------------------------------------------

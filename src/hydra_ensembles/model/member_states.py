@@ -40,6 +40,8 @@ def rows_of(config: EnsembleConfig, parameter: str, heads: Layers) -> tuple[int,
         return None
     layer = place_of(parameter)[1]
     kept = heads[config.encoder.layers if layer is None else layer]
+    if not parameter.endswith("attention.out"):
+        kept = config.encoder.projected(kept)
     if not parameter.endswith(GROUP_AXIS):
         return kept
     each = config.encoder.heads // (config.encoder.kv_heads or config.encoder.heads)
@@ -80,10 +82,13 @@ def ungrouped(config: EnsembleConfig, state: Mapping[str, Tensor]) -> tuple[Ense
     own = dict[str, Tensor]()
     for name, tensor in state.items():
         if name.endswith(GROUP_AXIS):
-            shares = config.encoder.shares(config.heads[0][place_of(name)[1] or 0])
+            shares = config.encoder.shares(config.encoder.projected(config.heads[0][place_of(name)[1] or 0]))
             query = state[name.replace("key_value", "query")]
             parts = query, to_heads(tensor, 0, shares) if shares else tensor
             own[name.replace("key_value", "qkv")] = torch.cat(parts, dim=1)
+        elif "attention.key_norm." in name and config.encoder.joint_qk_norm:
+            shares = config.encoder.shares(tuple(range(config.encoder.heads)))
+            own[name] = to_heads(tensor.unflatten(1, (len(shares), -1)), 1, shares).flatten(1)
         elif not name.endswith(("attention.query", "attention.query_bias")):
             own[name] = tensor
     return replace(config, encoder=replace(config.encoder, kv_heads=None)), own

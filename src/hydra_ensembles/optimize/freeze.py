@@ -183,6 +183,7 @@ def _merge_attention(attention: Attention) -> None:
     small = [parameter for name, parameter in attention.named_parameters() if name not in of_heads]
     if all(_equal_copies(tensor) for tensor in [*copies, *small]):
         attention.sizes = attention.sizes[:1]
+        attention.joint = None if attention.joint is None else attention.joint[:1]
         attention.shares = None if attention.shares is None else attention.shares[:1]
         for name, tensor in of_heads.items():
             setattr(attention, name, fixed(tensor[: len(tensor) // count].clone()))
@@ -199,7 +200,13 @@ def _compute_common_heads_once(ensemble: Ensemble) -> None:
         return
     attention = blocks(ensemble)[layer].attention
     normed = attention.query_norm is not None and attention.query_norm.weight.shape[0] > 1
-    if normed or attention.shares is not None or len(attention.sizes) == 1 or not len(attention.out):
+    if (
+        normed
+        or attention.joint is not None
+        or attention.shares is not None
+        or len(attention.sizes) == 1
+        or not len(attention.out)
+    ):
         return
     rows = attention.qkv.flatten(1)
     if attention.qkv_bias is not None:
@@ -259,7 +266,7 @@ def _fold_biases(attention: Attention) -> None:
     """Fold the value bias into the output bias, and drop the key bias where softmax cancels it."""
     *_, name = attention.inputs
     bias = getattr(attention, f"{name}_bias")  # [K or L, P, d_k], value last, key before it
-    if bias is None or not sum(attention.sizes):
+    if bias is None or not sum(attention.sizes) or attention.joint is not None:
         return
     values = bias[:, -1] if attention.shares is None else to_heads(bias[:, -1], 0, tuple(chain(*attention.shares)))
     through_heads = torch.einsum("ki,kid->kd", values, attention.out)  # [K, d]
@@ -298,25 +305,29 @@ class FrozenAttention(Attention):
     def __init__(self, source: Attention, one_input: bool, reads_few: bool) -> None:
         nn.Module.__init__(self)  # uses the source's weights under other names
         self.sizes, self.shares, self.causal, self.one_input = source.sizes, source.shares, source.causal, one_input
+        self.joint, self.counts = source.joint, source.counts
         self.window, self.turn, self.dropout = source.window, source.turn, 0.0
         self.factor, self.softcap = source.factor, source.softcap
         self.plan: Plan = "loop"
         self.query_norm, self.key_norm = source.query_norm, source.key_norm
         biased = {0, 1} if sees_key_bias(source) else {0}  # of query, key, value; the rest is folded
+        biased |= set() if source.joint is None else {2}
         split = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)  # contiguous parts when split
         if source.shares is None:
             self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, parts, biased) for parts in split)
         else:
             query = IntoHeads(source.query, source.query_bias, (0,), {0})
-            key_value = IntoHeads(source.key_value, source.key_value_bias, (0, 1), {0} & {part - 1 for part in biased})
+            key_value = IntoHeads(
+                source.key_value, source.key_value_bias, (0, 1), {part - 1 for part in biased} & {0, 1}
+            )
             self.into = nn.ModuleList((query, key_value))
         self.out, self.out_bias = source.out, source.out_bias
         self.register_buffer("distinct", source.distinct, persistent=False)
 
     def use_plan(self, plan: Plan) -> None:
         """Set how members with their own inputs are run; `"batched"` pads them to the widest member."""
-        self.plan = plan
-        if plan == "batched" and not self.one_input and not self.even:
+        self.plan = plan if self.joint is None or self.even else "loop"  # heads normalised together are not padded
+        if self.plan == "batched" and not self.one_input and not self.even:
             if self.shares is not None:  # groups of different sizes: each head with its own key and value
                 cast(IntoHeads, self.into[1]).repeat(tuple(chain(*self.shares)))
                 self.shares = None

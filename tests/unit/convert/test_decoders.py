@@ -147,7 +147,6 @@ def test_what_cannot_be_converted_is_refused_in_a_sentence() -> None:
         (transformers_model("LlamaForSequenceClassification", {**PLAIN, "problem_type": several}), several),
         (quantised, "quantised"),
         (language_model(), "labels="),
-        (transformers_model("Olmo2ForSequenceClassification", PLAIN), "all heads together"),
         (transformers_model("MixtralForSequenceClassification", experts), "mixture of experts"),
     ]
     for model, said in cases:
