@@ -440,7 +440,7 @@ class OptimizedCascade(InTurn):
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """Numbers of rows for which later stages have plans: from a sixteenth of a batch on, 2, 3, 4, 6, 8, 12, ... rows."""
+    """Numbers of rows for which later stages have plans: from a sixteenth of a batch on, 2, 3, 4, 6, 8, ... rows."""
     sizes = sorted(factor << power for factor in (2, 3) for power in range(most.bit_length()))
     return [*(size for size in (1, *sizes) if most <= 16 * size < 16 * most), most]
 
