@@ -112,13 +112,13 @@ def test_sets_of_an_evaluation_are_numbered_alike(model: he.Ensemble, whole: Ima
     options: dict[str, Any] = {"preprocess": torch.stack, "progress": False}
     for function in (model, lambda images: model(images)):
         found = he.evaluate(function, whole, shift={"v": part}, **options)
-        assert (found.id.accuracy, found.shift["v"].accuracy) == (1.0, 1.0)
+        assert [found.numbers()[name] for name in ("accuracy", "shift.v.accuracy")] == [1.0, 1.0]
         with pytest.raises(DataError, match=r"class 1 of .*set 'v' is 'pos'"):
             he.evaluate(function, whole, shift={"v": foreign(part)}, **options)
     with pytest.raises(DataError, match=r"2 classes \(neg, pos\), but the model has 3 without names"):
         he.evaluate(model, part, **options)
     named = model.with_metadata(labels=NAMES)
-    assert he.evaluate(named, part, **options).id.accuracy == 1.0
+    assert he.evaluate(named, part, **options).numbers()["accuracy"] == 1.0
     assert he.calibrate(named, given(part), familiarity=None).metadata.metrics["validation/accuracy"] == 1.0
 
 

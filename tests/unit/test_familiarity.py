@@ -111,8 +111,8 @@ def test_it_is_saved_loaded_optimized_and_evaluated(config, tmp_path) -> None:
     assert half.predict(inputs).score("knn").dtype == torch.float32
     found = he.evaluate(fitted, data, {"other": other}, scores=("mahalanobis++", "knn"), progress=False)
     expected = he.metrics.auroc(fitted.predict(joined(data)[0]).score("knn"), p.score("knn"))
-    assert found.ood["other"].detection["knn"].auroc == pytest.approx(expected, abs=1e-6)
-    assert found.ood["other"].abstained == pytest.approx((~p.accept).double().mean().item())
+    assert found.numbers()["knn:ood.other.auroc"] == pytest.approx(expected, abs=1e-6)
+    assert found.numbers()["ood.other.abstained"] == pytest.approx((~p.accept).double().mean().item())
 
 
 def test_a_zero_shot_ensemble_learns_what_is_familiar() -> None:

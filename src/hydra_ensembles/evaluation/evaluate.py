@@ -83,8 +83,9 @@ def evaluate(
     Examples:
         >>> noise = [(torch.rand(7, 3, 64, 64),)]
         >>> found = he.evaluate(base, batches, {"far": {"noise": noise}}, name="Single", progress=False)
-        >>> sorted(found.ood), 0 <= found.id.accuracy <= 1, 0 <= found.ood["noise"].detection["msp"].auroc <= 1
-        (['noise'], True, True)
+        >>> numbers = found.numbers()
+        >>> 0 <= numbers["accuracy"] <= 1, 0 <= numbers["ood.noise.auroc"] <= 1
+        (True, True)
     """
     if not callable(ensemble):
         require_model(ensemble, "evaluate", Ensemble)  # raises

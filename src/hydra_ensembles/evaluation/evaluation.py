@@ -100,74 +100,6 @@ def columns_of(prediction: Prediction, scores: tuple[AnyScore, ...], labels: Ten
 
 
 @dataclass(frozen=True)
-class Classification:
-    """How well a labelled set is classified, and how well its confidence is calibrated."""
-
-    samples: int
-    accuracy: float
-    brier: float  # squared error summed over classes, mean over samples
-    nll: float  # negative log-likelihood of the mean probabilities
-    ece: float  # expected calibration error, 15 bins of equal width
-    aece: float  # calibration error over 15 bins of equal count
-    mutual_information: float  # of label and member, in nats, mean over samples
-    disagreement: float  # share of member pairs that predict different classes, mean over samples
-    aurc: float  # area under the risk-coverage curve, ordered by the evaluation's score
-    risk_at_coverage: Mapping[str, float]  # error that remains when this share of the samples is answered
-
-    @classmethod
-    def of(cls, answers: Answers, score: AnyScore) -> "Classification":
-        """The numbers of a labelled set."""
-        right = answers["accuracy"]
-        curve = risk_curve(answers[f"score:{score}"], ~right)
-        return cls(
-            samples=len(answers),
-            **{name: mean(answers[name]) for name in _MEASURED},
-            ece=of_all(weighted_ece, answers["confidence"], right),
-            aece=of_all(weighted_adaptive_ece, answers["confidence"], right),
-            aurc=curve.area,
-            risk_at_coverage={f"{coverage:.2f}": curve.at(coverage) for coverage in COVERAGES},
-        )
-
-    def numbers(self) -> dict[str, float]:
-        """Every metric under a flat name."""
-        metrics = {key: value for key, value in vars(self).items() if key not in ("samples", "risk_at_coverage")}
-        return metrics | {f"risk@{coverage}": risk for coverage, risk in self.risk_at_coverage.items()}
-
-
-@dataclass(frozen=True)
-class Detection:
-    """How well a score separates OOD samples (positive class) from ID samples."""
-
-    auroc: float
-    fpr95: float
-    aupr: float
-
-
-@dataclass(frozen=True)
-class OodSet:
-    """One OOD set; shares of declined samples are None without the threshold."""
-
-    group: OodGroup  # see `Answers`
-    samples: int
-    detection: Mapping[str, Detection]  # by score
-    mutual_information: float
-    disagreement: float
-    abstained: float | None  # share that is declined by any threshold
-    unsure: float | None  # share whose uncertainty score is above its threshold
-    unfamiliar: float | None  # share whose fitted feature score is above its threshold; a sample may be both
-
-
-@dataclass(frozen=True)
-class Selective:
-    """What calibrated thresholds do on the in-distribution set."""
-
-    accepted: float  # share of the samples answered: those that pass every threshold
-    risk: float | None  # share of wrong answers among them; None if nothing is answered
-    sure: float | None  # share that passes the threshold of the uncertainty score alone; None without one
-    familiar: float | None  # share that passes that of the fitted feature score
-
-
-@dataclass(frozen=True)
 class Kept:
     """What became of a promise on one set; `accepted` of its `rows` were answered, `errors` of these wrongly."""
 
@@ -263,12 +195,17 @@ class Evaluation:
         wanted = ["accuracy", "nll", "ece", "aurc", "near.auroc", "far.auroc", "all.auroc", "selective.accepted"]
         lines = [f"{name:<20}{numbers[name]:.4f}" for name in wanted if name in numbers]
         lines += [f"{f'promise, {name}':<20}{kept}" for name, all_kept in self.promises.items() for kept in all_kept]
-        return "\n".join([f"{self.name} on {self.id_name} ({self.id.samples:,} samples)", *lines])
+        return "\n".join([f"{self.name} on {self.id_name} ({self.samples[self.id_name]:,} samples)", *lines])
 
     @property
     def samples(self) -> dict[str, int]:
         """Number of samples of every set."""
         return {name: len(answers) for name, answers in self.sets.items()}
+
+    @property
+    def foreign(self) -> dict[str, Answers]:
+        """The OOD sets, as `ood.NAME`."""
+        return {name: one for name, one in self.sets.items() if one.group in get_args(OodGroup)}
 
     @property
     def scores(self) -> tuple[AnyScore, ...]:
@@ -282,57 +219,6 @@ class Evaluation:
         return tuple(score for score in self.scores if score in get_args(FittedName))
 
     @cached_property
-    def id(self) -> Classification:
-        """Results on the in-distribution set."""
-        return Classification.of(self.sets[self.id_name], self.score)
-
-    @cached_property
-    def shift(self) -> dict[str, Classification]:
-        """Results on labelled sets under distribution shift, by name."""
-        shifted = {name: one for name, one in self.sets.items() if one.group == "shift"}
-        return {name.removeprefix("shift."): Classification.of(one, self.score) for name, one in shifted.items()}
-
-    @cached_property
-    def ood(self) -> dict[str, OodSet]:
-        """Results on each OOD set, by name."""
-        inside, results = self.sets[self.id_name], {}
-        for name, answers in self.sets.items():
-            if answers.group in get_args(OodGroup):
-                measured: dict[str, Detection] = {}
-                for score in self.scores:
-                    fp, tp, _ = flagged(inside[f"score:{score}"], answers[f"score:{score}"])
-                    values = {key: of_counts(key, fp, tp, self.convention).item() for key in get_args(OodMetric)}
-                    measured[score] = Detection(**values)
-                shares = {why: None if (rows := answers.declined(why)) is None else mean(rows) for why in _DECLINED}
-                diversity = (mean(answers["mutual_information"]), mean(answers["disagreement"]))
-                single = OodSet(answers.group, len(answers), measured, *diversity, **shares)  # type: ignore[arg-type]
-                results[name.removeprefix("ood.")] = single
-        return results
-
-    @cached_property
-    def means(self) -> dict[str, dict[str, Detection]]:
-        """Unweighted means of the detection results, `near`, `far` and `all`, for each score."""
-        results: dict[str, dict[str, Detection]] = {}
-        for name, groups in MEANS.items():
-            if members := [result.detection for result in self.ood.values() if result.group in groups]:
-                results[name] = {}
-                for score in self.scores:
-                    each = [vars(one[score]) for one in members]
-                    average = {key: sum(one[key] for one in each) / len(each) for key in get_args(OodMetric)}
-                    results[name][score] = Detection(**average)
-        return results
-
-    @cached_property
-    def selective(self) -> Selective | None:
-        """What the calibrated thresholds do on the in-distribution set; None without any."""
-        inside = self.sets[self.id_name]
-        if (declined := inside.declined()) is None:
-            return None
-        wrong = ~inside["accuracy"][~declined]
-        sure, familiar = (mean(inside[name]) if name in inside.columns else None for name in ("sure", "familiar"))
-        return Selective(mean(~declined), mean(wrong) if len(wrong) else None, sure, familiar)
-
-    @cached_property
     def promises(self) -> dict[str, list[Kept]]:
         """What became of the promise in force, or of that of each label, on every labelled set by name.
 
@@ -343,7 +229,7 @@ class Evaluation:
         inside = self.sets[self.id_name]
         if not in_force or inside.declined() is None:
             return {}
-        foreign = [one for name, one in self.sets.items() if name.startswith("ood.")]
+        foreign = list(self.foreign.values())
         found = {name: [one] for name, one in self.sets.items() if one.group in ("id", "shift")}
         found |= {"mixed": [inside, *foreign]} if foreign else {}
         names = self.model.class_names
@@ -364,36 +250,66 @@ class Evaluation:
         """Every number under one flat name: `accuracy`, `near.auroc`, `ood.cifar100.fpr95`, `shift.fog.ece`.
 
         Detection results of another score than the evaluation's own are prefixed with its name: `energy:near.auroc`.
-        Declined shares are `far.abstained`, and by reason `far.unsure` and `far.unfamiliar`. `shift.accuracy` is the
-        mean over the shifted sets.
+        Declined shares are `far.abstained`, and by reason `far.unsure` and `far.unfamiliar`; `selective.accepted`,
+        `.sure` and `.familiar` are shares of the in-distribution set that pass all thresholds or that one, and
+        `selective.risk` is the share of wrong answers among those accepted. `near`, `far`, `all` and `shift.accuracy`
+        are unweighted means over sets.
         """
-        numbers = self.id.numbers()
-        single = {f"ood.{name}": result.detection for name, result in self.ood.items()}
-        for name, by_score in {**self.means, **single}.items():
-            for score, result in by_score.items():
-                prefix = "" if score == self.score else f"{score}:"
-                numbers |= {f"{prefix}{name}.{key}": value for key, value in vars(result).items()}
-        groups = {name: [one for one in self.ood.values() if one.group in among] for name, among in MEANS.items()}
-        for name, results in {**groups, **{f"ood.{name}": [result] for name, result in self.ood.items()}}.items():
-            for key in ("mutual_information", "disagreement", *_DECLINED):
-                each = [getattr(result, key) for result in results]
-                if each and None not in each:
-                    numbers[f"{name}.{key}"] = sum(each) / len(each)
+        return dict(self._numbers)
+
+    @cached_property
+    def _numbers(self) -> dict[str, float]:
+        inside, found = self.sets[self.id_name], dict[str, float]()
         for name, one in self.sets.items():
-            if "asked" in one.columns:
-                numbers["asked" if name == self.id_name else f"{name}.asked"] = mean(one["asked"])
-        for name, shifted in self.shift.items():
-            numbers |= {f"shift.{name}.{key}": value for key, value in shifted.numbers().items()}
-        if self.shift:
-            numbers["shift.accuracy"] = sum(shifted.accuracy for shifted in self.shift.values()) / len(self.shift)
-        if self.selective is not None:
-            numbers |= {f"selective.{key}": one for key, one in vars(self.selective).items() if one is not None}
-        for name, each in self.promises.items():
-            for kept in each:
-                prefix = "promise" if name == self.id_name else f"{name}.promise"
-                prefix += f".{kept.promise.label}" if kept.promise.label is not None else ""
-                numbers |= {f"{prefix}.accepted": kept.share, f"{prefix}.errors": kept.rate}
-        return numbers | {f"answerable@{risk}": self.answerable(risk) for risk in PROMISED}
+            labelled = self._classified(one) if "accuracy" in one.columns else {}
+            asked = {"asked": mean(one["asked"])} if "asked" in one.columns else {}
+            start = "" if name == self.id_name else f"{name}."
+            found |= {start + key: value for key, value in {**labelled, **asked}.items()}
+        if shifted := [found[f"{name}.accuracy"] for name, one in self.sets.items() if one.group == "shift"]:
+            found["shift.accuracy"] = sum(shifted) / len(shifted)
+        foreign = {name: (one.group, self._detected(one)) for name, one in self.foreign.items()}
+        sets = {
+            name: [numbers for group, numbers in foreign.values() if group in among] for name, among in MEANS.items()
+        }
+        for name, each in {**sets, **{name: [numbers] for name, (_, numbers) in foreign.items()}}.items():
+            for form in each[0] if each else ():
+                found[form.format(name)] = sum(numbers[form] for numbers in each) / len(each)
+        if (declined := inside.declined()) is not None:
+            passed = {
+                "accepted": ~declined,
+                **{key: inside[key] for key in ("sure", "familiar") if key in inside.columns},
+            }
+            found |= {f"selective.{key}": mean(rows) for key, rows in passed.items()}
+            if not bool(declined.all()):
+                found["selective.risk"] = mean(~inside["accuracy"][~declined])
+        for name, kept in ((name, kept) for name, each in self.promises.items() for kept in each):
+            start = "promise" if name == self.id_name else f"{name}.promise"
+            start += f".{kept.promise.label}" if kept.promise.label is not None else ""
+            found |= {f"{start}.accepted": kept.share, f"{start}.errors": kept.rate}
+        return found | {f"answerable@{risk}": self.answerable(risk) for risk in PROMISED}
+
+    def _classified(self, answers: Answers) -> dict[str, float]:
+        """How well a labelled set is classified, and how well its confidence is calibrated."""
+        confidence, right = answers["confidence"], answers["accuracy"]
+        curve = risk_curve(answers[f"score:{self.score}"], ~right)
+        return {
+            **{name: mean(answers[name]) for name in _MEASURED},
+            "ece": of_all(weighted_ece, confidence, right),
+            "aece": of_all(weighted_adaptive_ece, confidence, right),
+            "aurc": curve.area,
+            **{f"risk@{coverage:.2f}": curve.at(coverage) for coverage in COVERAGES},
+        }
+
+    def _detected(self, answers: Answers) -> dict[str, float]:
+        """How well each score tells an OOD set (positive class), and what is declined; `{}` is where its name goes."""
+        found = {f"{{}}.{name}": mean(answers[name]) for name in ("mutual_information", "disagreement")}
+        shares = {why: answers.declined(why) for why in _DECLINED}
+        found |= {f"{{}}.{why}": mean(rows) for why, rows in shares.items() if rows is not None}
+        for score in self.scores:
+            fp, tp, _ = flagged(self.sets[self.id_name][f"score:{score}"], answers[f"score:{score}"])
+            form = "{}." if score == self.score else f"{score}:{{}}."
+            found |= {form + key: of_counts(key, fp, tp, self.convention).item() for key in get_args(OodMetric)}
+        return found
 
     def interval(self, name: str, minus: "Evaluation | None" = None, resamples: int = 1000) -> Interval | None:
         """Bootstrap interval of a number, or of its paired difference to that of another model on the same samples.
@@ -414,9 +330,7 @@ class Evaluation:
         """How to compute a number from columns, as arguments of `paired`; None if it is no statistic of samples."""
         group, _, key = name.rpartition(".")
         answers = self.sets.get(group or self.id_name)
-        if key in _MEASURED and answers is not None and key in answers.columns:
-            return {"statistic": weighted_mean, "columns": [answers[key]]}
-        if key == "asked" and answers is not None and key in answers.columns:
+        if key in (*_MEASURED, "asked") and answers is not None and key in answers.columns:
             return {"statistic": weighted_mean, "columns": [answers[key]]}
         if name == "selective.accepted" and (declined := self.sets[self.id_name].declined()) is not None:
             return {"statistic": weighted_mean, "columns": [~declined]}
@@ -425,8 +339,8 @@ class Evaluation:
             return {"statistic": statistic, "columns": [answers["confidence"], answers["accuracy"]], "mirrored": True}
         if key == "aurc" and answers is not None:
             return {"statistic": weighted_aurc, "columns": [answers[f"score:{self.score}"], ~answers["accuracy"]]}
-        among, foreign = MEANS.get(group, ()), {key: one for key, one in self.sets.items() if key.startswith("ood.")}
-        members = [one for set_name, one in foreign.items() if set_name == group or one.group in among]
+        among = MEANS.get(group, ())
+        members = [one for set_name, one in self.foreign.items() if set_name == group or one.group in among]
         if members and key in get_args(OodMetric):
             parts = [one[f"score:{self.score}"] for one in (self.sets[self.id_name], *members)]
             return _by_set(detection(key, self.convention), parts)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -228,9 +228,11 @@ class OptimizedEnsemble(Answering):
         return self._runs.setdefault((plan, compiled, part), made)
 
 
-def seconds_of(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.device) -> dict[Plan, float]:
+def seconds_of(
+    runs: Mapping[Plan, Callable[..., object]], arguments: Sequence[Any], device: torch.device
+) -> dict[Plan, float]:
     """The median seconds of each plan; one for which there is no memory is left out, unless there is for none."""
-    able: dict[Plan, Callable[[], tuple[Tensor, ...]]] = {}
+    able: dict[Plan, Callable[[], object]] = {}
     for plan, run in runs.items():
         try:
             interleaved_times({plan: partial(run, *arguments)}, 1, device)

@@ -218,11 +218,12 @@ shift, and the costs."""
 def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> tuple[Column, ...]:
     """Default columns: `COLUMNS`, AUROC by fitted feature scores, and what models decline that abstain by them.
 
-    Declined shares are not ranked: models may promise different shares. `sets` are OOD sets to show by themselves.
+    Declined shares are not ranked: models may promise different shares. `sets` are OOD sets to show by themselves,
+    as `ood.NAME`.
     """
     runs = list(evaluations)
     fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))
-    alone = {f"ood.{name}": name for name in sets}
+    alone = {name: name.removeprefix("ood.") for name in sets}
     titles = {**_MEANS, **alone}
     added = [
         Column(f"{score}:{key}.auroc", title, f"AUROC by {score}", "higher", scale=100)
@@ -360,11 +361,11 @@ def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
 
 def _data_note(evaluation: Evaluation) -> str:
     groups: dict[str, list[str]] = {}
-    for name, result in evaluation.ood.items():
-        groups.setdefault("OOD" if result.group == "ungrouped" else result.group, []).append(name)
+    for name, one in evaluation.foreign.items():
+        groups.setdefault("OOD" if one.group == "ungrouped" else one.group, []).append(name.removeprefix("ood."))
     sets = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
-    samples, right = evaluation.id.samples, evaluation.id.accuracy
-    share = (samples * right + 2) / (samples + 4)  # Agresti-Coull: not 1 if all are correct
+    samples = evaluation.samples[evaluation.id_name]
+    share = (samples * evaluation.numbers()["accuracy"] + 2) / (samples + 4)  # Agresti-Coull: not 1 if all are correct
     known = f"accuracy to ±{196 * math.sqrt(share * (1 - share) / (samples + 4)):.2g} points (95 %)"
     text = f"In distribution: {evaluation.id_name} ({samples:,} samples), which give {known}."
     if not sets:

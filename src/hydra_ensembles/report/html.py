@@ -104,13 +104,15 @@ def write_report(
             title=title or f"How good is {focus}?",
             focus=focus,
             shown=shown,
+            numbers={name: run.numbers() for name, run in runs.items()},
             colours={name: f"c{index % len(SERIES)}" for index, name in enumerate(methods)},
             tiles=list(_tiles(comparison, methods, focus, baseline)),
             results=[_table(comparison, columns) for columns in parts if columns],
             notes=[*comparison.notes, *further],
             figures={one.__name__: one for one in (reliability, histogram, roc, risk_by_coverage)},
             runs=runs,
-            detection={name: _detection(runs, name) for name in shown.ood},
+            detection={name: _detection(runs, name) for name in shown.foreign},
+            shifted=[name for name, one in shown.sets.items() if one.group == "shift"],
         )
     )
     write_atomically(file, page.encode())
@@ -162,8 +164,8 @@ def _table(comparison: Comparison, columns: Sequence[Column]) -> dict[str, Any]:
 
 
 def _detection(runs: Mapping[str, Evaluation], name: str) -> dict[str, Any]:
-    """The numbers of one OOD set."""
-    columns = [column for column in columns_for(runs.values(), [name]) if f"ood.{name}." in column.key]
+    """The numbers of one OOD set, `ood.NAME`."""
+    columns = [column for column in columns_for(runs.values(), [name]) if f"{name}." in column.key]
     comparison = compare(runs, columns=columns)
     return _table(comparison, comparison.columns)
 
@@ -217,7 +219,7 @@ def reliability(evaluation: Evaluation, series: int) -> str:
 def histogram(evaluation: Evaluation, set_name: str) -> str:
     """Distribution of the uncertainty score on ID data and on one OOD set."""
     name = f"score:{evaluation.score}"
-    shown = [evaluation.sets[evaluation.id_name][name], evaluation.sets[f"ood.{set_name}"][name]]
+    shown = [evaluation.sets[evaluation.id_name][name], evaluation.sets[set_name][name]]
     every = [one[name] for one in evaluation.sets.values() if one.group != "shift"]
     low, high = np.quantile(torch.cat(every).double().numpy(), (0.001, 0.999))  # scores outside count in the end bins
     edges = np.linspace(low, high, _BINS + 1) if high - low > 1e-12 * abs(high) else np.array([low - 0.5, low + 0.5])
@@ -235,7 +237,7 @@ def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str) -> str:
     with _drawn(340, 220) as (figure, (axes,)):
         axes.plot((0, 1), (0, 1), color=_SOFT, linewidth=1, linestyle="--")
         for series, (name, run) in enumerate(methods.items()):
-            if (outside := run.sets.get(f"ood.{set_name}")) is not None:
+            if (outside := run.sets.get(set_name)) is not None:
                 score = f"score:{run.score}"
                 x, y, _ = roc_curve(run.sets[run.id_name][score], outside[score])
                 _line(axes, x, y, series, name == focus)

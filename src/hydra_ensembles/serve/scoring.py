@@ -26,6 +26,8 @@ from ..files import expanded, write_atomically, write_json
 from ..model.dual_encoder import require_classifier
 from ..model.ensemble import Answering
 from ..monitor import Monitor
+from ..optimize.freeze import Plan
+from ..optimize.runner import PLANS, seconds_of
 from ..store import Store
 from .batcher import Runner, stacked
 from .protocol import REASON_WORDS, Answer, Array, Arrays, output_fields
@@ -85,21 +87,22 @@ def score(
     with Store(path, {"model": _identity(model), **settings}, "scores") as store:
         folder = path / ROWS
         folder.mkdir(exist_ok=True)
-        known = {_key(one) for one in found}
-        prefixes, done = {prefix for prefix, _ in known}, _shards(folder)
-        for (prefix, state), files in done.items():
-            if prefix in prefixes and (prefix, state) not in known:  # of a file that has changed since
-                for file in files.values():
-                    file.unlink()
+        keys, done = [_key(one) for one in found], _shards(folder)
+        prefixes = {prefix for prefix, _ in keys}
+        for prefix, state in done.keys() - set(keys):  # of a file that has changed since
+            for file in done[prefix, state].values() if prefix in prefixes else ():
+                file.unlink()
         write_json(path / ABOUT, table.about())
         # one plan for all shards: which is faster may change from run to run, and with it the last bits of the answers
         plan = store.step("plan", lambda: _fastest(model, reader, batch_size))
         runner = Runner(model.optimize(plans=[plan]), batch_size)
         with ThreadPoolExecutor(cores()) as pool, tqdm(unit=" rows", disable=not progress) as bar:
-            for one in found:
-                for place, items in _missing(folder, one, done.get(_key(one), {}), shard_rows):
-                    parts = [table.columns(*part) for part in _answered(items, reader, runner, pool, bar.update)]
-                    write_atomically(place(), _parquet(parts, calibration_of(model)))
+
+            def answered(items: Iterator[Item]) -> bytes:
+                return table.parquet(_answered(items, reader, runner, pool, bar.update))
+
+            for one, key in zip(found, keys, strict=True):
+                _write_missing(folder, one, key, done.get(key, {}), shard_rows, answered)
     parquet, kept = library("pyarrow.parquet", extra="data"), _shards(folder)
     shards = [file for (prefix, _), files in kept.items() if prefix in prefixes for file in files.values()]
     errors = [parquet.read_table(file, columns=[ERROR])[ERROR].to_pylist() for file in shards]
@@ -148,13 +151,16 @@ def read_answers(
     return found, (answered["label"].to_numpy(), np.array(truths, dtype=np.int64), answered["accept"].to_numpy(False))
 
 
-def _fastest(model: Any, reader: Reader, batch_size: int) -> str:
+def _fastest(model: Any, reader: Reader, batch_size: int) -> Plan:
     """The plan that is fastest for a full batch of usual rows."""
     examples = reader.examples()
-    if not examples or model.front is not model:  # texts of any length, unpadded: one at a time; or a cascade
-        return "batched"
-    plans = model.optimize()
-    return plans.choice_for(plans.prepare(stacked([examples[len(examples) // 2]] * batch_size))).plan
+    if not examples or (
+        model.front is model and model.num_members == 1
+    ):  # texts of any length, unpadded: one at a time
+        return PLANS[0]
+    batch = stacked([examples[len(examples) // 2]] * batch_size)
+    seconds = seconds_of({plan: model.optimize(plans=[plan]).warm_up for plan in PLANS}, (batch,), model.device)
+    return min(seconds, key=lambda plan: seconds[plan])
 
 
 def _identity(model: Answering) -> str:
@@ -184,28 +190,26 @@ def _key(source: Source) -> tuple[str, str]:
     return prefix, digest([source.part, facts])[:8]
 
 
-def _missing(
-    folder: Path, source: Source, done: Mapping[int, Path], rows: int
-) -> Iterator[tuple[Callable[[], Path], Iterator[Item]]]:
-    """The items of every shard that is not there yet, and a function that gives its path once they were read."""
-    prefix, state = _key(source)
-    if any(file.stem.endswith(END) for file in done.values()) and len(done) == max(done) - source.part + 1:
+def _write_missing(
+    folder: Path,
+    source: Source,
+    key: tuple[str, str],
+    done: Mapping[int, Path],
+    rows: int,
+    answered: Callable[[Iterator[Item]], bytes],
+) -> None:
+    """Write every shard of a source that is not there yet; what is whole is not opened."""
+    if done and done[max(done)].stem.endswith(END) and len(done) == max(done) - source.part + 1:
         return
-    items = iter(source)
-    following = list(islice(items, 1))
-
-    def place() -> Path:
-        following[:] = islice(items, 1)
-        return folder / f"{prefix}_{number:05d}_{state}{'' if following else END}.parquet"
-
-    number = source.part
-    while following:
-        part = chain(list(following), islice(items, rows - 1))
-        if number in done:
-            deque(part, 0)  # skip it
-            following[:] = islice(items, 1)
-        else:
-            yield place, part
+    (prefix, state), items = key, iter(source)
+    number, first = source.part, next(items, None)
+    while first is not None:
+        part = chain([first], islice(items, rows - 1))
+        content = None if number in done else answered(part)
+        deque(part, 0)  # skip what is done
+        first = next(items, None)
+        if content is not None:
+            write_atomically(folder / f"{prefix}_{number:05d}_{state}{END if first is None else ''}.parquet", content)
         number += 1
 
 
@@ -237,23 +241,6 @@ def _row(reader: Reader, item: Item) -> Row:
     return Row(error=DataError(item.error)) if item.error else reader.read(item.content)
 
 
-def _parquet(parts: Sequence[Arrays], calibration: str) -> bytes:
-    """Columns as the bytes of a Parquet file; several numbers per row become a fixed-size list."""
-    arrow = library("pyarrow", extra="data")
-    arrays = {}
-    for name in parts[0]:
-        array = np.concatenate([part[name] for part in parts])
-        text = array.dtype.kind in "OU"
-        values = arrow.array(array.tolist(), arrow.string()) if text else arrow.array(array.reshape(-1))
-        for size in reversed(array.shape[1:]):
-            values = arrow.FixedSizeListArray.from_arrays(values, size)
-        arrays[name] = values
-    sink = io.BytesIO()
-    table = arrow.table(arrays).replace_schema_metadata({CALIBRATION: calibration})
-    library("pyarrow.parquet", extra="data").write_table(table, sink)
-    return sink.getvalue()
-
-
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 
@@ -263,7 +250,7 @@ class _Table:
     def __init__(self, model: Answering, keep: Sequence[str], wide: bool) -> None:
         every = output_fields(model)
         self.fields = [field for field in every if wide or not field.shape]
-        self.labels = model.metadata.labels
+        self.labels, self.calibration = model.metadata.labels, calibration_of(model)
         taken = {INPUT, CLASS, ERROR, NOTE, *(field.name for field in every)}
         self.kept = {f"{KEPT}{name}" if name in taken else name: name for name in keep}
         if len(self.kept) < len(set(keep)):
@@ -283,6 +270,21 @@ class _Table:
         found[ERROR] = _texts(str(answer) if isinstance(answer, HydraError) else "" for answer in answers)
         found[NOTE] = _texts("; ".join(row.notes) for row in rows)
         return found
+
+    def parquet(self, parts: Iterable[Part]) -> bytes:
+        """Rows as the bytes of a Parquet file; several numbers per row become a fixed-size list."""
+        arrow, found, arrays = library("pyarrow", extra="data"), [self.columns(*part) for part in parts], {}
+        for name in found[0]:
+            array = np.concatenate([part[name] for part in found])
+            text = array.dtype.kind in "OU"
+            values = arrow.array(array.tolist(), arrow.string()) if text else arrow.array(array.reshape(-1))
+            for size in reversed(array.shape[1:]):
+                values = arrow.FixedSizeListArray.from_arrays(values, size)
+            arrays[name] = values
+        sink = io.BytesIO()
+        table = arrow.table(arrays).replace_schema_metadata({CALIBRATION: self.calibration})
+        library("pyarrow.parquet", extra="data").write_table(table, sink)
+        return sink.getvalue()
 
     def about(self) -> dict[str, Any]:
         """Everything a reader of the shards needs to know."""

@@ -101,8 +101,8 @@ def evaluations(safe: Path, run_folder: Path, world: Path) -> Path:
 
 def test_an_evaluation_is_what_the_library_measures(evaluations: Path, safe: Path, world: Path) -> None:
     saved = he.Evaluation.load(evaluations / "safe.json")
-    assert set(saved.ood) == {"dots", "lines"}
-    assert saved.numbers()["near.auroc"] == saved.ood["dots"].detection["msp"].auroc
+    assert set(saved.foreign) == {"ood.dots", "ood.lines"}
+    assert saved.numbers()["near.auroc"] == saved.numbers()["ood.dots.auroc"]
     assert not list(evaluations.glob("*.run"))
     sets = ["--id", world / "test", "-q", "-o", evaluations]
     succeed("evaluate", safe, *sets, "--name", "again", "--shift", f"odd={world / 'val'}")

@@ -37,7 +37,8 @@ def test_it_leaves_a_report_evaluations_and_a_model_that_says_why_it_declines(fo
         "hydra.json",
         "costs.json",
     }
-    assert set(he.Evaluation.load(folder / "evaluations" / "hydra.json").ood) == {"AnnualCrop", "River", "FashionMNIST"}
+    foreign = he.Evaluation.load(folder / "evaluations" / "hydra.json").foreign
+    assert set(foreign) == {"ood.AnnualCrop", "ood.River", "ood.FashionMNIST"}
     model = he.load(folder / "model")
     assert (model.num_members, model.config.trunk) == (3, run.SHARED)
     seen = model.predict([load_sample().far["FashionMNIST"][row][0] for row in range(8)])

@@ -67,48 +67,50 @@ def test_every_number_is_that_of_the_metric_functions(evaluation):
     numbers = evaluation.numbers()
     assert {key: numbers[key] for key in expected} == expected
     assert numbers["shift.fog.accuracy"] == metrics.accuracy(Prediction.from_logits(FOG).probs, TARGETS)
-    assert numbers["energy:far.fpr95"] == evaluation.means["far"]["energy"].fpr95
-    assert numbers["ood.digits.aupr"] == evaluation.ood["digits"].detection["msp"].aupr
     assert "accuracy" in str(evaluation)
 
 
 def test_detection_per_set_per_score_and_unweighted_means(evaluation):
     prediction = Prediction.from_logits(GOOD)
     sets = {name: Prediction.from_logits(logits) for group in SUITE.values() for name, logits in group.items()}
+    numbers = evaluation.numbers()
     for score in ("msp", "energy", "mutual_information"):
+        start = "" if score == "msp" else f"{score}:"
         for name, answer in sets.items():
-            found, scores = evaluation.ood[name].detection[score], (prediction.score(score), answer.score(score))
-            assert (found.auroc, found.fpr95) == (metrics.auroc(*scores), metrics.fpr95(*scores))
-            assert found.aupr == metrics.aupr(*scores)
-        near, *far = (evaluation.ood[name].detection[score].auroc for name in ("close", "textures", "digits"))
-        assert evaluation.means["near"][score].auroc == near
-        assert evaluation.means["far"][score].auroc == pytest.approx(sum(far) / 2, abs=1e-15)
-        assert evaluation.means["all"][score].auroc == pytest.approx((sum(far) + near) / 3, abs=1e-15)
-    assert evaluation.ood["digits"].disagreement == sets["digits"].disagreement.double().mean().item()
+            scores = prediction.score(score), answer.score(score)
+            for key, metric in (("auroc", metrics.auroc), ("fpr95", metrics.fpr95), ("aupr", metrics.aupr)):
+                assert numbers[f"{start}ood.{name}.{key}"] == metric(*scores)
+        near, *far = (numbers[f"{start}ood.{name}.auroc"] for name in ("close", "textures", "digits"))
+        assert numbers[f"{start}near.auroc"] == near
+        assert numbers[f"{start}far.auroc"] == pytest.approx(sum(far) / 2, abs=1e-15)
+        assert numbers[f"{start}all.auroc"] == pytest.approx((sum(far) + near) / 3, abs=1e-15)
+    assert numbers["ood.digits.disagreement"] == sets["digits"].disagreement.double().mean().item()
 
 
 def test_flat_sets_give_the_mean_over_all_only_and_apart_is_in_no_mean(evaluation):
-    assert set(evaluated(GOOD, TARGETS, FAR).means) == {"all"}
-    grouped = evaluated(GOOD, TARGETS, {**SUITE, "apart": {"twin": noise(seed=8)}}, scores=SCORES)
-    assert grouped.ood["twin"].group == "apart"
-    assert grouped.means == evaluation.means
-    theirs = evaluated(GOOD, TARGETS, SUITE, convention="openood")
-    assert evaluation.means["all"]["msp"].auroc == theirs.means["all"]["msp"].auroc
-    assert evaluation.means["all"]["msp"].aupr != theirs.means["all"]["msp"].aupr
+    numbers, flat = evaluation.numbers(), evaluated(GOOD, TARGETS, FAR).numbers()
+    assert [name for name in ("near", "far", "all") if f"{name}.auroc" in flat] == ["all"]
+    grouped = evaluated(GOOD, TARGETS, {**SUITE, "apart": {"twin": noise(seed=8)}}, scores=SCORES).numbers()
+    assert "ood.twin.auroc" in grouped
+    assert grouped.items() - numbers.items() == {(k, v) for k, v in grouped.items() if "ood.twin." in k}
+    theirs = evaluated(GOOD, TARGETS, SUITE, convention="openood").numbers()
+    assert numbers["all.auroc"] == theirs["all.auroc"]
+    assert numbers["all.aupr"] != theirs["all.aupr"]
 
 
 def test_temperature_and_threshold_of_the_calibration_are_applied():
     calibration = Calibration(temperature=2.0, threshold=0.4)
     found, prediction = evaluated(GOOD, TARGETS, SUITE, calibration=calibration), calibration.prediction(GOOD)
-    assert found.id.ece == metrics.ece(prediction.probs, TARGETS)
-    assert found.selective.accepted == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
+    numbers = found.numbers()
+    assert numbers["ece"] == metrics.ece(prediction.probs, TARGETS)
+    assert numbers["selective.accepted"] == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
     wrong = (prediction.label != TARGETS)[prediction.accept]
-    assert found.selective.risk == pytest.approx(wrong.float().mean().item(), abs=1e-6)
+    assert numbers["selective.risk"] == pytest.approx(wrong.float().mean().item(), abs=1e-6)
     refused = ~calibration.prediction(FAR["digits"]).accept
-    assert found.ood["digits"].abstained == pytest.approx(refused.float().mean().item(), abs=1e-6)
-    plain = evaluated(GOOD, TARGETS, SUITE)
-    assert plain.selective is plain.ood["digits"].abstained is None
-    assert plain.means == found.means  # scores are not calibrated
+    assert numbers["ood.digits.abstained"] == pytest.approx(refused.float().mean().item(), abs=1e-6)
+    plain = evaluated(GOOD, TARGETS, SUITE).numbers()
+    assert not {"selective.accepted", "ood.digits.abstained"} & plain.keys()
+    assert plain["far.fpr95"] == numbers["far.fpr95"]  # scores are not calibrated
 
 
 def test_an_evaluation_says_whether_the_promise_was_kept_with_and_without_foreign_rows():
@@ -161,7 +163,7 @@ def test_what_was_saved_comes_back(evaluation, tmp_path):
     evaluation.save(path)
     found = Evaluation.load(path)
     assert (found.numbers(), found.model, found.samples) == (evaluation.numbers(), evaluation.model, evaluation.samples)
-    assert list(found.ood) == list(evaluation.ood)
+    assert list(found.sets) == list(evaluation.sets)
     written = json.loads(path.read_text())
     for name in written.keys() - {"numbers", "samples", "name", "id_name"}:
         path.write_text(json.dumps({**written, name: "other"}))
@@ -242,9 +244,10 @@ def test_a_model_is_evaluated_as_its_logits_are():
     )
     assert found.numbers() == expected.numbers()
     assert found.samples == {"id": 27, "ood.close": 11, "ood.noise": 7, "shift.blur": 9}
+    plain = evaluate(model, data, OOD, shift, progress=False).numbers()
     by_name = [{"pixel_values": inputs, "labels": labels} for inputs, labels in data]
     for around in (Named(model), nn.DataParallel(Named(model))):
-        assert evaluate(around, by_name, OOD, shift, progress=False).id == found.id
+        assert evaluate(around, by_name, OOD, shift, progress=False).numbers() == plain
     assert (found.model.heads, found.model.class_names) == (HEADS, NAMES)
     assert found.model.parameters == model.describe().parameters
 
@@ -275,17 +278,18 @@ def test_both_thresholds_are_told_apart():
     found = evaluate(known, data, OOD, progress=False)
     p, foreign = known.predict(data[0][0]), known.predict(OOD["far"]["noise"][0][0])
     sure, familiar = p.confidence >= p.threshold, p.score("knn") <= p.unfamiliarity.threshold
-    said = found.selective
-    assert found.model.familiarity == ("knn", p.unfamiliarity.threshold)
-    for share, passed in ((said.sure, sure), (said.familiar, familiar), (said.accepted, sure & familiar)):
-        assert share == pytest.approx(passed.double().mean().item(), abs=1e-6)
-    noise = found.ood["noise"]
-    unsure, unfamiliar = foreign.confidence < p.threshold, foreign.score("knn") > p.unfamiliarity.threshold
-    for share, declined in ((noise.unsure, unsure), (noise.unfamiliar, unfamiliar), (noise.abstained, ~foreign.accept)):
-        assert share == pytest.approx(declined.double().mean().item(), abs=1e-6)
     numbers = found.numbers()
-    assert numbers["far.abstained"] == numbers["ood.noise.abstained"] == noise.abstained
-    assert numbers["all.unfamiliar"] == (noise.unfamiliar + found.ood["close"].unfamiliar) / 2
+    assert found.model.familiarity == ("knn", p.unfamiliarity.threshold)
+    for share, passed in (("sure", sure), ("familiar", familiar), ("accepted", sure & familiar)):
+        assert numbers[f"selective.{share}"] == pytest.approx(passed.double().mean().item(), abs=1e-6)
+    unsure, unfamiliar = foreign.confidence < p.threshold, foreign.score("knn") > p.unfamiliarity.threshold
+    for share, declined in (("unsure", unsure), ("unfamiliar", unfamiliar), ("abstained", ~foreign.accept)):
+        assert (
+            numbers[f"far.{share}"]
+            == numbers[f"ood.noise.{share}"]
+            == pytest.approx(declined.double().mean().item(), abs=1e-6)
+        )
+    assert numbers["all.unfamiliar"] == (numbers["near.unfamiliar"] + numbers["far.unfamiliar"]) / 2
     assert {"knn:far.auroc", "vim:far.auroc"} < numbers.keys()  # fitted scores are reported by default
 
 

@@ -38,10 +38,10 @@ def test_numbers_are_written_as_the_paper_writes_them_and_others_where_they_are_
     hydra, found = methods()[2], cells(comparison, "Hydra")
     usual = [column.key for column in COLUMNS if column.key != "asked"]  # which only a cascade has
     assert [column.key for column in comparison.columns] == usual
-    assert found["accuracy"].text == f"{hydra.id.accuracy * 100:.2f}"
-    assert found["ece"].text == f"{hydra.id.ece:.3f}"
-    assert found["shift.accuracy"].value == hydra.shift["fog"].accuracy
-    assert found["near.auroc"].text == f"{hydra.means['near']['msp'].auroc * 100:.2f}"
+    assert found["accuracy"].text == f"{hydra.numbers()['accuracy'] * 100:.2f}"
+    assert found["ece"].text == f"{hydra.numbers()['ece']:.3f}"
+    assert found["shift.accuracy"].value == hydra.numbers()["shift.fog.accuracy"]
+    assert found["near.auroc"].text == f"{hydra.numbers()['near.auroc'] * 100:.2f}"
     assert [found[key].text for key in ("heads", "parameters", "latency_ratio")] == ["3x3", "4.00", "1.25×"]
     assert cells(comparison, "Single")["heads"].text == "5"
     assert [COST[1].write(count) for count in (4_021_152, 17_600_000_000, 0)] == ["0.004", "17.60", "0.00"]
@@ -69,7 +69,7 @@ def test_numbers_written_alike_share_a_rank(values, better, digits, expected):
 def test_several_runs_give_mean_and_standard_deviation():
     runs = [evaluation("Hydra", seed=seed) for seed in (1, 2, 3)]
     comparison = compare([evaluation("Single", seed=9), *runs], costs())
-    accuracies = [run.id.accuracy for run in runs]
+    accuracies = [run.numbers()["accuracy"] for run in runs]
     found = cells(comparison, "Hydra")["accuracy"]
     assert (found.value, found.spread) == pytest.approx((statistics.fmean(accuracies), statistics.stdev(accuracies)))
     assert found.text == f"{found.value * 100:.2f} ± {found.spread * 100:.2f}"
@@ -143,7 +143,7 @@ def test_markdown_and_csv(comparison, tmp_path):
     upright = to_markdown(compare(methods(), columns=CLASSIFICATION[:2])).splitlines()
     assert upright[0].split() == ["|", "Method", "|", "Acc", "↑", "|", "Brier", "↓", "|"]
     table = list(csv.DictReader(io.StringIO(to_csv(comparison))))
-    hydra = {"method": "Hydra", "accuracy": str(methods()[2].id.accuracy), "heads": "3x3"}
+    hydra = {"method": "Hydra", "accuracy": str(methods()[2].numbers()["accuracy"]), "heads": "3x3"}
     assert hydra.items() <= table[2].items()
     assert "accuracy_sd" not in table[0]
     named = compare([replace(evaluation(ood=False, shift=False), name="-3|a\nb")])
@@ -186,8 +186,8 @@ def test_what_is_fitted_and_what_is_declined_is_shown_unasked(known, found, plai
     shown = cells(compare([plain, found]), "Known")
     assert shown["knn:far.auroc"].value == pytest.approx(by_distance, abs=1e-6)
     assert shown["far.abstained"].value == pytest.approx((~p.accept).double().mean().item(), abs=1e-6)
-    assert shown["selective.accepted"].value == found.selective.accepted
-    mean = (found.ood["close"].abstained + found.ood["noise"].abstained) / 2
+    assert shown["selective.accepted"].value == found.numbers()["selective.accepted"]
+    mean = (found.numbers()["ood.close.abstained"] + found.numbers()["ood.noise.abstained"]) / 2
     assert shown["all.abstained"].value == pytest.approx(mean)
     other = cells(compare([plain, found]), "Plain")
     assert {other[key].text for key in shown if key.startswith("knn:") or key.endswith("abstained")} == {"–"}
