@@ -26,13 +26,12 @@ from .metrics.probabilities import log_mean_probs, mean
 from .model.dual_encoder import require_classifier
 from .model.ensemble import Ensemble, weights_of
 from .model.metadata import Calibration, Familiarity
-from .prediction import ScoreName, Threshold, require_members_for
+from .prediction import NEVER, ScoreName, Threshold, reaches, require_members_for
 from .promise import Promise, certify, one_of_each
 from .settings import InnerShare, PositiveShare, Rate, require
 
-Risk = float | Sequence[float] | Mapping[str, float]
+Risk = float | Sequence[float] | Mapping[str, float | Sequence[float]]
 COLDEST, HOTTEST = 0.05, 20.0  # range of temperatures searched
-NEVER = float(torch.finfo(torch.float32).max)  # a threshold that nothing reaches; finite, for JSON
 REUSED = 3  # samples recognised from an earlier fit above which chance is no explanation
 _PRIOR = 0.5  # prior standard deviation of the log-temperature; its mean is 0
 _PRECISION, _AT_BOUND = 1e-8, 1e-3  # of log-temperatures: accuracy of the optimum, distance that is "at a bound"
@@ -71,7 +70,7 @@ def calibrate(
         risk: The largest share of wrong answers among those accepted. A list certifies several, each by itself; the
             first is in force, and `model.at(risk=...)` changes that. A mapping such as `{"benign": 0.002}` bounds the
             share among accepted answers with each label, all together with `confidence`; answers with other labels
-            are declined, or accepted without a promise if their risk is 1.
+            are declined, or accepted without a promise if their risk is 1. A label may have a list, too.
         confidence: Probability with which the promise holds, over the draw of the held-out rows. None promises only on
             average over such draws, which takes far fewer rows.
         share: The share to accept, instead of `risk`.
@@ -96,8 +95,9 @@ def calibrate(
     if risk is not None and share is not None:
         raise ConfigError("risk and share are two promises; give one of them")
     metadata = weights.metadata
-    labels = metadata.labels or tuple(map(str, range(weights.num_classes)))
+    labels = weights.class_names
     asked = None if risk is None else _asked(risk, labels)
+    confidence = None if confidence is None else require("confidence", confidence, InnerShare)
 
     samples = read_answers(ensemble, held_out, "held_out")
     others = None if train is None else read_answers(ensemble, train, "train")
@@ -106,16 +106,15 @@ def calibrate(
     fit, certifies = divided(samples.digests, left_out, groups, share=0.5 if others is None else 1.0)
     fits = samples.pick(torch.from_numpy(fit)) if others is None else others
     held = samples.pick(torch.from_numpy(certifies))
+    given = f"of {len(samples.labels)} held-out rows {len(held.labels)} certify"
+    given += f" ({int(left_out.sum())} left out: they chose or fitted)" if left_out.any() else ""
     if not len(held.labels) or not len(fits.labels):
-        raise TooFewSamplesError(f"{len(fits.labels)} rows fit and {len(held.labels)} certify; give more rows")
-
+        raise TooFewSamplesError(f"{given}, and {len(fits.labels)} fit; give rows that neither chose nor fitted")
     fitted, why = _familiarity(ensemble, fits, held, familiarity)
     plain = Calibration(fit_temperature(fits.logits, fits.labels), score=score)
     answers, before = plain.prediction(held.logits), plain.prediction(fits.logits)
     strange = None if fitted is None or familiarity is None else _first(fitted, held)
     right = answers.label == held.labels
-    given = f"of {len(samples.labels)} held-out rows {len(held.labels)} certify"
-    given += f" ({int(left_out.sum())} left out: they chose or fitted)" if left_out.any() else ""
     try:
         found = rule(
             answers.certainty, strange, answers.label, right, labels,
@@ -149,7 +148,7 @@ def calibrate(
     }
     line = f"calibrated: {given}; temperature {plain.temperature:.4g}; {mean(accept):.2%} accepted"
     line += "".join(f"; {one}" for one in found.promises)
-    line += "; each risk is certified by itself" if asked is not None and len(asked.points) > 1 else ""
+    line += "; of several risks each is certified by itself" if len(found.promises) > len(calibration.in_force) else ""
     return copied_with(
         weights,
         calibration=calibration,
@@ -205,7 +204,7 @@ class Asked:
     """The risks to promise: several points for all labels, or one for each of some labels."""
 
     points: tuple[float, ...] = ()
-    by_label: Mapping[int, float] | None = None
+    by_label: Mapping[int, tuple[float, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -218,8 +217,7 @@ class Rule:
 
     def accepts(self, certainty: Tensor, unfamiliarity: Tensor | None, label: Tensor) -> NDArray[np.bool_]:
         """Whether answers are accepted, `[n]`, compared as `Prediction` does."""
-        limit = certainty.new_tensor(self.threshold)
-        sure = certainty >= (limit[label] if limit.ndim else limit)
+        sure = reaches(self.threshold, certainty, label)
         if unfamiliarity is not None and self.unfamiliar is not None:
             sure = sure & (unfamiliarity <= self.unfamiliar)
         return sure.cpu().numpy()
@@ -263,21 +261,21 @@ def rule(
     if risk.by_label is None:
         points = tuple(certify(certainty, correct, one, level=confidence) for one in risk.points)
         return Rule(points[0].threshold, limit, points)
-    bounded = {index: one for index, one in risk.by_label.items() if one < 1}
-    level = None if confidence is None else 1 - (1 - require("confidence", confidence, InnerShare)) / len(bounded)
+    bounded = [index for index, risks in risk.by_label.items() if risks != (1.0,)]
+    level = None if confidence is None else 1 - (1 - confidence) / len(bounded)
     thresholds, promises = [NEVER] * len(labels), []
-    for index, one in risk.by_label.items():
+    for index, risks in risk.by_label.items():
         thresholds[index] = -NEVER
         if index in bounded:
             mine = label == index
             if not bool(mine.any()):
                 raise TooFewSamplesError(f"no row that certifies is answered {labels[index]!r}; give more rows")
             try:
-                found = certify(certainty[mine], correct[mine], one, level=level)
+                found = [certify(certainty[mine], correct[mine], one, level=level) for one in risks]
             except TooFewSamplesError as error:
                 raise TooFewSamplesError(f"answers {labels[index]!r}: {error}") from error
-            promises.append(replace(found, confidence=confidence, label=labels[index]))
-            thresholds[index] = found.threshold
+            promises += [replace(one, confidence=confidence, label=labels[index]) for one in found]
+            thresholds[index] = found[0].threshold
     return Rule(tuple(thresholds), limit, tuple(promises))
 
 
@@ -314,12 +312,20 @@ def _asked(risk: Risk, labels: Sequence[str]) -> Asked:
         names |= {name: index for index, name in enumerate(labels)}
         if not risk or (unknown := [name for name in risk if name not in names]):
             raise ConfigError(f"risk names {unknown if risk else 'no label'}; give some of {a_few(labels)}")
-        read = {names[name]: require(f"risk[{name!r}]", one, PositiveShare) for name, one in risk.items()}
-        if min(read.values()) == 1:
+        read = {
+            names[name]: tuple(require(f"risk[{name!r}]", one, PositiveShare) for one in _several(given))
+            for name, given in risk.items()
+        }
+        if set(read.values()) == {(1.0,)}:
             raise ConfigError("risk bounds no label: give one a risk below 1, or share=")
         return Asked(by_label=read)
-    several = risk if isinstance(risk, Sequence) else [risk]
-    return Asked(tuple(require("risk", one, InnerShare) for one in several))
+    return Asked(tuple(require("risk", one, InnerShare) for one in _several(risk)))
+
+
+def _several(risk: Any) -> Sequence[float]:
+    if risk in ([], ()):
+        raise ConfigError("risk is an empty list; give one share or several")
+    return risk if isinstance(risk, list | tuple) else [risk]
 
 
 def _notes(samples: Answered, accepted: Tensor, held: Tensor, labels: Sequence[str], asked: Asked | None) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ._utils import warn, without_autocast
 from .batches import Batches, Inputs, a_few, first_epoch, in_model_order, iterate, require_labels, same_names, size_of
 from .calibrate import drawn, fit_temperature
-from .checkpoint import STAGES, Contents, Saved, load_checkpoint, locate
+from .checkpoint import STAGES, Contents, Saved, load_checkpoint
 from .digest import digest
 from .errors import ConfigError, DataError, TooFewSamplesError
 from .familiarity import sample_digests
@@ -362,30 +362,21 @@ class Cascade(InTurn, OurModel, Saved):
         return Contents(self._kind, self.config, plain, tensors, cascade_card(name, self))
 
     @classmethod
-    def _restored(cls, contents: Contents, device: str | torch.device | None, dtype: torch.dtype | None) -> Self:
-        raise ConfigError("a cascade is loaded with its stages: he.load(folder)")
-
-    @classmethod
-    def from_pretrained(
+    def _restored(
         cls,
-        source: str | Path,
-        *,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        contents: Contents,
+        device: str | torch.device | None,
+        dtype: torch.dtype | None,
         stages: Mapping[str, Callable[..., Any]] | None = None,
-        **hub: Any,
     ) -> Self:
-        """Load a cascade and its stages; `stages` are its functions by name."""
-        contents, folder = load_checkpoint(source, (cls._kind,), **hub), locate(source, **hub)
-        given, found = stages or {}, list[Any]()
+        functions, found = stages or {}, list[Any]()
         for place in contents.model["stages"]:
             if place.startswith(f"{STAGES}/"):
-                kinds: dict[str, Any] = {"ensemble": Ensemble, "cascade": cls}
-                kind = load_checkpoint(folder / place, kinds).kind
-                more = {"stages": stages} if kind == "cascade" else {}
-                found.append(kinds[kind].from_pretrained(folder / place, device=device, dtype=dtype, **more))
-            elif place in given:
-                found.append(given[place])
+                inner = load_checkpoint(contents.folder / place, (Ensemble._kind, cls._kind))
+                kind, more = (cls, {"stages": stages}) if inner.kind == cls._kind else (Ensemble, {})
+                found.append(kind._restored(inner, device, dtype, **more))
+            elif place in functions:
+                found.append(functions[place])
             else:
                 advice = f"he.load(folder, stages={{{place!r}: function}})"
                 raise ConfigError(f"a stage is the function {place!r}, which is not stored; give it: {advice}")
@@ -395,7 +386,7 @@ class Cascade(InTurn, OurModel, Saved):
     def __repr__(self) -> str:
         names = [type(one).__name__ if isinstance(one, nn.Module) else name_of(one) for one in self.stages]
         asked = ", ".join(f"{share:.1%}" for share in self.settings.asked)
-        return f"Cascade({' -> '.join(names)}, asked={asked}, classes={self.num_classes})"
+        return f"Cascade({' -> '.join(names)}, asked={asked}, classes={self.num_classes}{self.promised})"
 
 
 class OptimizedCascade(InTurn):

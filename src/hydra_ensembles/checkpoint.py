@@ -50,7 +50,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 class Contents:
     """A model as data: configuration and metadata for JSON, tensors by name, and the text of its model card.
 
-    The text of a tokenizer, `metadata…["tokenizer"]`, is stored as a file of its own; a model has at most one.
+    The text of a tokenizer, `metadata…["tokenizer"]`, is stored as a file of its own; a model has at most one. `folder`
+    is where it was read.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Contents:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     card: str = ""
+    folder: Path = Path()
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names start with the prefix, without it."""
@@ -272,7 +274,8 @@ def load_checkpoint(source: str | Path, kinds: Collection[str], **hub: Any) -> C
     with _reading(folder, WEIGHTS) as path:
         _verify(path, record)
         tensors = load_file(path)
-    return Contents(record["kind"], record["model"], _with_tokenizer(record["metadata"], text)[0], tensors)
+    metadata = _with_tokenizer(record["metadata"], text)[0]
+    return Contents(record["kind"], record["model"], metadata, tensors, folder=folder)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ whose mean need not be fair; each by itself is.
 """
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,10 +23,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ._utils import library
+from ._utils import library, warn
+from .batches import a_few
 from .errors import CheckpointError, ConfigError, DataError
 from .files import expanded, read_object, write_json
-from .prediction import REASONS, Prediction
+from .model.metadata import Calibration
+from .prediction import NEVER, REASONS, Prediction, Threshold, reaches
 from .settings import InnerShare, PositiveShare, Seed, Whole, require
 
 Floats = NDArray[np.float64]
@@ -251,35 +252,30 @@ class Monitor:
                 tests at `level / workers`. Their wealths must not be multiplied.
             asked: If rows are audited with unequal probabilities, the least of them; 1 for a plain random sample.
             on_alarm: What becomes of predictions that pass through `update` from the alarm on: `"decline"` declines
-                all, `"stricter"` all below the next stricter point of a calibration with several; with the reason
-                `"alarm"`. None leaves them as they are.
+                all, `"stricter"` all below the next stricter point of a calibration with several, of each label its
+                own (all where there is none, with a warning); with the reason `"alarm"`. None leaves them as they are.
             seed: Seed by which ties are broken.
         """
         calibration = getattr(getattr(model, "metadata", None), "calibration", None)
         if calibration is None or not calibration.watched:
             raise ConfigError("the model has no calibration to compare with; give what he.calibrate returned")
-        promise = calibration.promise
-        promises = promise if isinstance(promise, Mapping) else {} if promise is None else {"": promise}
-        places = {name: place for place, name in enumerate(model.metadata.labels)}
-        names = [f"promise of {name}" if name else "promise" for name in promises]
+        promises = {f"promise of {one.label}" if one.label else "promise": one for one in calibration.in_force}
         self.identity: str = calibration.identity
         self.level = require("level", level, InnerShare)
         self.workers = require("workers", workers, Whole)
         self.asked = require("asked", asked, PositiveShare)
-        self.on_alarm = require("on_alarm", on_alarm, OnAlarm | None)
         fitted = model.metadata.familiarity
         names_of = {"confidence": "score", "familiarity": "" if fitted is None else fitted.settings.scores[0]}
         self.columns: dict[str, str] = {name: names_of[name] for name in calibration.watched}
-        self._risks = {name: one.risk for name, one in zip(names, promises.values(), strict=True)}
-        self._labels = {name: places[label] if label else None for name, label in zip(names, promises, strict=True)}
-        self._floor = sys.float_info.max  # certainty from which rows pass after an alarm: none
-        if on_alarm == "stricter":
-            self._floor = _next_stricter(promise, calibration.promises)
+        names: tuple[str, ...] = model.class_names
+        self._risks = {name: one.risk for name, one in promises.items()}
+        self._labels = {name: names.index(one.label) if one.label else None for name, one in promises.items()}
+        self.decide(model, on_alarm)
         self._edges = {name: np.array(bins.edges) for name, bins in calibration.watched.items()}
         self._counts = np.zeros((len(self._edges), 1 + max(map(len, self._edges.values()))), dtype=np.int64)  # [S, K]
         for row, bins in zip(self._counts, calibration.watched.values(), strict=True):
             row[: len(bins.counts)] = bins.counts
-        limit = math.log((len(self._edges) + len(names)) * self.workers / self.level)
+        limit = math.log((len(self._edges) + len(promises)) * self.workers / self.level)
         bets = len(SLOPES) + len(TIMES)
         self._inputs = Wealth.of(len(self._edges), bets, BLOCK, limit, JUMP)
         self._audits = {}
@@ -287,10 +283,16 @@ class Monitor:
             least = risk * self.asked
             kinds = error_bets(np.zeros((1, 1)), least).shape[1]
             self._audits[name] = Wealth.of(1, kinds, math.ceil(ERRORS / least), limit)
-        self._recent = {name: [[0, 0.0], [0, 0.0]] for name in names}  # rows and errors, of two blocks
+        self._recent = {name: [[0, 0.0], [0, 0.0]] for name in promises}  # rows and errors, of two blocks
         self._history: list[list[float]] = []  # rows, and the log wealth of each test
         self._stride = 1
         self._generator = np.random.default_rng(require("seed", seed, Seed))
+
+    def decide(self, model: Any, on_alarm: OnAlarm | None) -> None:
+        """Choose anew what becomes of predictions from an alarm on; `model` is the one that it watches."""
+        self.on_alarm = require("on_alarm", on_alarm, OnAlarm | None)
+        calibration = model.metadata.calibration
+        self._after = stricter(calibration, model.class_names) if on_alarm == "stricter" else NEVER  # the threshold
 
     # --- what it watches ----------------------------------------------------------------------------------
 
@@ -491,9 +493,9 @@ class Monitor:
     def _held_back(self, prediction: Prediction) -> Prediction:
         if self.on_alarm is None:
             return prediction
-        low = prediction.certainty < self._floor
+        passes = reaches(self._after, prediction.certainty, prediction.label)
         forced = torch.zeros_like(prediction.label) if prediction.forced is None else prediction.forced
-        return replace(prediction, forced=torch.where(low, _ALARM, forced))
+        return replace(prediction, forced=torch.where(passes, forced, _ALARM))
 
     def _note(self) -> None:
         """One more point of the plot, if it is due."""
@@ -505,12 +507,18 @@ class Monitor:
             self._stride = max(1, 2 * self.rows // POINTS)
 
 
-def _next_stricter(promise: Any, promises: Sequence[Any]) -> float:
-    """The threshold of the least strict point with a smaller risk than the one in force."""
-    points = [one for one in promises if one.risk < getattr(promise, "risk", 0.0)]
-    if not points:
-        raise ConfigError('on_alarm="stricter" needs a smaller risk to go to: he.calibrate(…, risk=[0.01, 0.005])')
-    return float(max(points, key=lambda one: one.risk).threshold)
+def stricter(calibration: Calibration, labels: Sequence[str]) -> Threshold:
+    """Thresholds of the next smaller certified risks, `NEVER` where there is none; a warning names these."""
+    found = dict[str | None, float]()
+    for one in calibration.in_force:
+        points = [other for other in calibration.promises if other.label == one.label and other.risk < one.risk]
+        if points:
+            found[one.label] = max(points, key=lambda other: other.risk).threshold
+    ends = [one.label for one in calibration.in_force if one.label not in found]
+    if ends or not calibration.in_force:
+        whose = "answers" if set(ends) <= {None} else f"answers {a_few([str(label) for label in ends])}"
+        warn(f"there is no smaller risk to go to: an alarm declines all {whose}; he.calibrate(..., risk=[0.01, 0.005])")
+    return found[None] if None in found else tuple(found.get(label, NEVER) for label in labels)
 
 
 def _array(values: Any) -> NDArray[Any]:

@@ -25,6 +25,7 @@ AnyScore = Literal[ScoreName, FittedName]
 Reason = Literal["unfamiliar", "unsure", "alarm"]
 REASONS: tuple[Reason | None, ...] = (None, "unsure", "unfamiliar", "alarm")  # indexed by `Prediction.doubt`
 Threshold = float | tuple[float, ...]  # one for all answers, or one for each label
+NEVER = float(torch.finfo(torch.float32).max)  # a threshold that nothing reaches; finite, for JSON
 
 GEN_POWER, GEN_CLASSES = 0.1, 100  # of generalised entropy (GEN)
 
@@ -177,10 +178,8 @@ class Prediction:
     def passed(self) -> dict[str, Tensor | None]:
         """Whether samples pass each threshold, `[B]` of bool by the reason for failing; None without the threshold."""
         passes: dict[str, Tensor | None] = {"unsure": None, "unfamiliar": None}
-        if isinstance(self.threshold, tuple):  # one for each label
-            passes["unsure"] = self.certainty >= self.certainty.new_tensor(self.threshold)[self.label]
-        elif self.threshold is not None:
-            passes["unsure"] = self.certainty >= self.threshold
+        if self.threshold is not None:
+            passes["unsure"] = reaches(self.threshold, self.certainty, self.label)
         if (fitted := self.unfamiliarity) is not None and fitted.threshold is not None:
             passes["unfamiliar"] = fitted.score(fitted.score_names[0]) <= fitted.threshold
         return passes
@@ -411,6 +410,12 @@ def own_logits(member_logits: Tensor, check_finite: bool = True) -> Tensor:
     if check_finite:
         require_finite(logits, "member logits [M, B, C]")
     return logits.clone() if logits is member_logits else logits
+
+
+def reaches(threshold: Threshold, certainty: Tensor, label: Tensor) -> Tensor:
+    """`[B]` of bool: whether answers are as certain as the threshold, or that of their label, asks."""
+    limit = certainty.new_tensor(threshold)
+    return certainty >= (limit[label] if limit.ndim else limit)
 
 
 def require_members_for(score: ScoreName, members: int) -> None:

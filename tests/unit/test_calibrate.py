@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from checkpoint_models import labelled
-from hydra_ensembles.calibrate import COLDEST, HOTTEST, NEVER, Asked, calibrate, divided, drawn, fit_temperature, rule
+from hydra_ensembles.calibrate import COLDEST, HOTTEST, Asked, calibrate, divided, drawn, fit_temperature, rule
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning, TooFewSamplesError
 from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.familiarity import fit_familiarity, sample_digests
 from hydra_ensembles.model.ensemble import Ensemble, weights_of
 from hydra_ensembles.model.metadata import Metadata
-from hydra_ensembles.prediction import Prediction
+from hydra_ensembles.prediction import NEVER, Prediction
 from random_ensembles import noisy, small
 
 
@@ -116,7 +116,7 @@ def world(count: int, rng: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_the_joint_rule_keeps_both_promises(by_label: bool) -> None:
     rng = np.random.default_rng(0)
     new = world(100_000, rng)
-    risk = Asked(by_label={0: 0.08, 1: 0.1, 2: 1.0}) if by_label else Asked((0.06,))
+    risk = Asked(by_label={0: (0.08,), 1: (0.1,), 2: (1.0,)}) if by_label else Asked((0.06,))
     broken, strange, found = 0, [], 0
     for _ in range(200):
         try:
@@ -206,6 +206,13 @@ def test_each_label_has_a_promise_of_its_own_and_others_are_declined() -> None:
     limits = torch.full((4,), 2.0)
     limits[often[:2]] = torch.tensor([safe.promise["benign"].threshold, 0.0])
     assert torch.equal(p.accept, p.confidence >= limits[p.label])
+    several = calibrate(named, data, risk={"benign": [0.1, 0.2]}, familiarity=None)
+    looser = several.at({"benign": 0.2})
+    assert several.promise == safe.promise
+    assert looser.promise["benign"].risk == 0.2
+    assert looser.promise["benign"].threshold == looser.metadata.calibration.threshold[often[0]]
+    assert looser.at({"benign": 0.1}).metadata == several.metadata
+    assert "certified by itself" in several.metadata.history[-1]
     with pytest.raises(ConfigError, match="eagle"):
         calibrate(named, ["not read"], risk={"eagle": 0.1})
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraWarning
 from hydra_ensembles.metrics.conformal import Bins
+from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.monitor import (
     JUMP,
     RATIOS,
@@ -31,23 +32,22 @@ from hydra_ensembles.monitor import (
 class Calibrated:
     """What a monitor reads of a calibrated model, with predictions whose scores are drawn."""
 
-    def __init__(self, promise: Any = None, promises: tuple[Any, ...] = (), seed: int = 0) -> None:
-        self.promise, self.metadata = promise, self
-        self.calibration, self.labels, self.familiarity = self, ("cat", "dog"), None
-        self.promises, self.identity = promises, "here"
-        self.watched = {"confidence": Bins.of(self.score(300), self.score(500))}
+    class_names = ("cat", "dog")
 
-    def score(self, rows: int) -> Tensor:
-        return self.predict(rows).score()
+    def __init__(self, *promises: he.Promise) -> None:
+        scores = self.drawn(300).score(), self.drawn(500).score()
+        calibration = Calibration(promises=promises, watched={"confidence": Bins.of(*scores)}, weights="here")
+        self.metadata = Metadata(calibration=calibration)
+
+    def drawn(self, rows: int, scale: float = 2.0) -> he.Prediction:
+        return he.Prediction.from_logits(scale * torch.randn(1, rows, 2), class_names=self.class_names, threshold=0.9)
 
     def predict(self, rows: int, scale: float = 2.0) -> he.Prediction:
-        prediction = he.Prediction.from_logits(scale * torch.randn(1, rows, 2), class_names=self.labels)
-        return replace(prediction, calibration="here", threshold=0.9)
+        return replace(self.drawn(rows, scale), calibration=self.metadata.calibration.identity)
 
 
-class Point:
-    def __init__(self, risk: float, threshold: float) -> None:
-        self.risk, self.threshold = risk, threshold
+def point(risk: float, threshold: float, label: str | None = None) -> he.Promise:
+    return he.Promise(threshold, risk, 0.95, 1000, 500, 2, 50, label=label)
 
 
 def plain(found: Any) -> Any:
@@ -132,7 +132,7 @@ def test_interval_of_the_error_rate_covers_it_at_all_times() -> None:
 
 
 def test_a_restart_changes_nothing(tmp_path: Path) -> None:
-    model = Calibrated(Point(0.05, 0.6), (Point(0.05, 0.6), Point(0.01, 0.9)))
+    model = Calibrated(point(0.05, 0.6), point(0.01, 0.9))
     watch = he.Monitor(model, on_alarm="stricter", seed=3)
     for rows in (32, 1, 1700):
         watch.audit(watch.update(model.predict(rows)), torch.randint(-1, 2, (rows,)))
@@ -149,16 +149,30 @@ def test_a_restart_changes_nothing(tmp_path: Path) -> None:
     assert isinstance(watch.plot(tmp_path / "watch.png"), Figure)
     json.dumps(watch.summary(), allow_nan=False)
     (tmp_path / "other.json").write_text("{}")
-    model.identity = "there"
+    model = Calibrated(point(0.05, 0.6))
     for name in ("watch.json", "other.json"):
         with pytest.raises(CheckpointError, match=r"monitor"):
             he.Monitor.load(tmp_path / name, model)
 
 
-@pytest.mark.parametrize(("choice", "left"), [("decline", 0.0), ("stricter", 0.8), (None, 0.0)])
-def test_predictions_after_the_alarm(choice: Any, left: float) -> None:
-    model = Calibrated(Point(0.05, 0.6), (Point(0.05, 0.6), Point(0.02, 0.8), Point(0.01, 0.9)))
-    watch = he.Monitor(model, on_alarm=choice)
+PLAIN = (point(0.05, 0.6), point(0.02, 0.8), point(0.01, 0.9))
+LABELLED = (point(0.05, 0.6, "cat"), point(0.1, 0.7, "dog"), point(0.02, 0.8, "cat"))  # no stricter one for dogs
+
+
+@pytest.mark.parametrize(
+    ("choice", "promises", "left"),
+    [
+        ("decline", PLAIN, [2.0, 2.0]),
+        ("stricter", PLAIN, [0.8, 0.8]),
+        ("stricter", LABELLED, [0.8, 2.0]),
+        (None, PLAIN, [0.0, 0.0]),
+    ],
+)
+def test_predictions_after_the_alarm(choice: Any, promises: Any, left: list[float]) -> None:
+    model = Calibrated(*promises)
+    said = pytest.warns(HydraWarning, match="all answers dog") if promises is LABELLED else nullcontext()
+    with said:
+        watch = he.Monitor(model, on_alarm=choice)
     assert watch.update(before := model.predict(10)) is before
     while not watch.alarm:
         watch.update(model.predict(100, 0.2))
@@ -167,7 +181,7 @@ def test_predictions_after_the_alarm(choice: Any, left: float) -> None:
     if choice is None:
         assert p is answer
         return
-    low = p.certainty < (math.inf if choice == "decline" else left)
+    low = p.certainty < torch.tensor(left)[p.label]
     assert [reason == "alarm" for reason in p.reason or []] == low.tolist()
     assert not bool(p.accept[low].any())
     watch.audit(p, torch.zeros(500, dtype=torch.long))  # what the alarm declined is audited as promised
@@ -175,7 +189,7 @@ def test_predictions_after_the_alarm(choice: Any, left: float) -> None:
 
 
 def test_audit_finds_more_errors_than_promised() -> None:
-    model, watch = Calibrated(Point(0.05, 0.6)), None
+    model = Calibrated(point(0.05, 0.6))
     watch = he.Monitor(model)
     sampled = he.Monitor(model, asked=0.25)
     for rate, expected in ((0.05, False), (0.2, True)):
@@ -193,7 +207,7 @@ def test_audit_finds_more_errors_than_promised() -> None:
 
 
 def test_promises_by_label_are_audited_by_label() -> None:
-    model = Calibrated({"dog": Point(0.05, 0.6)})
+    model = Calibrated(point(0.05, 0.6, "dog"))
     watch = he.Monitor(model)
     p = model.predict(2000)
     watch.audit(p, torch.where(p.label == 0, 1, p.label))  # every cat is wrong
@@ -205,11 +219,11 @@ def test_promises_by_label_are_audited_by_label() -> None:
 
 
 def test_what_cannot_be_watched_is_refused() -> None:
-    model = Calibrated(Point(0.05, 0.6))
+    model = Calibrated(point(0.05, 0.6))
     watch, p = he.Monitor(model), model.predict(4)
     other = replace(p, calibration="there")
     for call in (lambda: watch.update(other), lambda: watch.audit(other, [0, 0, 0, 0])):
-        with pytest.raises(DataError, match="here"):
+        with pytest.raises(DataError, match="watches"):
             call()
     for labels in ([0, 1], [0, 1, 2, 0], [0.0, 1.0, 1.0, 0.0]):
         with pytest.raises(DataError, match="labels"):
@@ -218,10 +232,11 @@ def test_what_cannot_be_watched_is_refused() -> None:
         watch.audit(p, [0, 0, 0, 0], asked=0.5)
     with pytest.raises(DataError, match="probabilities"):
         he.Monitor(model, asked=0.5).audit(p, [0, 0, 0, 0], asked=0.1)
+    shared = Calibrated()
     with pytest.raises(ConfigError, match="share"):
-        he.Monitor(Calibrated()).audit(p, [0, 0, 0, 0])
-    with pytest.raises(ConfigError, match="risk"):
-        he.Monitor(model, on_alarm="stricter")
+        he.Monitor(shared).audit(shared.predict(4), [0, 0, 0, 0])
+    with pytest.warns(HydraWarning, match="all answers; he.calibrate"):
+        he.Monitor(model, on_alarm="stricter")  # there is no stricter point
     with pytest.raises(ConfigError, match="calibrate"):
         he.Monitor(object())
     assert watch.update(p[:0]) is not None  # an empty batch is nothing

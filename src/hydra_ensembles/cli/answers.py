@@ -174,7 +174,7 @@ def monitor(
     loaded = common.load_model(model, "cpu")
     keep = None if state is None else expanded(state)
     watch = Monitor(loaded) if keep is None or not keep.exists() else Monitor.load(keep, loaded)
-    names = loaded.metadata.labels or tuple(map(str, range(loaded.num_classes)))
+    names = loaded.class_names
     for file in answers:
         scores, audited = read_answers(file, watch, right, names)
         watch.update_scores(scores)

@@ -229,10 +229,11 @@ def calibrate(
     held_out = reading.batches(data)
     if not ensemble.metadata.labels:
         ensemble = ensemble.with_metadata(labels=class_names_in(held_out, ensemble.num_classes))
-    pairs = [one.rpartition("=") for one in risk or []]
-    values = [_number("risk", value) for *_, value in pairs]
-    by_label = {label: value for (label, _, _), value in zip(pairs, values, strict=True) if label}
-    if by_label and len(by_label) < len(values):
+    by_label = dict[str, list[float]]()
+    for label, _, value in (one.rpartition("=") for one in risk or []):
+        by_label.setdefault(label, []).append(_number("risk", value))
+    values = by_label.pop("", [])
+    if by_label and values:
         raise ConfigError("give --risk SHARE for all answers, or --risk LABEL=SHARE for each label; not both")
     options: dict[str, Any] = {
         "risk": by_label or values or None,

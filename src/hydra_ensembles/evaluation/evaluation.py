@@ -224,8 +224,7 @@ class Evaluation:
 
         `mixed` is the in-distribution set together with all OOD sets, of which every accepted answer is wrong.
         """
-        known = () if self.model.calibration is None else self.model.calibration.promises
-        in_force = [one for one in known if one.label is not None] or known[:1]
+        in_force = () if self.model.calibration is None else self.model.calibration.in_force
         inside = self.sets[self.id_name]
         if not in_force or inside.declined() is None:
             return {}

@@ -209,7 +209,7 @@ def load(
     contents = load_checkpoint(source, [*kinds, CASCADE], **hub)
     if contents.kind == CASCADE:
         cascades: Any = LATER[CASCADE]()
-        return cascades.from_pretrained(source, device=device, dtype=dtype, stages=stages, **hub)
+        return cascades._restored(contents, device, dtype, stages)
     return kinds[contents.kind]._restored(contents, device, dtype)
 
 

@@ -96,9 +96,20 @@ class Answering:
     per_row: tuple[str, ...] = ()
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes; their numbers if no names are known."""
+        return self.metadata.labels or tuple(map(str, range(self.num_classes)))
+
+    @property
     def promise(self) -> Promise | dict[str, Promise] | None:
         """What is promised of the errors among accepted answers, or of those with each label; None if nothing is."""
         return None if self.metadata.calibration is None else self.metadata.calibration.promise
+
+    @property
+    def promised(self) -> str:
+        """What is promised, for `repr`."""
+        calibration = self.metadata.calibration
+        return "" if calibration is None else "".join(f", promise: {one}" for one in calibration.promises)
 
     @property
     def front(self) -> Any:
@@ -384,11 +395,11 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         metadata.check(self.config)
         return build_with_state(lambda: Ensemble(self.config, metadata), self.state_dict(), self.frozen)
 
-    def at(self, risk: float) -> "Ensemble":
+    def at(self, risk: float | Mapping[str, float]) -> "Ensemble":
         """A copy with another of the certified risks in force, if several were given to `calibrate`."""
         if self.metadata.calibration is None:
             raise ConfigError("at() changes the risk of a calibrated model; calibrate it with risk=[...]")
-        return self.with_metadata(calibration=self.metadata.calibration.at(risk))
+        return self.with_metadata(calibration=self.metadata.calibration.at(risk, self.class_names))
 
     # --- saving and loading ------------------------------------------------------------------------------
 
@@ -420,12 +431,10 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         kept = sum(len(heads) for member in config.heads for heads in member)
         total = sum(config.head_counts) * config.members
         shared = [group for group in GROUPS if getattr(config.sharing, group)]
-        calibration = self.metadata.calibration
-        promised = "" if calibration is None else "".join(f", promise: {one}" for one in calibration.promises)
         return (
             f"Ensemble({self.kind}, members={config.members}, layers={encoder.layers}, width={encoder.width}, "
             f"heads kept={kept}/{total}, classes={self.num_classes}, shared={shared or 'nothing'}, "
-            f"trunk={config.trunk}{promised})"
+            f"trunk={config.trunk}{self.promised})"
         )
 
 

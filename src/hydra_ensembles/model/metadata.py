@@ -32,8 +32,8 @@ class Calibration(Checked):
         temperature: Divides the logarithm of the members' mean probabilities.
         threshold: The least accepted `certainty` of an answer; one number, or one for each label.
         score: What certainty is made of: for `msp` it is the confidence, else minus this score.
-        promises: What is promised of the errors among accepted answers; the first is in force, or all if each is for
-            another label.
+        promises: What is promised of the errors among accepted answers; the first is in force, or of each label its
+            first.
         share: The share of inputs like the held-out ones that is accepted, if that is what is promised.
         reference: Held-out scores, for p-values.
         watched: How held-out scores are spread, for a `Monitor`.
@@ -57,11 +57,16 @@ class Calibration(Checked):
         return replace(self, reference=None, watched={}, weights="", rows=())
 
     @property
+    def in_force(self) -> tuple[Promise, ...]:
+        """The promise in force, or those of the labels that have one; none after `share=`."""
+        return tuple({one.label: one for one in reversed(self.promises)}.values())[::-1]
+
+    @property
     def promise(self) -> Promise | dict[str, Promise] | None:
         """The promise in force, or one for each label that has one."""
-        if self.promises and self.promises[0].label is not None:
-            return {str(one.label): one for one in self.promises}
-        return self.promises[0] if self.promises else None
+        if self.in_force and self.in_force[0].label is None:
+            return self.in_force[0]
+        return {str(one.label): one for one in self.in_force} or None
 
     @cached_property
     def identity(self) -> str:
@@ -69,14 +74,21 @@ class Calibration(Checked):
         rule = [self.temperature, self.score, self.threshold, self.share, [one.risk for one in self.promises]]
         return digest([self.weights, rule, to_plain(self.watched)])[:16]
 
-    def at(self, risk: float) -> "Calibration":
-        """The same with another of its certified points in force."""
-        found = [one for one in self.promises if one.risk == risk and one.label is None]
-        if not found:
-            known = ", ".join(str(one.risk) for one in self.promises if one.label is None) or "none"
-            raise ConfigError(f"risk={risk} was not certified, but {known}; calibrate with risk=[...] for several")
-        others = tuple(one for one in self.promises if one.risk != risk)
-        return replace(self, threshold=found[0].threshold, promises=(found[0], *others))
+    def at(self, risk: float | Mapping[str, float], labels: Sequence[str]) -> "Calibration":
+        """The same with other certified points in force, of all answers or of those with some of the labels."""
+        promises, threshold = self.promises, self.threshold
+        for label, asked in (risk if isinstance(risk, Mapping) else {None: risk}).items():
+            found = next((one for one in promises if (one.label, one.risk) == (label, asked)), None)
+            if found is None:
+                known = ", ".join(str(one.risk) for one in promises if one.label == label) or "none"
+                raise ConfigError(f"risk={asked} was not certified, but {known}; calibrate with risk=[...] for several")
+            promises = (found, *(one for one in promises if one is not found))
+            if isinstance(threshold, tuple):
+                limits = zip(labels, threshold, strict=True)
+                threshold = tuple(found.threshold if name == label else limit for name, limit in limits)
+            else:
+                threshold = found.threshold
+        return replace(self, threshold=threshold, promises=promises)
 
     def prediction(
         self,

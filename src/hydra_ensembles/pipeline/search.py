@@ -180,6 +180,7 @@ def search(
     Args:
         model: A trained classifier, as for `build`; always a candidate.
         id: Held-out labelled batches, kept in memory: half of them judge, a quarter ranks heads, a quarter calibrates.
+            They choose, so none of them certifies a promise of the choice: keep others for `calibrate`.
         ood: Batches unlike the training data, or `{name: batches}`: half for circuits, half to judge. `"synthetic"`
             makes both from `id`: better than none, but results on real OOD inputs may differ.
         train: Labelled training batches that can be read repeatedly; without them no candidate is trained.

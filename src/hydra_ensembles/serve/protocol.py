@@ -129,7 +129,7 @@ class Served:
     @cached_property
     def labels(self) -> tuple[str, ...]:
         """Class names, or class indices if it has none."""
-        return self.ensemble.metadata.labels or tuple(map(str, range(self.ensemble.num_classes)))
+        return self.ensemble.class_names
 
     @cached_property
     def calibration(self) -> Calibration:

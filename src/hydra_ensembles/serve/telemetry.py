@@ -113,7 +113,8 @@ class Watch:
     def __init__(self, model: Any, folder: Path, name: str, webhook: str = "", on_alarm: OnAlarm | None = None) -> None:
         self._path, self._name, self._webhook = folder / "monitor.json", name, webhook
         known = self._path.exists()
-        self.monitor = Monitor.load(self._path, model) if known else Monitor(model, on_alarm=on_alarm)
+        self.monitor = Monitor.load(self._path, model) if known else Monitor(model)
+        self.monitor.decide(model, on_alarm)
         self._lock, self._saved = threading.Lock(), -math.inf
         if self.monitor.alarm:
             self._tell()

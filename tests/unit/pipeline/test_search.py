@@ -14,7 +14,7 @@ from build_cases import batches, image_model, recipe, same
 
 import hydra_ensembles as he
 from checkpoint_models import same_state
-from hydra_ensembles.errors import CheckpointError
+from hydra_ensembles.errors import CheckpointError, TooFewSamplesError
 from hydra_ensembles.metrics.bootstrap import paired
 from hydra_ensembles.metrics.probabilities import weighted_mean
 from hydra_ensembles.pipeline import build as chain
@@ -127,7 +127,11 @@ def test_a_candidate_that_diverges_is_given_up() -> None:
 def test_the_choice_knows_the_rows_that_chose_it() -> None:
     found = run(candidates=[PLAIN]).ensemble
     assert found.metadata.calibration.share == 0.95
-    assert len(found.metadata.chosen) > 10
+    again: dict[str, Any] = {"share": 0.9, "familiarity": None}
+    with pytest.raises(TooFewSamplesError, match=r"of 248 held-out rows 0 certify.*248 left out"):
+        he.calibrate(found, SETS["id"], **again)
+    mixed = he.calibrate(found, [*SETS["id"], *batches(300, size=100, seed=9)], **again)
+    assert "of 548 held-out rows 274 certify (248 left out" in mixed.metadata.history[-1]
 
 
 def test_what_is_too_dear_is_never_built_and_a_plan_builds_nothing(work, tmp_path) -> None:
