@@ -1,12 +1,14 @@
-"""Draw the figures of the concepts, as SVGs that follow the reader's choice of light or dark.
+"""Draw the figures of concepts and results, as SVGs that follow the reader's choice of light or dark.
 
-    python docs/figures.py          # writes docs/figures/concept_*.svg
+    python docs/figures.py          # writes docs/figures/*.svg, in less than a minute
 
-Four are sketches. The one of the two reasons to abstain shows answers of the embedded model.
+Four concepts are sketches; that of the two reasons to abstain shows answers of the embedded model. Figures of results
+are drawn from `results/tables/`.
 """
 
+import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from hydra_ensembles import data
 from hydra_ensembles.demo import load_backbone, load_sample
 
 FIGURES = Path(__file__).parent / "figures"
+TABLES = Path(__file__).parents[1] / "results" / "tables"
 WIDTH = 600
 MEMBERS = ("m0", "m1", "m2")
 FOREIGN = {"unknown land use": "AnnualCrop", "clothes": "FashionMNIST"}
@@ -82,8 +85,8 @@ class Drawing:
             self.box(x + 17 * place, foot - tall * share, 14, tall * share, kind, 2)
 
     def save(self, name: str) -> None:
-        """Write the figure of a concept."""
-        (FIGURES / f"concept_{name}.svg").write_text("\n".join([*self.parts, "</svg>\n"]))
+        """Write the figure."""
+        (FIGURES / f"{name}.svg").write_text("\n".join([*self.parts, "</svg>\n"]))
 
 
 def members() -> None:
@@ -108,7 +111,7 @@ def members() -> None:
         drawing.say(left + 137, 194, "the mean says 0.7", "")
         drawing.say(left + 137, 226, why, "soft")
         drawing.say(left + 137, 250, f"{name} uncertainty", "title")
-    drawing.save("members")
+    drawing.save("concept_members")
 
 
 def trunk() -> None:
@@ -140,7 +143,7 @@ def trunk() -> None:
     drawing.say(578, 140, "p")
     drawing.say(205, 240, "equal weights, stored once", "soft")
     drawing.say(440, 240, "own heads, shared or own MLPs", "soft")
-    drawing.save("trunk")
+    drawing.save("concept_trunk")
 
 
 def circuits() -> None:
@@ -161,7 +164,7 @@ def circuits() -> None:
         drawing.say(420, foot - 22, "score without a head:", "soft", "start")
         drawing.say(420, foot - 4, "highest is removed", "soft", "start")
     drawing.say(300, 332, "three scores (accuracy, OOD detection, both) give three members", "soft")
-    drawing.save("circuits")
+    drawing.save("concept_circuits")
 
 
 def two_reasons() -> None:
@@ -226,7 +229,7 @@ def two_reasons() -> None:
     for x, (label, kind) in zip((76, 180, 296, 468), kinds.items(), strict=True):
         drawing.dot(x, 424, kind, 6)
         drawing.say(x + 13, 429, label, "", "start")
-    drawing.save("two_reasons")
+    drawing.save("concept_two_reasons")
 
 
 def calibration() -> None:
@@ -256,9 +259,120 @@ def calibration() -> None:
     drawing.say(left + size - 8, foot - 14, "one model: too sure", "", "end")
     drawing.say(left + size / 2, foot + 20, "confidence →, right answers ↑", "soft")
     drawing.say(left + size / 2, foot + 40, "green: after one temperature", "soft")
-    drawing.save("calibration")
+    drawing.save("concept_calibration")
+
+
+def lines(table: str) -> Iterator[dict[str, str]]:
+    """Lines of a stored table."""
+    with (TABLES / f"{table}.csv").open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+PANELS = {"cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet-200", "sst2": "SST-2"}
+MARKS = {  # methods of the table of shares: their colour, and how they are called
+    "single": ("base", "one model"),
+    "soup": ("m0", "soup"),
+    "hydra": ("m1", "Hydra"),
+    "cascade soup-hydra": ("m2", "cascade"),
+    "deep": ("m3", "Deep Ensemble"),
+}
+
+
+def shares() -> None:
+    """Share that may be answered with at most 5 % errors, against price, one point a method, one panel a task."""
+    drawing = Drawing(330, "Share that each method may answer with at most 5 % errors, against its inference time.")
+    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for line in lines("promise_shares"):
+        if line["risk"] == "0.05" and line["rule"] == "confidence and familiarity":
+            found.setdefault((line["task"], line["method"]), []).append(line)
+    for place, (task, title) in enumerate(PANELS.items()):
+        left, top, wide, tall = 56 + 187 * place, 44, 140, 190
+        means = {
+            name: sum(float(one["accepted"]) for one in found[task, name]) / len(found[task, name]) for name in MARKS
+        }
+        low = 0.05 * math.floor(20 * min(means.values()) - 0.4)
+        drawing.say(left + wide / 2, 30, title, "title")
+        drawing.box(left, top, wide, tall, "card", 6)
+        for step in range(5):
+            share = low + 0.05 * step
+            y = top + tall * (1 - step / 4)
+            drawing.say(left - 5, y + 4, f"{100 * share:.0f} %", "soft", "end")
+            if 0 < step < 4:
+                drawing.path([(left, y), (left + wide, y)], "thin")
+        for name, (kind, _) in MARKS.items():
+            price = float(found[task, name][0]["price"])
+            drawing.dot(left + wide * (price - 0.8) / 2.5, top + tall * (1 - (means[name] - low) / 0.2), kind, 6)
+        for price in (1, 2, 3):
+            drawing.say(left + wide * (price - 0.8) / 2.5, top + tall + 18, f"{price}x", "soft")
+    drawing.say(300, 276, "inference time, relative to one model →", "soft")
+    for x, (kind, label) in zip((40, 158, 236, 326, 428), MARKS.values(), strict=True):
+        drawing.dot(x, 305, kind, 6)
+        drawing.say(x + 13, 310, label, "", "start")
+    drawing.save("shares")
+
+
+STUDIES = {
+    "vision-cifar100": ("calibrated.nll", "near.auroc"),
+    "vision-cifar10": ("calibrated.nll", "near.auroc"),
+    "vision-tinyimagenet": ("calibrated.nll", "near.auroc"),
+    "text-sst2": ("calibrated.nll", "near.auroc"),
+    "zero-shot": ("unseen.nll", "tinyimagenet.near.auroc"),
+}
+SHOWN = (
+    *(
+        "Single, trained as long",
+        "Laplace (last layer)",
+        "Soup",
+        "Hydra",
+        "Deep Ensembles",
+        "Single, D.2, nothing pruned",
+    ),
+    *("BayesVLM", "Taylor", "CircAvg", "Hydra (Taylor)", "Hydra (Circ)"),
+)
+LIMITS = (0.08, 4.0)  # of the two panels; beyond, the number is written
+
+
+def gains(study: str) -> None:
+    """What methods gain over a single model, with 95 % intervals: in log-likelihood, and in detecting near inputs."""
+    metrics = STUDIES[study]
+    found = {(line["method"], line["metric"]): line for line in lines(study)}
+    methods = [name for name in SHOWN if (name, metrics[0]) in found]
+    if "Hydra (Taylor)" in methods:  # beside the ensembles of them, single pruned models are in the table alone
+        methods = [name for name in methods if name not in ("Taylor", "CircAvg")]
+    foot = 50 + 28 * len(methods)
+    drawing = Drawing(foot + 60, "What each method gains over a single model, with 95 % intervals.")
+    titles = ("less NLL →", "near AUROC, points →")
+    for row, name in enumerate(methods):
+        drawing.say(196, 70 + 28 * row, name.removeprefix("Single, "), "", "end")
+    for panel, (metric, limit, title) in enumerate(zip(metrics, LIMITS, titles, strict=True)):
+        left, wide, unit = 208 + 195 * panel, 180, (-1.0, 100.0)[panel]
+        drawing.say(left + wide / 2, 32, title, "title")
+        drawing.box(left, 44, wide, foot - 36, "card", 6)
+        drawing.path([(left + wide / 2, 44), (left + wide / 2, foot + 8)], "dash")
+        for value in (-limit / 2, 0, limit / 2):
+            drawing.say(left + wide * (value / limit + 1) / 2, foot + 28, f"{value:g}", "soft")
+        for row, name in enumerate(methods):
+            line, y = found[name, metric], 65 + 28 * row
+            gain, half = unit * float(line["gain"]), abs(unit) * float(line["half_width"])
+            ends = [left + wide * (min(max(one / limit, -1), 1) + 1) / 2 for one in (gain - half, gain + half)]
+            kind = {"better": "m2", "worse": "m1"}.get(line["significant"], "base")
+            if abs(gain) > limit:
+                drawing.say(
+                    left + 8 if gain < 0 else left + wide - 8, y + 5, f"{gain:+.2g}", "", "start" if gain < 0 else "end"
+                )
+            else:
+                drawing.path([(ends[0], y), (ends[1], y)], "line")
+                drawing.dot(left + wide * (gain / limit + 1) / 2, y, kind, 5)
+    for x, (kind, label) in zip(
+        (150, 260, 370), (("m2", "better"), ("m1", "worse"), ("base", "not certain")), strict=True
+    ):
+        drawing.dot(x, foot + 46, kind, 5)
+        drawing.say(x + 12, foot + 51, label, "soft", "start")
+    drawing.save(f"gains_{study}")
 
 
 if __name__ == "__main__":
-    for draw in (members, trunk, circuits, two_reasons, calibration):
+    for draw in (members, trunk, circuits, two_reasons, calibration, shares):
         draw()
+    for study in STUDIES:
+        gains(study)

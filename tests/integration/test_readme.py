@@ -23,18 +23,28 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 
 
 def my_timm_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures in two folders, and a checkpoint of a smaller model than the text names."""
-    for index in range(80):
+    """Pictures in two folders, and a trained checkpoint of a smaller model than the text names."""
+    pixels = torch.empty(200, 3, 1, 1)
+    for index in range(len(pixels)):
         place = folder / "pictures" / ("dark" if index % 2 else "light")
         place.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 36), (index, 255 - index, 60 if index % 2 else 200)).save(place / f"{index}.png")
+        colour = (index, 255 - index, 60 if index % 2 else 200)
+        Image.new("RGB", (40, 36), colour).save(place / f"{index}.png")
+        pixels[index, :, 0, 0] = torch.tensor(colour) / 127.5 - 1
     create = timm.create_model
     small = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 
     def create_small(name: str, **settings: Any) -> torch.nn.Module:
         return create(name, **small, **settings)
 
-    save_file(create_small("vit_small_patch16_224", num_classes=2).state_dict(), folder / "mine.safetensors")
+    model = create_small("vit_small_patch16_224", num_classes=2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    light = 1 - torch.arange(len(pixels)) % 2  # classes in alphabetical order
+    for _ in range(20):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(pixels.expand(-1, -1, 32, 32)), light).backward()
+        optimizer.step()
+    save_file(model.state_dict(), folder / "mine.safetensors")
     monkeypatch.setattr(timm, "create_model", create_small)
 
 
@@ -73,9 +83,10 @@ def test_the_readme_code_runs(tmp_path: Path, monkeypatch, capsys: pytest.Captur
     again, several, steps = blocks(QUICKSTART)
     assert mine == again
     exec(mine, {})
-    assert re.match(r"\['(dark|light)'\] tensor\(\[0", capsys.readouterr().out)
-    thresholds = he.load(tmp_path / "my-model").metadata
-    assert None not in (thresholds.calibration, thresholds.familiarity), "two reasons to decline"
+    assert re.match(r"\['(dark|light)'\] tensor\(\[(.*\n)+of the accepted answers", capsys.readouterr().out)
+    saved = he.load(tmp_path / "my-model")
+    assert saved.promise.risk == 0.05
+    assert saved.metadata.familiarity is not None, "two reasons to decline"
     exec("import hydra_ensembles as he\n" + ensembles, names)
     assert (names["soup"].num_members, names["deep"].num_members, names["hydra"].num_members) == (1, 3, 3)
     assert (tmp_path / "run" / "ensemble").exists()

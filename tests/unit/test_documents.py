@@ -1,4 +1,4 @@
-"""Links in documents have targets, code in documents calls what there is, and every number is in the glossary."""
+"""Links in documents have targets, code in documents calls what there is, and every number is explained."""
 
 import ast
 import contextlib
@@ -73,8 +73,8 @@ def test_code_calls_what_there_is(path: Path) -> None:
             assert set(keywords) <= known_keywords(called, keywords), f"{called.__qualname__}: {keywords}"
 
 
-def test_every_number_has_a_line_in_the_glossary() -> None:
-    said = set(re.findall(r"`([\w.+]+)(?:\(\))?`", (ROOT / "docs" / "glossary.md").read_text()))
+def test_every_number_has_a_line_among_the_concepts() -> None:
+    said = set(re.findall(r"`([\w.+]+)(?:\(\))?`", (ROOT / "docs" / "concepts.md").read_text()))
     scores = {name for names in (ScoreName, FamiliarityName, LearnedName) for name in get_args(names)}
     steps = "top_label|roc_curve|conformal_threshold|paired"  # no numbers
     numbers = {name for name in metrics.__all__ if name.islower() and not re.search(steps, name)}

@@ -133,7 +133,7 @@ THREE = tuple((tuple(range(m, m + 8)),) * 12 for m in range(3))
     ],
 )
 def test_counts_of_a_configuration(heads: Any, sharing: Sharing, parameters: int, multiply_adds: int) -> None:
-    """ViT-B/16 with 1,000 classes: the integers behind the paper's Table 7 (docs/table_7.md explains them)."""
+    """ViT-B/16 with 1,000 classes: the integers behind the paper's Table 7 (docs/paper_map.md)."""
     config = small_config(classes=1000, width=768, layers=12, heads=12, head_dim=64, mlp_width=3072)
     config = replace(config, stem=PatchStemConfig((16, 16), (14, 14)), heads=heads, sharing=sharing)
     with torch.device("meta"):
