@@ -79,12 +79,12 @@ Change = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, one: Ensemble, change: Change = lambda found: found) -> None:
-    """Replace export to `pt2` by a dummy file that answers as the ensemble does, after `change`."""
+    """Replace export by a dummy file that answers as the ensemble does, after `change`."""
 
     @torch.no_grad()
     def run(inputs: Any) -> dict[str, np.ndarray]:
         return change({key: tensor.numpy().copy() for key, tensor in Answering(one)(**inputs).items()})
 
     monkeypatch.setattr(exporting, "_traced", lambda *_: None)
-    monkeypatch.setitem(exporting._WRITERS, "pt2", lambda _, file, *__: file.write_text("made"))
-    monkeypatch.setitem(exporting._RUNNERS, "pt2", lambda _: run)
+    monkeypatch.setattr(exporting, "_write", lambda _, file, *__: file.write_text("made"))
+    monkeypatch.setattr(exporting, "_runner", lambda _: run)

@@ -165,7 +165,7 @@ def answers(
     with dropping(False), torch.no_grad(), first_epoch(batches, seed):
         for index, inputs, targets in iterate(batches, name, labelled, ensemble.raw):
             features, logits = ensemble.features_and_logits(ensemble.prepare(inputs))
-            check_finite(features, f"features of batch {index}", name)
+            check_finite(features, f"features of batch {index} of {name}")
             labels = torch.zeros(features.shape[1], dtype=torch.long)
             if labelled:
                 labels = require_labels(targets, ensemble.num_classes, name, index).cpu()

@@ -51,7 +51,7 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     with dropping(False):
         for index, inputs, _ in iterate(batches, "batches", labelled=False):
             features, logits = model.features_and_logits(inputs)  # [1, B, d], [1, B, C]
-            check_finite(logits, f"logits of batch {index}", "batches")
+            check_finite(logits, f"logits of batch {index}")
             seen = append_one(model.readout.penultimate(features)[0].cpu().double(), biased)
             curvature.add(seen, logits[0].cpu().double())
     posterior = curvature.posterior(mean, settings.prior_precision)

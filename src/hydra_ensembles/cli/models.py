@@ -316,10 +316,10 @@ def _save(model: Any, folder: Path, *commands: str) -> None:
 
 def export(
     model: Model,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: NAME.onnx or NAME.pt2.")],
-    tolerance: Annotated[float | None, typer.Option(help="How much answers may differ; 5e-5 for float32.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, NAME.onnx.")],
+    tolerance: Annotated[float, typer.Option(help="How much answers may differ.")] = 5e-5,
 ) -> None:
-    """Write a model as a file that runs elsewhere.
+    """Write a model as an ONNX file that runs elsewhere.
 
     It runs without this library; its answers are compared before it is kept.
 

@@ -21,7 +21,7 @@ from ..errors import DataError
 from ..files import expanded, read_file, read_object, write_atomically, write_json
 from ..metrics.bootstrap import Interval, Statistic, paired
 from ..metrics.distance import FittedName
-from ..metrics.ood import OodMetric, detection, flagged, of_counts, risk_curve, weighted_aurc
+from ..metrics.ood import OodMetric, detection, flagged, of_counts, risk_coverage, weighted_aurc
 from ..metrics.probabilities import (
     Convention,
     at_labels,
@@ -290,7 +290,7 @@ class Evaluation:
     def _classified(self, answers: Answers) -> dict[str, float]:
         """How well a labelled set is classified, and how well its confidence is calibrated."""
         confidence, right = answers["confidence"], answers["accuracy"]
-        curve = risk_curve(answers[f"score:{self.score}"], ~right)
+        curve = risk_coverage(answers[f"score:{self.score}"], ~right)
         return {
             **{name: mean(answers[name]) for name in _MEASURED},
             "ece": of_all(weighted_ece, confidence, right),

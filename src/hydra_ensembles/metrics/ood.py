@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..settings import PositiveShare, require
-from .probabilities import Convention, check_same_length, check_scores
+from .probabilities import Convention, check_scores
 
 OodMetric = Literal["auroc", "aupr", "fpr95"]
 
@@ -61,24 +61,10 @@ class RiskCoverage:
 
 def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
     """Risk at every coverage, from scores `[B]` and whether (bool) or how much (float) each answer is wrong."""
-    check_same_length({"scores": len(check_scores(scores, "scores")), "errors": len(check_scores(errors, "errors"))})
+    if len(check_scores(scores, "scores")) != len(check_scores(errors, "errors")):
+        raise DataError(f"got {len(scores)} scores, {len(errors)} errors; every sample needs one of each")
     if not errors.is_floating_point() and bool((errors > 1).any()):
         raise DataError(f"errors are {errors.dtype} above 1, like labels; give predicted != labels, or float losses")
-    return risk_curve(scores, errors)
-
-
-def aurc(scores: Tensor, errors: Tensor) -> float:
-    """Area under the risk-coverage curve, as `RiskCoverage.area` defines it; ties count by their mean error."""
-    return risk_coverage(scores, errors).area
-
-
-def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: float = 0.8) -> float:
-    """Mean error when at least this share of the samples is answered, the most certain ones."""
-    return risk_coverage(scores, errors).at(coverage)
-
-
-def risk_curve(scores: Tensor, errors: Tensor) -> RiskCoverage:
-    """`risk_coverage` without checks."""
     _, run_of, sizes = scores.detach().cpu().unique(return_inverse=True, return_counts=True)  # runs of equal scores
     wrong = sizes.new_zeros(len(sizes), dtype=torch.float64).index_add(0, run_of, errors.detach().cpu().double())
     answered = torch.arange(1, len(scores) + 1, dtype=torch.float64, device="cpu")
@@ -86,6 +72,11 @@ def risk_curve(scores: Tensor, errors: Tensor) -> RiskCoverage:
     missing = sizes.cumsum(dim=0)[run] - answered  # samples of its run that are not answered yet
     risk = (wrong.cumsum(dim=0)[run] - wrong[run] * missing / sizes[run]) / answered
     return RiskCoverage(coverage=answered / len(run), risk=risk)
+
+
+def aurc(scores: Tensor, errors: Tensor) -> float:
+    """Area under the risk-coverage curve, as `RiskCoverage.area` defines it; ties count by their mean error."""
+    return risk_coverage(scores, errors).area
 
 
 def weighted_aurc(weights: Tensor, scores: Tensor, errors: Tensor) -> Tensor:

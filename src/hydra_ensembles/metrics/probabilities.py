@@ -198,11 +198,6 @@ def differing_pairs(member_probs: Tensor) -> Tensor:
 # --- checks of inputs, made once by public functions --------------------------------------------------------
 
 
-def where(name: str | None) -> str:
-    """Start of an error message: the name of the data, if known."""
-    return "" if name is None else f"{name}: "
-
-
 def at_least_float32(values: Tensor) -> Tensor:
     """Cast half precision, in which counts and sums saturate, to float32; keep float32 and float64."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
@@ -213,26 +208,14 @@ def mean(values: Tensor) -> float:
     return values.detach().cpu().double().mean().item()
 
 
-def check_finite(values: Tensor, quantity: str, name: str | None = None) -> None:
+def check_finite(values: Tensor, quantity: str) -> None:
     """Raise for NaN and infinity; the error says how many there are and where the first one is."""
-    finite = torch.isfinite(values)
-    if not bool(finite.all()):
-        bad = (~finite).nonzero()
-        count = f"{where(name)}{len(bad)} of {values.numel()} {quantity} are NaN or infinite"
+    bad = (~torch.isfinite(values)).nonzero()
+    if len(bad):
+        count = f"{len(bad)} of {values.numel()} {quantity} are NaN or infinite"
         raise DataError(
             f"{count}, the first at index {tuple(bad[0].tolist())}; look for NaN and overflow in the inputs"
         )
-
-
-def check_same_length(lengths: dict[str, int], name: str | None = None) -> int:
-    """Raise for arrays of different lengths and for empty ones; returns the common length."""
-    length, *others = lengths.values()
-    if any(other != length for other in others):
-        listing = ", ".join(f"{length} {quantity}" for quantity, length in lengths.items())
-        raise DataError(f"{where(name)}got {listing}; every sample needs one of each, in the same order")
-    if length == 0:
-        raise DataError(f"{where(name)}got no samples; at least one is needed: check how the set was loaded")
-    return length
 
 
 def check_scores(scores: Tensor, quantity: str) -> Tensor:
@@ -247,32 +230,16 @@ def check_scores(scores: Tensor, quantity: str) -> Tensor:
     return scores.detach()
 
 
-def check_labels(labels: Any, samples: int, classes: int, name: str | None = None) -> Tensor:
-    """Class indices `[B]` as int64, from a tensor, an array or a list; requires one for each sample."""
-    source = "the data" if name is None else name
-    check_same_length({"samples": samples}, name)
-    return within_classes(read_labels(labels, samples, source).detach(), classes, source)
-
-
 def check_probs(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     """Probabilities `[B, C]` in at least float32, clamped to [0, 1], and class indices `[B]`, on one device."""
-    if probs.ndim != 2:
-        raise DataError(f"probabilities must have shape [B, C], but have {list(probs.shape)}")
-    targets = check_labels(labels, samples=probs.shape[0], classes=probs.shape[1])
-    return check_rows(probs), targets.to(probs.device)
-
-
-def check_rows(probs: Tensor) -> Tensor:
-    """Probabilities `[…, C]` in at least float32, clamped to [0, 1]; raises for logits, accepts zero rows."""
-    if probs.shape[-1] < 2 or not probs.is_floating_point():
-        kind = f"{probs.dtype} over {probs.shape[-1]}"
-        raise DataError(f"probabilities must be floating point over two classes or more (1 - p and p), but are {kind}")
+    if probs.ndim != 2 or 0 in probs.shape or probs.shape[1] < 2 or not probs.is_floating_point():
+        what = f"{probs.dtype} {list(probs.shape)}"
+        raise DataError(f"probabilities must be floating point [B, C], of two classes or more, but are {what}")
+    targets = within_classes(read_labels(labels, len(probs), "the data").detach(), probs.shape[1], "the data")
     check_finite(probs, "probabilities")
     tolerance = _ROW_SUM_TOLERANCE.get(probs.dtype, 1e-3)
     probs = at_least_float32(probs.detach())
-    if probs.numel() and (probs.min() < -tolerance or (probs.sum(-1) - 1).abs().max() > tolerance):
-        raise DataError(
-            f"rows must be probabilities and sum to one, got {probs.flatten(0, -2)[0].tolist()[:4]}, …; "
-            "apply a softmax first if these are logits"
-        )
-    return probs.clamp(0, 1)
+    if probs.min() < -tolerance or (probs.sum(-1) - 1).abs().max() > tolerance:
+        first = probs[0].tolist()[:4]
+        raise DataError(f"rows must be probabilities and sum to one, got {first}, …; of logits take the softmax first")
+    return probs.clamp(0, 1), targets.to(probs.device)

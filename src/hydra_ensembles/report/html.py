@@ -20,7 +20,7 @@ from .._utils import __version__, library
 from ..errors import ConfigError
 from ..evaluation.evaluation import Evaluation
 from ..files import expanded, write_atomically
-from ..metrics.ood import risk_curve, roc_curve
+from ..metrics.ood import risk_coverage, roc_curve
 from ..metrics.probabilities import reliability_bins
 from ..model.cost import Cost
 from .compare import Column, Comparison, Runs, columns_for, compare, group_runs, to_csv, to_markdown
@@ -251,7 +251,7 @@ def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
     with _drawn(446, 270) as (figure, (axes,)):
         for series, (name, run) in enumerate(methods.items()):
             answers = run.sets[run.id_name]
-            curve = risk_curve(answers[f"score:{run.score}"], ~answers["accuracy"])
+            curve = risk_coverage(answers[f"score:{run.score}"], ~answers["accuracy"])
             top = max(top, float(curve.risk[curve.coverage >= 0.1].max()))  # of very few answers the risk is noisy
             _line(axes, curve.coverage, curve.risk, series, name == focus)
             for kept in [*run.promises.values()][:1]:  # certified: the dot lies below its promised risk

@@ -1,7 +1,6 @@
-"""Export of ensembles for other runtimes: trace, write, run, compare with the original, then store."""
+"""Export of ensembles to ONNX: trace, write, run, compare with the original, then store."""
 
 import copy
-import io
 import json
 import logging
 import os
@@ -11,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,11 +28,9 @@ from ..settings import to_plain
 from .protocol import REASON_WORDS, Answering, Arrays, output_fields
 from .rows import Field, input_fields
 
-Format = Literal["onnx", "pt2"]
 Named = Mapping[str, Tensor]
-RunFile = Callable[[Named], Arrays]
 
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
+TOLERANCE = 5e-5  # how much answers may differ, as a part of 1 + the largest number of a row
 DISTANCES = 100  # factor on the tolerance for feature distances: squares, expanded into larger terms that cancel
 RANKED, RANKS = ("p_value", "familiarity"), 0.1  # they jump at held-out scores
 DECIDED, TIES = ("label", "accept", "reason", "disagreement", "confidence"), 2  # rows that may flip, being near a tie
@@ -44,72 +41,55 @@ DATA, TOKENIZER, ABOUT = ".data", ".tokenizer.json", ".json"  # suffixes of file
 
 @without_autocast()
 def export(
-    ensemble: Ensemble,
-    path: str | Path,
-    format: Format | None = None,
-    *,
-    tolerance: float | None = None,
+    ensemble: Ensemble, path: str | Path, format: Literal["onnx"] = "onnx", *, tolerance: float = TOLERANCE
 ) -> Path:
-    """Write an ensemble, with calibration, familiarity and verdict, as a file that runs without this library.
+    """Write an ensemble, with calibration, familiarity and verdict, as an ONNX file that runs without this library.
 
     The file takes preprocessed inputs (`pixel_values`; `input_ids` and what belongs to it) and returns the outputs of
     `serve.outputs` by name. Batches may have any number of samples, and texts any number of tokens; images have the
     size of the model. Next to it are `NAME.json` (inputs, outputs, class names, preprocessing), for texts
-    `NAME.tokenizer.json`, and for ONNX above 2 GB the weights, `NAME.data`.
+    `NAME.tokenizer.json`, and above 2 GB the weights, `NAME.data`.
 
-    Before the file is stored it is run in its own runtime and compared with the ensemble, on random inputs of
+    Before the file is stored it is run by ONNX Runtime on the CPU and compared with the ensemble, on random inputs of
     several sizes. If answers differ, nothing is written.
 
     Args:
-        ensemble: A classifier; a zero-shot one, too.
-        path: The file; an earlier one is replaced.
-        format: `"onnx"` (ONNX Runtime, CPU) or `"pt2"` (`torch.export.load`), which is also the suffix of the file, and
-            is taken from there if it is not given.
-        tolerance: How much answers may differ, as a part of 1 + the largest number of a row; 5e-5 for float32.
-            Feature distances may differ 100 times as much.
+        ensemble: A classifier in float32; a zero-shot one, too.
+        path: The file, `NAME.onnx`; an earlier one is replaced.
+        format: Only ONNX so far.
+        tolerance: How much answers may differ, as a part of 1 + the largest number of a row. Feature distances may
+            differ 100 times as much.
 
     Examples:
-        >>> import timm, torch, hydra_ensembles as he
+        >>> import onnxruntime, timm, torch, hydra_ensembles as he
         >>> model = timm.create_model("test_vit", img_size=32, depth=1, num_classes=3).eval()
-        >>> base = he.convert(model)
-        >>> path = he.export(base, "model.pt2")
-        >>> torch.export.load(path).module()(pixel_values=torch.randn(2, 3, 32, 32))["label"].shape
-        torch.Size([2])
+        >>> path = he.export(he.convert(model), "model.onnx")
+        >>> pixels = torch.randn(2, 3, 32, 32).numpy()
+        >>> onnxruntime.InferenceSession(path).run(["label"], {"pixel_values": pixels})[0].shape
+        (2,)
     """
-    path = expanded(path)
-    format = _format(path, format)
-    ensemble = require_ensemble(ensemble, "export")
-    outputs = output_fields(ensemble)
-    if format == "onnx":
-        for name in ("onnx", "onnxscript", "onnxruntime"):
-            library(name, extra="onnx")
-        if ensemble.dtype != torch.float32:
-            raise ConfigError(f"the ensemble is {ensemble.dtype}; ONNX Runtime runs float32 here: use ensemble.float()")
-    allowed = TOLERANCES[ensemble.dtype] if tolerance is None else tolerance
-    model = copy.deepcopy(ensemble).cpu() if format == "onnx" and ensemble.device.type != "cpu" else ensemble
-    answering, inputs = Answering(model), input_fields(model)
+    path, ensemble = expanded(path), require_ensemble(ensemble, "export")
+    if format != "onnx" or path.suffix.lower() != ".onnx":
+        raise ConfigError(f"{path} as {format} cannot be written; files are ONNX: name it with the suffix .onnx")
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        library(name, extra="onnx")
+    if ensemble.dtype != torch.float32:
+        raise ConfigError(f"the ensemble is {ensemble.dtype}; ONNX Runtime runs float32 here: use ensemble.float()")
+    model = ensemble if ensemble.device.type == "cpu" else copy.deepcopy(ensemble).cpu()
+    answering, inputs, outputs = Answering(model), input_fields(model), output_fields(model)
     batches = [_random(model, inputs, *size) for size in COMPARED]
-    with torch.no_grad(), dropping(False):
-        expected = [_arrays(answering(**batch)) for batch in batches]  # first: caches familiarity on the device
-        with _staged(path) as file:
-            about = _about(model, format, inputs, outputs)
-            with _quiet(format):
-                program = _traced(answering, _random(model, inputs, *TRACED), inputs, model)
-                _WRITERS[format](program, file, inputs, outputs, about)
-                run = _RUNNERS[format](file)
-                _compare(_joined(map(run, batches)), _joined(expected), model, allowed, format)
-            preprocessing = model.metadata.preprocessing
-            if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
-                file.with_name(f"{file.name}{TOKENIZER}").write_text(preprocessing.tokenizer, encoding="utf-8")
-            write_json(file.with_name(f"{file.name}{ABOUT}"), about)
+    with torch.no_grad(), dropping(False), _staged(path) as file:
+        expected = [_arrays(answering(**batch)) for batch in batches]
+        about = _about(model, inputs, outputs)
+        with _quiet():
+            _write(_traced(answering, _random(model, inputs, *TRACED), inputs, model), file, inputs, outputs, about)
+            run = _runner(file)
+            _compare(_joined(map(run, batches)), _joined(expected), model, tolerance)
+        preprocessing = model.metadata.preprocessing
+        if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
+            file.with_name(f"{file.name}{TOKENIZER}").write_text(preprocessing.tokenizer, encoding="utf-8")
+        write_json(file.with_name(f"{file.name}{ABOUT}"), about)
     return path
-
-
-def _format(path: Path, format: Format | None) -> Format:
-    suffix = path.suffix.lower().removeprefix(".")
-    if suffix not in get_args(Format) or format not in (None, suffix):
-        raise ConfigError(f"{path} has the suffix {path.suffix!r}; use .onnx for onnx, .pt2 for pt2")
-    return "onnx" if suffix == "onnx" else "pt2"
 
 
 @contextmanager
@@ -136,7 +116,7 @@ def _staged(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _quiet(format: Format) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Silence exporters' warnings and logs, which concern their own code; report a failure in one line."""
     logging.disable(logging.WARNING)
     try:
@@ -146,8 +126,7 @@ def _quiet(format: Format) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        problem = f"torch {torch.__version__} cannot export this ensemble as {format}: {reason}"
-        raise ConversionError(f"{problem}; nothing was written. The other format may do") from error
+        raise ConversionError(f"torch {torch.__version__} cannot export this ensemble: {reason}") from error
     finally:
         logging.disable(logging.NOTSET)
 
@@ -160,8 +139,7 @@ def _random(ensemble: Ensemble, inputs: Sequence[Field], samples: int, tokens: i
     generator = torch.Generator().manual_seed(samples)
     stem = ensemble.config.stem
     if isinstance(stem, PatchStemConfig):
-        images = torch.randn(samples, *inputs[0].shape, generator=generator)
-        return {inputs[0].name: images.to(ensemble.device, ensemble.dtype)}
+        return {inputs[0].name: torch.randn(samples, *inputs[0].shape, generator=generator)}
     tokens = min(tokens, stem.max_tokens)
     lengths = torch.randint(1, tokens + 1, (samples, 1), generator=generator)
     tensors = {
@@ -169,11 +147,11 @@ def _random(ensemble: Ensemble, inputs: Sequence[Field], samples: int, tokens: i
         "attention_mask": (torch.arange(tokens)[None] < lengths).long(),
         "token_type_ids": torch.randint(0, max(stem.segments, 1), (samples, tokens), generator=generator),
     }
-    return {field.name: tensors[field.name].to(ensemble.device) for field in inputs}
+    return {field.name: tensors[field.name] for field in inputs}
 
 
 def _arrays(outputs: Named) -> Arrays:
-    return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
+    return {name: tensor.numpy() for name, tensor in outputs.items()}
 
 
 def _joined(batches: Iterable[Arrays]) -> Arrays:
@@ -182,13 +160,13 @@ def _joined(batches: Iterable[Arrays]) -> Arrays:
     return {name: np.concatenate([batch[name] for batch in several]) for name in several[0]}
 
 
-def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float, format: Format) -> None:
+def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float) -> None:
     """Raise `ConversionError` if an output differs by more than is allowed."""
     familiarity = ensemble.metadata.familiarity
     distances = () if familiarity is None else familiarity.settings.scores
     for name, values in expected.items():
         if actual[name].shape != values.shape:
-            raise ConversionError(f"{name} of the {format} file is {actual[name].shape}, expected {values.shape}")
+            raise ConversionError(f"{name} of the file is {actual[name].shape}, expected {values.shape}")
         difference = np.abs(actual[name].astype(np.float64) - values.astype(np.float64))
         # rounding errors of a small logit scale with the largest value of its row
         size = np.abs(values.astype(np.float64)).max(axis=tuple(range(1, values.ndim)), keepdims=True, initial=0.0)
@@ -196,12 +174,12 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
         near = (difference <= (RANKS if name in RANKED else limit)).reshape(len(values), -1).all(axis=1)  # not for NaN
         if np.count_nonzero(~near) > (TIES if name in DECIDED else 0):
             raise ConversionError(
-                f"the {format} file answers differently: {name} differs by {np.max(difference):.3g} in {len(values)} "
+                f"the file answers differently: {name} differs by {np.max(difference):.3g} in {len(values)} "
                 f"rows; nothing was written. If that is good enough, give a tolerance larger than {allowed}"
             )
 
 
-# --- formats --------------------------------------------------------------------------------------------------------
+# --- ONNX -----------------------------------------------------------------------------------------------------------
 
 
 def _traced(answering: Answering, example: Named, inputs: Sequence[Field], ensemble: Ensemble) -> Any:
@@ -213,7 +191,7 @@ def _traced(answering: Answering, example: Named, inputs: Sequence[Field], ensem
     return torch.export.export(answering, (), dict(example), dynamic_shapes=shapes, strict=False)
 
 
-def _write_onnx(
+def _write(
     program: Any, file: Path, inputs: Sequence[Field], outputs: Sequence[Field], about: Mapping[str, Any]
 ) -> None:
     names: dict[str, Any] = {"input_names": [f.name for f in inputs], "output_names": [f.name for f in outputs]}
@@ -224,14 +202,6 @@ def _write_onnx(
     assert exported is not None
     exported.model.metadata_props.update({key: json.dumps(value, ensure_ascii=False) for key, value in about.items()})
     exported.save(file)
-
-
-def _write_pt2(
-    program: Any, file: Path, inputs: Sequence[Field], outputs: Sequence[Field], about: Mapping[str, Any]
-) -> None:
-    content = io.BytesIO()  # torch aborts the process if it cannot write to a disk
-    torch.export.save(program, content)
-    file.write_bytes(content.getbuffer())
 
 
 def _translations() -> dict[Any, Any]:
@@ -251,7 +221,7 @@ def _translations() -> dict[Any, Any]:
     return {aten.special_entr.default: entropy, aten.searchsorted.Tensor: below}
 
 
-def _run_onnx(file: Path) -> RunFile:
+def _runner(file: Path) -> Callable[[Named], Arrays]:
     runtime = library("onnxruntime", extra="onnx")
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors
@@ -260,16 +230,7 @@ def _run_onnx(file: Path) -> RunFile:
     return lambda inputs: dict(zip(names, session.run(None, _arrays(inputs)), strict=True))
 
 
-def _run_pt2(file: Path) -> RunFile:
-    model = torch.export.load(file).module()
-    return lambda inputs: _arrays(model(**inputs))
-
-
-_WRITERS: Mapping[Format, Callable[..., None]] = {"onnx": _write_onnx, "pt2": _write_pt2}
-_RUNNERS: Mapping[Format, Callable[[Path], RunFile]] = {"onnx": _run_onnx, "pt2": _run_pt2}
-
-
-def _about(ensemble: Ensemble, format: Format, inputs: Sequence[Field], outputs: Sequence[Field]) -> dict[str, Any]:
+def _about(ensemble: Ensemble, inputs: Sequence[Field], outputs: Sequence[Field]) -> dict[str, Any]:
     """Everything needed to run the file."""
 
     def listed(fields: Sequence[Field]) -> list[dict[str, Any]]:
@@ -280,9 +241,8 @@ def _about(ensemble: Ensemble, format: Format, inputs: Sequence[Field], outputs:
     if preprocessing is not None:
         preprocessing.pop("tokenizer", None)  # has its own file
     return {
-        "format": format,
+        "format": "onnx",
         "made_by": f"hydra_ensembles {__version__}, torch {torch.__version__}",
-        "device": ensemble.device.type,
         "inputs": listed(inputs),
         "outputs": listed(outputs),
         "labels": list(ensemble.metadata.labels),

@@ -71,8 +71,8 @@ def test_score_has_a_row_for_every_item_and_resumes(safe: Path, world: Path, tmp
 
 
 def test_export_writes_what_the_library_writes(safe: Path, tmp_path: Path) -> None:
-    succeed("export", safe, tmp_path / "model.pt2")
-    assert (tmp_path / "model.pt2").exists()
+    succeed("export", safe, tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx").exists()
     fail("export", safe, tmp_path / "model.txt")
 
 

@@ -9,7 +9,7 @@ from cases import random_probs, random_scores, updated
 from sklearn import metrics as sklearn_metrics
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.metrics import aupr, aurc, auroc, fpr95, risk_at_coverage, risk_coverage, roc_curve
+from hydra_ensembles.metrics import aupr, aurc, auroc, fpr95, risk_coverage, roc_curve
 
 T = torch.tensor
 
@@ -105,17 +105,17 @@ def test_risk_coverage_by_hand():
     assert risk_coverage(scores, errors).coverage.tolist() == [0.25, 0.5, 0.75, 1]
     assert aurc(scores, errors) == pytest.approx((0 + 1 / 6 + 5 / 12) * 0.25 / 0.75)
     for coverage, risk in ((0.5, 0), (0.51, 1 / 3), (1.0, 0.5)):
-        assert risk_at_coverage(scores, errors, coverage) == pytest.approx(risk)
-    assert aurc(T([0.5]), T([True])) == risk_at_coverage(T([0.5]), T([True]), 0.1) == 1  # one sample
+        assert risk_coverage(scores, errors).at(coverage) == pytest.approx(risk)
+    assert aurc(T([0.5]), T([True])) == risk_coverage(T([0.5]), T([True])).at(0.1) == 1  # one sample
     errors = torch.zeros(100)
     errors[7] = 1  # the eighth sample
     assert 100 * 0.07 > 7  # coverage is not lost to rounding
-    assert risk_at_coverage(torch.arange(100.0), errors, 0.07) == 0
+    assert risk_coverage(torch.arange(100.0), errors).at(0.07) == 0
 
 
 def test_ties_count_by_their_mean_error_over_all_orders():
     """One member has zero mutual information everywhere: the result must not depend on the order of the data."""
-    assert risk_at_coverage(torch.zeros(1000), torch.arange(1000) < 130, 0.5) == pytest.approx(0.13)
+    assert risk_coverage(torch.zeros(1000), torch.arange(1000) < 130).at(0.5) == pytest.approx(0.13)
     scores, errors = T([0.2, 0.1, 0.2, 0.2, 0.5, 0.5, 0.1]), T([0.0, 1.0, 2.0, 0.5, 0.0, 3.0, 0.0])
     within = (itertools.permutations(torch.where(scores == one)[0].tolist()) for one in scores.unique())
     risks = []
@@ -135,10 +135,10 @@ def test_risk_coverage_equals_the_referee(referee, quiet):
         assert aurc(-confidence, errors) == pytest.approx(updated(referee.AURC(), probs, labels), abs=1e-5), seed
         for coverage in (0.25, 0.8, 1.0):
             expected = updated(referee.RiskAtxCov(coverage), probs, labels)
-            assert risk_at_coverage(-confidence, errors, coverage) == pytest.approx(expected, abs=1e-6), seed
+            assert risk_coverage(-confidence, errors).at(coverage) == pytest.approx(expected, abs=1e-6), seed
 
 
-DETECTION, RISK = (auroc, aupr, fpr95, roc_curve), (risk_coverage, aurc, risk_at_coverage)
+DETECTION, RISK = (auroc, aupr, fpr95, roc_curve), (risk_coverage, aurc)
 
 
 @pytest.mark.parametrize(
