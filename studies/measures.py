@@ -16,7 +16,7 @@ import torch
 from scipy.special import ndtri, stdtrit  # quantiles; scipy.stats has them too, but takes a second to import
 
 from hydra_ensembles.metrics import aurc
-from hydra_ensembles.metrics.probabilities import of_all, weighted_adaptive_ece
+from hydra_ensembles.metrics.probabilities import equal_width_groups, of_all, weighted_adaptive_ece
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
@@ -220,8 +220,8 @@ def _mean(values: Floats, inside: str) -> Number:
 def _ece(confidence: Floats, correct: Floats, inside: str) -> Number:
     """ECE over 15 equal-width bins; a sample's influence has the sign of its bin's gap."""
     gaps = correct - confidence
-    bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
-    signs = np.sign(np.bincount(bins, gaps, BINS))[bins]
+    bins = equal_width_groups(torch.from_numpy(confidence), BINS).numpy()
+    signs = np.sign(np.bincount(bins, gaps))[bins]
     value = float((signs * gaps).mean())
     return Number(value, {inside: signs * gaps - value})
 

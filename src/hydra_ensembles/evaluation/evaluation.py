@@ -296,6 +296,7 @@ class Evaluation:
             "ece": of_all(weighted_ece, confidence, right),
             "aece": of_all(weighted_adaptive_ece, confidence, right),
             "aurc": curve.area,
+            "augrc": curve.generalized_area,
             **{f"risk@{coverage:.2f}": curve.at(coverage) for coverage in COVERAGES},
         }
 

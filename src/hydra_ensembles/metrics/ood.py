@@ -45,9 +45,17 @@ class RiskCoverage:
     @property
     def area(self) -> float:
         """Trapezoidal area under the curve, divided by the width it spans; for one sample, its risk."""
-        if len(self.risk) == 1:
-            return self.risk.item()
-        return torch.trapezoid(self.risk, self.coverage).item() / (1 - 1 / len(self.risk))
+        return self._area(self.risk)
+
+    @property
+    def generalized_area(self) -> float:
+        """Area under risk times coverage, the share of all samples that are answered wrongly; errors count once."""
+        return self._area(self.risk * self.coverage)
+
+    def _area(self, heights: Tensor) -> float:
+        if len(heights) == 1:
+            return heights.item()
+        return torch.trapezoid(heights, self.coverage).item() / (1 - 1 / len(heights))
 
     def at(self, coverage: float) -> float:
         """Mean error when at least this share of the samples is answered, the most certain ones."""
@@ -77,6 +85,11 @@ def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
 def aurc(scores: Tensor, errors: Tensor) -> float:
     """Area under the risk-coverage curve, as `RiskCoverage.area` defines it; ties count by their mean error."""
     return risk_coverage(scores, errors).area
+
+
+def augrc(scores: Tensor, errors: Tensor) -> float:
+    """Area under the generalized risk-coverage curve, as `RiskCoverage.generalized_area` defines it."""
+    return risk_coverage(scores, errors).generalized_area
 
 
 def weighted_aurc(weights: Tensor, scores: Tensor, errors: Tensor) -> Tensor:

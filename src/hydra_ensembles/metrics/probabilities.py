@@ -109,7 +109,7 @@ def of_all(statistic: Callable[..., Tensor], *columns: Tensor, **options: Any) -
 
 def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> ReliabilityBins:
     """The bins of `ece` from what `top_label` returns; a confidence of exactly 1 is shown in the last bin."""
-    groups = _equal_width_groups(confidence, bins).clamp(max=bins - 1)
+    groups = equal_width_groups(confidence, bins).clamp(max=bins - 1)
     count = torch.bincount(groups, minlength=bins)
     return ReliabilityBins(
         edges=torch.linspace(0, 1, bins + 1, dtype=torch.float64, device="cpu"),
@@ -119,7 +119,7 @@ def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -
     )
 
 
-def _equal_width_groups(confidence: Tensor, bins: int) -> Tensor:
+def equal_width_groups(confidence: Tensor, bins: int) -> Tensor:
     """The bin of each sample; a confidence of exactly one has its own, number `bins`.
 
     Computed in float32, as in torchmetrics, so that a confidence on an edge lands in the same bin.
@@ -139,7 +139,7 @@ def weighted_mean(weights: Tensor, values: Tensor) -> Tensor:
 def weighted_ece(weights: Tensor, confidence: Tensor, correct: Tensor, bins: int = BINS) -> Tensor:
     """`ece`, from what `top_label` returns, under each row of weights `[R, B]`: `[R]`."""
     gaps = weights * (correct.double() - confidence.double())  # [R, B]
-    sums = weights.new_zeros(len(weights), bins + 1).index_add(1, _equal_width_groups(confidence, bins), gaps)
+    sums = weights.new_zeros(len(weights), bins + 1).index_add(1, equal_width_groups(confidence, bins), gaps)
     return sums.abs().sum(dim=1) / weights.sum(dim=1)
 
 

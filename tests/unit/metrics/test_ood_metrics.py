@@ -9,7 +9,7 @@ from cases import random_probs, random_scores, updated
 from sklearn import metrics as sklearn_metrics
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.metrics import aupr, aurc, auroc, fpr95, risk_coverage, roc_curve
+from hydra_ensembles.metrics import augrc, aupr, aurc, auroc, fpr95, risk_coverage, roc_curve
 
 T = torch.tensor
 
@@ -104,6 +104,7 @@ def test_risk_coverage_by_hand():
     scores, errors = T([0.3, 0.1, 0.2, 0.4]), T([True, False, False, True])
     assert risk_coverage(scores, errors).coverage.tolist() == [0.25, 0.5, 0.75, 1]
     assert aurc(scores, errors) == pytest.approx((0 + 1 / 6 + 5 / 12) * 0.25 / 0.75)
+    assert augrc(scores, errors) == pytest.approx((0 + 1 / 8 + 3 / 8) * 0.25 / 0.75)
     for coverage, risk in ((0.5, 0), (0.51, 1 / 3), (1.0, 0.5)):
         assert risk_coverage(scores, errors).at(coverage) == pytest.approx(risk)
     assert aurc(T([0.5]), T([True])) == risk_coverage(T([0.5]), T([True])).at(0.1) == 1  # one sample
@@ -133,12 +134,13 @@ def test_risk_coverage_equals_the_referee(referee, quiet):
             continue  # with equal confidences the reference's sort order is undefined
         errors = predicted != labels
         assert aurc(-confidence, errors) == pytest.approx(updated(referee.AURC(), probs, labels), abs=1e-5), seed
+        assert augrc(-confidence, errors) == pytest.approx(updated(referee.AUGRC(), probs, labels), abs=1e-5), seed
         for coverage in (0.25, 0.8, 1.0):
             expected = updated(referee.RiskAtxCov(coverage), probs, labels)
             assert risk_coverage(-confidence, errors).at(coverage) == pytest.approx(expected, abs=1e-6), seed
 
 
-DETECTION, RISK = (auroc, aupr, fpr95, roc_curve), (risk_coverage, aurc)
+DETECTION, RISK = (auroc, aupr, fpr95, roc_curve), (risk_coverage, aurc, augrc)
 
 
 @pytest.mark.parametrize(
