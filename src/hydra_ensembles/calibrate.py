@@ -16,15 +16,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._utils import warn, without_autocast
-from .batches import Batches, a_few
+from .batches import Batches, a_few, read_batch, require_batches, size_of
 from .errors import ConfigError, DataError, TooFewSamplesError
-from .familiarity import Answered, copied_with, fit_on, read_answers, recognised, some_rows, with_earlier
+from .familiarity import (
+    Answered,
+    copied_with,
+    fit_on,
+    read_answers,
+    recognised,
+    sample_digests,
+    some_rows,
+    with_earlier,
+)
 from .metrics.conformal import Bins, Reference, rank_for, samples_for
 from .metrics.distance import FamiliarityChoice
 from .metrics.ood import aurc
-from .metrics.probabilities import log_mean_probs, mean
+from .metrics.probabilities import at_least_float32, log_mean_probs, mean
 from .model.dual_encoder import require_classifier
 from .model.ensemble import Ensemble, weights_of
+from .model.layers import dropping
 from .model.metadata import Calibration, Familiarity
 from .prediction import NEVER, ScoreName, Threshold, reaches, require_members_for
 from .promise import Promise, certify, one_of_each
@@ -82,6 +92,10 @@ def calibrate(
             certifies, and the promise is for a random row of a random group.
         score: What sureness is measured by: `msp` by the confidence, others by minus the score.
 
+    A model with several right labels an input is calibrated for each label by itself, on labels `[B, C]` of 0 and 1:
+    `risk` bounds the share of wrong answers, yes or no, among those accepted about a label, and all its promises hold
+    together with `confidence`. It has no familiarity.
+
     Raises:
         TooFewSamplesError: The rows are too few for this promise; the message says what they can promise.
 
@@ -90,10 +104,15 @@ def calibrate(
         >>> safe.predict(torch.randn(3, 3, 64, 64)).accept.shape
         torch.Size([3])
     """
-    weights = require_classifier(getattr(ensemble, "_orig_mod", ensemble), "calibrate")  # if compiled
+    weights = getattr(ensemble, "_orig_mod", ensemble)  # if compiled
     require_members_for(score, ensemble.num_members)
     if risk is not None and share is not None:
         raise ConfigError("risk and share are two promises; give one of them")
+    if isinstance(weights, Ensemble) and weights.config.readout.outputs == "labels":
+        if familiarity not in ("auto", None):
+            raise ConfigError("familiarity is not measured where inputs have several right labels; leave it out")
+        return _of_labels(weights, held_out, risk, confidence, 0.95 if share is None else share, train, groups, score)
+    require_classifier(weights, "calibrate")
     metadata = weights.metadata
     labels = weights.class_names
     asked = None if risk is None else _asked(risk, labels)
@@ -156,6 +175,75 @@ def calibrate(
         metrics={**metadata.metrics, **metrics},
         history=(*metadata.history, f"{line}; {why}" if why else line),
     )
+
+
+def _of_labels(
+    model: Ensemble,
+    held_out: Batches,
+    risk: Risk | None,
+    confidence: float | None,
+    share: float,
+    train: Batches | None,
+    groups: Sequence[Any] | None,
+    score: ScoreName,
+) -> Ensemble:
+    """`calibrate` of a model with several right labels: a temperature for all, a threshold and a promise for each."""
+    count = model.num_classes
+    labels = model.metadata.labels or tuple(map(str, range(count)))
+    asked = None if risk is None else _asked(risk, labels)
+    if asked is not None and asked.by_label is None:
+        if len(asked.points) > 1:
+            raise ConfigError("several right labels have one risk, or one for each label; give a number or a mapping")
+        asked = Asked(by_label=dict.fromkeys(range(count), asked.points))
+    logits, truth, digests = _read_labels(model, held_out, "held_out")
+    others = None if train is None else _read_labels(model, train, "train")
+    left_out = np.zeros(len(digests), bool) if others is None else np.isin(digests, others[2])
+    fit, certifies = map(torch.from_numpy, divided(digests, left_out, groups, 0.5 if others is None else 1.0))
+    fits, known = (logits[:, fit], truth[fit]) if others is None else others[:2]
+    if not len(known) or not bool(certifies.any()):
+        raise TooFewSamplesError(f"{len(known)} rows fit and {int(certifies.sum())} certify; give more rows")
+    questions = Calibration().of_labels(fits).answers.member_logits  # [M, n·C, 2]
+    plain = Calibration(fit_temperature(questions, known.flatten()), score=score)
+    answers, right = plain.of_labels(logits[:, certifies]).answers, truth[certifies].flatten()
+    about, correct = torch.arange(count).repeat(int(certifies.sum())), answers.label == right
+    if asked is None:
+        require("share", share, PositiveShare)
+        limits = [_of_share(answers.certainty[about == one], None, share).threshold for one in range(count)]
+        found = Rule(tuple(limit for limit in limits if isinstance(limit, float)), None)
+    else:
+        found = rule(answers.certainty, None, about, correct, labels, risk=asked, confidence=confidence)
+    accept = torch.from_numpy(found.accepts(answers.certainty, None, about))
+    calibration = replace(
+        plain, threshold=found.threshold, promises=found.promises, share=share if asked is None else None,
+        weights=weights_of(model), rows=some_rows(digests[certifies]),
+    )  # fmt: skip
+    line = f"calibrated for each of {count} labels: {int(certifies.sum())} of {len(digests)} held-out rows certify; "
+    line += f"temperature {plain.temperature:.4g}; {mean(accept):.2%} of answers accepted"
+    line += "".join(f"; {one}" for one in found.promises)
+    metrics = {**model.metadata.metrics, "validation/accuracy": mean(correct)}
+    history = (*model.metadata.history, line)
+    return copied_with(model, calibration=calibration, familiarity=None, metrics=metrics, history=history)
+
+
+def _read_labels(model: Ensemble, batches: Batches, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-odds `[M, n, C]`, labels of 0 and 1 `[n, C]`, and digests `[n]` of all rows."""
+    require_batches(batches, name)
+    parts = list[tuple[Tensor, Tensor, Tensor]]()
+    for index, batch in enumerate(batches):
+        inputs, _ = read_batch(batch, name, index, labelled=False)
+        given = batch.get("labels") if isinstance(batch, Mapping) else batch[1] if len(batch) == 2 else None
+        truth = torch.empty(0) if given is None else torch.as_tensor(given, device="cpu")
+        wanted = (size_of(inputs), model.num_classes)
+        if truth.shape != wanted or not bool(((truth == 0) | (truth == 1)).all()):
+            told = f"must be {list(wanted)} of 0 and 1, one for each label"
+            raise DataError(f"labels in batch {index} of {name} {told}; got {list(truth.shape)}")
+        with dropping(False), torch.no_grad():
+            logits = at_least_float32(model(model.prepare(inputs))).cpu()
+        parts.append((logits, truth.long(), sample_digests(inputs)))
+    if not parts:
+        raise DataError(f"{name} has no samples; check the loader, or that it was not consumed before")
+    logits = torch.cat([one[0] for one in parts], dim=1)
+    return logits, torch.cat([one[1] for one in parts]), torch.cat([one[2] for one in parts])
 
 
 # --- which rows certify ----------------------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from .errors import ConfigError, DataError, TooFewSamplesError
 from .familiarity import sample_digests
 from .files import expanded, remove
 from .metrics.conformal import conformal_threshold
-from .metrics.probabilities import at_least_float32
+from .metrics.probabilities import at_least_float32, class_logits
 from .model.cost import Description, attention_cost, interleaved_times, mlp_cost
+from .model.dual_encoder import require_classifier
 from .model.ensemble import Answering, Ensemble, restored_metadata, stored_metadata
 from .model.inputs import Prepared
 from .model.layers import OurModel, dropping
@@ -273,6 +274,8 @@ class Cascade(InTurn, OurModel, Saved):
         ours = [stage for stage in stages if isinstance(stage, Ensemble | Cascade)]
         if not ours:
             raise ConfigError("a cascade needs at least one stage that is an Ensemble; the others may be functions")
+        for stage in ours:
+            require_classifier(stage, "cascade")
         known = next((one.metadata for one in ours if one.metadata.labels), ours[0].metadata)
         self.num_classes, self.kind = ours[0].num_classes, ours[0].kind
         if metadata is None:
@@ -578,7 +581,7 @@ def _with_temperature(stage: Stage, rows: _Chosen) -> Stage:
     if not isinstance(stage, Ensemble) or stage.metadata.calibration is not None:
         return stage
     with torch.no_grad(), dropping(False):
-        logits = torch.cat([stage(inputs).float().cpu() for inputs in rows.inputs], dim=1)
+        logits = torch.cat([class_logits(stage(inputs)).float().cpu() for inputs in rows.inputs], dim=1)
     return stage.with_metadata(calibration=Calibration(fit_temperature(logits, torch.cat(rows.labels))))
 
 

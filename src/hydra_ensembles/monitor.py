@@ -258,7 +258,8 @@ class Monitor:
         """
         calibration = getattr(getattr(model, "metadata", None), "calibration", None)
         if calibration is None or not calibration.watched:
-            raise ConfigError("the model has no calibration to compare with; give what he.calibrate returned")
+            told = "give what he.calibrate returned for one right class"
+            raise ConfigError(f"the model has no calibration to compare with; {told}")
         promises = {f"promise of {one.label}" if one.label else "promise": one for one in calibration.in_force}
         self.identity: str = calibration.identity
         self.level = require("level", level, InnerShare)

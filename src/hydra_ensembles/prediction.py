@@ -17,7 +17,14 @@ from torch import Tensor
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
 from .metrics.distance import FittedName
-from .metrics.probabilities import EntropyParts, at_least_float32, differing_pairs, log_mean_probs, split_entropy
+from .metrics.probabilities import (
+    EntropyParts,
+    at_least_float32,
+    class_logits,
+    differing_pairs,
+    log_mean_probs,
+    split_entropy,
+)
 from .metrics.probabilities import check_finite as require_finite
 
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
@@ -88,7 +95,8 @@ class Prediction:
         """Derive everything from member logits.
 
         Args:
-            member_logits: `[M, B, C]`, finite, floating point, at least one member and two classes.
+            member_logits: `[M, B, C]`, finite, floating point, at least one member and two classes; or `[M, B, 1]`,
+                the log-odds of the second of two classes, whose first logit is then 0.
             threshold: Samples whose `certainty` is below it are not accepted; one number, or one for each label.
             score: What certainty is made of; `mutual_information` needs at least two members.
             class_names: One name per class.
@@ -366,6 +374,87 @@ class Prediction:
         return dataclasses.replace(self, member_logits=logits, unfamiliarity=fitted, stage=stage, forced=forced)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class LabelsPrediction:
+    """The answers of M members for B samples and C labels, each of which applies or not, whatever the others do.
+
+    All but the logits is computed on first use, from the `answers` to the B · C questions whether a label applies.
+    Indexing picks samples. `of` has the answers about one label, with all that a `Prediction` knows.
+
+    Examples:
+        >>> logits = torch.tensor([[[4.0, 1.0, -4.0]]])  # [members, samples, labels]
+        >>> answer = he.prediction.LabelsPrediction(logits, class_names=("toxic", "insult", "threat"))
+        >>> answer.label.tolist(), answer.names()
+        ([[1, 1, 0]], [['toxic', 'insult']])
+    """
+
+    member_logits: Tensor  # [M, B, C], log-odds
+    threshold: tuple[float, ...] | None = None  # the least accepted `certainty`, of each label
+    score_name: ScoreName = "msp"
+    class_names: tuple[str, ...] | None = None
+    temperature: float = 1.0
+
+    @cached_property
+    def answers(self) -> Prediction:
+        """The answers to all questions, sample by sample, as those of a classifier with the classes no and yes."""
+        logits = class_logits(self.member_logits.flatten(1)[..., None])  # [M, B·C, 2]
+        return Prediction(logits, score_name=self.score_name, temperature=self.temperature)
+
+    def of(self, label: int | str) -> Prediction:
+        """The answers whether one label applies, by its name or number."""
+        index = label if isinstance(label, int) else (self.class_names or ()).index(label)
+        limit = None if self.threshold is None else self.threshold[index]
+        logits = class_logits(self.member_logits[..., index, None])
+        return Prediction(logits, limit, self.score_name, ("no", "yes"), self.temperature)
+
+    def _each(self, values: Tensor) -> Tensor:
+        return values.unflatten(0, self.member_logits.shape[1:])  # [B·C] -> [B, C]
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """`[B, C]`, the calibrated probability that each label applies: the mean over members of its sigmoid."""
+        return self._each(self.answers.probs[:, 1])
+
+    @cached_property
+    def label(self) -> Tensor:
+        """`[B, C]`, 1 where a label applies and 0 where not."""
+        return self._each(self.answers.label)
+
+    @cached_property
+    def confidence(self) -> Tensor:
+        """`[B, C]`, the calibrated probability of `label`."""
+        return self._each(self.answers.confidence)
+
+    @cached_property
+    def accept(self) -> Tensor | None:
+        """`[B, C]` of bool: whether the answer about each label is sure enough; None without thresholds."""
+        if self.threshold is None:
+            return None
+        certainty = self._each(self.answers.certainty)
+        return certainty >= certainty.new_tensor(self.threshold)
+
+    def score(self, name: ScoreName | None = None) -> Tensor:
+        """`[B, C]`, how uncertain each answer is; see `Prediction.score`."""
+        return self._each(self.answers.score(name))
+
+    def names(self) -> list[list[str]]:
+        """The labels that apply to each sample."""
+        if self.class_names is None:
+            raise DataError("label names are unknown; give them to the model: model.with_metadata(labels=[...])")
+        pairs = ((self.class_names, row) for row in self.label.tolist())
+        return [[name for name, applies in zip(names, row, strict=True) if applies] for names, row in pairs]
+
+    def __len__(self) -> int:
+        return self.member_logits.shape[1]
+
+    def __getitem__(self, index: slice | Sequence[int] | Tensor) -> "LabelsPrediction":
+        return dataclasses.replace(self, member_logits=self.member_logits[:, index])
+
+    def __repr__(self) -> str:
+        members, samples, labels = self.member_logits.shape
+        return f"LabelsPrediction({samples} samples, {members} members, {labels} labels)"
+
+
 class Output(NamedTuple):
     """One quantity that a prediction reports for every sample."""
 
@@ -404,9 +493,9 @@ def own_logits(member_logits: Tensor, check_finite: bool = True) -> Tensor:
         got = list(member_logits.shape) if isinstance(member_logits, Tensor) else type(member_logits).__name__
         advice = "add a member axis to a single model's logits with .unsqueeze(0)"
         raise DataError(f"member logits must be floating point [members, samples, classes], got {got}; {advice}")
-    if member_logits.shape[0] < 1 or member_logits.shape[2] < 2:
-        raise DataError(f"member logits need at least 1 member and 2 classes, got {list(member_logits.shape)}")
-    logits = at_least_float32(member_logits)
+    if member_logits.shape[0] < 1 or member_logits.shape[2] < 1:
+        raise DataError(f"member logits need at least 1 member and 1 output, got {list(member_logits.shape)}")
+    logits = class_logits(at_least_float32(member_logits))
     if check_finite:
         require_finite(logits, "member logits [M, B, C]")
     return logits.clone() if logits is member_logits else logits

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._utils import derive_seed
 from ..batches import Batches, Inputs, epoch_of, in_model_order, labelled, require_rereadable, restored
 from ..errors import ConfigError, DataError
+from ..metrics.probabilities import class_logits
 from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..model.layers import dropping
@@ -114,7 +115,7 @@ def curvature(
     sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     with dropping(False), sdpa_kernel(SDPBackend.MATH):  # faster kernels have no second derivative
         for index, inputs, labels in batches:
-            logits = model(inputs)[0]  # [B, C]
+            logits = class_logits(model(inputs)[0])  # [B, C]
             loss = F.cross_entropy(logits, labels.to(logits.device))
             if not loss.isfinite():
                 raise DataError(f"batch {index} of train gives a loss of {loss.item()}; look for bad values in it")

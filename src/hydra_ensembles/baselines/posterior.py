@@ -43,9 +43,9 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     `batches` are the training data of the model, read once; labels are not used.
     """
     require_single(model, "laplace")
-    if model.readout.classifier is None or model.readout.distillation_classifier is not None:
-        raise ConfigError("laplace takes a model with one linear classifier, not class embeddings or two classifiers")
     classifier = model.readout.classifier
+    if classifier is None or model.readout.distillation_classifier is not None or classifier.weight.shape[1] < 2:
+        raise ConfigError("laplace takes a model with one linear classifier of several classes, no class embeddings")
     mean, biased = with_bias(classifier), classifier.bias is not None
     curvature = Curvature(*mean.shape)
     with dropping(False):

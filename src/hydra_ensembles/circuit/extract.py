@@ -32,6 +32,7 @@ from ..model.dual_encoder import (
     Templates,
     checked_names,
     checked_templates,
+    require_ensemble,
     require_model,
     zero_shot,
 )
@@ -116,8 +117,7 @@ def extract_circuit(
     dtype = dtype or ensemble.dtype
     device = local_device(require_device(device or ensemble.device))
     model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences)
-    if model.num_classes < 2:
-        raise ConfigError(f"a circuit needs answers to score, but this model has {model.num_classes} classes")
+    require_ensemble(model, "extract_circuit", classifies=True)
     id_batches = in_model_order(id_batches, "id_batches", model)
     if isinstance(ood_batches, str) and score != "acc":
         id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches

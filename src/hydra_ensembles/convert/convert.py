@@ -190,7 +190,10 @@ def _read_metadata(found: Found, config: EnsembleConfig, processor: Any) -> Meta
 
 
 def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> tuple[str, ...]:
-    theirs = _disambiguate(metadata.labels) if len(metadata.labels) == classes else ()
+    known = metadata.labels
+    if len(known) == 1 and classes == 2:  # the only output, and its absence
+        known = (f"not {known[0]}", *known)
+    theirs = _disambiguate(known) if len(known) == classes else ()
     if labels is None:
         return theirs
     names = tuple(labels)

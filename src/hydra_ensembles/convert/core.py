@@ -321,6 +321,8 @@ class Found:
         weight = self.parts("readout.classifier.weight")
         classes = weight[0].numel() // (features or weight[0].shape[-1]) if weight else 0
         bias = not classes or self.has("readout.classifier.bias")
+        if classes == 1 and num_labels is None:
+            return {"num_classes": 2, "bias": bias, "outputs": "odds"}
         return {"num_classes": number_of_classes(classes, num_labels), "bias": bias}
 
 
@@ -461,8 +463,6 @@ def number_of_classes(classes: int, num_labels: int | None) -> int:
     """Return the number of classes: the model's own, or `num_labels` if it has no classifier."""
     if num_labels is not None and num_labels < 2:
         raise ConversionError(f"num_labels must be at least 2, got {num_labels}")
-    if classes == 1:
-        raise ConversionError("the classifier has one output, but the probabilities here are a softmax of at least two")
     if classes and num_labels not in (None, classes):
         raise ConversionError(
             f"the model already has {classes} classes, but num_labels={num_labels} was given; leave it out, or remove "

@@ -50,12 +50,13 @@ def read_encoder(found: Found, config: Any, **settings: Any) -> EncoderConfig:
 
 
 def read_classifier(found: Found, num_labels: int | None) -> dict[str, Any]:
-    """Return the settings of a readout that follow from the classifier; raise if classes are not mutually exclusive."""
-    problem = getattr(found.model.config, "problem_type", None)
-    if found.has("readout.classifier.weight") and problem not in (None, "single_label_classification"):
-        why = "but the probabilities here are a softmax over mutually exclusive classes"
-        raise ConversionError(f"problem_type is {problem!r}, {why}")
-    return found.classifier(num_labels)
+    """Return the settings of a readout that follow from the classifier, and what its outputs mean."""
+    problem, settings = getattr(found.model.config, "problem_type", None), found.classifier(num_labels)
+    if not found.has("readout.classifier.weight"):
+        return settings
+    if problem == "regression":
+        raise ConversionError("problem_type is 'regression', so its outputs are no probabilities; if they are: None")
+    return settings | ({"outputs": "labels"} if problem == "multi_label_classification" else {})
 
 
 def metadata_of_classifier(model: Any) -> Metadata:
@@ -483,7 +484,8 @@ def _require_plain(model: Any, first: Any, behind: Sequence[Any]) -> None:
     if getattr(first, "do_lower_case", False):
         raise core.refuse("it lower-cases texts before its tokenizer does anything (do_lower_case)")
     activation = getattr(model, "activation_fn", None)  # of a CrossEncoder
-    if not isinstance(activation, nn.Identity | nn.Softmax | None):
+    several = isinstance(activation, nn.Sigmoid) and getattr(model, "num_labels", 1) > 1
+    if several or not isinstance(activation, nn.Identity | nn.Softmax | nn.Sigmoid | None):
         way = "if exactly one class is right, set model.activation_fn = torch.nn.Identity()"
         raise ConversionError(f"it answers with the {type(activation).__name__} of each class, not a softmax; {way}")
     kinds = [type(part).__name__ for part in behind]

@@ -24,7 +24,7 @@ from ..digest import digest, require_other_samples
 from ..errors import ConfigError, DataError
 from ..familiarity import recognised, sample_digests
 from ..metrics.probabilities import Convention, at_least_float32
-from ..model.dual_encoder import require_model
+from ..model.dual_encoder import require_classifier, require_model
 from ..model.ensemble import Answering, Ensemble, warn_if_edited
 from ..model.inputs import model_call
 from ..model.layers import evaluating
@@ -91,8 +91,8 @@ def evaluate(
         require_model(ensemble, "evaluate", Ensemble)  # raises
     model, metadata, calibration = _read_model(ensemble, calibration)
     classes = model.num_classes if isinstance(model, Answering) else None  # of others unknown
-    if classes == 0:
-        raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
+    if classes is not None:
+        require_classifier(model, "evaluate")
     familiarity = None if classes is None else metadata.familiarity
     fitted: tuple[AnyScore, ...] = () if familiarity is None else familiarity.settings.scores
     reported = tuple(dict.fromkeys((score, *scores, *fitted)))

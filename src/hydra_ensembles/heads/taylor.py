@@ -18,6 +18,7 @@ from .._utils import torch_seeded, without_autocast
 from ..batches import Batches, Inputs, begin_epoch, in_model_order, length_of, read_batch, require_labels, restored
 from ..digest import digest
 from ..errors import DataError, HeadError
+from ..metrics.probabilities import class_logits
 from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..settings import Seed, Whole, require
@@ -149,7 +150,7 @@ def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: S
     samples = 0
     for index, inputs, labels in batches:
         with torch.enable_grad():
-            logits = model(inputs)[0]  # [1, B, C] -> [B, C]
+            logits = class_logits(model(inputs)[0])  # [1, B, C] -> [B, C]
             loss = F.cross_entropy(logits.to(precise), labels.to(model.device), reduction="sum")
             if not loss.isfinite():
                 raise DataError(f"batch {index} of {NAME} gives no finite loss in {model.dtype}; check its inputs")

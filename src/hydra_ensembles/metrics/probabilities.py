@@ -166,6 +166,11 @@ def weighted_adaptive_ece(weights: Tensor, confidence: Tensor, correct: Tensor, 
 # --- means over members, and their diversity ----------------------------------------------------------------
 
 
+def class_logits(logits: Tensor) -> Tensor:
+    """Logits `[…, C]` of classes: a single one is the log-odds of the second of two, and gets a zero before it."""
+    return logits if logits.shape[-1] != 1 else torch.cat([torch.zeros_like(logits), logits], dim=-1)
+
+
 def log_mean_probs(member_logits: Tensor) -> Tensor:
     """Logarithm of the mean over members of the softmax of `[M, …, C]`: `[…, C]`, finite even if that underflows."""
     return member_logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(member_logits))

@@ -208,6 +208,7 @@ class TextStemConfig(Checked):
 Pool = Literal["cls", "mean", "cls_mean", "distilled", "eot", "last", "final", "map"]
 ReadoutNorm = Literal["none", "tokens", "pooled"]
 HiddenActivation = Literal["tanh", "relu", "gelu"]
+Outputs = Literal["classes", "odds", "labels"]
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,9 @@ class ReadoutConfig(Checked):
     Decoders: with `pad_token`, `last` is the last token that is not this one, whatever the mask says. `words` is how
     many rows of the classifier each class has, whose probabilities are summed; empty for one each. `softcap` c limits
     logits to c · tanh(logit / c).
+
+    `outputs` is what logits mean: one of all classes is right (`classes`); the only logit is the log-odds of the second
+    of two classes (`odds`); or each logit is that of a label by itself, of which several may be right (`labels`).
     """
 
     pool: Pool = "cls"
@@ -255,6 +259,12 @@ class ReadoutConfig(Checked):
     pad_token: int | None = None
     words: tuple[Size, ...] = ()
     softcap: Positive | None = None
+    outputs: Outputs = "classes"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the classifier."""
+        return 1 if self.outputs == "odds" else sum(self.words) or self.num_classes
 
 
 Group = Literal["stem", "attention", "mlp", "norms", "readout"]
@@ -306,6 +316,8 @@ class EnsembleConfig:
                     raise ConfigError(f"{received}, but members share this attention with the heads of member 0")
         everything = tuple(tuple(range(count)) for count in counts)
         object.__setattr__(self, "heads", tuple(layers + everything[len(layers) :] for layers in self.heads))
+        if self.readout.outputs == "odds" and self.readout.num_classes != 2:
+            raise ConfigError(f"outputs='odds' is of two classes, not {self.readout.num_classes}")
         pools = {"cls", "mean", "eot", "last", "final"}
         if isinstance(self.stem, PatchStemConfig):
             pools = {"mean", "map"} | ({"cls", "cls_mean"} if self.stem.class_token else set())

@@ -234,13 +234,24 @@ def require_ensemble(model: object, caller: str, classifies: bool = False) -> En
     ensemble: Ensemble = require_model(model, caller, Ensemble)
     if classifies and not ensemble.num_classes:
         raise ConfigError(f"{caller} takes a classifier, this ensemble has none; convert the model with num_labels=")
+    if classifies:
+        require_one_right(ensemble, caller)
     return ensemble
+
+
+def require_one_right(model: Answering, caller: str) -> None:
+    """Refuse a model whose inputs may have several right labels."""
+    if isinstance(model, Ensemble) and model.config.readout.outputs == "labels":
+        there = "for several right labels there are predict, calibrate, optimize, prune and fuse"
+        raise ConfigError(f"{caller} takes a classifier whose inputs have one right class; {there}")
 
 
 def require_classifier(model: object, caller: str) -> Any:
     """Return what answers with classes, an ensemble or a cascade; raises for anything else."""
-    is_one = isinstance(model, Answering) and model.num_classes
-    return model if is_one else require_ensemble(model, caller, classifies=True)
+    if isinstance(model, Answering) and model.num_classes:
+        require_one_right(model, caller)
+        return model
+    return require_ensemble(model, caller, classifies=True)
 
 
 def require_single(model: object, caller: str, classifies: bool = True) -> None:

@@ -12,6 +12,7 @@ from .._utils import warn
 from ..checkpoint import Contents, Saved, placed
 from ..digest import digest
 from ..errors import ConfigError, DataError
+from ..metrics.probabilities import class_logits
 from ..model_card import model_card
 from ..prediction import Prediction
 from ..promise import Promise
@@ -203,6 +204,8 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
     ) -> Tensor:
         """Member logits `[M, B, C]`, with members on the first axis (`nn.DataParallel` would join that of samples).
 
+        Of a classifier with one output they are `[M, B, 1]`, the log-odds of the second of two classes.
+
         Args:
             inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping from a tokenizer or image processor
                 (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`); or raw inputs, which go
@@ -213,15 +216,18 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
             named: The same as keywords: `ensemble(**tokenizer(texts, return_tensors="pt"))`. Keywords that do not
                 affect the answer (`inputs.IGNORED`) are ignored; all others are refused.
         """
-        return self._forward(*self.unpack(inputs, attention_mask, token_type_ids, **named))
+        logits = self._forward(*self.unpack(inputs, attention_mask, token_type_ids, **named))
+        return logits[..., 1:] if self.config.readout.outputs == "odds" else logits
 
     def features(self, *inputs: Any, **named: Any) -> Tensor:
         """Pooled features `[M, B, d]`, the input of the classifier or its hidden layer; arguments as for `forward`."""
         return self._per_member(self.readout.pool(*self._encoded(*self.unpack(*inputs, **named))))
 
     @torch.no_grad()
-    def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Prediction:
+    def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Any:
         """Label, confidence and uncertainty of inputs as for `forward`, with the saved calibration applied.
+
+        A `Prediction`; of a model with several right labels, a `LabelsPrediction`.
 
         The answer is always that of evaluation mode, and no flag is changed: threads may share the model.
         `check_finite` refuses logits that are NaN or infinite; on a GPU it waits for them, which nothing else does.
@@ -234,7 +240,7 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
         familiarity = self.metadata.familiarity
         if familiarity is None:
-            return self(*inputs, **named), None
+            return class_logits(self(*inputs, **named)), None
         features, logits = self.features_and_logits(*inputs, **named)
         return logits, familiarity.scores(features, logits)
 
@@ -254,12 +260,14 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         """Read and check arguments of `forward`, raw inputs too, and move them to the model's device and dtype."""
         return Prepared.of(self.kind, self.unpack(*inputs, **named))
 
-    def prediction(self, logits: Tensor, unfamiliarity: Tensor | None = None, check_finite: bool = True) -> Prediction:
+    def prediction(self, logits: Tensor, unfamiliarity: Tensor | None = None, check_finite: bool = True) -> Any:
         """Turn the results of `answers` into a prediction, with the calibration and class names of this ensemble."""
         if not self.num_classes:
             raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
         metadata = self.metadata
         calibration = metadata.calibration or Calibration()
+        if self.config.readout.outputs == "labels":
+            return calibration.of_labels(logits, metadata.labels or None, check_finite)
         familiarity = metadata.familiarity
         about = None if familiarity is None or unfamiliarity is None else familiarity.about(unfamiliarity)
         return calibration.prediction(logits, metadata.labels or None, check_finite, about)

@@ -14,7 +14,9 @@ from ..digest import digest
 from ..errors import ConfigError
 from ..metrics.conformal import Bins, Reference
 from ..metrics.distance import FittedName, Statistics, ready, unfamiliarity
-from ..prediction import Prediction, ScoreName, Unfamiliarity, own_logits, require_members_for
+from ..metrics.probabilities import at_least_float32
+from ..metrics.probabilities import check_finite as require_finite
+from ..prediction import LabelsPrediction, Prediction, ScoreName, Unfamiliarity, own_logits, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..promise import Promise
 from ..settings import Checked, Positive, PositiveShare, short, to_plain
@@ -102,6 +104,17 @@ class Calibration(Checked):
         rule = (self.threshold, self.score, names, self.temperature, self.reference, unfamiliarity)
         known = self.identity if self.weights else ""
         return Prediction(own_logits(member_logits, check_finite), *rule, calibration=known)
+
+    def of_labels(
+        self, member_logits: Tensor, names: Sequence[str] | None = None, check_finite: bool = True
+    ) -> LabelsPrediction:
+        """Turn member logits `[M, B, C]` of labels into a prediction, with this calibration applied."""
+        logits = at_least_float32(member_logits)
+        if check_finite:
+            require_finite(logits, "member logits [M, B, C]")
+        threshold = self.threshold if isinstance(self.threshold, tuple) else None
+        known = None if names is None else tuple(names)
+        return LabelsPrediction(logits, threshold, self.score, known, self.temperature)
 
 
 @dataclass(frozen=True)

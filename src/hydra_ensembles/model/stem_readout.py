@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..metrics.probabilities import class_logits
 from .config import EncoderConfig, EnsembleConfig, PatchStemConfig, ProjectionConfig, Resample, TextStemConfig
 from .layers import (
     ACTIVATIONS,
@@ -151,8 +152,7 @@ class Readout(nn.Module):
                 self.projection = GroupedLinear(copies, features, embedding, readout.cosine.bias)
             self.class_embeddings = GroupedLinear(copies, embedding, readout.num_classes, readout.bias)
         elif readout.num_classes:
-            rows = sum(readout.words) or readout.num_classes
-            self.classifier = GroupedLinear(copies, features, rows, readout.bias)
+            self.classifier = GroupedLinear(copies, features, readout.rows, readout.bias)
             if readout.pool == "distilled":
                 self.distillation_classifier = GroupedLinear(copies, features, readout.num_classes, readout.bias)
         self.dropout = Dropout(readout.dropout)
@@ -193,7 +193,10 @@ class Readout(nn.Module):
         x = self.penultimate(pooled)
         if self.distillation_classifier is not None and self.classifier is not None:
             return (self.classifier(x[:, :, 0]) + self.distillation_classifier(x[:, :, 1])) / 2
-        return x if self.classifier is None else self._of_words(self.classifier(x))
+        if self.classifier is None:
+            return x
+        logits = self._of_words(self.classifier(x))
+        return class_logits(logits) if self.config.outputs == "odds" else logits
 
     def _of_words(self, logits: Tensor) -> Tensor:
         """Logits of classes `[N, B, C]` from those of their words: the logarithm of their summed probabilities."""

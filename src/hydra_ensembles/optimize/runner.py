@@ -110,7 +110,8 @@ class OptimizedEnsemble(Answering):
     @torch.inference_mode()
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
         """Member logits `[M, B, C]`; takes what `Ensemble.forward` takes."""
-        return self.answers(*inputs, **named)[0]
+        logits = self.answers(*inputs, **named)[0]
+        return logits[..., 1:] if self.config.readout.outputs == "odds" else logits
 
     @torch.inference_mode()
     @without_autocast()

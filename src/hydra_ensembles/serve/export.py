@@ -68,7 +68,7 @@ def export(
         >>> onnxruntime.InferenceSession(path).run(["label"], {"pixel_values": pixels})[0].shape
         (2,)
     """
-    path, ensemble = expanded(path), require_ensemble(ensemble, "export")
+    path, ensemble = expanded(path), require_ensemble(ensemble, "export", classifies=True)
     if format != "onnx" or path.suffix.lower() != ".onnx":
         raise ConfigError(f"{path} as {format} cannot be written; files are ONNX: name it with the suffix .onnx")
     for name in ("onnx", "onnxscript", "onnxruntime"):

@@ -26,7 +26,7 @@ from ..batches import (
     renumbered,
     require_labels,
 )
-from ..metrics.probabilities import log_mean_probs
+from ..metrics.probabilities import class_logits, log_mean_probs
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
@@ -143,7 +143,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
                 prepared, targets = self.training_batch(inputs, labels)
                 prepared = changed(prepared, lambda x: x.clone() if x.is_inference() else x)  # autograd rejects them
                 with self.autocast():
-                    logits = wrapped(prepared)  # [M, B, C]
+                    logits = class_logits(wrapped(prepared))  # [M, B, C]
                 logits = logits if logits.dtype == torch.float64 else logits.float()
                 flat, classes = logits.flatten(0, 1), targets.to(device).flatten()  # [M·B, C], [M·B]
                 loss = F.cross_entropy(flat, classes, label_smoothing=self.recipe.label_smoothing) * len(logits)
@@ -162,7 +162,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
             for _, inputs, labels in islice(batches, ranks.rank, None, ranks.size):
                 target = labels.to(device)
                 with self.autocast():
-                    logits = self.model(self.prepared(inputs))  # [M, B, C]
+                    logits = class_logits(self.model(self.prepared(inputs)))  # [M, B, C]
                 log_probs = log_mean_probs(logits.to(device).double())  # [B, C]
                 correct = (log_probs.argmax(1) == target).sum()
                 nll = -log_probs.gather(1, target[:, None]).sum()

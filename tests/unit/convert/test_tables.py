@@ -150,7 +150,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: changed(bert(), "bert.encoder.layer.0.attention.self.key", HALF), "one type"),  # joined with others
     (lambda: hf("GteModel", TEXT, rope_parameters=LINEAR_ROPE), "linear"),
     (lambda: bert(is_decoder=True), "differ.*first in layer 0"),
-    (lambda: hf("ViTForImageClassification", VISION, problem_type="multi_label_classification"), "multi_label"),
+    (lambda: hf("ViTForImageClassification", VISION, problem_type="regression"), "regression"),
     (lambda: open_clip_model({"layers": (1, 1, 1, 1)}), "no table.*ModifiedResNet"),
     (lambda: changed(open_clip_model(), "adapter", EXTRA), r"no canonical place: \['adapter'\]"),
 ]
