@@ -1,15 +1,19 @@
 """What the documents say of the results, and that the stored rows agree with the stored tables."""
 
 import csv
+import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 from studies.rows import COMPARED, MOST_OUTSIDE, MOST_SEEDS, SINGLE, Rows
 from studies.tables import Study, read_csv
 
-RESULTS = Path(__file__).resolve().parents[3] / "results"
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "results"
 TABLES = RESULTS / "tables"
 STUDIES = sorted(path.stem for path in (RESULTS / "rows").glob("*.parquet"))
 CIFAR100, CIFAR10, TINY, SST2 = "vision-cifar100", "vision-cifar10", "vision-tinyimagenet", "text-sst2"
@@ -94,6 +98,66 @@ def test_what_hydra_costs() -> None:
 def test_the_attack_found_no_forbidden_outcome() -> None:
     for line in read_csv(TABLES / "attack.csv"):
         assert (line["other"], line["raw"], line["slow"]) == ("0", "0", "0"), line["what"]
+
+
+def tables_of(page: str) -> Iterator[list[dict[str, str]]]:
+    """The tables of a page: a dictionary a row, by head; marks of better and worse are left out."""
+    for block in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE):
+        head, _, *rows = [[cell.strip(" *") for cell in line.strip("|\n").split("|")] for line in block.splitlines()]
+        yield [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def same(shown: str, stored: float) -> bool:
+    """Whether a printed number is a stored one, rounded."""
+    number = re.sub(r"[ x%+]", "", shown)
+    return abs(float(number) - stored) <= 0.501 * 10 ** -len(number.partition(".")[2])
+
+
+SHOWN = {"accuracy ↑": ("accuracy", 100), "NLL ↓": ("calibrated.nll", 1), "near ↑": ("near.auroc", 100)}
+SHOWN |= {"far ↑": ("far.auroc", 100), "by distance ↑": ("mahalanobis:all.auroc", 100)}
+UNSEEN = {"accuracy ↑": ("unseen.accuracy", 100), "NLL ↓": ("unseen.nll", 1), "ECE ↓": ("unseen.ece", 100)}
+UNSEEN |= {"near ↑": ("tinyimagenet.near.auroc", 100), "CIFAR-100, all ↑": ("cifar100.all.auroc", 100)}
+PAGES = {"cifar100": [CIFAR100], "cifar10": [CIFAR10], "sst2": [SST2], "zero_shot": ["zero-shot"]}
+PAGES |= {"tinyimagenet": [TINY, f"{TINY}-faster"]}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_of_studies_show_the_numbers_of_the_tables(page: str) -> None:
+    for study, rows in zip(PAGES[page], tables_of(f"docs/study_{page}.md"), strict=True):
+        stored = {(one["method"], one["metric"]): float(one["value"]) for one in read_csv(TABLES / f"{study}.csv")}
+        for row in rows:
+            for column, (metric, unit) in (UNSEEN if study == "zero-shot" else SHOWN).items():
+                assert same(row[column], unit * stored[row[""], metric]), (row[""], column)
+
+
+def test_readme_and_results_show_the_numbers_of_the_tables() -> None:
+    """Shares that may be answered under a promise, and gains over a single model."""
+    lines = [one for one in read_csv(TABLES / "promise_shares.csv") if one["risk"] == "0.05"]
+    methods = ("single", "single", "soup", "hydra", "deep")
+
+    def stored(task: str, place: int, number: str) -> float:
+        rule = "confidence" if place == 0 else "confidence and familiarity"
+        wanted = (task, methods[place], rule)
+        return 100 * mean(float(one[number]) for one in lines if (one["task"], one["method"], one["rule"]) == wanted)
+
+    (shown, *_) = tables_of("README.md")
+    first, gains = list(tables_of("docs/results.md"))
+    for place, row in enumerate(shown):
+        assert same(row["answered"], stored("cifar100", place, "accepted"))
+        assert same(row["of these wrong"], stored("cifar100", place, "errors"))
+        assert same(row["foreign answered"], stored("cifar100", place, "foreign_accepted"))
+    for place, row in enumerate([one for one in first if "then" not in one[""]]):
+        for column, task in (("CIFAR-100", "cifar100"), ("TinyImageNet-200", "tinyimagenet"), ("SST-2", "sst2")):
+            assert same(row[f"{column}: answered ↑"], stored(task, place, "accepted"))
+    for row in gains:
+        for column, study in (
+            ("CIFAR-100", CIFAR100),
+            ("CIFAR-10", CIFAR10),
+            ("TinyImageNet-200", TINY),
+            ("SST-2", SST2),
+        ):
+            line = pairs(study)[row[""].removesuffix(", the paper's"), SINGLE, "calibrated.nll"]
+            assert same(row[f"{column}: NLL"], float(line["difference"])), (row[""], study)
 
 
 MAIN = ("accuracy", "calibrated.nll", "calibrated.ece", "aurc", "near.auroc", "far.auroc", "mahalanobis:all.auroc")
