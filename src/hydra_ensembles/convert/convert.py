@@ -47,9 +47,15 @@ _REASONS = {
     "swin": "its tokens are merged and its width changes from stage to stage",
     **dict.fromkeys(("deberta", "beit", "mpnet", "t5"), "its attention depends on relative positions"),
     "peft.": f"it is wrapped in adapters. {MERGE}",
-    **dict.fromkeys(("moe", "mixtral", "deepseek_v", "gpt_oss"), "its MLPs are a mixture of experts"),
-    **dict.fromkeys(("mamba", "rwkv", "jamba", "falcon_h1"), "it has state-space layers"),
-    **dict.fromkeys(("bart", "pegasus", "marian"), "it is an encoder with a decoder"),
+    **dict.fromkeys(
+        ("moe", "mixtral", "deepseek_v", "gpt_oss", "dbrx", "llama4", "switch_transformers", "minimax"),
+        "its MLPs are a mixture of experts",
+    ),
+    **dict.fromkeys(
+        ("mamba", "rwkv", "jamba", "bamba", "zamba", "falcon_h1", "recurrent_gemma", "xlstm", "qwen3_next", "lfm2"),
+        "it has state-space or recurrent layers",
+    ),
+    **dict.fromkeys(("bart", "pegasus", "marian", "prophetnet", "m2m_100"), "it is an encoder with a decoder"),
     **dict.fromkeys(
         ("ForCausalLM", "LMHeadModel"),
         "it is a language model; give labels={name: word} and tokenizer=, or model.base_model with num_labels=",

@@ -105,6 +105,8 @@ def _warn_of_another_tokenizer(tokenizer: Any, config: EnsembleConfig, theirs: A
         ours, given = getattr(theirs, name, None), getattr(tokenizer, name, None)
         if stem.norm and None not in (ours, given) and ours != given:
             signs.append(f"its {name} is {given}, in the model's configuration {ours}")
+    if signs and config.readout.pool == "last":  # a decoder: its configuration is right
+        raise ConversionError(f"the tokenizer is that of another vocabulary: {signs[0]}; give the model's own")
     if signs:
         warn(f"the tokenizer may be that of another model: {'; '.join(signs)}; give the one the model was trained with")
 

@@ -1,5 +1,6 @@
 """Decoders of transformers as classifiers: equal answers, whatever the padding; label words; refusals."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase
-from architectures_decoders import CASES, GRANITE, GROUPED, PLAIN, texts
+from architectures_decoders import CASES, GRANITE, GROUPED, PAD, PLAIN, texts
 from architectures_transformers import transformers_model
 from hydra_ensembles.errors import ConversionError, DataError, HydraWarning
 
@@ -135,18 +136,53 @@ def test_label_words_that_cannot_be_told_apart_or_read_are_refused() -> None:
             he.convert(settings.pop("model"), **settings)
 
 
-def test_what_cannot_be_converted_is_refused_in_a_sentence() -> None:
-    unpadded: Any = transformers_model("LlamaForSequenceClassification", {**PLAIN, "pad_token_id": None})
-    quantised: Any = transformers_model("LlamaForSequenceClassification", PLAIN)
-    quantised.config.quantization_config = {"quant_method": "bitsandbytes"}
-    experts = {**PLAIN, "num_local_experts": 2, "num_key_value_heads": 4}
-    cases = [
-        (unpadded, "pad_token_id"),
-        (transformers_model("LlamaForSequenceClassification", {**PLAIN, "problem_type": "regression"}), "regression"),
-        (quantised, "quantised"),
-        (language_model(), "labels="),
-        (transformers_model("MixtralForSequenceClassification", experts), "mixture of experts"),
-    ]
-    for model, said in cases:
-        with pytest.raises(ConversionError, match=said):
-            he.convert(model)
+def _llama(**changes: Any) -> Any:
+    return transformers_model("LlamaForSequenceClassification", {**PLAIN, **changes})
+
+
+def _quantised(model: Any) -> Any:
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    return model
+
+
+_EXPERTS = {**PLAIN, "num_local_experts": 2, "num_key_value_heads": 4}
+_T5 = {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "pad_token_id": PAD}
+_MAMBA = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+_BART = {"vocab_size": 60, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": PAD}
+_BART |= {f"{part}_{name}": 4 for part in ("encoder", "decoder") for name in ("attention_heads", "ffn_dim")}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no padding token": (lambda: he.convert(_llama(pad_token_id=None)), "pad_token_id is None"),
+    "a tokenizer without padding": (lambda: he.convert(_llama(), processor=word_tokenizer(pad=None)), "padding token"),
+    "another vocabulary": (lambda: he.convert(_llama(vocab_size=3000), processor=word_tokenizer()), "other vocabulary"),
+    "a larger vocabulary": (lambda: he.convert(_llama(vocab_size=50), processor=word_tokenizer()), "word embeddings"),
+    "quantised": (lambda: he.convert(_quantised(_llama())), r"dequantize\(\) first"),
+    "quantised, label words": (
+        lambda: he.convert(
+            _quantised(language_model()), labels={"yes": "good", "no": "bad"}, tokenizer=word_tokenizer()
+        ),
+        "quantised",
+    ),
+    "a regression": (lambda: he.convert(_llama(problem_type="regression")), "regression"),
+    "a language model": (lambda: he.convert(language_model()), "labels="),
+    "experts": (lambda: he.convert(transformers_model("MixtralForSequenceClassification", _EXPERTS)), "experts"),
+    "state space": (lambda: he.convert(transformers_model("MambaForCausalLM", _MAMBA)), "state-space"),
+    "encoder-decoder": (
+        lambda: he.convert(transformers_model("BartForSequenceClassification", _BART)),
+        "with a decoder",
+    ),
+    "T5": (lambda: he.convert(transformers_model("T5ForSequenceClassification", _T5)), "relative positions"),
+    "rows beyond the window": (lambda: he.convert(_llama())(torch.full((1, 81), 5)), "takes 1 to 80"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_converted_or_read_is_refused_in_a_sentence(case: str) -> None:
+    call, said = REFUSED[case]
+    with pytest.raises((ConversionError, DataError), match=said):
+        call()
+
+
+def test_texts_beyond_the_window_are_cut_with_a_warning() -> None:
+    base = he.convert(_llama(), processor=word_tokenizer())
+    with pytest.warns(HydraWarning, match="the rest is ignored"):
+        base.predict("bad " * 90)
