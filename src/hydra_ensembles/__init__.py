@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .report.compare import compare as compare
     from .report.html import write_report as write_report
     from .serve.export import export as export
+    from .training.distill import distill as distill
     from .training.finetune import finetune as finetune
     from .training.recipe import Recipe as Recipe
     from .training.text import tune_text as tune_text
@@ -83,6 +84,7 @@ _NAMES = {
     "report.compare": "compare",
     "report.html": "write_report",
     "serve.export": "export",
+    "training.distill": "distill",
     "training.finetune": "finetune",
     "training.recipe": "Recipe",
     "training.text": "tune_text",

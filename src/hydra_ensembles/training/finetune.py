@@ -145,7 +145,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
                 with self.autocast():
                     logits = class_logits(wrapped(prepared))  # [M, B, C]
                 logits = logits if logits.dtype == torch.float64 else logits.float()
-                flat, classes = logits.flatten(0, 1), targets.to(device).flatten()  # [M·B, C], [M·B]
+                flat, classes = logits.flatten(0, 1), targets.to(device).flatten(0, 1)  # [M·B, C], [M·B] or [M·B, C]
                 loss = F.cross_entropy(flat, classes, label_smoothing=self.recipe.label_smoothing) * len(logits)
                 share = loss * (len(labels) / samples)
                 share.backward()

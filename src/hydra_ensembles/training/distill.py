@@ -1,0 +1,112 @@
+"""Members of a fused ensemble learn, without labels, the probabilities of the models they came from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..batches import Batches, Inputs, changed, read_batch, size_of
+from ..digest import digest
+from ..errors import ConfigError
+from ..model.dual_encoder import require_ensemble
+from ..model.ensemble import Ensemble
+from .finetune import EnsembleLearner, LabelledBatch, train_classifier, trained_metadata
+from .loop import Job, Runtime, TrainOptions, trains
+from .recipe import Recipe, trainable_state
+
+RECIPE = Recipe(learning_rate=2e-5, epochs=2, train_groups=("attention", "mlp", "norms", "readout"))
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """What a distillation depends on besides its recipe: digests of the models."""
+
+    models: tuple[str, ...]
+
+
+class DistillLearner(EnsembleLearner):
+    """Trains what is above the trunk; each member's targets are the probabilities of its own model."""
+
+    by_nll: ClassVar[bool] = True
+
+    def __init__(
+        self, start: Ensemble, models: Sequence[Ensemble], recipe: Recipe, runtime: Runtime, index: int = 0
+    ) -> None:
+        super().__init__(start, recipe, runtime, index)
+        self.teachers = [Ensemble.from_state(one.config, trainable_state(one, runtime.device)) for one in models]
+
+    def read(self, raw: Any, index: int) -> LabelledBatch:
+        """Inputs, and a place for labels: they are not looked at."""
+        inputs, _ = read_batch(raw, "batches", index, labelled=False)
+        return inputs, torch.empty(size_of(inputs), dtype=torch.long)
+
+    def training_batch(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
+        """Inputs, images of about every second batch mixed with one another, and the models' probabilities of them."""
+        prepared = self.prepared(inputs)
+        if torch.rand(()) < 0.5:
+            share = 0.5 + 0.5 * torch.rand(()).item()
+            prepared = changed(prepared, lambda x: share * x + (1 - share) * x.flip(0) if x.is_floating_point() else x)
+        with torch.no_grad(), self.autocast():
+            logits = [teacher(prepared)[0] for teacher in self.teachers]  # of each [B, C]
+        return prepared, torch.stack(logits).float().softmax(-1)  # [M, B, C]
+
+
+@trains
+def distill(
+    hydra: Ensemble,
+    models: Sequence[Ensemble],
+    batches: Batches,
+    recipe: Recipe | None = None,
+    validation: Batches | None = None,
+    *,
+    output: str | Path | None = None,
+    progress: bool = True,
+    device: torch.device | str | None = None,
+    checkpoint_every: int = 200,
+) -> Ensemble:
+    """Teach each member of a fused ensemble the probabilities of the model it came from; a new ensemble is returned.
+
+    Fusing changes members, by averaging their first layers or pruning their heads. What is above the common layers
+    learns to answer like the models did; these layers and the stem stay bit for bit. It needs no labels: `batches` may
+    be bare inputs, of any source, best augmented at random (`data.TrainTransform`). About every second batch of images
+    is mixed with itself in reverse.
+
+    Args:
+        hydra: From `he.fuse(models)`, members in the same order.
+        models: The fine-tunings it was fused from.
+        batches: Inputs that can be read repeatedly.
+        recipe: How to train; None for two epochs of AdamW at 2e-5, falling by a cosine.
+        validation: Labelled batches; with some, the weights with the lowest NLL on them are kept.
+        output: Folder from which a killed run resumes, as for `finetune`.
+        progress: Whether to show a progress bar.
+        device: Where to train; None stays on the ensemble's device.
+        checkpoint_every: Updates between two writes of the state.
+
+    Examples:
+        >>> models = [base, base.with_metadata()]
+        >>> recipe = he.Recipe(learning_rate=1e-5, steps=2)
+        >>> taught = he.distill(he.Ensemble.stack(models), models, batches, recipe, progress=False)
+        >>> taught.metadata.history[-1].startswith("distilled")
+        True
+    """
+    require_ensemble(hydra, "distill", classifies=True)
+    if len(models) != hydra.num_members or any(one.num_members > 1 for one in models):
+        counts = [one.num_members for one in models]
+        raise ConfigError(f"{hydra.num_members} members learn from as many single models; got {len(models)}: {counts}")
+    for model in models:
+        known = model.metadata.labels and hydra.metadata.labels
+        if model.num_classes != hydra.num_classes or (known and model.metadata.labels != hydra.metadata.labels):
+            raise ConfigError("the classes of a model are not those of the ensemble, in the same order")
+    above = hydra.num_layers - hydra.config.trunk
+    chosen = recipe or RECIPE
+    chosen = replace(chosen, last_blocks=min(chosen.last_blocks or above, above))
+    run: TrainOptions = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
+    teachers = Teachers(tuple(digest([str(one.config), one]) for one in models))
+    job = Job(chosen, batches, validation, settings=teachers, **run)
+    result = train_classifier(partial(DistillLearner, hydra, models, chosen), hydra, job)
+    line = f"distilled {result.described(chosen)}"
+    return Ensemble.from_state(hydra.config, result.state_like(hydra), trained_metadata(hydra, batches, result, line))
