@@ -9,24 +9,13 @@ from torch import Tensor
 
 from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.evaluation.evaluation import Evaluation, ModelInfo
-from hydra_ensembles.model.config import KeptHeads
 from hydra_ensembles.model.cost import Cost
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.report.compare import Cell, Comparison
 
-CLASSES, LAYERS, HEADS = 4, 3, 5
+CLASSES = 4
 CLASS_NAMES = ("ant", "bee", "cat", "dog & <b>fox</b>")
 TARGETS = torch.randint(CLASSES, (160,), generator=torch.Generator().manual_seed(0))
-
-
-def kept_heads(members: int) -> KeptHeads:
-    """All heads of a single model, three per layer for ensembles."""
-    generator = torch.Generator().manual_seed(members)
-    dropped = 0 if members == 1 else 2
-    return tuple(
-        tuple(tuple(sorted(torch.randperm(HEADS, generator=generator)[dropped:].tolist())) for _ in range(LAYERS))
-        for _ in range(members)
-    )
 
 
 def noise(samples: int, members: int, scale: float, seed: int) -> Tensor:
@@ -71,8 +60,8 @@ def evaluation(
         "near": {"close": noise(90, members, 1.4, seed + 10)},
         "far": {"textures": noise(70, members, 1.0, seed + 11), "digits": noise(80, members, 0.7, seed + 12)},
     }
-    counts = {"parameters": 1_000_000 * (1 + members), "multiply_adds": 10**9 * members, "tokens": 17}
-    about = {"source": "made for a test", "history": ("converted", "pruned"), "heads_per_layer": HEADS}
+    counts = {"parameters": 1_000_000 * (1 + members), "multiply_adds": 10**9 * members}
+    about = {"source": "made for a test", "history": ("converted", "pruned")}
     found = evaluated(
         logits,
         TARGETS,
@@ -82,7 +71,9 @@ def evaluation(
         id_name="own",
         calibration=Calibration(threshold=threshold),
     )
-    model = ModelInfo("image", members, CLASSES, CLASS_NAMES, heads=kept_heads(members), **counts, **about)
+    model = ModelInfo(
+        "image", members, CLASSES, CLASS_NAMES, heads="5" if members == 1 else f"3x{members}", **counts, **about
+    )
     return replace(found, model=replace(model, calibration=found.model.calibration))
 
 

@@ -120,12 +120,7 @@ def evaluate(
             one = _Pass(model, rule, familiarity, reported, kept, progress)
             answers[key], rows[key], logits = one.over(data, key, group)
     _require_fresh(id_name, rows, rule)
-    threshold = None if familiarity is None else familiarity.settings.threshold
-    about = replace(
-        _described(model, len(logits), logits.shape[-1]),
-        calibration=None if calibration is None else calibration.brief,
-        familiarity=None if threshold is None else (fitted[0], threshold),
-    )
+    about = _described(model, logits, None if calibration is None else calibration.brief)
     return Evaluation(name or UNNAMED, id_name, score, convention, answers, about, _provenance(model, logits.dtype))
 
 
@@ -242,7 +237,8 @@ class _Pass:
     def _answer(self, inputs: Inputs, where: str) -> tuple[Any, dict[str, Tensor]]:
         """What the model answers to one batch; its feature scores, if wanted, and what a cascade says of its rows."""
         if not hasattr(self.model, "prepare"):  # not ours
-            return model_call(self.model, _moved(inputs, self.model))(), {}
+            one = next((one for one in _parameters(self.model) if one.is_floating_point()), None)
+            return model_call(self.model, inputs if one is None else move(inputs, one.device, one.dtype))(), {}
         try:
             prepared = self.model.prepare(inputs)
         except DataError as problem:
@@ -251,16 +247,6 @@ class _Pass:
             return self.model(prepared), {}
         logits, scores, rows = self.model.answered(prepared)
         return logits, {**rows, **({} if scores is None else {"scores": scores})}
-
-
-def _moved(inputs: Inputs, model: object) -> Inputs:
-    """Inputs on the device and in the dtype of a module of another library."""
-    one = next((parameter for parameter in _parameters(model) if parameter.is_floating_point()), None)
-    return inputs if one is None else move(inputs, one.device, one.dtype)
-
-
-def _parameters(model: object) -> Iterator[nn.Parameter]:
-    return model.parameters() if isinstance(model, nn.Module) else iter(())
 
 
 def _require_fresh(id_name: str, rows: Mapping[str, Tensor], calibration: Calibration) -> None:
@@ -276,17 +262,26 @@ def _require_fresh(id_name: str, rows: Mapping[str, Tensor], calibration: Calibr
         )
 
 
-def _described(model: object, members: int, classes: int) -> ModelInfo:
-    """Describe a model: all fields for an ensemble, only name and number of parameters for others."""
-    info = ModelInfo("callable", members, classes)
+def _described(model: Any, logits: Tensor, calibration: Calibration | None) -> ModelInfo:
+    """Describe a model by its member logits `[M, B, C]` and, if it is ours, by what it knows of itself."""
+    info = ModelInfo("callable", len(logits), logits.shape[-1], calibration=calibration)
     if isinstance(model, Answering):
-        metadata = model.metadata
-        info = replace(info, kind=model.kind, class_names=metadata.labels, **vars(model.describe()))
-        return replace(info, source=metadata.source, history=metadata.history)
+        counts, known = model.describe(), model.metadata
+        blocks = len(counts.heads[0]) - bool(counts.pooling_heads) if counts.heads else 0
+        kept = [len(layer) for member in counts.heads for layer in member[:blocks]]
+        heads = f"{round(sum(kept) / len(kept), 1):g}" if kept else ""
+        heads += f"x{len(counts.heads)}" if len(counts.heads) > 1 else ""
+        numbers = {"parameters": counts.parameters, "multiply_adds": counts.multiply_adds, "heads": heads}
+        info = replace(info, kind=model.kind, class_names=known.labels, **numbers)
+        return replace(info, source=known.source, history=known.history)
     if isinstance(model, nn.Module):
-        counted = sum(parameter.numel() for parameter in _parameters(model))
-        return replace(info, parameters=counted, source=type(model).__qualname__)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return replace(info, parameters=parameters, source=type(model).__qualname__)
     return replace(info, source=str(getattr(model, "__name__", type(model).__qualname__)))
+
+
+def _parameters(model: object) -> Iterator[nn.Parameter]:
+    return model.parameters() if isinstance(model, nn.Module) else iter(())
 
 
 def _provenance(model: object, dtype: torch.dtype) -> dict[str, str]:

@@ -32,13 +32,12 @@ from ..metrics.probabilities import (
     weighted_ece,
     weighted_mean,
 )
-from ..model.config import KeptHeads
 from ..model.metadata import Calibration
 from ..prediction import AnyScore, Prediction
 from ..promise import Curve, Promise, exact_interval, percent
 from ..settings import from_plain, to_plain
 
-FORMAT = "hydra_ensembles evaluation 3"
+FORMAT = "hydra_ensembles evaluation 4"
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean averages
 PROMISED = (0.01, 0.02, 0.05)  # risks under which methods are compared by the share they may answer
@@ -137,7 +136,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Description of the evaluated model, where known; `parameters` to `pooling_heads` are those of `describe`."""
+    """Description of the evaluated model, where known."""
 
     kind: Literal["image", "text", "callable"]  # `callable`: not an `Ensemble`
     members: int
@@ -145,24 +144,10 @@ class ModelInfo:
     class_names: tuple[str, ...] = field(default=(), repr=False)  # in the order of the logits
     parameters: int | None = None
     multiply_adds: int | None = None
-    tokens: int | None = None
-    heads: KeptHeads | None = field(default=None, repr=False)
-    heads_per_layer: int | None = None
-    pooling_heads: int = 0
+    heads: str = ""  # kept per layer, as the paper writes it: `12`, or `8x3` for three members of eight each
     source: str = ""
     history: tuple[str, ...] = field(default=(), repr=False)
     calibration: Calibration | None = field(default=None, repr=False)
-    familiarity: tuple[str, float] | None = None  # the fitted score that has a threshold, and this threshold
-
-    @property
-    def heads_label(self) -> str | None:
-        """Heads kept per layer as the paper writes them: `12`, or `8x3` for three members of eight each."""
-        if not self.heads:
-            return None
-        blocks = len(self.heads[0]) - bool(self.pooling_heads)
-        counts = [len(layer) for member in self.heads for layer in member[:blocks]]
-        text = f"{round(sum(counts) / len(counts), 1):g}"
-        return text if len(self.heads) == 1 else f"{text}x{len(self.heads)}"
 
 
 @dataclass(frozen=True, eq=False)

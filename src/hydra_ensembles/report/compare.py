@@ -34,7 +34,6 @@ class Column:
     digits: int = 2  # after the point
     scale: float = 1.0  # factor applied before printing: 100 for percent, 1e-6 for millions
     suffix: str = ""  # printed after the number
-    ranked: bool = True  # whether to mark the best; False if the methods are not comparable
 
     @property
     def heading(self) -> str:
@@ -104,7 +103,7 @@ def rank_cells(cells: list[Cell], column: Column) -> list[Cell]:
     """Mark the best of the displayed numbers and, of three or more, the second best; nothing if all are equal."""
     shown = [None if cell.value is None else float(column.number(cell.value)) for cell in cells]
     distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
-    if column.better == "neither" or not column.ranked or len(distinct) < 2:
+    if column.better == "neither" or len(distinct) < 2:
         return cells
     ranks: dict[float, Rank] = {distinct[0]: "best"}
     if len(cells) > 2:
@@ -230,7 +229,7 @@ def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> 
         for score in fitted
         for key, title in titles.items()
     ]
-    if any(run.model.familiarity is not None for run in runs):
+    if any("familiar" in run.sets[run.id_name].columns for run in runs):
         added.append(Column("selective.accepted", "ID", "Accepted %", scale=100))
         added += (Column(f"{key}.abstained", title, "Declined %", scale=100) for key, title in titles.items())
     single = (column for key, title in alone.items() for column in _detection(key, title))
@@ -271,7 +270,7 @@ def compare(
     if columns is None:
         columns = columns_for(run for runs in methods.values() for run in runs)
     if _calibration_note(methods):
-        columns = [replace(column, ranked=False) if column.key in _BY_TEMPERATURE else column for column in columns]
+        columns = [replace(one, better="neither") if one.key in _BY_TEMPERATURE else one for one in columns]
     return tabulated(columns, rows, lambda column, row: _cell(column, *row), notes)
 
 
@@ -292,15 +291,9 @@ def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
     return methods
 
 
-def _is_calibrated(run: Evaluation) -> bool:
-    """Whether a temperature changes the probabilities."""
-    return run.model.calibration is not None and run.model.calibration.temperature != 1.0
-
-
 def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell:
     if column.key == "heads":
-        labels = {run.model.heads_label for run in runs} - {None}
-        return Cell(" / ".join(sorted(map(str, labels))) or "–")
+        return Cell(" / ".join(sorted({run.model.heads for run in runs} - {""})) or "–")
     numbers = [run.numbers().get(column.key) for run in runs]
     varies = any(value is not None for value in numbers)  # costs do not vary with the seed
     if not varies:
@@ -319,27 +312,20 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]]) -> tuple[str, ...]:
     notes = [_data_note(first)]
     for name, run in others:
         if (run.score, run.convention) != (first.score, first.convention):
-            raise ConfigError(
-                f"{first_name!r} was evaluated with score {first.score!r} and convention {first.convention!r}, "
-                f"{name!r} with {run.score!r} and {run.convention!r}; use the same"
-            )
-        problem = ""
+            ours, theirs = f"{first.score} ({first.convention})", f"{run.score} ({run.convention})"
+            raise ConfigError(f"{first_name!r} was evaluated with {ours}, {name!r} with {theirs}; use the same")
         if run.samples != first.samples:
-            problem = f"{name} was evaluated on {run.samples}, {first_name} on {first.samples}"
-        elif differing := [
-            key for key, one in run.sets.items() if not _same_labels(one.columns, first.sets[key].columns)
-        ]:
-            problem = f"the labels of {', '.join(differing)} differ between {name} and {first_name}"
-        elif differing := [key for key, one in run.sets.items() if one.digest != first.sets[key].digest]:
+            raise DataError(f"{name} was evaluated on {run.samples}, {first_name} on {first.samples}; give the same")
+        pairs = {key: (one, first.sets[key]) for key, one in run.sets.items()}
+        if other := [key for key, (one, known) in pairs.items() if not _same_labels(one.columns, known.columns)]:
+            raise DataError(f"the labels of {', '.join(other)} differ between {name} and {first_name}; give the same")
+        if other := [key for key, (one, known) in pairs.items() if one.digest != known.digest]:
             why = "other samples, or the same prepared differently"
-            notes.append(f"{name} was given other inputs than {first_name} in {', '.join(differing)}: {why}.")
-        if problem:
-            raise DataError(f"{problem}; evaluate both on the same data")
+            notes.append(f"{name} was given other inputs than {first_name} in {', '.join(other)}: {why}.")
     if any(len(runs) > 1 for runs in methods.values()):
         counts = ", ".join(f"{name}: {len(runs)}" for name, runs in methods.items())
         notes.append(f"Mean ± standard deviation over runs ({counts}).")
-    notes += [note] if (note := _calibration_note(methods)) else []
-    return tuple(dict.fromkeys(notes))
+    return tuple(dict.fromkeys(filter(None, [*notes, _calibration_note(methods)])))
 
 
 def _same_labels(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
@@ -349,12 +335,13 @@ def _same_labels(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bo
 
 
 def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
-    """A note on which methods are calibrated, if not all or none are."""
-    found = {name: {_is_calibrated(run) for run in runs} for name, runs in methods.items()}
-    if len(set().union(*found.values())) == 1:
+    """A note on which methods have a temperature, which changes probabilities, if not all or none do."""
+    rules = {name: [run.model.calibration for run in runs] for name, runs in methods.items()}
+    warm = {name: {rule is not None and rule.temperature != 1.0 for rule in each} for name, each in rules.items()}
+    if len(set().union(*warm.values())) == 1:
         return ""
     kinds = {"Calibrated": {True}, "not": {False}, "in part": {True, False}}
-    listed = {kind: ", ".join(name for name in found if found[name] == which) for kind, which in kinds.items()}
+    listed = {kind: ", ".join(name for name in warm if warm[name] == which) for kind, which in kinds.items()}
     text = "; ".join(f"{kind}: {names}" for kind, names in listed.items() if names)
     return f"{text}. Compare Brier, NLL, ECE and aECE only among the calibrated, or only among the others."
 

@@ -25,7 +25,6 @@ from ..metrics.probabilities import reliability_bins
 from ..model.cost import Cost
 from .compare import Column, Comparison, Runs, columns_for, compare, group_runs, to_csv, to_markdown
 
-ONE_TABLE = 12  # maximum number of columns before the results are split into two tables
 FIRST_RUNS = "Figures, and the numbers beside them, are of the first run of each method."
 SERIES = ("#2563c9", "#d1571b", "#14866d", "#9a3fb5", "#a67c00", "#c62f6b", "#4f7a1a", "#5c6773")  # also in the style
 _INK, _SOFT, _RULE, _OVER, _UNDER = "#1c2330", "#6b7482", "#e3e0d8", "#e08a9c", "#a9d5c6"
@@ -85,9 +84,7 @@ def write_report(
         return file
     if file.suffix != ".html":
         raise ConfigError(f"a report is written as .html, .csv or .md, got {file.name}")
-    parts = [comparison.columns]
-    if len(comparison.columns) > ONE_TABLE:
-        parts = [tuple(c for c in comparison.columns if bool(c.group) == grouped) for grouped in (False, True)]
+    parts = [[one for one in comparison.columns if bool(one.group) == grouped] for grouped in (False, True)]
     runs = {name: group[0] for name, group in methods.items()}
     further = [FIRST_RUNS] if any(len(group) > 1 for group in methods.values()) else []
     for cost in [*measured.values()][:1]:
@@ -135,7 +132,7 @@ def _tiles(
         if cell.value is None:
             continue
         outcome, change = "", ""
-        if other.value is not None and baseline != focus and column.ranked:
+        if other.value is not None and baseline != focus and (column.better != "neither" or key.endswith("abstained")):
             amount = (cell.value - other.value) * column.scale
             change = f"{amount:+.{column.digits}f}".replace("-", "−") + f" vs {baseline}"
             difference = ours.interval(key, minus=theirs) if single and column.better != "neither" else None

@@ -30,7 +30,7 @@ from ..model.ensemble import Answering
 from ..settings import short
 from . import protocol
 from .batcher import API_KEY, Engine, ServeSettings, key_from_environment
-from .protocol import Answer, Array, Served, Text
+from .protocol import Answer, Array, Raw, Served
 from .rows import Row, cores, doubling
 from .telemetry import Telemetry, Watch, log_failure, log_to_stdout
 
@@ -125,13 +125,12 @@ def make_app(
     @app.get("/v1/model", **private)
     async def described() -> dict[str, Any]:
         """What is served: kind, classes, members, thresholds, and what the monitor says."""
-        return _facts(served) | {"watch": None if watch is None else watch.monitor.summary()}
+        return served.facts | {"watch": None if watch is None else watch.monitor.summary()}
 
     @app.post("/v1/predict", **private)
     async def predict(request: Request) -> JSONResponse:
         """Labels of images or texts, each with its uncertainty and a verdict."""
-        images, texts = await _raw(request, await _body(request, most), settings.max_queue)
-        rows = await decoded(raw_rows, served, images, texts)
+        rows = await decoded(raw_rows, served, await _raws(request, await _body(request, most), settings.max_queue))
         answers = await answered(request, rows)
         told = [served.plain(answer, row.notes) for row, answer in zip(rows, answers, strict=True)]
         return JSONResponse({"model": name, "predictions": told})
@@ -265,17 +264,18 @@ async def _body(request: "Request", most: int) -> bytes:
 # --- rows of a request -----------------------------------------------------------------------------------------------
 
 
-def raw_rows(served: Served, images: Sequence[bytes], texts: Sequence[Text]) -> list[Row]:
+def raw_rows(served: Served, raws: Sequence[Raw]) -> list[Row]:
     """Rows of images or of texts."""
-    reader, kind = served.reader, "image" if images else "text"
-    if bool(images) == bool(texts):
+    reader, kinds = served.reader, {"image" if isinstance(raw, bytes) else "text" for raw in raws}
+    if len(kinds) != 1:
         raise RequestError("the request holds no sample, or images and texts; give some of one kind")
-    if kind != reader.kind:
-        raise RequestError(f"got {kind}s, but this model reads {reader.kind}s")
-    rows = [reader.read(one) for one in images or texts]
+    if reader.kind not in kinds:
+        raise RequestError(f"got {kinds.pop()}s, but this model reads {reader.kind}s")
+    rows = [reader.read(raw) for raw in raws]
     for index, row in enumerate(rows):
         if row.error is not None:
-            raise RequestError(f"{kind} {index}: {row.error}", getattr(row.error, "status", 400)) from row.error
+            status = getattr(row.error, "status", 400)
+            raise RequestError(f"{reader.kind} {index}: {row.error}", status) from row.error
     return rows
 
 
@@ -301,13 +301,13 @@ def audited_rows(served: Served, body: Mapping[str, Any]) -> tuple[Array, Array,
     return given, right, accepted.astype(bool)
 
 
-async def _raw(request: "Request", body: bytes, most: int) -> tuple[list[bytes], list[Text]]:
+async def _raws(request: "Request", body: bytes, most: int) -> list[Raw]:
     """The images and texts of a body: a form (files in any field, texts in `text`), JSON, or one image."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         return protocol.read_named(protocol.request_of(body))
     if kind.startswith("image/") or kind == "application/octet-stream":
-        return [body], []
+        return [body]
     if kind != "multipart/form-data":
         accepted = "multipart/form-data, application/json or image/*"
         raise RequestError(f"content of the type {kind[:100]!r} is not accepted; send {accepted}", 415)
@@ -327,30 +327,7 @@ async def _raw(request: "Request", body: bytes, most: int) -> tuple[list[bytes],
     await form.close()
     if strange := [name for name, value in fields if isinstance(value, str) and name != "text"]:
         raise RequestError(f"there is no field {short(strange[0])}; in a form, texts are in the field text")
-    return [value for _, value in fields if isinstance(value, bytes)], [v for _, v in fields if isinstance(v, str)]
-
-
-def _facts(served: Served) -> dict[str, Any]:
-    """What a person wants to know of a model."""
-    ensemble = served.ensemble
-    calibration = served.calibration
-    fitted = None if ensemble.metadata.familiarity is None else ensemble.metadata.familiarity.settings
-    facts = {
-        "name": served.name,
-        "kind": ensemble.kind,
-        "raw": served.reader.preprocessing is not None,
-        "labels": list(served.labels),
-        "members": ensemble.num_members,
-        "outputs": {output.name: output.meaning for output in served.outputs},
-    }
-    limit = calibration.threshold
-    facts["unsure_below"] = limit if isinstance(limit, float) and calibration.score == "msp" and limit > 0 else None
-    facts["promise"] = [str(promise) for promise in calibration.promises]
-    facts["unfamiliar_share"] = None
-    if fitted is not None and fitted.threshold is not None and fitted.reference is not None:
-        highest = torch.tensor([fitted.threshold], dtype=torch.float64)
-        facts["unfamiliar_share"] = float(fitted.reference.p_values(highest))
-    return facts
+    return [value for _, value in fields]
 
 
 def _refusal(error: RequestError) -> "Response":

@@ -50,7 +50,7 @@ Answer = dict[str, Any]
 REASON_WORDS = tuple(reason or "" for reason in REASONS)
 """Words for the codes of the output `reason`; empty where the sample is accepted."""
 AskedField = tuple[Field, bool]  # an output, and whether to send it as binary
-Text = str | tuple[str, str]
+Raw = bytes | str | tuple[str, str]  # the content of an image file, a text, or a pair of texts
 
 
 # --- outputs -------------------------------------------------------------------------------------------------------
@@ -136,6 +136,27 @@ class Served:
         """The calibration of the model, or one that changes nothing."""
         return self.ensemble.metadata.calibration or Calibration()
 
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What clients want to know of the model, as JSON data."""
+        limit, fitted, unfamiliar = self.calibration.threshold, self.ensemble.metadata.familiarity, None
+        if fitted is not None and fitted.settings.threshold is not None and fitted.settings.reference is not None:
+            highest = torch.tensor([fitted.settings.threshold], dtype=torch.float64)
+            unfamiliar = float(fitted.settings.reference.p_values(highest))
+        by_confidence = isinstance(limit, float) and self.calibration.score == "msp" and limit > 0
+        return {
+            "name": self.name,
+            "kind": self.ensemble.kind,
+            "raw": self.reader.preprocessing is not None,
+            "labels": list(self.labels),
+            "reasons": list(REASON_WORDS),
+            "members": self.ensemble.num_members,
+            "outputs": {output.name: output.meaning for output in self.outputs},
+            "promise": [str(promise) for promise in self.calibration.promises],
+            "unsure_below": limit if by_confidence else None,
+            "unfamiliar_share": unfamiliar,
+        }
+
     def plain(self, answer: Answer, notes: Sequence[str] = ()) -> dict[str, Any]:
         """An answer and any notes as JSON data, with class names for indices; members have the temperature, too."""
         labels, probs = self.labels, answer["probs"]
@@ -181,18 +202,17 @@ def request_of(body: bytes) -> dict[str, Any]:
     return content
 
 
-def read_named(body: Mapping[str, Any]) -> tuple[list[bytes], list[Text]]:
+def read_named(body: Mapping[str, Any]) -> list[Raw]:
     """The images and texts of a JSON object: one under `image` or `text`, several under the plural."""
-    unknown = body.keys() - {"image", "images", "text", "texts"}
-    if unknown:
-        raise RequestError(f"there is no field {short(sorted(unknown)[0])}; there are image, images, text and texts")
-    values: dict[str, list[Any]] = {}
-    for name in ("image", "text"):
+    if unknown := body.keys() - {"image", "images", "text", "texts"}:
+        raise RequestError(f"there is no field {short(min(unknown))}; there are image, images, text and texts")
+    raws = list[Raw]()
+    for name, read in (("image", image_of), ("text", text_of)):
         several, one = body.get(f"{name}s", []), body.get(name)
         if not isinstance(several, list) or isinstance(one, list):  # under the singular: one pair, or several texts?
             raise RequestError(f'write {name}s: ["one", "two"], for a pair of texts [["first", "second"]]')
-        values[name] = [*([] if one is None else [one]), *several]
-    return [image_of(value) for value in values["image"]], [text_of(value) for value in values["text"]]
+        raws += [read(value) for value in ([] if one is None else [one]) + several]
+    return raws
 
 
 def image_of(value: Any) -> bytes:
@@ -203,7 +223,7 @@ def image_of(value: Any) -> bytes:
         raise RequestError("an image in JSON must be a base64 string on one line") from error
 
 
-def text_of(value: Any) -> Text:
+def text_of(value: Any) -> str | tuple[str, str]:
     """A text or a pair of texts from JSON."""
     if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value):
         return value[0], value[1]
@@ -293,25 +313,13 @@ def asked_outputs(request: Mapping[str, Any], served: Served) -> list[AskedField
 
 
 def model_metadata(served: Served) -> dict[str, Any]:
-    """Model metadata: inputs, outputs, classes and reasons."""
+    """Model metadata: inputs and outputs, and everything else under `parameters`."""
     reader = served.reader
-
-    def described(field: Field) -> dict[str, Any]:
-        datatype = NAMES.get(field.dtype, "FP32")
-        return {"name": field.name, "datatype": datatype, "shape": [-1, *field.shape]}
-
-    inputs = [described(field) for field in reader.inputs]
+    inputs, outputs = (
+        [{"name": one.name, "datatype": NAMES.get(one.dtype, "FP32"), "shape": [-1, *one.shape]} for one in fields]
+        for fields in (reader.inputs, served.outputs)
+    )
     if reader.image_size is not None:
         inputs[0] |= {"datatype": "FP32", "shape": [-1, reader.inputs[0].shape[0], *reader.image_size]}
-    return {
-        "name": served.name,
-        "versions": ["1"],
-        "platform": "hydra_ensembles",
-        "inputs": inputs,
-        "outputs": [described(field) for field in served.outputs],
-        "parameters": {
-            "labels": list(served.labels),
-            "reasons": list(REASON_WORDS),
-            "promise": [str(promise) for promise in served.calibration.promises],
-        },
-    }
+    about = {"name": served.name, "versions": ["1"], "platform": "hydra_ensembles", "parameters": served.facts}
+    return {**about, "inputs": inputs, "outputs": outputs}

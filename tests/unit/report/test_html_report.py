@@ -92,7 +92,7 @@ def test_both_thresholds_and_what_they_decline_are_said(render):
     run = evaluation("Hydra", members=3, threshold=0.5)
     familiar = {"familiar": torch.arange(len(TARGETS)) >= 16}
     known = replace(run.sets["own"], columns={**run.sets["own"].columns, **familiar})
-    both = replace(run, sets={**run.sets, "own": known}, model=replace(run.model, familiarity=("knn", 12.5)))
+    both = replace(run, sets={**run.sets, "own": known})
     page = render([both])
     assert "thresholds Hydra answers" in page
     assert "90.0&nbsp;% are familiar enough)" in page
