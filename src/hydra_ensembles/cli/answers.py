@@ -13,7 +13,6 @@ from ..errors import DataError
 from . import common
 from .common import BATCH, BatchSize, Changes, Column, Config, Device, File, Limit, Model, Quiet, Root
 
-NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")  # of an answer
 IN_TABLE = ("confidence", "epistemic", "familiarity")  # those that fit into a terminal
 LONGEST = 60  # maximum number of characters of an input in a table
 PASSES = 16  # batches of inputs that are read at a time: those of similar length share a batch
@@ -62,11 +61,8 @@ def predict(
                 problems.append(f"{name}: {answer}")
             else:
                 told = served.plain(answer)
-                answers.append(
-                    {"input": name}
-                    | {key: told.get(key) for key in ("label", "accept", "reason", *NUMBERS)}
-                    | {key: told[key] for key in ("stage",) if key in told}
-                )
+                scalars = {key: value for key, value in told.items() if key not in ("index", "top", "members")}
+                answers.append({"input": name, **scalars})
     if not answers and not problems:
         raise DataError("got nothing to predict; give files or folders, texts by --text, or - for standard input")
     if answers:
@@ -107,7 +103,7 @@ def _formatted(answers: Sequence[dict[str, Any]], format: str) -> str:
         from ..report.compare import csv_text
 
         return csv_text(answers, list(answers[0]))
-    shown = [name for name in IN_TABLE if answers[0][name] is not None]
+    shown = [name for name in IN_TABLE if name in answers[0]]
     rows = [("input", "label", *shown, "verdict")]
     for answer in answers:
         name, declined = answer["input"], f"abstain: {answer['reason']}"
@@ -215,14 +211,13 @@ def serve(
       hydra-ensembles serve safe
       HYDRA_API_KEY=... hydra-ensembles serve safe --host 0.0.0.0 --max-batch 32 --watch watch/
     """
+    given = common.settings_in(locals())
+    loaded = common.load_model(given.pop("model"), given.pop("device"))
     from ..serve.app import serve as serving
     from ..serve.batcher import ServeSettings
 
-    given: dict[str, Any] = {"host": host, "port": port, "name": name}
-    given |= {"max_batch": max_batch, "max_wait": max_wait, "precision": precision}
-    given |= {"watch": watch, "webhook": webhook}
     (settings,) = common.read_settings([ServeSettings], config, given, changes)
-    serving(common.load_model(model, device), settings)
+    serving(loaded, settings)
 
 
 # --- evaluate, report, demo ------------------------------------------------------------------------------------------

@@ -39,6 +39,12 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
+def settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a command that are settings, by name."""
+    others = ("column", "config", "changes", "quiet", "dry_run", "models")
+    return {name: value for name, value in arguments.items() if name not in others}
+
+
 def read_settings(
     kinds: Sequence[type], config: Path | None, given: Mapping[str, Any], changes: Iterable[str] | None
 ) -> list[Any]:

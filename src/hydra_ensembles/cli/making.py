@@ -47,7 +47,7 @@ class SearchOptions:
     recipe: Any = None
     familiarity: str = "mahalanobis"
     price: str = "latency"
-    latency_batch: int = 32
+    batch_size: int = 32
     seed: int = 0
 
 
@@ -84,7 +84,7 @@ def build(
       hydra-ensembles build my-vit --id val/ --ood synthetic --prune 12 --shared-layers 0 -o run
       hydra-ensembles build --config settings.yaml
     """
-    given = _settings(locals())
+    given = common.settings_in(locals())
     from ..pipeline.build import RESULT
     from ..pipeline.build import build as built
     from ..pipeline.settings import HydraConfig
@@ -127,7 +127,7 @@ def search(
       hydra-ensembles search base --id val/ --ood other/ --train train/ --cost 1.5 -o search
       hydra-ensembles search base --id val/ --candidates candidates.yaml -o search --dry-run
     """
-    given = _settings(locals())
+    given = common.settings_in(locals())
     from ..pipeline.build import RESULT
     from ..pipeline.search import search as searched
     from ..pipeline.settings import HydraConfig
@@ -137,28 +137,14 @@ def search(
     sources, options = common.read_settings([Sources, SearchOptions], config, given, changes)
     usual = HydraConfig(recipe=options.recipe, seed=options.seed)
     ensemble, sets = model_and_sets(sources, usual)
-    folder, names = Path(sources.output), ("cost", "familiarity", "price", "seed", "recipe")
-    front = searched(
-        ensemble,
-        **sets,
-        **{name: getattr(options, name) for name in names},
-        candidates=options.candidates,
-        models=[common.load_model(name, sources.device) for name in sources.models],
-        batch_size=options.latency_batch,
-        output=folder,
-        dry_run=dry_run,
-        progress=not quiet,
-    )
+    folder = Path(sources.output)
+    more = [common.load_model(name, sources.device) for name in sources.models]
+    about: dict[str, Any] = {"models": more, "output": folder, "dry_run": dry_run, "progress": not quiet}
+    front = searched(ensemble, **sets, **vars(options), **about)
     print(front.table())
     if not dry_run:
         print(f"The choice is in {folder / RESULT}.")
         print(common.next_commands(folder, "predict", "evaluate"))
-
-
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a command that are settings, by name."""
-    others = ("column", "config", "changes", "quiet", "dry_run", "models")
-    return {name: value for name, value in given.items() if name not in others}
 
 
 # --- shared by both --------------------------------------------------------------------------------------------------

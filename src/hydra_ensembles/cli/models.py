@@ -161,11 +161,9 @@ def _facts(ensemble: Any) -> dict[str, Any]:
 
     from ..settings import to_plain
 
-    counts = ensemble.describe()
+    counts, fitted = ensemble.describe(), ensemble.metadata.familiarity
     metadata = to_plain(replace(ensemble.metadata, familiarity=None))
-    if isinstance(metadata.get("preprocessing"), dict) and "tokenizer" in metadata["preprocessing"]:
-        metadata["preprocessing"]["tokenizer"] = bool(metadata["preprocessing"]["tokenizer"])  # not the vocabulary
-    fitted = ensemble.metadata.familiarity
+    (metadata["preprocessing"] or {}).pop("tokenizer", None)  # a whole vocabulary
     return {
         "kind": ensemble.kind,
         "members": ensemble.num_members,
@@ -229,15 +227,12 @@ def calibrate(
     held_out = reading.batches(data)
     if not ensemble.metadata.labels:
         ensemble = ensemble.with_metadata(labels=class_names_in(held_out, ensemble.num_classes))
-    by_label = dict[str, list[float]]()
+    risks: dict[str, list[Any]] = {}
     for label, _, value in (one.rpartition("=") for one in risk or []):
-        by_label.setdefault(label, []).append(_number("risk", value))
-    values = by_label.pop("", [])
-    if by_label and values:
-        raise ConfigError("give --risk SHARE for all answers, or --risk LABEL=SHARE for each label; not both")
+        risks.setdefault(label, []).append(common.parse_yaml(value, "risk"))
     options: dict[str, Any] = {
-        "risk": by_label or values or None,
-        "confidence": None if confidence == "none" else _number("confidence", confidence),
+        "risk": risks[""] if set(risks) == {""} else risks or None,
+        "confidence": None if confidence == "none" else common.parse_yaml(confidence, "confidence"),
         "share": share,
         "unfamiliar": unfamiliar,
         "train": None if train is None else reading.batches(train),
@@ -249,14 +244,6 @@ def calibrate(
     for promise in made.metadata.calibration.promises:
         print(f"Promise: {promise}.")
     _save(made, folder, "predict", "evaluate")
-
-
-def _number(name: str, text: str) -> float:
-    """A number of an option that also takes words."""
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ConfigError(f"--{name} {text} is no number") from error
 
 
 def fuse(

@@ -79,7 +79,7 @@ def test_a_model_is_calibrated_as_the_function_does(world: Path, safe: Path) -> 
 def test_a_promise_is_made_or_refused_with_the_way_out(world: Path, tmp_path: Path) -> None:
     given = ("calibrate", world / "base", "--data", world / "val", "--familiarity", "none")
     assert "needs at least" in fail(*given, "--risk", 0.0001, "-o", tmp_path / "x")
-    assert "not both" in fail(*given, "--risk", 0.1, "--risk", "a=0.1", "-o", tmp_path / "x")
+    assert "risk names" in fail(*given, "--risk", 0.1, "--risk", "a=0.1", "-o", tmp_path / "x")
     said = succeed(*given, "--risk", 0.99, "--confidence", "none", "-o", tmp_path / "y")
     assert "Promise: of the accepted answers" in said
     assert he.load(tmp_path / "y").promise.risk == 0.99
@@ -130,7 +130,7 @@ def test_info_as_text_and_as_json(run_folder: Path, world: Path) -> None:
     assert "member 2" in text
     facts = json.loads(succeed("info", run_folder, "--json"))
     assert (facts["members"], facts["labels"]) == (3, list(COLOURS))
-    assert json.loads(succeed("info", world / "text", "--json"))["preprocessing"]["tokenizer"] is True
+    assert json.loads(succeed("info", world / "text", "--json"))["preprocessing"]["segments"] is True
 
 
 def test_bench_measures_like_with_like(run_folder: Path, tmp_path: Path) -> None:
