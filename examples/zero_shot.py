@@ -18,6 +18,7 @@ import torch
 import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.demo.run import load_sample
+from hydra_ensembles.heads.ranking import circuit_members
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # from libraries that open_clip imports
@@ -46,11 +47,14 @@ def calibrated(dual: he.DualEncoder, labels: list[str], template: str, images: A
 # start: build
 def build(dual: he.DualEncoder, labels: list[str], template: str, images: Any, others: Any, prune: int) -> he.Ensemble:
     """Three circuits over both towers, fused into one zero-shot classifier with a temperature and a threshold."""
-    preprocess = dual.image.metadata.preprocessing
-    held_out = data.batches(images, preprocess, batch_size=32)  # half of it ranks heads, half calibrates
-    odd = data.batches(others, preprocess, batch_size=32)
-    config = he.HydraConfig(prune=prune, members=3, strategy="circuit")
-    return he.build(dual, config, class_names=labels, templates=template, id=held_out, ood=odd, progress=False)
+    sets = (*data.split(images, 0.5, seed=0), others)
+    ranking, validation, odd = (data.batches(one, dual.image.metadata.preprocessing, batch_size=32) for one in sets)
+    settings = {"class_names": labels, "templates": template, "budget": prune + 2}  # more, should two be the same
+    rankings = {
+        score: he.extract_circuit(dual, ranking, odd, score=score, **settings) for score in ("avg", "acc", "ood")
+    }
+    members = [he.prune(dual, heads) for heads in circuit_members(rankings, prune, members=3)]
+    return he.calibrate(he.zero_shot(he.fuse(members), labels, template), validation)
 
 
 # end: build

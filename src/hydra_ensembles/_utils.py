@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from .errors import ConfigError, HydraWarning, MissingExtraError
@@ -135,6 +136,17 @@ def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed that depends only on the parts, and is the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+STEP = np.uint64(0x9E3779B97F4A7C15)  # between the numbers that `mixed` hashes
+
+
+def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijective hash of 64-bit integers: SplitMix64, Steele et al. 2014. Published results depend on it."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return values ^ (values >> np.uint64(31))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._utils import warn, without_autocast
+from ._utils import STEP, mixed, warn, without_autocast
 from .batches import Batches, a_few, read_batch, require_batches, size_of
 from .errors import ConfigError, DataError, TooFewSamplesError
 from .familiarity import (
@@ -44,7 +44,7 @@ Risk = float | Sequence[float] | Mapping[str, float | Sequence[float]]
 COLDEST, HOTTEST = 0.05, 20.0  # range of temperatures searched
 REUSED = 3  # samples recognised from an earlier fit above which chance is no explanation
 _PRIOR = 0.5  # prior standard deviation of the log-temperature; its mean is 0
-_PRECISION, _AT_BOUND = 1e-8, 1e-3  # of log-temperatures: accuracy of the optimum, distance that is "at a bound"
+_PRECISION, _AT_BOUND = 1e-10, 1e-3  # of log-temperatures: accuracy of the optimum, distance that is "at a bound"
 _MIN_GAIN = 1e-6  # a smaller gain is rounding error, and the temperature stays 1
 _MIN_RATIO = 4.0  # twice the log-likelihood ratio above which an improvement is hardly chance
 
@@ -258,10 +258,7 @@ def drawn(digests: Tensor) -> NDArray[np.float64]:
     order = np.argsort(place, kind="stable")
     before = np.empty(len(place), np.uint64)
     before[order] = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
-    mixed = values[place].view(np.uint64) + (before + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return np.asarray((mixed ^ (mixed >> np.uint64(31))) / 2.0**64)
+    return np.asarray(mixed(values[place].view(np.uint64) + (before + np.uint64(1)) * STEP) / 2.0**64)
 
 
 def divided(
@@ -501,21 +498,19 @@ def fit_temperature(member_logits: Tensor, labels: Tensor) -> float:
 
 
 def _log_temperature(log_probs: Tensor, labels: Tensor, prior: float) -> float:
-    """The log-temperature that minimises NLL plus prior: a root of the derivative, by Newton's method in a bracket.
+    """The log-temperature that minimises NLL plus prior: a root of the derivative, or the bound it lies beyond.
 
     In the inverse temperature the NLL is convex, so that the derivative changes its sign once.
     """
-    low, high, log = math.log(COLDEST), math.log(HOTTEST), 0.0
+    from scipy.optimize import brentq
+
     right = log_probs.gather(1, labels[:, None])[:, 0]
-    while high - low > _PRECISION:
-        probs = (log_probs * math.exp(-log)).softmax(dim=1)
-        first = (probs * log_probs).sum(dim=1)  # [n], expected log-probability
-        spread = (probs * log_probs.square()).sum(dim=1) - first.square()
-        pull = (first - right).mean().item() * math.exp(-log)  # of the NLL, towards lower temperatures
-        slope, bend = prior * log - pull, prior + pull + spread.mean().item() * math.exp(-2 * log)
-        low, high = (low, log) if slope > 0 else (log, high)
-        step = log - slope / bend if bend > 0 else math.inf
-        if abs(step - log) < _PRECISION:
-            return min(max(step, low), high)
-        log = step if low < step < high else (low + high) / 2
-    return log
+
+    def slope(log: float) -> float:
+        expected = ((log_probs * math.exp(-log)).softmax(dim=1) * log_probs).sum(dim=1)  # [n], of the log-probability
+        return prior * log - (expected - right).mean().item() * math.exp(-log)
+
+    low, high = math.log(COLDEST), math.log(HOTTEST)
+    if slope(low) >= 0 or slope(high) <= 0:
+        return low if slope(low) >= 0 else high
+    return float(brentq(slope, low, high, xtol=_PRECISION))

@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ._utils import warn
-from .batches import Batches, Inputs, iterate, length_of
+from .batches import Batches, Inputs, first_epoch, iterate, length_of
 from .errors import ConfigError, DataError
 from .settings import to_plain
 
@@ -65,13 +64,18 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def digest_batches(batches: Batches, name: str = "data", *, most: int | None = None) -> str:
-    """SHA-256 of all batches in order; `name` is for error messages.
+def digest_batches(batches: Batches, name: str = "data") -> str:
+    """SHA-256 of all batches in order; `name` is for error messages."""
+    return digest([digest([inputs, labels]) for _, inputs, labels in iterate(batches, name)])
 
-    With `most`, only so many batches are read, and the length of the source counts: for data too large to read twice.
-    """
-    found = [digest([inputs, labels]) for _, inputs, labels in islice(iterate(batches, name), most)]
-    return digest([None if most is None else length_of(batches), found])
+
+def source_digest(batches: Batches, name: str, seed: int) -> str:
+    """Recognises data too large to read twice, by their length and their first batch in the order of a seed."""
+    with first_epoch(batches, seed):
+        first = next(iter(batches), None)
+    if first is None:
+        raise DataError(f"{name} has no batches; check the loader")
+    return digest([length_of(batches), first])
 
 
 def row_digests(inputs: Inputs | list[Any]) -> list[bytes]:

@@ -14,6 +14,7 @@ whose mean need not be fair; each by itself is.
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from .errors import CheckpointError, ConfigError, DataError
 from .files import expanded, read_object, write_json
 from .model.metadata import Calibration
 from .prediction import NEVER, REASONS, Prediction, Threshold, reaches
-from .settings import InnerShare, PositiveShare, Seed, Whole, require
+from .settings import InnerShare, PositiveShare, Seed, Whole, require, to_plain
 
 Floats = NDArray[np.float64]
 OnAlarm = Literal["decline", "stricter"]
@@ -41,8 +42,7 @@ JUMP = 0.001  # share of a bettor's capital that is spread anew over its bets af
 SLOPES = (-1.6, -0.6, 0.0, 0.6, 1.6)  # densities 1 + slope (p - 1/2): scores have risen or fallen as a whole
 TAIL, TIMES = 0.05, (3.0, 8.0)  # densities that say: the highest scores have become so many times more frequent
 RATIOS = (1.5, 2.0, 4.0, 8.0, 16.0)  # error rates bet upon, as multiples of the promised one
-FORMAT = "hydra_ensembles monitor 1"
-POINTS = 400  # of the plot; beyond it every second is dropped
+FORMAT = "hydra_ensembles monitor 2"
 _AT_ONCE = 32  # rows after which capitals are scaled, so that none overflows
 _ALARM = REASONS.index("alarm")
 
@@ -191,22 +191,54 @@ def confidence_sequence(hits: float, rows: int, level: float = 0.95) -> tuple[fl
 
     A rate is left out once the Beta(1/2, 1/2) mixture of likelihoods is 1 / (1 - level) times that of the rate.
     """
+    from scipy.optimize import brentq
+    from scipy.special import betaln, xlog1py, xlogy
+
     misses = rows - hits
-    least = math.lgamma(hits + 0.5) + math.lgamma(misses + 0.5) - math.lgamma(rows + 1) - math.log(math.pi)
-    least += math.log(1.0 - level)
+    least = betaln(hits + 0.5, misses + 0.5) + math.log((1.0 - level) / math.pi)
 
-    def kept(rate: float) -> bool:
-        likelihood = hits * math.log(rate) if hits else 0.0
-        return likelihood + (misses * math.log1p(-rate) if misses else 0.0) > least
+    def kept(rate: float) -> float:  # above zero
+        return float(xlogy(hits, rate) + xlog1py(misses, -rate) - least)
 
-    ends = []
-    for outside in (0.0, 1.0):
-        inside = hits / rows
-        for _ in range(60):
-            middle = (inside + outside) / 2
-            inside, outside = (middle, outside) if 0.0 < middle < 1.0 and kept(middle) else (inside, middle)
-        ends.append(inside)
-    return ends[0], ends[1]
+    low = brentq(kept, sys.float_info.min, hits / rows) if hits else 0.0
+    high = brentq(kept, hits / rows, 1.0 - sys.float_info.epsilon) if misses else 1.0
+    return low, high
+
+
+@dataclass
+class Audit:
+    """The test of one promise, of all accepted answers or of those with one label.
+
+    Attributes:
+        risk: The error rate that is promised, times the least probability of being asked.
+        label: Index of the label; None for all.
+        wealth: Of the bets on errors.
+        before: Rows and errors of the block before, and `now`, of this one.
+    """
+
+    risk: float
+    label: int | None
+    wealth: Wealth
+    before: tuple[int, float] = (0, 0.0)
+    now: tuple[int, float] = (0, 0.0)
+
+    @classmethod
+    def of(cls, risk: float, label: int | None, limit: float) -> "Audit":
+        """Before the first row; an alarm at this log wealth."""
+        bets = error_bets(np.zeros((1, 1)), risk).shape[1]
+        return cls(risk, label, Wealth.of(1, bets, math.ceil(ERRORS / risk), limit))
+
+    def add(self, errors: Floats) -> None:
+        """Bet on rows that were wrong or right, `[n]`."""
+        self.wealth.bet(error_bets(errors[None], self.risk))
+        self.now = self.now[0] + len(errors), self.now[1] + float(errors.sum())
+        if self.now[0] >= self.wealth.block:
+            self.before, self.now = self.now, (0, 0.0)
+
+    def rate(self, asked: float) -> Rate | None:
+        """The error rate of the last one to two blocks; None without rows."""
+        rows = self.before[0] + self.now[0]
+        return Rate.of(self.before[1] + self.now[1], rows, asked) if rows else None
 
 
 class Monitor:
@@ -260,7 +292,6 @@ class Monitor:
         if calibration is None or not calibration.watched:
             told = "give what he.calibrate returned for one right class"
             raise ConfigError(f"the model has no calibration to compare with; {told}")
-        promises = {f"promise of {one.label}" if one.label else "promise": one for one in calibration.in_force}
         self.identity: str = calibration.identity
         self.level = require("level", level, InnerShare)
         self.workers = require("workers", workers, Whole)
@@ -268,25 +299,19 @@ class Monitor:
         fitted = model.metadata.familiarity
         names_of = {"confidence": "score", "familiarity": "" if fitted is None else fitted.settings.scores[0]}
         self.columns: dict[str, str] = {name: names_of[name] for name in calibration.watched}
-        names: tuple[str, ...] = model.class_names
-        self._risks = {name: one.risk for name, one in promises.items()}
-        self._labels = {name: names.index(one.label) if one.label else None for name, one in promises.items()}
         self.decide(model, on_alarm)
         self._edges = {name: np.array(bins.edges) for name, bins in calibration.watched.items()}
         self._counts = np.zeros((len(self._edges), 1 + max(map(len, self._edges.values()))), dtype=np.int64)  # [S, K]
         for row, bins in zip(self._counts, calibration.watched.values(), strict=True):
             row[: len(bins.counts)] = bins.counts
-        limit = math.log((len(self._edges) + len(promises)) * self.workers / self.level)
-        bets = len(SLOPES) + len(TIMES)
-        self._inputs = Wealth.of(len(self._edges), bets, BLOCK, limit, JUMP)
-        self._audits = {}
-        for name, risk in self._risks.items():
-            least = risk * self.asked
-            kinds = error_bets(np.zeros((1, 1)), least).shape[1]
-            self._audits[name] = Wealth.of(1, kinds, math.ceil(ERRORS / least), limit)
-        self._recent = {name: [[0, 0.0], [0, 0.0]] for name in promises}  # rows and errors, of two blocks
-        self._history: list[list[float]] = []  # rows, and the log wealth of each test
-        self._stride = 1
+        limit = math.log((len(self._edges) + len(calibration.in_force)) * self.workers / self.level)
+        self._inputs = Wealth.of(len(self._edges), len(SLOPES) + len(TIMES), BLOCK, limit, JUMP)
+        self._audits = dict[str, Audit]()
+        for one in calibration.in_force:
+            label = None if one.label is None else model.class_names.index(one.label)
+            name = "promise" if one.label is None else f"promise of {one.label}"
+            self._audits[name] = Audit.of(one.risk * self.asked, label, limit)
+        self._history: list[list[float]] = [[0, *self.wealth.values()]]  # rows, and the log wealth of each test
         self._generator = np.random.default_rng(require("seed", seed, Seed))
 
     def decide(self, model: Any, on_alarm: OnAlarm | None) -> None:
@@ -354,14 +379,8 @@ class Monitor:
                     f"probabilities run from {odds.min():.4g} to {odds.max():.4g}; asked is {self.asked:.4g}"
                 )
             wrong = wrong * self.asked / odds
-        for name, wealth in self._audits.items():
-            label = self._labels[name]
-            errors = wrong[counted if label is None else counted & (given == label)]
-            wealth.bet(error_bets(errors[None], self._risks[name] * self.asked))
-            before, now = self._recent[name]
-            now[0], now[1] = now[0] + len(errors), now[1] + float(errors.sum())
-            if now[0] >= wealth.block:
-                before[:], now[:] = now, [0, 0.0]
+        for test in self._audits.values():
+            test.add(wrong[counted if test.label is None else counted & (given == test.label)])
         self._note()
 
     # --- what it says ---------------------------------------------------------------------------------------
@@ -390,13 +409,13 @@ class Monitor:
     @property
     def audited(self) -> int:
         """Accepted rows seen by `audit`, over all promises."""
-        return sum(wealth.rows for wealth in self._audits.values())
+        return sum(test.wealth.rows for test in self._audits.values())
 
     @property
     def wealth(self) -> dict[str, float]:
         """Log wealth of each test: 0 at the start; an alarm at `limit`."""
         inputs = dict(zip(self._edges, self._inputs.total.tolist(), strict=True))
-        return inputs | {name: float(one.total[0]) for name, one in self._audits.items()}
+        return inputs | {name: float(test.wealth.total[0]) for name, test in self._audits.items()}
 
     @property
     def limit(self) -> float:
@@ -409,11 +428,9 @@ class Monitor:
 
         Of the last one to two blocks, those in which ten errors are promised (1,000 audited rows at 1 %).
         """
-        found = {}
-        for name, ((rows, errors), (more, new)) in self._recent.items():
-            if rows + more:
-                found[name.removeprefix("promise of ")] = Rate.of(errors + new, int(rows + more), self.asked)
-        return found.get("promise", found or None) if "promise" in self._risks else found or None
+        rates = {name.removeprefix("promise of "): test.rate(self.asked) for name, test in self._audits.items()}
+        found = {name: rate for name, rate in rates.items() if rate is not None}
+        return found.get("promise") if "promise" in self._audits else found or None
 
     def summary(self) -> dict[str, Any]:
         """All of it as plain values, for a log or a server."""
@@ -441,7 +458,7 @@ class Monitor:
 
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         axes = figure.subplots()
-        columns = np.array([[0.0] * (1 + len(self.wealth)), *self._history]).T  # [1 + tests, points]
+        columns = np.array([*self._history, [self.rows, *self.wealth.values()]]).T  # [1 + tests, points]
         for name, values in zip(self.wealth, columns[1:], strict=True):
             axes.plot(columns[0], values / math.log(10), label=name)
         axes.axhline(self.limit / math.log(10), color="black", linestyle="--", label="alarm")
@@ -455,28 +472,26 @@ class Monitor:
 
     def save(self, path: str | Path) -> None:
         """Write its state as JSON, atomically; `load` goes on from there as if nothing had happened."""
-        write_json(expanded(path), self.to_plain())
+        plain = to_plain({**vars(self), "_generator": self._generator.bit_generator.state})
+        write_json(expanded(path), {"format": FORMAT, **plain})
 
     @classmethod
     def load(cls, path: str | Path, model: Any = None) -> "Monitor":
         """Read a saved monitor; with `model`, refuse it if it watched another one."""
         plain = read_object(expanded(path))
-        if plain.get("format") != FORMAT:
+        if plain.pop("format", None) != FORMAT:
             raise CheckpointError(f"{path} is no monitor of this version; give another place, and start a new one")
-        monitor = cls.from_plain(plain)
+        monitor = cls.__new__(cls)
+        vars(monitor).update(plain)
+        monitor._edges = {name: np.array(edges) for name, edges in plain["_edges"].items()}
+        monitor._counts = np.array(plain["_counts"])
+        monitor._inputs = _wealth(plain["_inputs"])
+        audits = plain["_audits"].items()
+        monitor._audits = {name: Audit(**{**test, "wealth": _wealth(test["wealth"])}) for name, test in audits}
+        monitor._generator = np.random.default_rng()
+        monitor._generator.bit_generator.state = plain["_generator"]
         if model is not None and model.metadata.calibration.identity != monitor.identity:
             raise CheckpointError(f"{path} watched another calibration; start a new monitor for this one")
-        return monitor
-
-    def to_plain(self) -> dict[str, Any]:
-        """Its state as plain values."""
-        return {"format": FORMAT, **_plain(vars(self))}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Monitor":
-        """The inverse of `to_plain`."""
-        monitor = cls.__new__(cls)
-        vars(monitor).update({name: _read(value) for name, value in plain.items() if name != "format"})
         return monitor
 
     # --- inside -----------------------------------------------------------------------------------------------
@@ -484,7 +499,8 @@ class Monitor:
     def _states(self) -> list[tuple[str, int, int]]:
         """Name, row of the alarm and row of the change of each test."""
         inputs = zip(self._edges, self._inputs.alarm_row.tolist(), self._inputs.since.tolist(), strict=True)
-        return [*inputs, *((name, int(one.alarm_row[0]), int(one.since[0])) for name, one in self._audits.items())]
+        audits = [(name, test.wealth) for name, test in self._audits.items()]
+        return [*inputs, *((name, int(one.alarm_row[0]), int(one.since[0])) for name, one in audits)]
 
     def _require_own(self, calibration: str) -> None:
         if calibration != self.identity:
@@ -499,13 +515,9 @@ class Monitor:
         return replace(prediction, forced=torch.where(passes, forced, _ALARM))
 
     def _note(self) -> None:
-        """One more point of the plot, if it is due."""
-        if len(self._history) > 1 and self.rows < self._history[-2][0] + self._stride:
-            self._history.pop()  # the latest point is always there
-        self._history.append([self.rows, *self.wealth.values()])
-        if len(self._history) > POINTS:
-            self._history = self._history[1::2]
-            self._stride = max(1, 2 * self.rows // POINTS)
+        """One more point of the plot, once a hundredth more rows have come: a thousand points for a million rows."""
+        if self.rows > 1.01 * self._history[-1][0]:
+            self._history.append([self.rows, *self.wealth.values()])
 
 
 def stricter(calibration: Calibration, labels: Sequence[str]) -> Threshold:
@@ -526,28 +538,5 @@ def _array(values: Any) -> NDArray[Any]:
     return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
 
-def _plain(value: Any) -> Any:
-    """State as JSON data; what JSON does not have is an object with one name, its kind."""
-    if isinstance(value, np.ndarray):
-        return {value.dtype.name: value.tolist()}
-    if isinstance(value, Wealth):
-        return {"wealth": _plain(vars(value))}
-    if isinstance(value, np.random.Generator):
-        return {"generator": value.bit_generator.state}
-    return {name: _plain(one) for name, one in value.items()} if isinstance(value, dict) else value
-
-
-def _read(value: Any) -> Any:
-    """The inverse of `_plain`."""
-    if not isinstance(value, dict):
-        return value
-    match list(value.items()):
-        case [("int64" | "float64" as dtype, numbers)]:
-            return np.array(numbers, dtype=dtype)
-        case [("wealth", fields)]:
-            return Wealth(**_read(fields))
-        case [("generator", state)]:
-            generator = np.random.default_rng()
-            generator.bit_generator.state = state
-            return generator
-    return {name: _read(one) for name, one in value.items()}
+def _wealth(plain: Mapping[str, Any]) -> Wealth:
+    return Wealth(**{name: np.array(value) if isinstance(value, list) else value for name, value in plain.items()})

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_ensembles.digest import digest, digest_batches, require_other_samples, row_digests
+from hydra_ensembles.digest import digest, digest_batches, require_other_samples, row_digests, source_digest
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 
 IMAGES = torch.rand(6, 3, 40, 40, generator=torch.Generator().manual_seed(0))
@@ -27,7 +27,7 @@ def test_equal_values_have_equal_digests_and_others_do_not() -> None:
 def test_data_are_recognised() -> None:
     parts = list(zip(IMAGES.split(4), LABELS.split(4), strict=True))
     assert digest_batches(parts) != digest_batches(list(zip(IMAGES.split(4), LABELS.flip(0).split(4), strict=True)))
-    assert digest_batches(parts, most=1) != digest_batches([*parts, parts[1]], most=1)  # the length counts
+    assert source_digest(parts, "parts", 0) != source_digest([*parts, parts[1]], "parts", 0)  # the length counts
 
 
 def test_samples_are_recognised_in_any_order_and_texts_whatever_their_padding() -> None:

@@ -50,8 +50,9 @@ def point(risk: float, threshold: float, label: str | None = None) -> he.Promise
     return he.Promise(threshold, risk, 0.95, 1000, 500, 2, 50, label=label)
 
 
-def plain(found: Any) -> Any:
-    return json.loads(json.dumps(found.to_plain()))
+def state(found: he.Monitor, folder: Path) -> Any:
+    found.save(folder / "state.json")
+    return json.loads((folder / "state.json").read_text())
 
 
 def test_p_values_rank_a_row_among_all_before_it() -> None:
@@ -138,12 +139,12 @@ def test_a_restart_changes_nothing(tmp_path: Path) -> None:
         watch.audit(watch.update(model.predict(rows)), torch.randint(-1, 2, (rows,)))
     watch.save(tmp_path / "watch.json")
     again = he.Monitor.load(tmp_path / "watch.json", model)
-    assert plain(again) == plain(watch)
+    assert state(again, tmp_path) == state(watch, tmp_path)
     for batch in (model.predict(40, 0.5), model.predict(700, 0.5)):
         first, second = watch.update(batch), again.update(batch)
         assert torch.equal(first.accept, second.accept)
     assert watch.alarm
-    assert plain(again) == plain(watch)
+    assert state(again, tmp_path) == state(watch, tmp_path)
     assert watch.since is not None
     assert abs(watch.since - 1733) < 60
     assert isinstance(watch.plot(tmp_path / "watch.png"), Figure)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from .._utils import library
+from .._utils import STEP, library, mixed
 from ..batches import a_few, same_names
 from ..errors import CheckpointError, DataError
 from ..files import read_file
@@ -264,28 +264,16 @@ def keyed_order(count: int, *key: int) -> LabelArray:
     Positions are sorted by their hashes. Published results depend on it: subsets, splits and batches use this order.
     """
     with np.errstate(over="ignore"):
-        steps = np.arange(1, count + 1, dtype=np.uint64) * _STEP
-        return np.argsort(_mixed(steps + np.uint64(hash_key(*key))), kind="stable").astype(np.int64)
+        steps = np.arange(1, count + 1, dtype=np.uint64) * STEP
+        return np.argsort(mixed(steps + np.uint64(hash_key(*key))), kind="stable").astype(np.int64)
 
 
 def hash_key(*key: int) -> int:
     """Hash integers (a seed, an epoch, a position) to one 64-bit integer."""
     state = 0
     for part in key:
-        state = int(_mixed(np.array([(state ^ part) & _MASK], dtype=np.uint64) + _STEP)[0])
+        state = int(mixed(np.array([(state ^ part) & ((1 << 64) - 1)], dtype=np.uint64) + STEP)[0])
     return state
-
-
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijective hash of 64-bit integers: SplitMix64, Steele et al. 2014."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return values ^ (values >> np.uint64(31))
-
-
-_MASK = (1 << 64) - 1
-_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _groups(dataset: Dataset[Any], seed: int, stratified: bool) -> list[LabelArray]:

@@ -28,7 +28,7 @@ from ..batches import (
 from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..data.synthetic import synthetic_ood
-from ..digest import digest, digest_batches, require_other_samples, row_digests
+from ..digest import digest, digest_batches, require_other_samples, row_digests, source_digest
 from ..errors import DataError, SameMembersError, TooFewSamplesError
 from ..familiarity import fit_familiarity
 from ..fuse import fuse
@@ -47,12 +47,11 @@ from ..heads.taylor import taylor
 from ..metrics.bootstrap import Interval, paired
 from ..metrics.distance import FamiliarityName
 from ..metrics.probabilities import at_labels, weighted_mean
-from ..model.dual_encoder import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import ENSEMBLE, Ensemble
 from ..settings import to_plain
 from ..store import Store
 from ..training.finetune import finetune
-from .settings import BuildData, HydraConfig, ReadBatch, StartingModel, starting_model
+from .settings import BuildData, HydraConfig, ReadBatch, pruned, removable, starting_model
 
 RESULT = "ensemble"  # name of the finished ensemble in a run folder
 EXTRA_HEADS = 2  # extra heads that a circuit ranks if it repeats another member
@@ -71,8 +70,6 @@ def build(
     output: str | Path | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
-    class_names: Sequence[str] | None = None,
-    templates: Templates = DEFAULT_TEMPLATES,
 ) -> Ensemble:
     """Make an ensemble from one model: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
 
@@ -80,7 +77,7 @@ def build(
     a CPU) gives a bit-identical result; a finished one is read back, the folder of another one is refused.
 
     Args:
-        model: A model that `convert` takes, or an `Ensemble` or a `DualEncoder` with one member. It is not changed.
+        model: A model that `convert` takes, or an `Ensemble` with one member. It is not changed.
         config: What to make.
         train: Labelled training batches that can be read repeatedly, for fine-tuning and Taylor rankings.
         id: Held-out labelled batches, kept in memory. A half drawn by the seed ranks heads, the other half calibrates.
@@ -90,8 +87,6 @@ def build(
         output: Run folder; None keeps nothing.
         device: Where to compute; None stays where the model is.
         progress: Whether to show progress bars.
-        class_names: For a dual encoder, whose towers are ranked together: the names of the classes.
-        templates: For a dual encoder: sentences with `{label}` in place of a name.
 
     Examples:
         >>> config = he.HydraConfig(members=3, strategy="random", accepted_share=0.8)  # "circuit" needs ood=
@@ -99,16 +94,16 @@ def build(
         >>> hydra.num_members, hydra.predict(torch.randn(5, 3, 64, 64)).accept.shape
         (3, torch.Size([5]))
     """
-    start = starting_model(model, class_names, templates, device)
-    config = config.settled(start)
+    base = starting_model(model, device, "build")
+    config = config.settled(base)
     used = {"train": train if config.reads_train else None, "ood": ood if config.extracts_circuits else None}
-    data = read_for_build(config.seed, start.base, id=id, validation=validation, **used)
-    config.check(start, data)
-    with all_ranks(start.base.device) as ranks:  # one process group for circuits and fine-tuning
-        identity = {"config": to_plain(config), "model": model_identity(start), "data": data_identity(data)}
+    data = read_for_build(config.seed, base, id=id, validation=validation, **used)
+    config.check(base, data)
+    with all_ranks(base.device) as ranks:  # one process group for circuits and fine-tuning
+        identity = {"config": to_plain(config), "model": model_identity(base), "data": data_identity(data)}
         ranks.require_same(identity, "model, data or settings")
         with Store(output, identity, "a build") as run:
-            chain = Chain(start, config, data, run, progress=progress)
+            chain = Chain(base, config, data, run, progress=progress)
             return chain.step(RESULT, lambda: compare_with_base(chain.assembled(), chain))
 
 
@@ -116,7 +111,7 @@ def build(
 class Chain:
     """The steps of one build; builds of a search share a store, in which each has its own folder `at`."""
 
-    start: StartingModel
+    base: Ensemble
     config: HydraConfig
     data: BuildData
     run: Store
@@ -125,14 +120,14 @@ class Chain:
 
     def step(self, name: str, make: Callable[[], Ensemble]) -> Ensemble:
         """An ensemble of this build, read from the store or made, on the device of the model."""
-        return self.run.step(f"{self.at}{name}", make, ENSEMBLE).to(self.start.base.device)
+        return self.run.step(f"{self.at}{name}", make, ENSEMBLE).to(self.base.device)
 
     def assembled(self) -> Ensemble:
         """The fused and calibrated ensemble, step by step."""
         heads = self.heads()
         if self.config.training == "together":
-            pruned = [self.named(self.start.pruned(lost), i, origin) for i, (origin, lost) in enumerate(heads)]
-            fused = self.trained(fuse(pruned, **self.config.fusions, trunk=self.config.trunk), 0)
+            members = [self.named(pruned(self.base, lost), i, origin) for i, (origin, lost) in enumerate(heads)]
+            fused = self.trained(fuse(members, **self.config.fusions, trunk=self.config.trunk), 0)
         else:
             members = [self.step(f"members/{i}", partial(self.member, i, *choice)) for i, choice in enumerate(heads)]
             fused = fuse(members, **self.config.fusions, average=self.config.average_trunk * self.config.trunk)
@@ -146,11 +141,11 @@ class Chain:
     def choose(self) -> list[dict[str, Any]]:
         """Choose the heads of all members."""
         config, count = self.config, self.config.pruned_members
-        layers, pool = config.layers(self.start), config.pool_size(self.start)
+        layers, pool = config.layers(self.base), config.pool_size(self.base)
         chosen: list[tuple[str, Sequence[Head]]] = []
         match config.strategy:
             case "random":
-                heads = random_members(self.start.ranked, config.lost, count, config.seed, layers)
+                heads = random_members(self.base, config.lost, count, config.seed, layers)
                 chosen = [("random heads", lost) for lost in heads]
             case "taylor":
                 draws = distinct_taylor(self.taylor, config.lost, count)
@@ -175,21 +170,18 @@ class Chain:
         try:
             return circuit_members(rankings, lost, count, pool, self.config.seed)
         except SameMembersError:
-            more = min(lost + EXTRA_HEADS, self.start.heads(self.config.layers(self.start)))
+            more = min(lost + EXTRA_HEADS, removable(self.base, self.config.layers(self.base)))
             rankings |= {score: self.circuit(score, more) for score in needed[1:]}
             return circuit_members(rankings, lost, count, pool, self.config.seed)
 
     def circuit(self, score: Score, budget: int) -> HeadRanking:
         """The circuit for a score; of builds that share a store, the first one extracts it."""
-        config, start = self.config, self.start
-        settings: dict[str, Any] = {"ties": config.ties}
+        config = self.config
         name = f"rankings/{score}-{config.ties}-{budget}-above-{config.trunk}"
-        if start.dual is not None:
-            settings |= {"class_names": start.names, "templates": start.templates}
-        settings |= {"score": score, "budget": budget, "layers": config.layers(start), "progress": self.progress}
-        settings["output"] = self.run.path(f"{name}.steps")
+        settings: dict[str, Any] = {"score": score, "budget": budget, "ties": config.ties, "progress": self.progress}
+        settings |= {"layers": config.layers(self.base), "output": self.run.path(f"{name}.steps")}
         sets: Any = (self.data.ranking, self.data.ood)
-        return self.run.step(name, partial(extract_circuit, start.ranked, *sets, **settings), RANKING)
+        return self.run.step(name, partial(extract_circuit, self.base, *sets, **settings), RANKING)
 
     def taylor(self, draw: int) -> HeadRanking:
         """One Taylor ranking, on calibration batches of its own."""
@@ -197,24 +189,24 @@ class Chain:
         settings: dict[str, Any] = {"scope": config.taylor_scope, "calibration_batches": config.calibration_batches}
         how = (config.seed, draw, *settings.values(), config.lost, "above", config.trunk)
         name = "-".join(map(str, ("rankings/taylor", *how)))
-        settings |= {"budget": config.lost, "layers": config.layers(self.start), "progress": self.progress}
+        settings |= {"budget": config.lost, "layers": config.layers(self.base), "progress": self.progress}
         settings["seed"] = derive_seed(config.seed, "taylor", draw)  # neighbouring seeds of builds share no draw
         batches: Any = self.data.for_taylor
-        return self.run.step(name, partial(taylor, self.start.base, batches, **settings), RANKING)
+        return self.run.step(name, partial(taylor, self.base, batches, **settings), RANKING)
 
     def member(self, index: int, origin: str, lost: Sequence[Head]) -> Ensemble:
         """One member, pruned and trained."""
-        return self.named(self.trained(self.start.pruned(lost), index), index, origin)
+        return self.named(self.trained(pruned(self.base, lost), index), index, origin)
 
     def named(self, member: Ensemble, index: int, origin: str) -> Ensemble:
         """A member whose history says which one it is and how its heads were chosen."""
-        before = self.start.base.metadata.history
+        before = self.base.metadata.history
         lines = (f"member {index} ({origin}): {line}" for line in member.metadata.history[len(before) :])
         return member.with_metadata(history=(*before, *lines))
 
     def trained(self, ensemble: Ensemble, index: int) -> Ensemble:
         """A member, or all of them together, after the recipe; training resumes where it was interrupted."""
-        recipe, data = self.config.training_recipe(self.start), self.data
+        recipe, data = self.config.training_recipe(self.base), self.data
         if recipe is None or data.train is None:
             return ensemble
         place = self.run.path(f"{self.at}finetune")
@@ -222,20 +214,17 @@ class Chain:
         return finetune(ensemble, data.train, recipe, data.validation, **more)
 
 
-def model_identity(start: StartingModel) -> dict[str, Any]:
+def model_identity(base: Ensemble) -> dict[str, Any]:
     """What the products of a build depend on of its model."""
-    known = start.base.metadata
-    about = [start.base.config, known.labels, to_plain(known.preprocessing), list(start.templates)]
-    return {"weights": digest(start.ranked), "about": digest(to_plain(about))}
+    about = [base.config, base.metadata.labels, base.metadata.preprocessing]
+    return {"weights": digest(base), "about": digest(to_plain(about))}
 
 
 def data_identity(data: BuildData) -> dict[str, str | None]:
     """Digests of the sets; of the training data, which may be large, only of the length and the first batch."""
+    train = None if data.train is None else source_digest(data.train, "train", derive_seed(data.seed, "train"))
     sets = {name: None if batches is None else digest_batches(batches, name) for name, batches in data.held_out.items()}
-    if data.train is None:
-        return {"train": None, **sets}
-    with first_epoch(data.train, derive_seed(data.seed, "train")):
-        return {"train": digest_batches(data.train, "train", most=1), **sets}
+    return {"train": train, **sets}
 
 
 def calibrated(fused: Ensemble, config: HydraConfig, data: BuildData) -> Ensemble:
@@ -258,7 +247,7 @@ def compare_with_base(ensemble: Ensemble, chain: Chain) -> Ensemble:
 
     Significant: zero lies outside the 95 % interval of the difference, by a paired bootstrap over the samples.
     """
-    base, data, seed = chain.start.base, chain.data, chain.config.seed
+    base, data, seed = chain.base, chain.data, chain.config.seed
     if data.validation is None:
         return ensemble
     if ensemble.metadata.calibration is not None and base.metadata.calibration is None:

@@ -28,7 +28,7 @@ from ..fuse import fuse, soup
 from ..heads.ranking import random_members
 from ..metrics.distance import FamiliarityName
 from ..model.cost import measure_costs
-from ..model.dual_encoder import DEFAULT_TEMPLATES, DualEncoder, load
+from ..model.dual_encoder import load
 from ..model.ensemble import Ensemble
 from ..report.compare import Cell, Column, Comparison, tabulated, to_markdown
 from ..settings import Range, from_plain, require
@@ -46,7 +46,7 @@ from .build import (
     samples_in,
     synthetic,
 )
-from .settings import BuildData, HydraConfig, ReadBatch, StartingModel, starting_model, usual_trunk
+from .settings import BuildData, HydraConfig, ReadBatch, pruned, starting_model, usual_trunk
 
 YOURS, SOUP, FUSED, DEEP = "yours", "soup", "fused above a mean trunk", "deep ensemble"
 CHAINS = {f"{SOUP}, then {name}": name for name in (FUSED, DEEP)}  # cascades, and their second stages
@@ -211,17 +211,14 @@ def search(
     cost = require("cost", cost, Annotated[float, Range(1)])
     if launched():
         raise ConfigError("a search runs in one process; start it without torchrun or accelerate launch")
-    base: Any = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
-    if not isinstance(base, Ensemble):
-        raise ConfigError("search takes classifiers; make one from a dual encoder: zero_shot(dual, class_names)")
-    start = starting_model(base, None, DEFAULT_TEMPLATES, device)
-    data, judges = read_for_search(seed, start.base, train=train, id=id, ood=ood)
-    proposed = usual_candidates(start, train is not None, seed) if candidates is None else candidates
-    built = _checked(proposed, start, data, recipe, familiarity, strict=candidates is not None)
+    base = starting_model(model, device, "search")
+    data, judges = read_for_search(seed, base, train=train, id=id, ood=ood)
+    proposed = usual_candidates(base, train is not None, seed) if candidates is None else candidates
+    built = _checked(proposed, base, data, recipe, familiarity, strict=candidates is not None)
     identity = {
         "settings": [cost, price, batch_size, familiarity, seed],
         "candidates": built,
-        "model": model_identity(start),
+        "model": model_identity(base),
         "models": list(map(digest, models)),
         "data": data_identity(data),
         "judges": {name: digest_batches(sets, name) for name, sets in judges.items()},
@@ -229,8 +226,8 @@ def search(
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory()) if output is None or dry_run else output
         run = stack.enter_context(Store(folder, identity, "a search"))
-        given = [_like(start.base, other) for other in models]
-        work = Search(run, start, built, given, data, judges, cost, price, batch_size, familiarity, seed, progress)
+        given = [_like(base, other) for other in models]
+        work = Search(run, base, built, given, data, judges, cost, price, batch_size, familiarity, seed, progress)
         planned = work.plan()
         if dry_run:
             return planned
@@ -245,7 +242,7 @@ class Search:
     """A search with checked arguments; every step is kept in the store, and read back from it."""
 
     run: Store
-    start: StartingModel
+    base: Ensemble
     built: Mapping[str, HydraConfig]
     models: Sequence[Ensemble]  # further trainings of the model
     data: BuildData
@@ -265,7 +262,7 @@ class Search:
     def plan(self) -> SearchResult:
         """Measure the price of every candidate, before any of them is built."""
         makers: dict[str, Callable[[], Ensemble]] = {
-            name: partial(_untrained, config, self.start) for name, config in self.built.items()
+            name: partial(_untrained, config, self.base) for name, config in self.built.items()
         }
         rows = [SearchRow(YOURS, 1.0, "planned")]
         cost = self.cost
@@ -308,7 +305,7 @@ class Search:
 
     def price(self, name: str, make: Callable[[], Ensemble]) -> float:
         """Price of an ensemble relative to the given model; 1 if both have the same config."""
-        base = self.start.base
+        base = self.base
 
         def measured() -> float:
             candidate = make()
@@ -328,13 +325,13 @@ class Search:
         """A candidate, built or read back, ready for use."""
         at = f"candidates/{_slug(name)}/"
         if name in self.built:
-            chain = Chain(self.start, self.built[name], self.data, self.run, at, self.progress)
+            chain = Chain(self.base, self.built[name], self.data, self.run, at, self.progress)
             return chain.step(RESULT, chain.assembled)
-        make = {YOURS: lambda: self.start.base, **self.of_models()}[name]
+        make = {YOURS: lambda: self.base, **self.of_models()}[name]
         if name in CHAINS:
             make = partial(self.chain, name)
         ensemble: Ensemble = self.run.step(f"{at}{RESULT}", lambda: self.ready(make()), MODEL)
-        return ensemble.to(self.start.base.device)
+        return ensemble.to(self.base.device)
 
     def chain(self, name: str) -> Any:
         """A cascade of finished candidates, with its threshold."""
@@ -356,8 +353,8 @@ class Search:
         """Combinations of the model with the further trainings of it."""
         if not self.models:
             return {}
-        every = [self.start.base, *self.models]
-        trunk = usual_trunk(self.start.base.num_layers)
+        every = [self.base, *self.models]
+        trunk = usual_trunk(self.base.num_layers)
         one: dict[str, Callable[[], Any]] = {
             SOUP: lambda: soup(every),
             FUSED: lambda: fuse(every, mlp="separate", average=trunk),
@@ -405,15 +402,15 @@ def read_for_search(
     return BuildData(train, ranking, validation, circuits, seed), {"ID": judged, **judges}
 
 
-def usual_candidates(start: StartingModel, trained: bool, seed: int) -> Iterator[dict[str, Any]]:
+def usual_candidates(base: Ensemble, trained: bool, seed: int) -> Iterator[dict[str, Any]]:
     """Settings of the default candidates; some may not fit this model."""
-    layers = start.base.num_layers
+    layers = base.num_layers
     for depth in dict.fromkeys(min(round(share * layers), layers - 1) for share in DEPTHS):
         plain: dict[str, Any] = {"shared_layers": depth, "seed": seed}
         yield plain
         if trained:
             together = {**plain, "training": "together"}
-            more = 2 * HydraConfig(**plain).settled(start).lost
+            more = 2 * HydraConfig(**plain).settled(base).lost
             yield from ({**together, "strategy": "branches"}, {**together, "whole": True}, together)
             yield {**together, "prune": more}
             yield {**plain, "strategy": "branches", "training": "apart", "average_trunk": True, "mlp": "separate"}
@@ -430,7 +427,7 @@ def _like(base: Ensemble, other: nn.Module) -> Any:
 
 def _checked(
     proposed: Iterable[Any],
-    start: StartingModel,
+    base: Ensemble,
     data: BuildData,
     recipe: Recipe | None,
     familiarity: FamiliarityName | None,
@@ -443,8 +440,8 @@ def _checked(
             trains = isinstance(entry, Mapping) and entry.get("training") is not None
             plain = {"recipe": recipe, **entry} if trains else entry
             asked = entry if isinstance(entry, HydraConfig) else from_plain(HydraConfig, plain, f"candidates[{index}]")
-            config = replace(asked.settled(start), calibrate=True, familiarity=familiarity)
-            config.check(start, data)
+            config = replace(asked.settled(base), calibrate=True, familiarity=familiarity)
+            config.check(base, data)
         except ConfigError:
             if strict:
                 raise
@@ -456,13 +453,13 @@ def _checked(
     return candidates
 
 
-def _untrained(config: HydraConfig, start: StartingModel) -> Ensemble:
+def _untrained(config: HydraConfig, base: Ensemble) -> Ensemble:
     """An untrained ensemble with the config of a candidate: it loses as many heads, but not necessarily the same."""
     count, lost = config.pruned_members, config.lost
     heads: tuple[Any, ...] = ()
     if count:
-        heads = random_members(start.ranked, lost, count, config.seed, config.layers(start))
-    members = [start.pruned(removed) for removed in (*heads, *[()] * (config.members - count))]
+        heads = random_members(base, lost, count, config.seed, config.layers(base))
+    members = [pruned(base, removed) for removed in (*heads, *[()] * (config.members - count))]
     ensemble = fuse(members, **config.fusions, trunk=config.trunk)
     if config.training is not None:  # make members differ, as after training: equal ones would be run once
         with torch.no_grad():

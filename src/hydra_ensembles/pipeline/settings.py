@@ -20,7 +20,7 @@ from ..heads.masking import Head, heads_in, max_removable, prune
 from ..heads.ranking import CIRCUIT_ORDER
 from ..heads.taylor import Scope
 from ..metrics.distance import FamiliarityChoice
-from ..model.dual_encoder import DualEncoder, Templates, checked_names, checked_templates, zero_shot
+from ..model.dual_encoder import DualEncoder, require_single
 from ..model.ensemble import Ensemble
 from ..settings import Checked, Count, PositiveShare, Seed, Whole
 from ..training.recipe import Recipe
@@ -34,57 +34,27 @@ TRUNK = 5 / 6  # our defaults: trunk as a share of the layers; pruned heads, of 
 PRUNED, PRUNED_ABOVE = 0.08, 0.25
 
 
-@dataclass(frozen=True, eq=False)
-class StartingModel:
-    """The model that members are pruned from; for a dual encoder, in both towers."""
-
-    base: Ensemble  # the classifier; for a dual encoder, the zero-shot ensemble with all heads
-    dual: DualEncoder | None = None
-    names: tuple[str, ...] = ()  # classes of the dual encoder
-    templates: tuple[str, ...] = ()  # sentences for the class names
-
-    @property
-    def ranked(self) -> Ensemble | DualEncoder:
-        """The model whose heads are ranked."""
-        return self.base if self.dual is None else self.dual
-
-    @property
-    def bare(self) -> Ensemble:
-        """The base without what was fitted or measured on it: that is not true of models made from it."""
-        return self.base.with_metadata(calibration=None, familiarity=None, metrics={})
-
-    def heads(self, layers: Iterable[int] | None) -> int:
-        """Number of heads in these layers that a member may lose."""
-        return max_removable(self.ranked, heads_in(self.ranked, layers))
-
-    def pruned(self, heads: Sequence[Head]) -> Ensemble:
-        """A member without these heads."""
-        if self.dual is None:
-            return prune(self.bare, heads)
-        return zero_shot(prune(self.dual, heads), self.names, self.templates)
+def starting_model(model: nn.Module, device: torch.device | str | None, caller: str) -> Ensemble:
+    """A classifier with one member, on the device, from any model that `convert` takes."""
+    base: Any = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
+    require_single(base, caller)
+    if base.num_classes < 2:
+        raise ConfigError(f"{caller} starts from a trained classifier, but this model has {base.num_classes} classes")
+    target = base.device if device is None else local_device(require_device(device))
+    if base is model and base.device != target:
+        base = copy.deepcopy(base)
+    moved: Ensemble = base.to(target)
+    return moved
 
 
-def starting_model(
-    model: nn.Module,
-    class_names: Sequence[str] | None,
-    templates: Templates,
-    device: torch.device | str | None,
-) -> StartingModel:
-    """Convert the model to an ensemble, or to a dual encoder with its zero-shot ensemble, on the device; one member."""
-    target = None if device is None else local_device(require_device(device))
-    start: Ensemble | DualEncoder = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
-    if start.num_members != 1:
-        raise ConfigError(f"build starts from one model, got {start.num_members} members; take one: ensemble.member(i)")
-    if isinstance(start, Ensemble) and start.num_classes < 2:
-        raise ConfigError(f"build starts from a trained classifier, but this model has {start.num_classes} classes")
-    if isinstance(start, Ensemble) == (class_names is not None):
-        raise ConfigError(f"class_names are for a dual encoder, and required there; this is a {type(start).__name__}")
-    if target is not None and start.device != target:
-        start = (copy.deepcopy(start) if start is model else start).to(target)
-    if isinstance(start, Ensemble):
-        return StartingModel(start)
-    names, sentences = checked_names(class_names or ()), checked_templates(templates)
-    return StartingModel(zero_shot(start, names, sentences), start, names, sentences)
+def pruned(base: Ensemble, heads: Sequence[Head]) -> Ensemble:
+    """A member without these heads, and without what was fitted or measured on the base."""
+    return prune(base.with_metadata(calibration=None, familiarity=None, metrics={}), heads)
+
+
+def removable(base: Ensemble, layers: Iterable[int] | None) -> int:
+    """Number of heads in these layers that a member may lose."""
+    return max_removable(base, heads_in(base, layers))
 
 
 @dataclass(frozen=True)
@@ -225,11 +195,11 @@ class HydraConfig(Checked):
         parts += [f"trained {self.training}{', trunk averaged' if self.average_trunk else ''}"] if self.training else []
         return ", ".join([*parts, *(["MLPs apart"] if self.mlp == "separate" else [])])
 
-    def settled(self, start: StartingModel) -> "HydraConfig":
+    def settled(self, base: Ensemble) -> "HydraConfig":
         """Fill in all open numbers for this model; warn if giving `prune` alone disables the default trunk."""
-        layers, shared = start.base.num_layers, self.shared_layers
+        layers, shared = base.num_layers, self.shared_layers
         if shared is None:
-            usual = 0 if start.dual is not None and not self.average_trunk else usual_trunk(layers)
+            usual = usual_trunk(layers)
             shared = usual if self.prune is None or self.average_trunk else 0
             if shared < usual:
                 warn(
@@ -238,30 +208,30 @@ class HydraConfig(Checked):
                 )
         prune = self.prune
         if prune is None and self.pruned_members:
-            free = range(min(shared, layers - 1), self._last(start))
-            above = start.heads(None if start.dual is not None else free)
-            prune = max(1, min(round(PRUNED * start.heads(None)), math.floor(PRUNED_ABOVE * above)))
+            free = range(min(shared, layers - 1), self._last(base))
+            above = removable(base, free)
+            prune = max(1, min(round(PRUNED * removable(base, None)), math.floor(PRUNED_ABOVE * above)))
             if self.strategy == "taylor" and self.taylor_scope == "layer":
                 prune = max(1, round(prune / len(free))) * len(free)  # equally many in each layer
         training = self.training or (None if self.recipe is None else "apart")
         return replace(self, prune=prune, shared_layers=shared, training=training)
 
-    def pool_size(self, start: StartingModel) -> int | None:
+    def pool_size(self, base: Ensemble) -> int | None:
         """Number of heads that members are drawn from; None if no member is drawn."""
         if self.strategy != "sampled" and not (self.strategy == "circuit" and self.pruned_members > len(CIRCUIT_ORDER)):
             return None
-        return self.pool or min(round(self.lost * PAPER_POOL), start.heads(self.layers(start)))
+        return self.pool or min(round(self.lost * PAPER_POOL), removable(base, self.layers(base)))
 
-    def layers(self, start: StartingModel) -> range | None:
-        """Layers in which members may differ; None for all of both towers."""
-        return None if start.dual is not None else range(self.trunk, self._last(start))
+    def layers(self, base: Ensemble) -> range:
+        """Layers in which members may differ."""
+        return range(self.trunk, self._last(base))
 
-    def _last(self, start: StartingModel) -> int:
+    def _last(self, base: Ensemble) -> int:
         """End of the layers to prune; attention pooling is included unless all layers lose equally many heads."""
         per_layer = self.strategy == "taylor" and self.taylor_scope == "layer"
-        return start.base.num_layers if per_layer else len(start.base.config.head_counts)
+        return base.num_layers if per_layer else len(base.config.head_counts)
 
-    def training_recipe(self, start: StartingModel) -> Recipe | None:
+    def training_recipe(self, base: Ensemble) -> Recipe | None:
         """The recipe for members: training apart skips the trunk; members with equal starts get new classifiers."""
         recipe = self.recipe
         if recipe is None:
@@ -270,19 +240,14 @@ class HydraConfig(Checked):
             recipe = replace(recipe, reinit_classifier="random")
         if self.training == "together" or self.average_trunk or not self.trunk:
             return recipe
-        free = start.base.num_layers - self.trunk
+        free = base.num_layers - self.trunk
         return replace(recipe, last_blocks=min(free, recipe.last_blocks or free))
 
-    def check(self, start: StartingModel, data: BuildData) -> None:
+    def check(self, base: Ensemble, data: BuildData) -> None:
         """Check config, model and data against each other before the long work; raises `HydraError`."""
-        if start.dual is None and self.trunk >= start.base.num_layers:
-            raise ConfigError(f"shared_layers is {self.trunk}, not below the number of layers, {start.base.num_layers}")
-        if start.dual is not None and (self.trunk or self.strategy == "taylor"):
-            raise ConfigError(
-                "taylor and shared_layers are for one tower; for both use circuits and shared_layers=0, or build from "
-                "zero_shot(dual, class_names), which prunes only the image tower"
-            )
-        free = start.heads(self.layers(start))
+        if self.trunk >= base.num_layers:
+            raise ConfigError(f"shared_layers is {self.trunk}, not below the number of layers, {base.num_layers}")
+        free = removable(base, self.layers(base))
         if max(self.lost, self.pool or 0) > free:
             raise ConfigError(f"prune is {self.lost} and pool {self.pool}, but {free} heads can be pruned; lower them")
         if self.extracts_circuits and (data.ranking is None or not data.ood):
@@ -294,5 +259,5 @@ class HydraConfig(Checked):
             raise DataError("the recipe is for fine-tuning, which needs data: give train")
         if self.calibrate and data.validation is None:
             raise DataError("calibration needs held-out data: give id or validation, or turn calibrate off")
-        if (recipe := self.training_recipe(start)) is not None:
-            recipe.check(start.base, data.train, data.validation)
+        if (recipe := self.training_recipe(base)) is not None:
+            recipe.check(base, data.train, data.validation)

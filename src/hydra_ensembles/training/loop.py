@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from .._distributed import SINGLE_PROCESS, Ranks, all_ranks, check_unsharded, launched, local_device
 from .._utils import derive_seed, require_device, unlimited_recompiles, warn, without_autocast
-from ..batches import Batches, epoch_of, first_epoch, length_of, require_rereadable, restored
-from ..digest import digest
+from ..batches import Batches, epoch_of, length_of, require_rereadable, restored
+from ..digest import digest, source_digest
 from ..errors import CheckpointError, DataError, DivergedError
 from ..files import expanded, remove, write_atomically
 from ..model.dual_encoder import DualEncoder
@@ -336,15 +336,6 @@ def train_best(
         warn(f"the learning rate {rate_name} diverged and is dropped; the best of the others is used: {message}")
     best = max(results, key=lambda result: () if result.end.best is None else result.end.best.merit)
     return replace(best, diverged=tuple(diverged))
-
-
-def source_digest(batches: Batches, name: str, seed: int) -> str:
-    """Recognises a source of batches by its length and its first batch in the order of a seed."""
-    with first_epoch(batches, seed):
-        first = next(iter(batches), None)
-    if first is None:
-        raise DataError(f"{name} has no batches; check the loader")
-    return digest([length_of(batches), first])
 
 
 class Training(Generic[BatchT]):

@@ -243,31 +243,14 @@ def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll
     assert rise.value <= 0 < rise.high
 
 
-# --- dual encoders ----------------------------------------------------------------------------------------------------
-
-DUAL = next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar")
-BOTH_TOWERS = he.HydraConfig(prune=4, strategy="sampled", pool=8, members=3)
-
-
-def pixels(count: int = 24, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(count, 3, 32, 32, generator=generator)
-    labels = torch.randint(0, len(NAMES), (count,), generator=generator)
-    return list(zip(images.split(8), labels.split(8), strict=True))
-
-
-def of_clip(model: Any, config: he.HydraConfig = BOTH_TOWERS, **more: Any) -> he.Ensemble:
-    return he.build(model, config, id=pixels(), ood=pixels(seed=1), progress=False, **more)
-
-
-@torch.no_grad()
-def test_heads_of_both_towers_are_pruned_or_those_of_the_image_tower_alone(tmp_path: Path) -> None:
-    dual, images = dual_of(DUAL), DUAL.pixels()
-    ensemble = of_clip(dual, class_names=NAMES, output=tmp_path)
-    assert any("text tower: pruned" in line for line in ensemble.metadata.history)
-    assert ensemble(images).shape == (3, len(images), len(NAMES))
-    alone = of_clip(he.zero_shot(dual, NAMES))
-    assert [sum(map(len, heads)) for heads in alone.heads] == [8 - BOTH_TOWERS.prune] * 3
-    for wrong in ({}, {"config": he.HydraConfig(prune=4, strategy="taylor"), "class_names": NAMES}):
-        with pytest.raises(ConfigError):
-            of_clip(dual, **wrong)
+def test_of_a_dual_encoder_the_zero_shot_classifier_is_built() -> None:
+    dual = dual_of(next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar"))
+    generator = torch.Generator().manual_seed(0)
+    first, second = (
+        [(torch.randn(8, 3, 32, 32, generator=generator), torch.arange(8) % len(NAMES))] * 3 for _ in range(2)
+    )
+    config = he.HydraConfig(prune=4, strategy="sampled", pool=8, members=3)
+    alone = he.build(he.zero_shot(dual, NAMES), config, id=first, ood=second, progress=False)
+    assert [sum(map(len, heads)) for heads in alone.heads] == [8 - 4] * 3
+    with pytest.raises(ConfigError, match="zero_shot"):
+        he.build(dual, config, id=first, ood=second)

@@ -60,7 +60,7 @@ def test_a_server_alarms_tells_and_keeps_the_evidence(tmp_path: Path) -> None:
     (tmp_path / "monitor.json").write_text(json.dumps(saved))  # what a kill would have left
     again = ask(served("image"), "GET", "/v1/model", with_watch).json()["watch"]
     assert again["alarm"]
-    assert again["rows"] == saved["_inputs"]["wealth"]["rows"] > 16
+    assert again["rows"] == saved["_inputs"]["rows"] > 16
     for _ in range(100):
         if len(Hook.found) == 2:  # also of the alarm that the restart found
             break
