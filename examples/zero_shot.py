@@ -49,7 +49,8 @@ def build(dual: he.DualEncoder, labels: list[str], template: str, images: Any, o
     """Three circuits over both towers, fused into one zero-shot classifier with a temperature and a threshold."""
     sets = (*data.split(images, 0.5, seed=0), others)
     ranking, validation, odd = (data.batches(one, dual.image.metadata.preprocessing, batch_size=32) for one in sets)
-    settings = {"class_names": labels, "templates": template, "budget": prune + 2}  # more, should two be the same
+    settings: dict[str, Any] = {"class_names": labels, "templates": template}
+    settings["budget"] = prune + 2  # heads more than needed, should two scores choose the same
     rankings = {
         score: he.extract_circuit(dual, ranking, odd, score=score, **settings) for score in ("avg", "acc", "ood")
     }

@@ -539,4 +539,5 @@ def _array(values: Any) -> NDArray[Any]:
 
 
 def _wealth(plain: Mapping[str, Any]) -> Wealth:
-    return Wealth(**{name: np.array(value) if isinstance(value, list) else value for name, value in plain.items()})
+    read: Any = {name: np.array(value) if isinstance(value, list) else value for name, value in plain.items()}
+    return Wealth(**read)
