@@ -271,9 +271,8 @@ def _described(model: Any, logits: Tensor, calibration: Calibration | None) -> M
         kept = [len(layer) for member in counts.heads for layer in member[:blocks]]
         heads = f"{round(sum(kept) / len(kept), 1):g}" if kept else ""
         heads += f"x{len(counts.heads)}" if len(counts.heads) > 1 else ""
-        numbers = {"parameters": counts.parameters, "multiply_adds": counts.multiply_adds, "heads": heads}
-        info = replace(info, kind=model.kind, class_names=known.labels, **numbers)
-        return replace(info, source=known.source, history=known.history)
+        info = replace(info, parameters=counts.parameters, multiply_adds=counts.multiply_adds, heads=heads)
+        return replace(info, kind=model.kind, class_names=known.labels, source=known.source, history=known.history)
     if isinstance(model, nn.Module):
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return replace(info, parameters=parameters, source=type(model).__qualname__)

@@ -130,7 +130,7 @@ def test_info_as_text_and_as_json(run_folder: Path, world: Path) -> None:
     assert "member 2" in text
     facts = json.loads(succeed("info", run_folder, "--json"))
     assert (facts["members"], facts["labels"]) == (3, list(COLOURS))
-    assert json.loads(succeed("info", world / "text", "--json"))["preprocessing"]["segments"] is True
+    assert "tokenizer" not in json.loads(succeed("info", world / "text", "--json"))["preprocessing"]
 
 
 def test_bench_measures_like_with_like(run_folder: Path, tmp_path: Path) -> None:
