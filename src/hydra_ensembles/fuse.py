@@ -3,15 +3,17 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
 from ._utils import warn, with_float64
+from .convert.adapted import Adapted, read_adapters
 from .convert.convert import convert_if_needed
 from .errors import ConfigError
-from .model.config import KeptHeads, Sharing
+from .model.config import GROUPS, KeptHeads, Sharing
 from .model.dual_encoder import DualEncoder, require_ensemble, require_model, require_single
 from .model.ensemble import Ensemble, singles
 from .model.layers import GroupedLinear, linear
@@ -37,13 +39,15 @@ MIN_COSINE = 0.5
 
 
 def fuse(
-    members: Iterable[Ensemble | DualEncoder | nn.Module],
+    members: Iterable[Ensemble | DualEncoder | nn.Module] | nn.Module | str | Path,
     stem: StemFusion = "shared",
     mlp: Fusion = "mean",
     norms: Fusion = "separate",
     readout: Fusion = "separate",
     trunk: int | None = None,
     average: float = 0,
+    adapters: Sequence[str | Path | nn.Module] | None = None,
+    **options: Any,
 ) -> Any:
     """Fuse fine-tunings, or differently pruned copies, of one model into one ensemble that runs in one forward pass.
 
@@ -68,12 +72,20 @@ def fuse(
             layers, 10 of 12; a `float` below 1 a share of them, rounded: 0.8 is 10 of 12, too. A share that rounds to
             no layer, or to all, is refused. With `mlp="separate"`, for several fine-tunings of one model, this
             keeps most of the gain of an ensemble, at little more than the price of one model.
+        adapters: Adapters of peft, as folders or loaded; `members` is then the model that they are for, as `convert`
+            takes it. There is a member for each adapter. What no adapter changes is
+            stored once, and the layers before the first change run once; the other settings do not apply.
+        options: With `adapters`, those of `convert`.
 
     Examples:
         >>> hydra = he.fuse([he.prune(base, [(5, head)]) for head in range(3)])
         >>> hydra.num_members, hydra.config.trunk  # five layers are the same in all members and run once
         (3, 5)
     """
+    if adapters is not None:
+        return _fuse_adapters(read_adapters(members, listed(adapters, "fuse"), **options))
+    if options:
+        raise ConfigError(f"fuse has no settings {sorted(options)}; those of convert go with adapters=")
     models: list[Ensemble | DualEncoder] = [convert_if_needed(model) for model in listed(members, "fuse")]
     for member in models:
         require_model(member, "fuse")
@@ -167,6 +179,24 @@ def _fuse_ensembles(
     settings = ", ".join(f"{group} {fusion}" for group, fusion in how.items())
     line = f"fused {len(states)} members: {settings}, trunk of {config.trunk} layers"
     return Ensemble.from_state(config, joined, metadata.after(line))
+
+
+def _fuse_adapters(adapted: Adapted) -> Ensemble:
+    """An ensemble with a member for each adapter of one model, which shares what none of them changes."""
+    config, state, members = adapted.base.config, adapted.base.state_dict(), len(adapted.changes)
+    changed = {name for changes in adapted.changes for name in changes}
+    states = [{name: changes.get(name, state[name]) for name in changed} for changes in adapted.changes]
+    differing = [name for name in differing_names(states) if members > 1]
+    heads = config.heads * members
+    apart = {place_of(name)[0] for name in differing}
+    shared = {group: group not in apart for group in GROUPS} if members > 1 else {}
+    trunk = common_layers(heads, differing, config.encoder.layers) if members > 1 else 0
+    config = replace(config, heads=heads, sharing=Sharing(**shared), trunk=trunk)
+    for name in state:
+        first = [one.get(name, state[name]) for one in states]
+        state[name] = first[0] if copies_of(config, name) == 1 else torch.cat(first)
+    line = f"fused {members} adapters, trunk of {config.trunk} layers"
+    return Ensemble.from_state(config, state, adapted.base.metadata.after(line), copies=False)
 
 
 def _with_mean_trunk(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..errors import CheckpointError, ConfigError, ConversionError, HydraError
+from ..errors import CheckpointError, ConfigError, HydraError
 from . import common
 from .common import Column, Device, Json, Limit, Model, Models, Output
 
@@ -39,11 +39,12 @@ def convert(
       hydra-ensembles convert timm:vit_small_patch16_224 --weights mine.safetensors --labels cat,dog -o base
     """
     from ..convert.convert import convert as converted
+    from ..convert.folders import opened_source
     from ..settings import from_plain, to_plain
 
     folder = common.new_folder(output)
     try:
-        foreign, processor = _foreign(source, weights, common.named_values(option))
+        foreign, processor, _ = opened_source(source, weights, common.named_values(option))
     except HydraError:
         raise
     except Exception as error:  # libraries also raise errors of the model, the hub client and its HTTP library
@@ -60,78 +61,6 @@ def convert(
         model = model.with_metadata(labels=tuple(name.strip() for name in names if name.strip()))
     model.save_pretrained(folder)
     print(f"{_described(source, model)}\n\nThe model is in {folder}. {common.next_commands(folder, 'calibrate')}")
-
-
-def _foreign(source: str, weights: Path | None, options: dict[str, Any]) -> tuple[Any, Any]:
-    """A model of another library and its processor, from a folder, `timm:NAME` or `hub:OWNER/NAME`."""
-    from .._utils import library
-    from ..files import expanded, read_object
-
-    kind, _, name = source.partition(":")
-    folder = expanded(source)
-    if kind == "timm":
-        return _timm(name, weights, options), None
-    if kind == "hub":
-        place, hub = f"hf-hub:{name}", library("huggingface_hub", extra="transformers")
-        config = read_object(Path(hub.hf_hub_download(name, "config.json")))
-    elif folder.is_dir():
-        name, place = str(folder), f"local-dir:{folder}"
-        if (folder / "modules.json").is_file():
-            sentences = library("sentence_transformers", extra="transformers")
-            return sentences.SentenceTransformer(name, device="cpu", trust_remote_code=False), None
-        config = read_object(folder / "config.json")
-    else:
-        raise CheckpointError(f"no model {source!r}; give a folder, timm:NAME or hub:OWNER/NAME")
-    if "architecture" in config and not config.get("architectures"):
-        return _timm(place, weights, options), None
-    if weights is not None or options:
-        raise ConfigError(f"{source} brings its own weights and settings; leave out --weights and --option")
-    return _transformers(name, config)
-
-
-def _timm(name: str, weights: Path | None, options: dict[str, Any]) -> Any:
-    """A timm model with its pretrained weights, or with those of a file, which determine the number of classes."""
-    from safetensors.torch import load_file
-
-    from .._utils import library
-    from ..files import expanded
-
-    timm = library("timm", extra="timm")
-    if weights is None:
-        if "num_classes" in options:
-            raise ConfigError("num_classes alone gives an untrained classifier; give your own --weights, too")
-        return timm.create_model(name, pretrained=True, **options).eval()
-    state = load_file(expanded(weights))  # never pickle files, which can run code
-    classes = [len(state[key]) for key in ("head.weight", "head.fc.weight") if key in state]
-    model = timm.create_model(name, **({"num_classes": classes[0]} if classes else {}), **options).eval()
-    model.load_state_dict(state)
-    return model
-
-
-def _transformers(source: str, config: dict[str, Any]) -> tuple[Any, Any]:
-    """A classifier of transformers, with its tokenizer or image processor."""
-    from .._utils import library
-
-    transformers = library("transformers", extra="transformers")
-    if config.get("auto_map"):
-        advice = "if you trust it, load it in Python and give it to he.convert(model, processor=...)"
-        raise CheckpointError(f"{source} brings code of its own (auto_map), which is never run here; {advice}")
-    tasks = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
-    names = [str(name) for name in config.get("architectures") or ()]
-    chosen = next((name for name in names if name.endswith(tasks) and hasattr(transformers, name)), None)
-    if chosen is None:  # loaded as one, it would get an untrained classifier
-        advice = "fine-tune it by AutoModelFor…Classification; of a CLIP model, he.zero_shot makes one in Python"
-        raise ConversionError(f"{source} is a {' or '.join(names)}, which has no trained classifier; {advice}")
-    text = chosen.endswith("ForSequenceClassification")
-    reader = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
-    transformers.utils.logging.disable_progress_bar()
-    model = getattr(transformers, chosen).from_pretrained(source, trust_remote_code=False).eval()
-    try:
-        processor = reader.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError):
-        return model, None
-    empty = text and processor.get_vocab().keys() <= set(processor.all_special_tokens)  # made without files
-    return model, None if empty else processor
 
 
 # --- info ------------------------------------------------------------------------------------------------------------
@@ -254,6 +183,9 @@ def fuse(
     ] = "hydra",
     average: Annotated[str, typer.Option(help="First layers to average: a number, or a share below 1.")] = "0",
     mlp: Annotated[Literal["mean", "separate"], typer.Option(help="How the MLPs above are fused.")] = "mean",
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="Folder of an adapter of peft, repeatable; MODEL is then its model.")
+    ] = None,
     data: Annotated[str | None, typer.Option("--data", help="Of a cascade: held-out labelled data.")] = None,
     ask: Annotated[
         list[float] | None, typer.Option(help="Of a cascade: share of rows that goes on, for each model but the last.")
@@ -271,6 +203,7 @@ def fuse(
     Example:
       hydra-ensembles fuse seed-0 seed-1 seed-2 --average 0.8 --mlp separate -o my-hydra
       hydra-ensembles fuse small large --as cascade --data val/ --ask 0.1 -o chain
+      hydra-ensembles fuse my-llama/ --adapter lora-0 --adapter lora-1 -o members
     """
     from ..cascade import Cascade, CascadeSettings, cascade
     from ..fuse import fuse as fused
@@ -278,8 +211,10 @@ def fuse(
     from ..model.ensemble import Ensemble
 
     folder = common.new_folder(output)
-    loaded = [common.load_model(name, "cpu") for name in models]
-    if how == "hydra":
+    loaded = [] if adapter else [common.load_model(name, "cpu") for name in models]
+    if adapter:
+        made = fused(models[0], adapters=adapter)
+    elif how == "hydra":
         made = fused(loaded, average=common.parse_yaml(average, "average"), mlp=mlp)
     elif how == "cascade":
         if data is None:

@@ -7,38 +7,65 @@ another range), only in training, or only on another device is not compared.
 
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from copy import deepcopy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from .._utils import evaluation_mode, torch_seeded
 from ..errors import ConversionError
-from ..model.config import TextStemConfig
+from ..model.config import EnsembleConfig, TextStemConfig
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
+from ..model.metadata import Metadata
 from ..preprocessing import TextPreprocessing
 from .core import WAYS, Found, NamedTensors
 
 _TOKENS, _MOST = 64, 256
-_HALF = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_HALF = {torch.float16, torch.bfloat16}
+_ROUNDED = 2e-2
 _ALLOWED = 1e-4  # of the largest output: covers sums in another order, and float32 angles of rotary positions
 
 
+Answers = Sequence[tuple[NamedTensors, Tensor]]  # inputs, and what the original answers
+
+
 @dataclass(frozen=True)
-class ModelPair:
-    """An original model and the converted one, to compare their answers."""
+class Original:
+    """A model that is converted, whose answers are the proof."""
 
-    found: Found  # the original, not changed
-    ensemble: Ensemble
+    found: Found  # not changed
+    config: EnsembleConfig
+    metadata: Metadata
     fresh: bool = False  # whether the classifier is new: then features are compared
-    projection: GroupedLinear | None = None  # of a dual encoder's tower, applied to its features
 
-    def original(self, inputs: NamedTensors) -> Tensor:
+    @property
+    def like(self) -> Tensor:
+        """One of its parameters, for device and dtype."""
+        first: Tensor = next(self.found.model.parameters())
+        return first
+
+    def answers(self) -> Answers:
+        """All inputs with the answers to them."""
+        with _answering(self):
+            return list(self.in_turn())
+
+    def in_turn(self) -> Iterator[tuple[NamedTensors, Tensor]]:
+        """Yield the inputs with the answers to them."""
+        for number, inputs in enumerate(_inputs(self)):
+            try:
+                yield inputs, self.answer(inputs)
+            except ConversionError:
+                if not number:
+                    raise
+                return  # it takes only images of its own size
+
+    def answer(self, inputs: NamedTensors) -> Tensor:
         """Call the original: logits `[B, C]`, or features `[B, d]` if the classifier is new."""
         told = f"for a random batch {_shapes(inputs)} the model itself"
         try:
@@ -50,13 +77,53 @@ class ModelPair:
             raise ConversionError(f"{told} {why}; repair it, or convert with probe=False") from error
         return answer
 
+
+@dataclass(frozen=True)
+class ModelPair:
+    """An original model and the converted one, to compare their answers."""
+
+    original: Original
+    ensemble: Ensemble
+    projection: GroupedLinear | None = None  # of a dual encoder's tower, applied to its features
+    answers: Answers | None = None  # of an original that can no longer run
+
     def converted(self, inputs: NamedTensors) -> Tensor:
-        """Call the converted model; the output is as in `original`."""
+        """Call the converted model; the output is as in `Original.answer`."""
         ensemble = self.ensemble
-        if not self.fresh:
+        if not self.original.fresh:
             return ensemble(inputs)[0] if self.projection is None else self.projection(ensemble(inputs))[0]
         features = ensemble.features(inputs)[0]  # [B, d]; [B, 2, d] with a distillation token
         return features.mean(1) if ensemble.config.readout.pool == "distilled" else features
+
+
+class _InFloat32(TorchFunctionMode):
+    """Compute with half-precision weights in float32, one operation at a time: no model is copied for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ in _VIEWS:
+            return func(*args, **kwargs)
+        if func is F.embedding:
+            return _wide(func(*args, **kwargs))
+        if func is F.linear and len(args) == 2 and args[1].numel() > _LARGE:  # the words of a language model
+            rows = args[1].split(max(1, _LARGE // args[1].shape[1]))
+            return torch.cat([F.linear(_wide(args[0]), _wide(some)) for some in rows], dim=-1)
+        return func(*_wide(args), **_wide(kwargs))
+
+
+def _wide(given: Any) -> Any:
+    """The same arguments in float32, where they are in half precision."""
+    if isinstance(given, Tensor):
+        return given.float() if given.dtype in _HALF else given
+    if isinstance(given, torch.dtype):
+        return torch.float32 if given in _HALF else given
+    if isinstance(given, dict):
+        return {name: _wide(value) for name, value in given.items()}
+    return type(given)(map(_wide, given)) if type(given) in (list, tuple) else given
+
+
+_LARGE = 1 << 25
+_VIEWS = {"__get__", "__getitem__", "size", "dim", "numel", "t", "transpose", "unflatten", "flatten", "view"}
 
 
 def require_same_answers(pair: ModelPair) -> None:
@@ -64,47 +131,42 @@ def require_same_answers(pair: ModelPair) -> None:
 
     Models in half precision are compared in float32, so that no difference is mistaken for rounding.
     """
-    rounded = pair.found.architecture.rounds and pair.ensemble.dtype in _HALF
-    if pair.ensemble.dtype in _HALF:
-        with suppress(Exception):  # a user's model may not be copied, or not into this memory
-            projection = None if pair.projection is None else deepcopy(pair.projection).float()
-            found = Found(pair.found.architecture, deepcopy(pair.found.model).float())
-            pair = ModelPair(found, deepcopy(pair.ensemble).float(), pair.fresh, projection)
-    allowed = _HALF.get(pair.ensemble.dtype, _HALF[torch.float16] if rounded else _ALLOWED)
+    original = pair.original
+    half, rounds = pair.ensemble.dtype in _HALF, original.found.architecture.rounds
+    allowed = _ROUNDED if half and rounds else _ALLOWED
     tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32  # ten bits, as float16
     if tf32 and pair.ensemble.device.type == "cuda":
-        allowed = max(allowed, _HALF[torch.float16])
+        allowed = max(allowed, _ROUNDED)
     classifier = pair.ensemble.readout.classifier
     by_tokens = classifier is not None and not classifier.weight.any()  # then logits prove nothing
-    with _answering(pair):
-        for number, inputs in enumerate(_inputs(pair)):
-            try:
-                expected = pair.original(inputs)
-            except ConversionError:
-                if not number:
-                    raise
-                return  # it takes only images of its own size
+    with _answering(original):
+        for inputs, expected in original.in_turn() if pair.answers is None else pair.answers:
             apart = _difference(pair.converted(inputs), expected)
             same = apart <= allowed  # not if it is NaN
-            place = "" if same and not by_tokens else _first_difference(pair, inputs, allowed)
+            if pair.answers is not None:
+                place = "" if same else "somewhere (load it, and convert the live model, to see where)"
+            else:
+                place = "" if same and not by_tokens else _first_difference(pair, inputs, allowed)
             if not same or place:
-                said = "its class and configuration say" if pair.found.architecture.classes else "the declaration says"
+                known = original.found.architecture.classes
+                said = "its class and configuration say" if known else "the declaration says"
+                what = "features" if original.fresh else "answers"
                 raise ConversionError(
-                    f"the {'features' if pair.fresh else 'answers'} of the converted model differ by {apart:.2g} of "
-                    f"their size ({allowed:g} is allowed) on a random batch {_shapes(inputs)}, first "
+                    f"the {what} of the converted model differ by {apart:.2g} of their size ({allowed:g} is allowed) "
+                    f"on a random batch {_shapes(inputs)}, first "
                     f"{place or 'after the last layer, where tokens are pooled and classified'}: the model does not "
                     f"compute what {said}. {WAYS} (or probe=False)"
                 )
 
 
 @contextmanager
-def _answering(pair: ModelPair) -> Iterator[None]:
+def _answering(original: Original) -> Iterator[None]:
     """Set evaluation mode and a seed, disable gradients, autocast and compilation; all is restored afterwards.
 
     Warnings of the model itself are suppressed: they are not about the conversion. What `accelerate` put in place of
     `forward`, which computes in half precision, is put aside.
     """
-    device, model = pair.ensemble.device, pair.found.model
+    like, model = original.like, original.found.model
     compiled = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
     mixed = vars(model).pop("forward", None) if "_original_forward" in vars(model) else None
     try:
@@ -112,9 +174,10 @@ def _answering(pair: ModelPair) -> Iterator[None]:
             warnings.catch_warnings(action="ignore"),
             torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
             torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-            torch_seeded(0, device),
+            torch.autocast(like.device.type, enabled=False),
+            torch_seeded(0, like.device),
             evaluation_mode(model),
+            _InFloat32() if like.dtype in _HALF else nullcontext(),
         ):
             yield
     finally:
@@ -125,34 +188,34 @@ def _answering(pair: ModelPair) -> Iterator[None]:
 # --- the inputs ----------------------------------------------------------------------------------------------
 
 
-def _inputs(pair: ModelPair) -> Iterator[NamedTensors]:
+def _inputs(original: Original) -> Iterator[NamedTensors]:
     """Yield the batches; the same in every process. Two samples show whether a user's own model mixes them."""
-    stem, ensemble = pair.ensemble.config.stem, pair.ensemble
+    stem, like = original.config.stem, original.like
     generator = torch.Generator("cpu").manual_seed(0)
     if isinstance(stem, TextStemConfig):
-        yield {name: tensor.to(ensemble.device) for name, tensor in _texts(pair, stem, generator).items()}
+        yield {name: tensor.to(like.device) for name, tensor in _texts(original, stem, generator).items()}
         return
     (height, width), (high, wide) = stem.image_size, stem.patch_size
-    count = 1 if pair.found.architecture.classes else 2
+    count = 1 if original.found.architecture.classes else 2
     for samples, *size in ((count, height, width), (1, height + high, width + 2 * wide)):
         images = torch.randn((samples, stem.channels, *size), generator=generator, device="cpu", dtype=torch.float32)
-        yield {"pixel_values": images.to(ensemble.device, ensemble.dtype)}
+        yield {"pixel_values": images.to(like)}
 
 
-def _texts(pair: ModelPair, stem: TextStemConfig, generator: torch.Generator) -> dict[str, Tensor]:
+def _texts(original: Original, stem: TextStemConfig, generator: torch.Generator) -> dict[str, Tensor]:
     """Return token ids `[B, T]`, a mask if the model takes one, and segments if there are several.
 
     CLIP's texts (of the others, only decoders lack a norm after the embedding) fill the context and have an end-of-text
     token. Windows of thousands of tokens are not filled.
     """
-    config, architecture = pair.ensemble.config, pair.found.architecture
+    config, architecture = original.config, original.found.architecture
     decoder = config.readout.pool == "last" and config.encoder.causal
     clip = not stem.norm and bool(architecture.classes) and not decoder
     tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0), _MOST)
     ids = torch.randint(stem.vocabulary, (2, tokens), generator=generator, device="cpu")
     if not architecture.masks:
         return {"input_ids": ids}
-    pad = _padding(pair, stem)
+    pad = _padding(original, stem)
     end = stem.vocabulary - 1 if config.readout.eot_token is None else config.readout.eot_token
     ordinary = next((word for word in range(stem.vocabulary) if word not in (pad, end)), pad)
     ids = ids.masked_fill((ids == pad) | (ids == end), ordinary)
@@ -167,9 +230,9 @@ def _texts(pair: ModelPair, stem: TextStemConfig, generator: torch.Generator) ->
     return inputs
 
 
-def _padding(pair: ModelPair, stem: TextStemConfig) -> int:
+def _padding(original: Original, stem: TextStemConfig) -> int:
     """Return the padding id according to the readout, position table or tokenizer; 0 if none of them says."""
-    texts, decoder = pair.ensemble.metadata.preprocessing, pair.ensemble.config.readout.pad_token
+    texts, decoder = original.metadata.preprocessing, original.config.readout.pad_token
     if decoder is not None:
         return decoder
     if stem.positions_after is not None:
@@ -198,7 +261,7 @@ def _first_difference(pair: ModelPair, inputs: NamedTensors, allowed: float) -> 
 
     The blocks of the original are observed by hooks, assuming that they run in order and return tokens.
     """
-    found, ensemble = pair.found, pair.ensemble
+    found, ensemble = pair.original.found, pair.ensemble
     names = [found.block(layer) for layer in range(ensemble.num_layers)]
     theirs: list[Tensor] = []
 
@@ -209,7 +272,7 @@ def _first_difference(pair: ModelPair, inputs: NamedTensors, allowed: float) -> 
     with ExitStack() as hooks:
         for name in dict.fromkeys(names):  # one that several layers share is hooked once
             hooks.enter_context(found.model.get_submodule(name).register_forward_hook(keep))
-        found.architecture.answer(found.model, inputs, pair.fresh)
+        found.architecture.answer(found.model, inputs, pair.original.fresh)
     if len(theirs) < len(names):
         return f"somewhere ({names[0] or 'a block'} is not called as a module, so it is not observed)"
     x, context = ensemble.embed(*ensemble.unpack(dict(inputs)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,9 +17,9 @@ from ..model.metadata import Metadata
 from ..model.stem_readout import Projections
 from ..preprocessing import TextPreprocessing
 from . import clip, decoders, timm_torchvision, transformers
-from .compare import ModelPair, require_same_answers
+from .adapters import is_adapted, merged
+from .compare import ModelPair, Original, require_same_answers
 from .core import (
-    MERGE,
     WAYS,
     Architecture,
     DualArchitecture,
@@ -30,6 +31,7 @@ from .core import (
 )
 from .declared import Declaration, read_declaration
 from .decoders import LabelWords, with_label_words
+from .folders import opened_source, stored_tensors
 from .processors import part_for, size_of_images, with_processor
 from .transformers import opened
 
@@ -46,7 +48,6 @@ _SCALES = ("logit_scale", "logit_bias")
 _REASONS = {
     "swin": "its tokens are merged and its width changes from stage to stage",
     **dict.fromkeys(("deberta", "beit", "mpnet", "t5"), "its attention depends on relative positions"),
-    "peft.": f"it is wrapped in adapters. {MERGE}",
     **dict.fromkeys(
         ("moe", "mixtral", "deepseek_v", "gpt_oss", "dbrx", "llama4", "switch_transformers", "minimax"),
         "its MLPs are a mixture of experts",
@@ -65,7 +66,7 @@ _REASONS = {
 
 
 def convert(
-    model: nn.Module,
+    model: nn.Module | str | Path,
     *,
     num_labels: int | None = None,
     labels: Sequence[str] | LabelWords | None = None,
@@ -83,7 +84,9 @@ def convert(
     library the model came from. Parameters that are frozen in a partly trained model (`requires_grad`) stay frozen.
 
     Args:
-        model: A live model; wrappers of `torch.compile` and of data parallelism are removed.
+        model: A live model; wrappers of `torch.compile` and of data parallelism are removed, and adapters of peft are
+            merged into a copy. Or where it was saved: a folder, or `hub:owner/name`; its tokenizer is read, too, and
+            its weights one after another, so that there is never more than one of two models in memory.
         num_labels: For a model without classifier: number of classes of a new one, drawn with a fixed seed.
         labels: Class names in the order of the logits, all different, if the model does not have them. For a language
             model: the word or words it answers with for each, `{"safe": " safe", "unsafe": [" unsafe", " bad"]}`, whose
@@ -106,33 +109,30 @@ def convert(
         >>> torch.allclose(base(images)[0], model(images), atol=1e-5)
         True
     """
+    language, folder = isinstance(labels, Mapping), None
+    if isinstance(model, str | Path):
+        model, its_own, folder = opened_source(str(model), language=language, bare=num_labels is not None)
+        processor = its_own if processor is None and tokenizer is None else processor
     if not isinstance(model, nn.Module):
-        raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}; load it first")
+        raise ConversionError(f"convert needs a live model, or the folder of one; got a {type(model).__name__}")
     model = unwrapped(model)
+    adapted = is_adapted(model)
+    model = merged(model) if adapted else model
     processor = tokenizer if processor is None else processor
-    architecture: Architecture | DualArchitecture
-    if isinstance(labels, Mapping):
-        architecture = with_label_words(model, labels, processor, template)
+    architecture, model = architecture_of(model, labels, processor, template, declaration)
+    if isinstance(labels, Mapping):  # its architecture has them
         labels = processor = None
-    elif template is not None:
-        raise ConversionError('template= is for a language model with label words: labels={"yes": " yes", "no": " no"}')
-    elif declaration is not None:
-        with prefix_errors(type(model).__name__):
-            architecture = read_declaration(declaration, model, size_of_images(processor))
-    elif type(model).__module__.startswith("sentence_transformers."):
-        architecture, model = opened(model, table_of)
-    else:
-        architecture = table_of(type(model))
+    probe = probe and not any(parameter.is_meta for parameter in model.parameters())  # these cannot be run
     with prefix_errors(architecture.name):
         if isinstance(architecture, DualArchitecture):
             if (num_labels, labels) != (None, None):
                 raise ConversionError("it has two towers and no classifier; give nothing but processor=")
             pairs = _convert_dual(architecture, model, processor)
         else:
-            pairs = [_converted(architecture, model, num_labels, labels, processor)]
-        if probe and not any(parameter.is_meta for parameter in model.parameters()):  # these cannot be run
-            for pair in pairs:
-                require_same_answers(pair)
+            owned = folder is not None or adapted
+            pairs = [_converted(architecture, model, num_labels, labels, processor, probe, owned, folder)]
+        for pair in pairs if probe else ():
+            require_same_answers(pair)
     if not isinstance(architecture, DualArchitecture):
         return pairs[0].ensemble
     scale, bias = (getattr(model, name, None) for name in _SCALES)
@@ -146,6 +146,26 @@ def convert_if_needed(model: Any) -> Any:
         return model
     inner = unwrapped(model)  # removes `torch.compile` and data-parallel wrappers
     return inner if isinstance(inner, OurModel) else convert(model)
+
+
+def architecture_of(
+    model: nn.Module,
+    labels: Sequence[str] | LabelWords | None = None,
+    processor: Any = None,
+    template: str | None = None,
+    declaration: Declaration | None = None,
+) -> tuple[Architecture | DualArchitecture, nn.Module]:
+    """The table for a model, and the model that it is for, which may be a part of the given one."""
+    if isinstance(labels, Mapping):
+        return with_label_words(model, labels, processor, template), model
+    if template is not None:
+        raise ConversionError('template= is for a language model with label words: labels={"yes": " yes", "no": " no"}')
+    if declaration is not None:
+        with prefix_errors(type(model).__name__):
+            return read_declaration(declaration, model, size_of_images(processor)), model
+    if type(model).__module__.startswith("sentence_transformers."):
+        return opened(model, table_of)
+    return table_of(type(model)), model
 
 
 def table_of(kind: type) -> Architecture | DualArchitecture:
@@ -162,12 +182,23 @@ def table_of(kind: type) -> Architecture | DualArchitecture:
 
 
 def _converted(
-    architecture: Architecture, model: nn.Module, num_labels: int | None, labels: Sequence[str] | None, processor: Any
+    architecture: Architecture,
+    model: nn.Module,
+    num_labels: int | None,
+    labels: Sequence[str] | None,
+    processor: Any,
+    probe: bool,
+    owned: bool,
+    folder: Path | None,
 ) -> ModelPair:
-    """Convert a model, without comparing answers."""
+    """Convert a model, without comparing answers.
+
+    If it is `owned`, nobody else has it: it answers first, and its weights are given up one after another, or read from
+    the files of its folder, so that there is never more than one of two models in memory.
+    """
     found = Found(architecture, model)
     config = architecture.config(found, num_labels)
-    state, fresh, frozen = translate(found, config, may_be_fresh=num_labels is not None)
+    fresh = num_labels is not None and not found.has("readout.classifier.weight")
     stated = _read_metadata(found, config, processor)
     line = f"converted from {architecture.name}" + f", with a new classifier of {num_labels} classes" * fresh
     metadata = replace(
@@ -176,10 +207,14 @@ def _converted(
         labels=_labels(labels, stated, config.readout.num_classes),
         history=(line,),
     )
-    ensemble = Ensemble.from_state(config, state, metadata)
-    for name in frozen:
-        ensemble.get_parameter(name).requires_grad_(False)
-    return ModelPair(found, ensemble, fresh)
+    original, answers = Original(found, config, metadata, fresh), None
+    if owned:
+        answers = original.answers() if probe else None
+        if folder is not None:
+            found.tensors = stored_tensors(folder, found)
+        found.release()
+    state, frozen = translate(found, config, may_be_fresh=num_labels is not None, owned=owned)
+    return ModelPair(original, Ensemble.from_state(config, state, metadata, frozen, copies=False), None, answers)
 
 
 def _read_metadata(found: Found, config: EnsembleConfig, processor: Any) -> Metadata:
@@ -238,10 +273,11 @@ def _convert_tower(side: str | Architecture, model: nn.Module, origin: Metadata,
     assert isinstance(side, Architecture)
     found = Found(side, model)
     config = side.config(found, None)
-    state, *_ = translate(found, config)
+    state, _ = translate(found, config)
     stated = _read_metadata(found, config, part_for(isinstance(config.stem, PatchStemConfig), processor))
     metadata = replace(origin, preprocessing=stated.preprocessing, preprocessing_from=stated.preprocessing_from)
     weight, bias = (state.pop(f"readout.classifier.{leaf}", None) for leaf in ("weight", "bias"))
     config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))
     projection = None if weight is None else linear(weight, bias)
-    return ModelPair(found, Ensemble.from_state(config, state, metadata), projection=projection)
+    ensemble = Ensemble.from_state(config, state, metadata, copies=False)
+    return ModelPair(Original(found, config, metadata), ensemble, projection)

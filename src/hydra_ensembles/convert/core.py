@@ -1,6 +1,7 @@
 """Tables of other libraries' architectures, and the translation of weights by them."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -188,6 +189,7 @@ class Found:
         self.model: Any = model
         self.weights = {**architecture.weights, **architecture.variant(model)}
         stored = {**dict(model.named_buffers()), **model.state_dict()}
+        self.tensors: dict[str, Tensor | Callable[[], Tensor]]  # or what reads one from a file, when it is needed
         self.tensors = {name: tensor.detach() for name, tensor in stored.items()}
 
     def source(self, name: str) -> Source | None:
@@ -210,8 +212,30 @@ class Found:
     def parts(self, name: str) -> list[Tensor]:
         """Return the foreign tensors of a canonical parameter; none if the model does not have it."""
         source = self.source(name)
-        found = [self.tensors.get(path) for path in (() if source is None else source.names)]
-        return [tensor for tensor in found if tensor is not None] if None not in found else []
+        names = () if source is None else source.names
+        return [self.tensor(path) for path in names] if self.tensors.keys() >= set(names) else []
+
+    def tensor(self, path: str) -> Tensor:
+        """Return a foreign tensor."""
+        tensor = self.tensors[path]
+        return tensor if isinstance(tensor, Tensor) else tensor()
+
+    @torch.inference_mode(False)  # even there, the result is trainable
+    @torch.no_grad()
+    def read(self, name: str, shape: torch.Size) -> Tensor:
+        """Return a canonical parameter: contiguous, and with memory of its own."""
+        source = self.source(name)
+        assert source is not None
+        tensors = [self.tensor(path) for path in source.names]
+        result = source.read(tensors, shape).reshape(shape)
+        theirs = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        shared = result.is_inference() or result.untyped_storage().data_ptr() in theirs
+        return result.clone(memory_format=torch.contiguous_format) if shared else result.contiguous()
+
+    def release(self) -> None:
+        """Empty the parameters of the model, which can no longer run, so that only `tensors` still hold weights."""
+        for parameter in self.model.parameters():
+            parameter.data = parameter.new_empty(0)
 
     def has(self, name: str) -> bool:
         """Whether the model has a canonical parameter."""
@@ -332,33 +356,35 @@ class Found:
 _MAY_BE_FRESH = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
 _SHOWN = 8  # maximum number of problems in an error message
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-MERGE = "Merge adapters first: merge_and_unload() of the peft model"
+MERGE = "Merge adapters first: give the peft model (PeftModel.from_pretrained), or merge_and_unload() of it"
 
 
 def translate(
-    found: Found, config: EnsembleConfig, may_be_fresh: bool = False
-) -> tuple[dict[str, Tensor], bool, list[str]]:
-    """Return the canonical state dict, whether its classifier is new, and the names of frozen parameters.
+    found: Found, config: EnsembleConfig, may_be_fresh: bool = False, owned: bool = False
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the canonical state dict, and the names of frozen parameters.
 
-    A parameter is frozen if it does not require gradients in the model while others do. The tensors may share memory
-    with the model; a new classifier is drawn with a fixed seed. Every canonical parameter must be found, and every
-    foreign tensor must be used or be declared as ignored: anything in a model that this library does not know is an
-    error, never a silent difference.
+    A parameter is frozen if it does not require gradients in the model while others do. No tensor shares memory with
+    the model, whose own ones are dropped after their last use if they are `owned`. A new classifier is drawn with a
+    fixed seed. Every canonical parameter must be found, and every foreign tensor must be used or be declared as
+    ignored: anything in a model that this library does not know is an error, never a silent difference.
     """
-    foreign, model = found.tensors, found.model
+    model = found.model
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     like, generator = next(model.parameters()), torch.Generator("cpu").manual_seed(0)
     state: dict[str, Tensor] = {}
-    used: set[str] = set()
+    dtypes = set[torch.dtype]()
     frozen: list[str] = []
     missing: dict[str, str] = {}  # foreign name → canonical parameter that needs it
     misfits: list[str] = []
-    fresh = False
-    for name, shape in shapes_of(config).items():
-        source = found.source(name)
-        absent = {name} if source is None else set(source.names) - foreign.keys()
+    shapes = shapes_of(config)
+    sources = {name: found.source(name) for name in shapes}
+    uses = Counter(path for source in sources.values() if source is not None for path in source.names)
+    used = set(uses)
+    for name, shape in shapes.items():
+        source = sources[name]
+        absent = {name} if source is None else set(source.names) - found.tensors.keys()
         if absent and may_be_fresh and name.startswith(_MAY_BE_FRESH):
-            fresh |= name.startswith("readout.classifier")
             drawn = torch.zeros(shape, device="cpu", dtype=torch.float32)
             if not name.endswith("bias"):
                 nn.init.trunc_normal_(drawn, std=0.02, generator=generator)
@@ -366,22 +392,26 @@ def translate(
         elif absent or source is None:
             missing |= dict.fromkeys(absent, name)
         else:
-            used.update(source.names)
             if any(trains.values()) and not any(trains.get(path, True) for path in source.names):
                 frozen.append(name)
             try:
-                state[name] = source.read([foreign[path] for path in source.names], shape).reshape(shape)
+                state[name] = found.read(name, shape)
             except (RuntimeError, IndexError) as error:
                 misfits.append(f"{list(source.names)} cannot become the canonical {name} {list(shape)}: {error}")
+            dtypes.update(found.tensor(path).dtype for path in source.names)  # some are joined
+            uses.subtract(source.names)
+            for path in source.names if owned else ():
+                if not uses[path]:
+                    found.tensors.pop(path, None)
     ignored = found.architecture.ignored
     unused = [name for name in model.state_dict() if name not in used and not name.startswith(ignored)]
     problems = [f"no tensor {path} for {name}{perhaps_meant(path, unused)}" for path, name in missing.items()] + misfits
     require_all_used(problems, unused)
-    dtypes = {tensor.dtype for tensor in (*state.values(), *(foreign[name] for name in used))}  # some are joined
+    dtypes |= {tensor.dtype for tensor in state.values()}
     if len(dtypes) > 1 or not dtypes <= _DTYPES:
         types = sorted(map(str, dtypes))
         raise ConversionError(f"the parameters are {types}; give one type for all, not quantised: model.float()")
-    return state, fresh, frozen
+    return state, frozen
 
 
 def require_all_used(problems: Sequence[str], unused: Sequence[str]) -> None:

@@ -381,12 +381,13 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         state: Mapping[str, Tensor],
         metadata: Metadata | None = None,
         frozen: Iterable[str] = (),
+        copies: bool = True,
     ) -> "Ensemble":
-        """Build an ensemble around copies of the given tensors, keeping their dtype and device.
+        """Build an ensemble around copies of the given tensors, or the tensors themselves; they keep dtype and device.
 
         All parameters are trainable, but for those named in `frozen`.
         """
-        return build_with_state(lambda: cls(config, metadata), copied(state), frozen)
+        return build_with_state(lambda: cls(config, metadata), copied(state) if copies else state, frozen)
 
     def with_metadata(self, **changes: Any) -> "Ensemble":
         """The same ensemble with some of its metadata replaced; the weights are shared, not copied.

@@ -1,6 +1,6 @@
 """Split and join members: configurations and states, without a model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from numbers import Integral
@@ -140,7 +140,7 @@ def member_index(index: object, members: int) -> int:
     return int(index) % members
 
 
-def listed(members: Iterable[Any], caller: str) -> list[Any]:
+def listed(members: Any, caller: str) -> list[Any]:
     """Members from any iterable, at least one; a single model is refused, though some are iterable."""
     models = [] if isinstance(members, nn.Module | str | Mapping) else list(members)
     if not models:

@@ -51,8 +51,8 @@ def convert_wrongly(patch: pytest.MonkeyPatch, change: Callable[[he.Ensemble], o
     from_state = he.Ensemble.from_state
 
     @torch.no_grad()
-    def changed(*given: Any) -> he.Ensemble:
-        ensemble = from_state(*given)
+    def changed(*given: Any, **how: Any) -> he.Ensemble:
+        ensemble = from_state(*given, **how)
         change(ensemble)
         return ensemble
 

@@ -130,21 +130,15 @@ def bert(**changes: Any) -> Any:
     return hf("BertForSequenceClassification", TEXT, **changes)
 
 
-def with_adapters() -> Any:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    return peft.get_peft_model(bert(), peft.LoraConfig(r=2, target_modules=["query", "value"]))
-
-
 EXTRA = nn.Parameter(torch.zeros(3))
 HALF = nn.Linear(32, 32).half()
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: "vit_tiny_patch16_224", "str; load it"),
+    (lambda: 3, "live model, or the folder.*int"),
     (lambda: he.convert(vit()), "Ensemble already"),
     (lambda: timm_tiny("swin_tiny_patch4_window7_224"), r"no table for timm\.models\.swin.*stage.*docs/models\.md"),
     (lambda: hf("BertForMaskedLM", TEXT), "base_model.*num_labels"),
     (lambda: nn.LSTM(3, 4), r"no table.*he\.Declaration.*docs/models\.md.*calibrate"),
-    (with_adapters, "peft.*merge_and_unload"),
     (lambda: changed(vit(), "head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
     (lambda: changed(vit(), "norm", nn.LayerNorm(32).bfloat16()), r"one type.*model\.float\(\)"),
     (lambda: changed(bert(), "bert.encoder.layer.0.attention.self.key", HALF), "one type"),  # joined with others
