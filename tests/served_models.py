@@ -18,7 +18,7 @@ from hydra_ensembles.serve import export as exporting
 from hydra_ensembles.serve.protocol import Answering
 from zero_shot_models import NAMES, dual_of
 
-SCORES = {"image": ("relative_mahalanobis++", "vim", "knn"), "text": ("mahalanobis",), "zero-shot": ("knn",)}
+SCORES = {"image": ("relative_mahalanobis++", "knn"), "text": ("mahalanobis",), "zero-shot": ("knn",)}
 HEADS = (((0, 1), (0,)), ((0, 1), (1, 2, 3)), ((0, 1), ()))  # equal in the trunk's layer, uneven after it
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ._utils import warn, without_autocast
 from .batches import Batches, Inputs, a_few, first_epoch, in_model_order, iterate, require_labels, size_of
 from .digest import row_digests
-from .errors import ConfigError, DataError, TooFewSamplesError
+from .errors import ConfigError, TooFewSamplesError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_relative, prepared
 from .metrics.probabilities import at_least_float32, check_finite
@@ -55,7 +55,6 @@ def fit_familiarity(
     held_out: float = 0.2,
     shrinkage: float | None = None,
     neighbours: int | None = None,
-    principal: int | None = None,
     stored: int = 10_000,
     seed: int = 0,
 ) -> Ensemble:
@@ -75,8 +74,7 @@ def fit_familiarity(
         shrinkage: What is added to every eigenvalue of a covariance, as a share of their mean; None takes 0.01, or
             0.1 if there are fewer than 20 samples per class.
         neighbours: For `knn`, which neighbour counts; None takes one in 50 of those stored, at most 50.
-        principal: For `vim`, directions of the principal subspace; None takes two thirds.
-        stored: Maximum number of features to keep, drawn at random, for `knn` to compare with and to weigh `vim`.
+        stored: Maximum number of features to keep, drawn at random, for `knn` to compare with.
         seed: Seed for drawing what is held out and what is stored, and for the order of a loader that shuffles.
 
     Raises:
@@ -96,7 +94,7 @@ def fit_familiarity(
         raise ConfigError(f"score={score!r} cannot be fitted; give some of {', '.join(FAMILIARITY_NAMES)}, each once")
     require("held_out", held_out, Rate)
     by_class = not set(names).isdisjoint(BY_CLASS)
-    samples = read_answers(ensemble, id_batches, "id_batches", by_class, seed, logits="vim" in names)
+    samples = read_answers(ensemble, id_batches, "id_batches", by_class, seed, logits=False)
     missing = np.setdiff1d(np.arange(weights.num_classes), samples.labels)
     if by_class and len(missing):
         known = weights.metadata.labels
@@ -108,7 +106,7 @@ def fit_familiarity(
         held = draws.permutation(held)[:MAX_HELD_OUT]
     fits = torch.ones(len(samples.labels), dtype=torch.bool).index_fill(0, torch.from_numpy(held), False)
     fitted, others = samples.pick(fits), samples.pick(~fits)
-    familiarity = fit_on(ensemble, fitted, names, draws, shrinkage, neighbours, principal, stored)
+    familiarity = fit_on(ensemble, fitted, names, draws, shrinkage, neighbours, stored)
     if len(others.labels):
         scores = familiarity.scores(others.features, others.logits)[0].mean(dim=0)
         familiarity = Familiarity(replace(familiarity.settings, reference=Reference.of(scores)), familiarity.state)
@@ -210,7 +208,6 @@ def fit_on(
     draws: np.random.Generator,
     shrinkage: float | None = None,
     neighbours: int | None = None,
-    principal: int | None = None,
     stored: int = 10_000,
 ) -> Familiarity:
     """The statistics of every score, in float32; settings as for `fit_familiarity`."""
@@ -236,8 +233,6 @@ def fit_on(
                 raise ConfigError(f"neighbours is {chosen}, but {most} features are stored; lower it")
             settings["neighbours"] = chosen
             tensors = {"bank": bank}
-        elif name == "vim":
-            tensors = _vim(ensemble, samples, kept, principal)
         else:
             moments = _moments(name, samples, ensemble.num_classes)
             tensors = _mahalanobis(moments, shrunk, is_relative(name))
@@ -302,46 +297,6 @@ def _mahalanobis(moments: _Moments, shrinkage: float, relative: bool) -> dict[st
         total = moments.products / samples - mean[:, :, None] * mean[:, None]
         statistics["background"] = _whitening(total, shrinkage)
     return statistics
-
-
-def _vim(ensemble: Ensemble, samples: Answered, kept: Answered, principal: int | None) -> dict[str, Tensor]:
-    """Origin, directions outside the principal subspace, and weight of the residual against the energy."""
-    count, width = samples.features.shape[1:]
-    principal = principal or max(2 * width // 3, 1)
-    if principal >= width:
-        raise ConfigError(f"principal is {principal}, but features have {width} directions; it must be smaller")
-    if count <= width:  # otherwise directions without samples would dominate
-        raise TooFewSamplesError(f"vim needs over {width} samples, got {count}; give more, or use 'knn'")
-    moments = _moments("vim", samples, int(samples.labels.max()) + 1)
-    mean, origin = moments.mean, _origin(ensemble)  # [M, d] each
-    if origin is None:
-        origin = mean + moments.shift
-    offset = origin - moments.shift
-    crossed = mean[:, :, None] * offset[:, None]
-    moment = moments.products / count - crossed - crossed.mT + offset[:, :, None] * offset[:, None]
-    directions = torch.linalg.eigh(moment).eigenvectors  # [M, d, d], by ascending eigenvalue
-    residual = directions[:, :, : width - principal]
-    lengths = ((kept.features.double() - origin[:, None]) @ residual).norm(dim=-1).mean(dim=1)  # [M]
-    peaks = samples.logits.double().amax(dim=-1).mean(dim=1)  # [M]
-    if not bool((peaks > 0).all()) or not bool((lengths > 0).all()):
-        raise DataError(
-            f"vim needs largest logits, {peaks.tolist()} on average, and lengths outside the principal subspace, "
-            f"{lengths.tolist()}, above 0; use another score"
-        )
-    return {"origin": origin, "residual": residual, "weight": peaks / lengths}
-
-
-def _origin(ensemble: Ensemble) -> Tensor | None:
-    """The point where a plain linear classifier gives zero for every class, `[M, d]`; None for other readouts."""
-    readout = ensemble.readout
-    if readout.classifier is None or readout.hidden is not None or readout.distillation_classifier is not None:
-        return None
-    weight = readout.classifier.weight.detach().cpu().double()
-    bias = readout.classifier.bias
-    if bias is None:
-        return torch.zeros(ensemble.num_members, weight.shape[2], dtype=torch.float64)
-    origin = -torch.linalg.pinv(weight) @ bias.detach().cpu().double()[..., None]  # [G, d, 1]
-    return origin[..., 0].expand(ensemble.num_members, -1)
 
 
 def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-FamiliarityName = Literal[
-    "mahalanobis", "mahalanobis++", "relative_mahalanobis", "relative_mahalanobis++", "vim", "knn"
-]
+FamiliarityName = Literal["mahalanobis", "mahalanobis++", "relative_mahalanobis", "relative_mahalanobis++", "knn"]
 
 LearnedName = Literal["vilu"]  # for zero-shot models; fitted by `hydra_ensembles.baselines`
 FittedName = Literal[FamiliarityName, LearnedName]
@@ -49,7 +47,6 @@ def unfamiliarity(
 
     * `mahalanobis`: squared Mahalanobis distance to the nearest class mean, with one covariance for all classes; with
       `++` on features of length one; `relative_`: minus the distance to the mean of all data with its covariance.
-    * `vim`: norm of the features outside their principal subspace, times a fitted weight, plus the energy.
     * `knn`: distance to the k-th nearest of the stored features, all of length one.
     * `vilu`: minus the log-odds of being right that a small network gives for image, classes and predicted class.
 
@@ -57,12 +54,8 @@ def unfamiliarity(
     """
     dtype = next(iter(statistics.values())).dtype
     x = prepared(name, features.to(dtype))
-    logits = logits.to(dtype)
     if name == "vilu":
-        return -log_odds(statistics, _embedded(statistics, x), logits.softmax(dim=-1))
-    if name == "vim":
-        outside = (x - statistics["origin"][:, None]) @ statistics["residual"]  # [M, B, d - principal]
-        return statistics["weight"][:, None] * outside.norm(dim=-1) - logits.logsumexp(dim=-1)
+        return -log_odds(statistics, _embedded(statistics, x), logits.to(dtype).softmax(dim=-1))
     if name == "knn":
         bank = statistics["bank"]  # [M, N, d]
         neighbour = (x @ bank.mT).topk(neighbours, dim=-1).indices[..., -1]  # [M, B]

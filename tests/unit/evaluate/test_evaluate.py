@@ -273,7 +273,7 @@ def test_an_interrupted_evaluation_goes_on_and_new_settings_use_the_same_answers
 def test_both_thresholds_are_told_apart():
     """Accepted samples pass both thresholds; each is reported by name, with the share that passes it alone."""
     data = image_batches((40,), seed=4)
-    known = fit_familiarity(tiny_ensemble(), image_batches((60,), seed=2), ("knn", "vim"))
+    known = fit_familiarity(tiny_ensemble(), image_batches((60,), seed=2), ("knn", "mahalanobis"))
     known = calibrate(known, image_batches((60,), seed=3), share=0.7)
     found = evaluate(known, data, OOD, progress=False)
     p, foreign = known.predict(data[0][0]), known.predict(OOD["far"]["noise"][0][0])
@@ -289,7 +289,7 @@ def test_both_thresholds_are_told_apart():
             == pytest.approx(declined.double().mean().item(), abs=1e-6)
         )
     assert numbers["all.unfamiliar"] == (numbers["near.unfamiliar"] + numbers["far.unfamiliar"]) / 2
-    assert {"knn:far.auroc", "vim:far.auroc"} < numbers.keys()  # fitted scores are reported by default
+    assert {"knn:far.auroc", "mahalanobis:far.auroc"} < numbers.keys()  # fitted scores are reported by default
 
 
 def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():

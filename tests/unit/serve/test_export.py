@@ -66,7 +66,7 @@ def test_the_file_answers_as_the_ensemble_without_this_library(name: str, tmp_pa
         assert set(found) == set(wanted)
         known = one.metadata.familiarity
         for key, array in wanted.items():
-            # feature scores are differences of large numbers: the ensemble's own differ from float64 by 2e-5 (vim)
+            # feature scores are differences of large numbers: the ensemble's own differ from float64 by 2e-5
             within = 1e-4 if known is not None and key in known.settings.scores else 1e-5
             step = 1 / 40 if key in ("p_value", "familiarity") else 0  # ties with held-out scores may round either way
             np.testing.assert_allclose(found[key], array, rtol=within, atol=within + step, err_msg=key)

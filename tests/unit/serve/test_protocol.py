@@ -135,7 +135,7 @@ def test_numbers_one_after_another_or_in_rows_flags_and_several_tensors_in_json_
 def test_numbers_that_json_has_not_are_null() -> None:
     service = Served(served("image"), "model")
     answers: Any = Runner(served("image"), 2).answers(service.reader.tensors(inputs_for(served("image"), 2)))
-    (field, _), *_ = asked = asked_outputs({"outputs": [{"name": "vim"}]}, service)
+    (field, _), *_ = asked = asked_outputs({"outputs": [{"name": "relative_mahalanobis++"}]}, service)
     answers[1][field.name] = np.float32(np.inf)
     content, _ = write_answer({}, service, asked, answers)
     first, second = json.loads(content, parse_constant=pytest.fail)["outputs"][0]["data"]
