@@ -29,7 +29,7 @@ class SetRef:
         rows: First row and the row after the last; either may be `None` (open), or negative (from the end).
         share: Start and end of a part as fractions of the data set, shuffled with a fixed seed.
         without: Classes left out because they overlap the in-distribution task.
-        folder: Folder below the root: torchvision's root, or the folder of a list's images.
+        folder: Folder below the root, of a source that is a folder, or of a list's images.
     """
 
     name: str

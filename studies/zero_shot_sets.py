@@ -5,8 +5,8 @@ fits temperatures. Of CIFAR-10's test set, images 0 to 4,999 are the circuits' O
 Circuits of the image tower alone also read training images of CIFAR-100, whose test set is reported.
 
 The paper's sets (C.3, Tables 24 to 26) are in one folder: an OpenOOD 1.5 data folder (`benchmark_imglist/`,
-`images_classic/`, `images_largescale/`), with torchvision's downloads of the other sets beside its folders. SUN397
-comes from the Hugging Face hub.
+`images_classic/`, `images_largescale/`), with the other sets beside its folders, as pictures in folders by class or as
+Parquet files. SUN397 comes from the Hugging Face hub.
 """
 
 from abc import ABC, abstractmethod
@@ -187,7 +187,7 @@ class PaperSets(DualSets):
             if len(names) != IMAGENET_CLASSES:
                 raise DataError(f"{images.name} has {len(names)} classes; all {IMAGENET_CLASSES} folders must be there")
             return imagenet_names()
-        if task == "pets":  # torchvision replaces the set's underscores with spaces
+        if task == "pets":  # some copies replace the set's underscores with spaces
             names = tuple(name.replace(" ", "_") for name in names)
         if task == "sun397":  # some copies name classes by folder, such as /a/abbey
             names = tuple((name[3:] if name[:1] == "/" else name).replace("/", " ") for name in names)

@@ -81,14 +81,6 @@ class Ranks:
         self.gather(None)
         return made
 
-    def common(self, read: Callable[[], T]) -> T:
-        """What `read` returns; rank 0's result if it returns something else each time."""
-        own = read()
-        parts = self.gather(own)
-        if all(part == parts[0] for part in parts):
-            return own
-        return parts[0] if any(self.gather(read() != own)) else own
-
     def require_same(self, item: object, what: str) -> None:
         """Raise if the ranks disagree, as they do if a data set splits itself between processes."""
         items = self.gather(item)

@@ -189,7 +189,7 @@ def _of_labels(
 ) -> Ensemble:
     """`calibrate` of a model with several right labels: a temperature for all, a threshold and a promise for each."""
     count = model.num_classes
-    labels = model.metadata.labels or tuple(map(str, range(count)))
+    labels = model.class_names
     asked = None if risk is None else _asked(risk, labels)
     if asked is not None and asked.by_label is None:
         if len(asked.points) > 1:
@@ -197,7 +197,8 @@ def _of_labels(
         asked = Asked(by_label=dict.fromkeys(range(count), asked.points))
     logits, truth, digests = _read_labels(model, held_out, "held_out")
     others = None if train is None else _read_labels(model, train, "train")
-    left_out = np.zeros(len(digests), bool) if others is None else np.isin(digests, others[2])
+    left_out = np.isin(digests, [int(one) for one in model.metadata.chosen])
+    left_out |= False if others is None else np.isin(digests, others[2])
     fit, certifies = map(torch.from_numpy, divided(digests, left_out, groups, 0.5 if others is None else 1.0))
     fits, known = (logits[:, fit], truth[fit]) if others is None else others[:2]
     if not len(known) or not bool(certifies.any()):

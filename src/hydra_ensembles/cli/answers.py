@@ -11,7 +11,7 @@ import typer
 
 from ..errors import DataError
 from . import common
-from .common import BATCH, BatchSize, Changes, Column, Config, Device, File, Limit, Model, Quiet, Root
+from .common import BATCH, BatchSize, Changes, Column, Config, Device, File, Limit, Model, Quiet
 
 IN_TABLE = ("confidence", "epistemic", "familiarity")  # those that fit into a terminal
 LONGEST = 60  # maximum number of characters of an input in a table
@@ -228,7 +228,6 @@ def evaluate(
     id: Annotated[str, typer.Option("--id", help="Labelled in-distribution test set.")],
     ood: Annotated[list[str] | None, typer.Option(help="OOD set, repeatable: near:NAME=DATA, far:, apart:.")] = None,
     shift: Annotated[list[str] | None, typer.Option(help="Labelled set under shift, repeatable: NAME=DATA.")] = None,
-    root: Root = None,
     score: Annotated[str, typer.Option(help="Score that detects OOD inputs.")] = "msp",
     name: Annotated[
         str | None, typer.Option(help="What tables call the model; its folder's name if not given.")
@@ -247,7 +246,7 @@ def evaluate(
     \b
     Example:
       hydra-ensembles evaluate safe --id test/ --ood near:cars=cars/ --ood far:digits=digits.parquet
-      hydra-ensembles evaluate safe --id torchvision:CIFAR100:test --root data/
+      hydra-ensembles evaluate safe --id hub:uoft-cs/cifar100:test
     """
     from ..evaluation.evaluate import evaluate as evaluated
     from ..files import expanded, remove
@@ -256,7 +255,7 @@ def evaluate(
     title = name or expanded(model).resolve().name
     slug = "-".join(re.findall(r"[\w.]+", title)).lower()
     file = expanded(output) / f"{slug}.json"
-    reading = common.Reading(ensemble, root, common.named_columns(column), limit, batch_size)
+    reading = common.Reading(ensemble, common.named_columns(column), limit, batch_size)
     test = reading.data(id)
     groups: dict[str, dict[str, Any]] = {}
     for group, one, spec in _grouped(ood or ()):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..data.dataset import AnyDataset
     from ..model.ensemble import Answering
 
-HUB, TORCHVISION = "hub:", "torchvision:"
+HUB = "hub:"
 LIMIT_SEED = 0  # `--limit` always keeps the same samples
 BATCH = 64
 
@@ -26,7 +26,6 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU i
 BatchSize = Annotated[int, typer.Option(min=1, help="Samples per batch.")]
 Limit = Annotated[int | None, typer.Option(min=2, help="At most so many samples of each set, always the same.")]
 Column = Annotated[list[str] | None, typer.Option(help="Column of a table, as text=review.", metavar="ROLE=NAME")]
-Root = Annotated[str | None, typer.Option(help="Folder with the data of torchvision.")]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file of settings; options override it.")]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", help="Any setting, as recipe.epochs=3.", metavar="NAME=VALUE")
@@ -152,7 +151,6 @@ class Reading:
     """How the data of a command are read."""
 
     model: "Answering"
-    root: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     limit: int | None = None
     batch_size: int = BATCH
@@ -173,11 +171,8 @@ class Reading:
         elif kind == "hub" and len(parts) <= 2:
             config = parts[0] if len(parts) == 2 else None
             data = load(HUB + name, parts[-1] if parts else None, config=config, **options)
-        elif kind == "torchvision" and len(parts) <= 1:
-            data = load(TORCHVISION + name, parts[0] if parts else None, root=self.root, **options)
         else:
-            forms = "a path, hub:NAME[:CONFIG][:SPLIT] or torchvision:NAME[:SPLIT]"
-            raise DataError(f"no data {spec!r}; give {forms}")
+            raise DataError(f"no data {spec!r}; give a path, or hub:NAME[:CONFIG][:SPLIT]")
         if data.kind != self.model.kind:
             raise DataError(f"{data.name} holds {data.kind}s, but the model reads {self.model.kind}s")
         if self.limit is None or len(data) <= self.limit:
@@ -202,7 +197,7 @@ def split_path(spec: str) -> tuple[Path | None, str | None]:
 
     before, _, last = spec.rpartition(":")
     for name, split in ((spec, None), (before, last)):
-        if name and not spec.startswith((HUB, TORCHVISION)) and expanded(name).exists():
+        if name and not spec.startswith(HUB) and expanded(name).exists():
             return expanded(name), split
     return None, None
 

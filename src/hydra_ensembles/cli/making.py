@@ -157,7 +157,7 @@ def model_and_sets(sources: Sources, hydra: Any) -> tuple[Any, dict[str, Any]]:
 
     labelled = {name: getattr(sources, name) for name in ("id", "train", "validation")}
     ensemble = common.load_model(sources.model, sources.device)
-    reading = common.Reading(ensemble, None, sources.columns, sources.limit)
+    reading = common.Reading(ensemble, sources.columns, sources.limit)
     sets: dict[str, Any] = {}
     for role, spec in labelled.items():
         if spec is None or (role == "train" and not hydra.reads_train):

@@ -1,6 +1,5 @@
-"""Load data sets, through Hugging Face `datasets` and torchvision."""
+"""Load data sets, through Hugging Face `datasets`."""
 
-import inspect
 import re
 import warnings
 from collections.abc import Collection, Sequence
@@ -15,7 +14,6 @@ import numpy as np
 from .._utils import library
 from ..errors import DataError
 from ..files import expanded
-from ..preprocessing import to_rgb
 from .dataset import (
     IMAGE_SUFFIXES,
     UNLABELLED,
@@ -33,7 +31,7 @@ from .dataset import (
 )
 
 LabelPolicy = Literal["required", "optional"]
-TORCHVISION, HUB = "torchvision:", "hub:"
+HUB = "hub:"
 # How `datasets` reads each kind of table: CSV fields may be quoted, TSV fields never, and no word means "missing".
 READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
@@ -71,24 +69,21 @@ def load(
     class_names: Sequence[str] | None = None,
     config: str | None = None,
     images: str | Path | None = None,
-    download: bool = False,
 ) -> AnyDataset:
     """Load a data set by path or by name.
 
     Accepted are a Parquet, CSV, TSV or JSON-lines file, or a folder of them (`<split>.parquet`); a folder of images
     with one subfolder per class, with or without a level of splits above; a `.txt` file that lists images, one line
-    `path label` each (OpenOOD); `torchvision:CIFAR10` and the like; and `hub:OWNER/NAME`. Classes are numbered in the
+    `path label` each (OpenOOD); and `hub:OWNER/NAME`. Classes are numbered in the
     order of `class_names`, else as the data say, else sorted by name. Tables are converted once into the cache of
     `datasets` (`HF_DATASETS_CACHE`).
 
-    `split` may be left out if there is only one. `root` is the folder that relative paths, and torchvision's data,
-    start from; `images` the folder of an image list's paths, if not the list's own; `config` a configuration of a hub
+    `split` may be left out if there is only one. `root` is the folder that relative paths start from; `images` the
+    folder of an image list's paths, if not the list's own; `config` a configuration of a hub
     data set (`"sst2"` of `"glue"`). With `labels="optional"`, for OOD data, labels may be missing, and loose images of
     a folder are loaded as well.
     """
     name, base = str(name_or_path), expanded(root or "")
-    if name.startswith(TORCHVISION):
-        return _load_torchvision(name.removeprefix(TORCHVISION), split, base, download)
     path = base / expanded(name)
     if name.startswith(HUB):
         title = name.removeprefix(HUB)
@@ -298,34 +293,3 @@ def _read_list(list_file: Path, images: Path) -> Any:
         "label": [match["label"] and int(match["label"]) for match in listed],
     }
     return library("datasets", extra="data").Dataset.from_dict(cells)
-
-
-# --- torchvision -------------------------------------------------------------------------------------------
-
-
-def _load_torchvision(name: str, split: str | None, root: Path, download: bool) -> ImageDataset:
-    """Load a data set of torchvision; `split` is its `split`, or its `train`."""
-    settings: dict[str, Any] = {"download": True} if download else {}
-    try:
-        kind = getattr(library("torchvision.datasets", extra="data"), name)
-        if "train" in inspect.signature(kind).parameters:
-            settings["train"] = _choose(split, ("test", "train"), f"torchvision:{name}") == "train"
-        elif split is not None:
-            settings["split"] = split
-        data: Any = kind(root, **settings)
-    except (RuntimeError, AttributeError, FileNotFoundError, TypeError, ValueError) as error:
-        where = f"torchvision:{name} (split {split!r})"
-        raise DataError(f"{where} cannot be loaded from {root}: {error}. Check root=, or pass download=True") from error
-    attributes = ("targets", "labels", "_labels", "y")  # torchvision's various names for the labels
-    labels = next(getattr(data, key) for key in attributes if hasattr(data, key))
-    names = next((getattr(data, key) for key in ("classes", "categories") if hasattr(data, key)), ())
-    return ImageDataset(
-        Rows(len(data), partial(_torchvision_image, data)),
-        labels,
-        [", ".join(entry) if isinstance(entry, tuple) else entry for entry in names],
-        f"torchvision:{name}",
-    )
-
-
-def _torchvision_image(data: Any, row: int) -> Picture:
-    return to_rgb(data[row][0])

@@ -301,8 +301,7 @@ def train_best(
         if folder is not None or ranks.size > 1:
             seed = derive_seed(job.recipe.seed, "fingerprint")
             held_out = None if job.validation is None else source_digest(job.validation, "validation", seed)
-            train = ranks.common(partial(source_digest, job.train, "train", seed))
-            data = {"train": train, "validation": held_out}
+            data = {"train": source_digest(job.train, "train", seed), "validation": held_out}
             identity |= {"model": digest([to_plain(start.config), start]), **data}
         shared = replace(job, train=ranks.share_batches(job.train))
         # ranks with different steps would deadlock, or end with different weights

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torchvision
 from PIL import Image
 
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset, images_below
@@ -196,25 +195,3 @@ def test_data_of_the_datasets_library_on_the_hub(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match="data"):
         load("hub:glue/sst2")
-
-
-class Small(torchvision.datasets.FakeData):
-    classes = ("cat", "dog")
-
-    def __init__(self, root: str, train: bool) -> None:
-        super().__init__(size=4 if train else 2, image_size=(1, 8, 8), num_classes=2)
-        self.targets = [0] * len(self)
-
-
-def test_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, split, token in (
-        ("CIFAR11", None, "CIFAR11"),
-        ("CIFAR10", "val", "val"),
-        ("CIFAR10", "test", "download"),
-    ):
-        with pytest.raises(DataError, match=token):
-            load(f"torchvision:{name}", split, root=tmp_path)
-    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Small)
-    data = load("torchvision:CIFAR10", "train", root=tmp_path)
-    assert (len(data), len(load("torchvision:CIFAR10", "test")), data.class_names) == (4, 2, ("cat", "dog"))
-    assert (data[0][0].mode, data[0][0].size) == ("RGB", (8, 8))  # type: ignore[union-attr]
