@@ -26,7 +26,6 @@ Pixels = Annotated[int, Range(1, 1 << 16)]  # per side of a prepared image
 MOST_STORED = 178_956_970  # pixels of a picture, as in Pillow: some kilobytes of a file may be gigabytes of pixels
 MAX_ASPECT = 100  # of its sides: the shorter one is scaled up to the input size
 TEXT = "{text}"  # where a template takes a text
-OTHER_CHANNELS = "Images are grey or RGB: a model with other channels takes tensors, prepared as in training"
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,9 @@ class ImagePreprocessing(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_channels(self.mean, self.std)
+        if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
+            got = f"mean and std must have one or three entries each; got {self.mean}, {self.std}"
+            raise ConfigError(f"{got}. Images are grey or RGB: a model with other channels takes prepared tensors")
 
     def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
         """Turn PIL images into a tensor `[B, channels, height, width]`, ready for the model."""
@@ -190,12 +191,6 @@ class TextPreprocessing(Checked):
         if self.template:
             return self.template.replace(TEXT, cleaned[0])
         return cleaned if len(cleaned) == 2 else cleaned[0]
-
-
-def require_channels(mean: Sequence[float], std: Sequence[float]) -> None:
-    """Refuse a normalisation that is neither for grey nor for RGB images."""
-    if len(mean) not in (1, 3) or len(mean) != len(std):
-        raise ConfigError(f"mean and std must have one or three entries each; got {mean}, {std}. {OTHER_CHANNELS}")
 
 
 def _items(inputs: Any, *single: type) -> list[Any]:

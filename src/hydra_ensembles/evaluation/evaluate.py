@@ -99,7 +99,8 @@ def evaluate(
     if unknown := [one for one in reported if one not in (*get_args(ScoreName), *fitted)]:
         choices = ", ".join((*get_args(ScoreName), *fitted))
         raise ConfigError(f"scores {unknown} are not known; choose from {choices}; fit_familiarity adds scores")
-    id_name = id_name or _set_name(id_data)
+    source = getattr(id_data, "dataset", id_data)  # of a loader
+    id_name = id_name or (source.name if isinstance(source, Dataset) else "id")
     groups = read_groups(ood)
     labelled = {f"set {id_name!r}": id_data, **{f"shifted set {key!r}": data for key, data in (shift or {}).items()}}
     id_data, *shifted = renumbered(labelled, metadata.labels, classes).values()
@@ -163,12 +164,6 @@ def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]
     if twice:
         raise DataError(f"OOD sets {twice} occur in more than one group; give each set one name in one group")
     return {cast(OodGroup, group): dict(sets) for group, sets in ood.items() if sets}
-
-
-def _set_name(data: object) -> str:
-    """Name of a data set, or of the data set inside a loader; `"id"` if it has none."""
-    dataset = data if isinstance(data, Dataset) else getattr(data, "dataset", None)
-    return dataset.name if isinstance(dataset, Dataset) else "id"
 
 
 @dataclass(frozen=True)

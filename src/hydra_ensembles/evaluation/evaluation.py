@@ -12,13 +12,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as from_bytes
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ..digest import digest
 from ..errors import DataError
-from ..files import expanded, read_file, read_object, write_atomically, write_json
+from ..files import expanded, read_object, write_json
 from ..metrics.bootstrap import Interval, Statistic, paired
 from ..metrics.distance import FittedName
 from ..metrics.ood import OodMetric, detection, flagged, of_counts, risk_coverage, weighted_aurc
@@ -36,6 +34,7 @@ from ..model.metadata import Calibration
 from ..prediction import AnyScore, Prediction
 from ..promise import Curve, Promise, exact_interval, percent
 from ..settings import from_plain, to_plain
+from ..store import TENSORS
 
 FORMAT = "hydra_ensembles evaluation 4"
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
@@ -337,10 +336,9 @@ class Evaluation:
         """Write a JSON file with every number, and the columns to a `.safetensors` file beside it."""
         file = expanded(path)
         tensors = {f"{name}\n{key}": column for name, one in self.sets.items() for key, column in one.columns.items()}
-        stored = {key: tensor.cpu().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
-        write_atomically(file.with_suffix(".safetensors"), to_bytes(stored))
+        TENSORS.write(file.with_suffix(".safetensors"), tensors)
         sets = {name: replace(one, columns={}) for name, one in self.sets.items()}
-        about = {"format": FORMAT, "numbers": self.numbers(), "samples": self.samples, "columns": digest(stored)}
+        about = {"format": FORMAT, "numbers": self.numbers(), "samples": self.samples, "columns": digest(tensors)}
         write_json(file, {**about, **to_plain(replace(self, sets=sets))})
 
     @classmethod
@@ -357,7 +355,7 @@ class Evaluation:
             raise DataError(f"{file} is no evaluation of this version of the library; evaluate again")
         beside = file.with_suffix(".safetensors")
         try:
-            tensors = from_bytes(read_file(beside))
+            tensors = TENSORS.read(beside)
         except (OSError, ValueError, SafetensorError) as error:
             raise DataError(f"{beside} cannot be read: {error}; it belongs to {file.name}: evaluate again") from error
         if plain.pop("columns", None) != digest(tensors):

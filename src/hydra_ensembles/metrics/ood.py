@@ -174,13 +174,9 @@ def joint_ranks(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, 
 
 def of_counts(metric: OodMetric, fp: Tensor, tp: Tensor, convention: Convention) -> Tensor:
     """The metric of each row of cumulative false and true positives: `[R, K] -> [R]`, in float64."""
-    if metric == "auroc":
-        return _auroc(fp, tp)
-    return _aupr(fp, tp, convention) if metric == "aupr" else _fpr95(fp, tp, convention)
-
-
-def _auroc(fp: Tensor, tp: Tensor) -> Tensor:
-    """The share of pairs in the right order, counted in integers: twice these pairs, plus the tied ones."""
+    if metric != "auroc":
+        return _aupr(fp, tp, convention) if metric == "aupr" else _fpr95(fp, tp, convention)
+    # the share of pairs in the right order, counted in integers: twice these pairs, plus the tied ones
     tp_here = tp.diff(dim=1, prepend=torch.zeros_like(tp[:, :1]))
     fp_before = torch.cat([torch.zeros_like(fp[:, :1]), fp[:, :-1]], dim=1)
     concordant_twice = (tp_here * (2 * fp[:, -1:] - fp - fp_before)).sum(dim=1)

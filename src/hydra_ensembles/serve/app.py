@@ -68,6 +68,7 @@ def make_app(
     fastapi = library("fastapi", extra="serve")
     from fastapi import FastAPI, Request, Response
     from fastapi.responses import HTMLResponse, JSONResponse
+    from starlette.exceptions import HTTPException
 
     settings = settings or ServeSettings()
     running = engine or Engine(require_classifier(model, "make_app"), settings)
@@ -103,7 +104,10 @@ def make_app(
         return answers
 
     async def keyed(request: Request) -> None:
-        _require_key(request, key)
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if key is not None and not hmac.compare_digest(given.encode("utf-8", "replace"), key.encode()):
+            raise RequestError("a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY", 401)
 
     app: FastAPI = fastapi.FastAPI(
         title=f"hydra-ensembles: {name}",
@@ -187,8 +191,7 @@ def make_app(
         where = f"{request.method} {request.url.path[:100]}"
         return _refusal(RequestError(f"there is no {where}; see /openapi.json", error.status_code))
 
-    app.add_exception_handler(404, unknown)
-    app.add_exception_handler(405, unknown)
+    app.add_exception_handler(HTTPException, unknown)
     routes = [route.path for route in app.routes if hasattr(route, "path")]
     app.add_middleware(_Gate, seconds=settings.timeout, telemetry=telemetry, routes=routes)
     return app
@@ -239,14 +242,6 @@ class _Gate:
         if refusal is not None and not started:
             await _refusal(refusal)(scope, receive, named)
         self._telemetry.request(route, status, time.perf_counter() - began, **request.state.fields)
-
-
-def _require_key(request: "Request", key: str | None) -> None:
-    """Refuse a request without the key, if there is one."""
-    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    if key is not None and not hmac.compare_digest(given.encode("utf-8", "replace"), key.encode()):
-        raise RequestError("a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY", 401)
 
 
 async def _body(request: "Request", most: int) -> bytes:

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -77,14 +77,13 @@ def export(
         raise ConfigError(f"the ensemble is {ensemble.dtype}; ONNX Runtime runs float32 here: use ensemble.float()")
     model = ensemble if ensemble.device.type == "cpu" else copy.deepcopy(ensemble).cpu()
     answering, inputs, outputs = Answering(model), input_fields(model), output_fields(model)
-    batches = [_random(model, inputs, *size) for size in COMPARED]
     with torch.no_grad(), dropping(False), _staged(path) as file:
-        expected = [_arrays(answering(**batch)) for batch in batches]
         about = _about(model, inputs, outputs)
         with _quiet():
             _write(_traced(answering, _random(model, inputs, *TRACED), inputs, model), file, inputs, outputs, about)
             run = _runner(file)
-            _compare(_joined(map(run, batches)), _joined(expected), model, tolerance)
+            for batch in (_random(model, inputs, *size) for size in COMPARED):
+                _compare(run(batch), _arrays(answering(**batch)), model, tolerance)
         preprocessing = model.metadata.preprocessing
         if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
             file.with_name(f"{file.name}{TOKENIZER}").write_text(preprocessing.tokenizer, encoding="utf-8")
@@ -152,12 +151,6 @@ def _random(ensemble: Ensemble, inputs: Sequence[Field], samples: int, tokens: i
 
 def _arrays(outputs: Named) -> Arrays:
     return {name: tensor.numpy() for name, tensor in outputs.items()}
-
-
-def _joined(batches: Iterable[Arrays]) -> Arrays:
-    """The outputs of several batches as one."""
-    several = list(batches)
-    return {name: np.concatenate([batch[name] for batch in several]) for name in several[0]}
 
 
 def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float) -> None:

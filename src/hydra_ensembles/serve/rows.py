@@ -186,13 +186,21 @@ class Reader:
             raise DataError(f"this model was saved without its {missing}: give {self._main}, or convert it with one")
 
     def _opened(self, raw: Any) -> Any:
-        """An image of a path or of the content of a file; anything else as it is."""
+        """An image of a path or of the content of a file, not yet decoded; anything else as it is."""
         if self.kind == "image" and isinstance(raw, str | Path):
             try:
                 raw = Path(raw).read_bytes()
             except OSError as error:
                 raise DataError(f"{raw} cannot be read: {error.strerror}") from error
-        return opened(raw) if isinstance(raw, bytes) else raw
+        if not isinstance(raw, bytes):
+            return raw
+        pillow = library("PIL.Image", extra="data")
+        try:
+            return pillow.open(io.BytesIO(raw), formats=FORMATS)
+        except pillow.DecompressionBombError as error:  # a header that announces gigabytes of pixels
+            raise RequestError(f"it is too large: {error}", 413) from error
+        except Exception as error:  # a broken header can raise anything in Pillow
+            raise RequestError(f"it ({len(raw)} bytes) is none of {', '.join(FORMATS)}, or is broken", 415) from error
 
     def _image(self, image: Any) -> dict[str, Tensor]:
         assert isinstance(self.preprocessing, ImagePreprocessing)
@@ -210,17 +218,6 @@ class Reader:
         length = next((length for length in self.lengths() if length >= tokens), tokens)
         fill = {self._main: getattr(self.preprocessing, "pad_id", 0)}
         return {name: F.pad(x.long(), (0, length - tokens), value=fill.get(name, 0)) for name, x in inputs.items()}
-
-
-def opened(content: bytes) -> Any:
-    """An image file, not yet decoded; Pillow refuses one whose header announces gigabytes of pixels."""
-    pillow = library("PIL.Image", extra="data")
-    try:
-        return pillow.open(io.BytesIO(content), formats=FORMATS)
-    except pillow.DecompressionBombError as error:
-        raise RequestError(f"it is too large: {error}", 413) from error
-    except Exception as error:  # a broken header can raise anything in Pillow
-        raise RequestError(f"it ({len(content)} bytes) is none of {', '.join(FORMATS)}, or is broken", 415) from error
 
 
 # --- files and folders of rows ---------------------------------------------------------------------------------------
@@ -378,14 +375,13 @@ def _csv(file: Path, name: str, cells: Cells) -> Iterator[Item]:
     """CSV with a header line, without empty lines."""
     csv.field_size_limit(1 << 27)  # characters; the usual limit is shorter than some texts
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        rows = filter(None, csv.reader(lines))
-        header = next(rows, [])
-        cells.require(header)
+        rows = csv.DictReader(lines)
+        cells.require(rows.fieldnames or [])
         for number, row in enumerate(rows):
-            if len(row) == len(header):
-                yield cells.item(f"{name}:{number}", dict(zip(header, row, strict=True)))
+            if None in row or None in row.values():
+                yield Item(f"{name}:{number}", error=f"it has not {len(rows.fieldnames or [])} fields, as the header")
             else:
-                yield Item(f"{name}:{number}", error=f"it has {len(row)} fields, but the header has {len(header)}")
+                yield cells.item(f"{name}:{number}", row)
 
 
 def _json_lines(file: Path, name: str, cells: Cells) -> Iterator[Item]:

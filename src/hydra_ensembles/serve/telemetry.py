@@ -67,13 +67,12 @@ class Telemetry:
     def watch(self, monitor: Monitor) -> None:
         """Report the tests of a monitor, as they are when they are asked for."""
         gauge = partial(self._client.Gauge, registry=self._registry)
-        gauge("hydra_watch_alarm", "Whether inputs have changed, or the promise is broken.").set_function(
-            lambda: float(monitor.alarm)
-        )
-        gauge("hydra_watch_rows", "Rows watched.").set_function(lambda: monitor.rows)
-        gauge("hydra_watch_audited", "Accepted rows compared with their right labels.").set_function(
-            lambda: monitor.audited
-        )
+        for name, meaning, value in (
+            ("alarm", "Whether inputs have changed, or the promise is broken.", lambda: float(monitor.alarm)),
+            ("rows", "Rows watched.", lambda: monitor.rows),
+            ("audited", "Accepted rows compared with their right labels.", lambda: monitor.audited),
+        ):
+            gauge(f"hydra_watch_{name}", meaning).set_function(value)
         evidence = gauge("hydra_watch_log_wealth", f"Evidence of a change; {monitor.limit:.3f} is an alarm.", ["test"])
         for name in monitor.wealth:
             evidence.labels(name).set_function(lambda name=name: monitor.wealth[name])
