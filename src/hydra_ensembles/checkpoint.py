@@ -1,4 +1,4 @@
-"""Saved models: `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card.
+"""Saved models: `config.json`, `model.safetensors` or parts of it, for text `tokenizer.json`, and a model card.
 
 This module knows no model class: a model gives plain data and tensors (`Contents`) and gets them back, so all kinds of
 models share the same files and checks.
@@ -34,6 +34,8 @@ from .digest import digest
 from .errors import CheckpointError
 
 CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenizer.json", "README.md"
+SHARDS = "model-*-of-*.safetensors"  # instead of it, if the weights are larger than this number of bytes:
+SHARD_SIZE = 5_000_000_000
 FORMAT, FORMAT_VERSION = "hydra_ensembles", 3
 SAVED = ".saved"  # folder of a save that is complete, until its files have moved up
 ABANDONED = 3600  # seconds after which unfinished files are no save that another process still writes
@@ -92,6 +94,7 @@ class Saved(ABC):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card into a folder.
 
+        Weights of more than 5 GB are written in parts, `model-00001-of-00002.safetensors` and so on.
         An earlier save is replaced; if the process is killed, the folder holds the earlier or the new model, complete.
         `hf upload owner/name folder` publishes it.
         """
@@ -145,6 +148,10 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
             raise
         _flush(folder)
         _move_up(folder)
+        kept = files.read_object(folder / CONFIG)["files"]
+        for leftover in (folder / WEIGHTS, *folder.glob(SHARDS)):  # of an earlier save with another number of parts
+            if leftover.name not in kept:
+                leftover.unlink(missing_ok=True)
 
 
 def _require_own(folder: Path) -> None:
@@ -183,7 +190,9 @@ def _write(folder: Path, contents: Contents) -> None:
         shared = plain.untyped_storage().data_ptr() in storages  # tied weights: the format stores no aliases
         tensors[name] = plain.clone() if shared else plain
         storages.add(tensors[name].untyped_storage().data_ptr())
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    parts = huggingface_hub.split_torch_state_dict_into_shards(tensors, max_shard_size=SHARD_SIZE).filename_to_tensors
+    for part, names in parts.items():
+        save_file({name: tensors[name] for name in names}, folder / part, metadata={"format": "pt"})
     metadata, tokenizers = _with_tokenizer(contents.metadata, TOKENIZER)
     if texts := [text for text in tokenizers if text]:
         (folder / TOKENIZER).write_text(texts[0], encoding="utf-8")
@@ -192,7 +201,8 @@ def _write(folder: Path, contents: Contents) -> None:
     record |= {"kind": contents.kind, "model": contents.model, "metadata": metadata, "files": digests}
     files.write_json(folder / CONFIG, {**record, DIGEST: digest(record)})
     (folder / CARD).write_bytes(contents.card.encode("utf-8", errors="replace"))  # a folder may have any name
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors creates the file without access for others
+    for part in parts:
+        shutil.copymode(folder / CONFIG, folder / part)  # safetensors creates the file without access for others
 
 
 def _with_tokenizer(plain: Any, text: str) -> tuple[Any, list[str]]:
@@ -238,7 +248,7 @@ def locate(source: str | Path, **hub: Any) -> Path:
     if isinstance(source, Path) or folder.exists() or not HUB_ID.fullmatch(source):
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{source} {problem}; give the folder that save_pretrained wrote, or 'hub:owner/name'")
-    names = [CONFIG, WEIGHTS, TOKENIZER, CARD, f"{STAGES}/*"]
+    names = [CONFIG, WEIGHTS, SHARDS, TOKENIZER, CARD, f"{STAGES}/*"]
     try:
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=names, **hub))
     except Exception as error:  # the hub client passes on any error of its HTTP library
@@ -271,9 +281,11 @@ def load_checkpoint(source: str | Path, kinds: Collection[str], **hub: Any) -> C
         with _reading(folder, TOKENIZER) as path:
             _verify(path, record)
             text = path.read_text(encoding="utf-8")
-    with _reading(folder, WEIGHTS) as path:
-        _verify(path, record)
-        tensors = load_file(path)
+    tensors = dict[str, Tensor]()
+    for name in sorted(record["files"].keys() - {TOKENIZER}):
+        with _reading(folder, name) as path:
+            _verify(path, record)
+            tensors |= load_file(path)
     metadata = _with_tokenizer(record["metadata"], text)[0]
     return Contents(record["kind"], record["model"], metadata, tensors, folder=folder)
 
@@ -310,6 +322,6 @@ def _missing(folder: Path, name: str) -> str:
     remedy = "give a folder that save_pretrained wrote"
     if name == CONFIG and (inside := [one for one in names if (folder / one / CONFIG).is_file()]):
         remedy += f", one of {', '.join(inside)}"
-    if name == WEIGHTS and any(file.endswith(PICKLES) for file in names):
+    if name not in (CONFIG, TOKENIZER) and any(file.endswith(PICKLES) for file in names):
         remedy = "pickles can run code and are never read: load the model with its own library, convert and save it"
     return f"there is no {name} (the folder has {names[:8] or 'no files'}); {remedy}"

@@ -30,6 +30,7 @@ from checkpoint_models import (
     single,
     text,
 )
+from hydra_ensembles import checkpoint
 from hydra_ensembles.errors import CheckpointError, StorageError
 from hydra_ensembles.model.dual_encoder import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble, weights_of
@@ -85,6 +86,25 @@ def test_odd_values_views_and_ties_come_back(tmp_path: Path) -> None:
     loaded = Ensemble.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")  # parameters are not mapped to the file
     assert_same_model(loaded, model)
+
+
+def test_large_models_are_saved_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a smaller one in the same folder leaves none of them."""
+    model, size = ensemble(CONFIGS["hydra"]), checkpoint.SHARD_SIZE
+    for limit, several in ((20_000, True), (size, False), (30_000, True)):
+        monkeypatch.setattr(checkpoint, "SHARD_SIZE", limit)
+        model.save_pretrained(tmp_path)
+        parts = {path.name for path in tmp_path.glob("*.safetensors")}
+        assert len(parts) > 1 if several else parts == {"model.safetensors"}
+        assert same_state(he.load(tmp_path), model)
+    part = next(tmp_path.glob("model-00002-*"))
+    content = part.read_bytes()
+    part.write_bytes(content[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"model-00002.*SHA-256"):
+        he.load(tmp_path)
+    part.unlink()
+    with pytest.raises(CheckpointError, match="there is no model-00002"):
+        he.load(tmp_path)
 
 
 def test_the_same_model_gives_the_same_files(tmp_path: Path) -> None:
