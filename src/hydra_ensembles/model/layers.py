@@ -273,6 +273,8 @@ class Attention(nn.Module):
         self.out_bias = empty(copies, width) if config.out_bias else None  # also applies if no head is left
         self.scale = empty(copies, width) if config.layer_scale else None
         self.out_dropout = Dropout(config.projection_dropout)
+        self.one_by_one = False  # run members with own inputs one by one instead of in one batched product
+        self.folded: tuple[int, ...] = ()  # of query 0, key 1, value 2: whose bias is zero, folded into other weights
         self.register_buffer("distinct", None, persistent=False)
 
     @property
@@ -303,32 +305,31 @@ class Attention(nn.Module):
         Returns:
             `[max(N, G), B, T', d]`, LayerScale and dropout applied, residual not added.
         """
-        z = self.mix(x, context, read)
-        for gates in getattr(_THREAD, "gates", ()):
-            if self in gates:
-                z = self.gated(z, gates[self])
-        y = self.project(z, x.shape[0])
+        if 1 < len(self.sizes) == x.shape[0] and (self.one_by_one or not self.even):
+            each = read.split(1) if isinstance(read, Tensor) else [read] * len(x)
+            heads = (self.mix(x[copy : copy + 1], context, asking, copy) for copy, asking in enumerate(each))
+            y = torch.stack([self._out_of_copy(copy, z) for copy, z in enumerate(heads)])
+        else:
+            y = self.project(self.mix(x, context, read), x.shape[0])
         if self.scale is not None:
             y = y * self.scale[:, None, None, :]
         return self.out_dropout(y)
 
-    def mix(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
-        """Outputs of the individual heads, before the output projection.
+    def mix(self, x: Tensor, context: Context, read: Read = None, copy: int | None = None) -> Tensor:
+        """Outputs of the individual heads, before the output projection: of all, or those of one copy on its input.
 
         Returns:
             `[B, T', K, d_k]`, all heads of all members concatenated; but `[N·B, T', heads, d_k]` if members run in one
             batch, or share one copy while their inputs differ.
         """
-        if x.shape[0] > 1 and not self.even:  # own inputs, different numbers of heads: one member after another
-            parts = []
-            for copy, tokens in enumerate(x):  # [B, T, d]
-                asking = read[copy][None] if isinstance(read, Tensor) else read
-                parts.append(self._attend(tokens[None], context, asking, copy))
-            return torch.cat(parts, dim=2)
-        z = self._attend(x, context, read)
-        return z if self.distinct is None else z.index_select(2, self.distinct)
+        z = self._attend(x, context, read, copy)
+        z = z if self.distinct is None else z.index_select(2, self.distinct)
+        for gates in getattr(_THREAD, "gates", ()):
+            if self in gates:
+                z = self._gated(z, gates[self] if copy is None else gates[self].split(self.sizes)[copy])
+        return z
 
-    def gated(self, z: Tensor, gate: Tensor) -> Tensor:
+    def _gated(self, z: Tensor, gate: Tensor) -> Tensor:
         """Head outputs from `mix`, each multiplied by its number in the gate `[K]`."""
         gate = gate.to(z)
         if z.shape[2] == len(gate):  # [B, T', K, d_k]
@@ -339,44 +340,40 @@ class Attention(nn.Module):
     def project(self, z: Tensor, members: int) -> Tensor:
         """Output projection of head outputs from `mix`, for an input with `members` on its first axis."""
         copies = len(self.sizes)
-        if not sum(self.sizes):
-            y = z.new_zeros(members, z.shape[0] // members, z.shape[1], self.out.shape[2])
-        elif copies == 1:
-            y = (z.flatten(2) @ self.out.flatten(0, 1)).unflatten(0, (members, -1))  # [N, B, T', d]
-        elif self.even and members > 1:
-            y = out_of_heads(z, self.out, copies)  # [M, B, T', d]
+        if copies == 1:
+            return self._out_of_copy(0, z).unflatten(0, (members, -1))  # [N, B, T', d]
+        if not self.even or (self.one_by_one and members == 1):
+            return torch.stack([self._out_of_copy(copy, part) for copy, part in enumerate(z.split(self.sizes, dim=2))])
+        if members > 1:
+            rows = z.flatten(2).unflatten(0, (copies, -1)).flatten(1, 2)  # [M, B·T', h·d_k]
         else:
-            nothing = z.new_zeros(*z.shape[:2], self.out.shape[2])  # for a copy without heads
-            pairs = zip(z.split(self.sizes, dim=2), self.out.split(self.sizes), strict=True)
-            y = torch.stack([part.flatten(2) @ out.flatten(0, 1) if len(out) else nothing for part, out in pairs])
+            rows = z.flatten(0, 1).unflatten(1, (copies, -1)).flatten(2).transpose(0, 1)
+        y = torch.bmm(rows, self.out.unflatten(0, (copies, -1)).flatten(1, 2)).unflatten(1, (-1, z.shape[1]))
         return y if self.out_bias is None else y + self.out_bias[:, None, None, :]
 
-    def _attend(self, x: Tensor, context: Context, read: Read, copy: int | None = None) -> Tensor:
-        """Attention of all heads, or of one copy's heads, on `x`, or on the copy's part of `x`."""
+    def _out_of_copy(self, copy: int, z: Tensor) -> Tensor:
+        """Output projection of one copy's heads, `[R, T', h, d_k]` to `[R, T', d]`, with its bias."""
+        weight = self.out[slice(*head_ranges(self.sizes)[copy])].flatten(0, 1)  # [h·d_k, d]
+        bias = None if self.out_bias is None else self.out_bias[min(copy, len(self.out_bias) - 1)]
+        return F.linear(z.flatten(2).flatten(0, 1), weight.t(), bias).unflatten(0, z.shape[:2])
+
+    def _attend(self, x: Tensor, context: Context, read: Read, copy: int | None) -> Tensor:
+        """Attention of all heads, or of one copy's heads, on its part of the input."""
         if not (sum(self.sizes) if copy is None else self.sizes[copy]):  # no head is left
             return x.new_zeros(x.shape[0] * x.shape[1], read_tokens(x.shape[2], read), 0, self.out.shape[1])
-        if self.shares is not None:
-            queries = self._into_heads(select_queries(x, read), "query", copy)
-            parts = queries.unbind(3) + self._into_heads(x, "key_value", copy).unbind(3)
-        elif read is None:
-            parts = self._into_heads(x, "qkv", copy).unbind(3)
+        if self.shares is None and read is None:
+            q, k, v = self._into_heads(x, "qkv", copy)  # [R, T, H, d_k] each
+        elif self.shares is None:
+            (q,) = self._into_heads(select_queries(x, read), "qkv", copy, slice(0, 1))
+            k, v = self._into_heads(x, "qkv", copy, slice(1, 3))
         else:
-            queries = self._into_heads(select_queries(x, read), "qkv", copy, slice(0, 1))
-            parts = queries.unbind(3) + self._into_heads(x, "qkv", copy, slice(1, 3)).unbind(3)
-        return self.heads_mixed(parts, context, read, x.shape[0], copy)
-
-    def heads_mixed(
-        self, parts: tuple[Tensor, ...], context: Context, read: Read, repeats: int, copy: int | None = None
-    ) -> Tensor:
-        """Outputs `[R, T', H, d_k]` of all heads, or those of one copy, of query, key and value `[R, T, H, d_k]`.
-
-        In grouped attention, key and value are `[R, T, L, d_k]`.
-        """
-        q, k, v = parts
+            (q,) = self._into_heads(select_queries(x, read), "query", copy)
+            k, v = self._into_heads(x, "key_value", copy)  # [R, T, L, d_k] each
         shares, (heads, *_, groups) = None, (*self.inputs.values(),) * 2
         joined = copy is None and q.shape[2] == sum(heads)  # all copies concatenated
         if self.shares is not None:
             shares = tuple(chain(*self.shares)) if joined else self.shares[copy or 0]
+            shares = None if set(shares) == {1} else shares
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.of_heads(q, heads, copy), self.key_norm.of_heads(k, groups, copy)
         if self.joint is not None:
@@ -388,43 +385,37 @@ class Attention(nn.Module):
             k, v = chosen(k, [*chain(*of_keys)]), chosen(v, [*chain(*of_keys)])
         if self.turn is not None:
             turn = own = context.turns[self.turn]
-            if isinstance(read, Places):  # [T, 1, d_k] -> [R, 1, 1, d_k]
-                own = (
-                    turn[0][read.at].repeat(repeats, 1, 1)[:, None],
-                    turn[1][read.at].repeat(repeats, 1, 1)[:, None],
-                )
+            if isinstance(read, Places):
+                at = read.at.repeat(len(x))  # [R]
+                own = turn[0][at][:, None], turn[1][at][:, None]  # [R, 1, 1, d_k] each
             q, k = rotate(q, own, read if isinstance(read, slice) else None), rotate(k, turn)
         rule = self.dropout > 0.0 and drops(self)
         mask, causal = context.seen(self.window is not None, read), self.causal
         if causal and isinstance(read, Places):
             earlier = torch.arange(k.shape[1], device=k.device) <= read.at[:, None, None]  # [B, 1, T]
             mask, causal = earlier if mask is None else mask & earlier, False
-        return attend(q, k, v, mask, repeats, causal, self.dropout, rule, shares, self.factor, self.softcap)
+        return attend(q, k, v, mask, x.shape[0], causal, self.dropout, rule, shares, self.factor, self.softcap)
 
-    def _into_heads(self, x: Tensor, name: str, copy: int | None, parts: slice = slice(None)) -> Tensor:
-        """Project `[N, B, T, d]` to `[R, T, H, P, d_k]` by some parts of a projection, of all copies or of one."""
+    def _into_heads(self, x: Tensor, name: str, copy: int | None, parts: slice = slice(None)) -> Sequence[Tensor]:
+        """Some of query, key and value `[R, T, H, d_k]` of `[N, B, T, d]`, of the heads of all copies or of one.
+
+        A plain product adds its bias for free; a batched one in another pass, where it is not zero.
+        """
         rows = slice(None) if copy is None else slice(*head_ranges(self.inputs[name])[copy])
-        weight = getattr(self, name)[rows, parts]  # [H, P, d_k, d]
-        biases = self.biases(name)
+        weight, biases = getattr(self, name)[rows, parts], self.biases(name)  # [H, P, d_k, d], [K, 3, d_k]
         bias = None if biases is None else biases[rows, parts]
-        if len(self.sizes) == 1 or x.shape[0] == 1:  # all these heads have the same input: a single product
-            y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), None if bias is None else bias.flatten())
-            return y.unflatten(2, (-1, *weight.shape[1:3]))
-        return into_heads(x, weight, bias, len(self.sizes))
-
-
-def into_heads(x: Tensor, weight: Tensor, bias: Tensor | None, members: int) -> Tensor:
-    """Input projections of members with their own inputs and K / M heads each, in one batched product.
-
-    `x` is `[M, B, T, d]`, the weight `[K, P, d_k, d]` with P of query, key and value, the bias `[K, P, d_k]` or None;
-    the result is `[M·B, T, K / M, P, d_k]`.
-    """
-    heads, parts, head_dim, width = weight.shape
-    rows = weight.reshape(members, -1, width).transpose(1, 2)  # [M, d, h·P·d_k]
-    y = torch.bmm(x.flatten(1, 2), rows)  # [M, B·T, h·P·d_k]
-    if bias is not None:
-        y = y + bias.reshape(members, 1, -1)
-    return y.reshape(x.shape[0] * x.shape[1], x.shape[2], heads // members, parts, head_dim)
+        (repeats, batch, tokens, width), members = x.shape, len(self.sizes)
+        if members == 1 or repeats == 1:  # all these heads have the same input: a single product
+            y = F.linear(x.flatten(0, 2), weight.flatten(0, 2), None if bias is None else bias.flatten())
+            return y.reshape(repeats * batch, tokens, *weight.shape[:3]).unbind(3)
+        y = torch.bmm(x.flatten(1, 2), weight.reshape(members, -1, width).transpose(1, 2))  # [M, B·T, h·P·d_k]
+        found = [*y.reshape(repeats * batch, tokens, len(weight) // members, *weight.shape[1:3]).unbind(3)]
+        first = 1 if name == "key_value" else parts.start or 0  # 0 is the query, 1 the key, 2 the value
+        for index, part in enumerate(found):
+            if bias is not None and first + index not in self.folded:
+                own = bias[:, index].unflatten(0, (members, -1))[:, None, None]  # [M, 1, 1, h, d_k]
+                found[index] = (part.unflatten(0, (members, -1)) + own).flatten(0, 1)
+        return found
 
 
 def chosen(x: Tensor, heads: Sequence[int]) -> Tensor:
@@ -513,13 +504,6 @@ def _right_gradients(*inputs: Tensor) -> AbstractContextManager[None]:
     cuda = torch.backends.cuda
     flags = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
     return sdpa_kernel([backend for backend, on in zip(_DIFFERENTIABLE, flags, strict=True) if on] or [SDPBackend.MATH])
-
-
-def out_of_heads(z: Tensor, weight: Tensor, members: int) -> Tensor:
-    """Output projections in one batched product: `[M·B, T, K / M, d_k]` times `[K, d_k, d]` is `[M, B, T, d]`."""
-    rows = z.flatten(2).unflatten(0, (members, -1))  # [M, B, T, h·d_k]
-    y = torch.bmm(rows.flatten(1, 2), weight.reshape(members, -1, weight.shape[2]))
-    return y.unflatten(1, rows.shape[1:3])
 
 
 def head_ranges(sizes: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -40,11 +40,12 @@ class PatchStem(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Embed images `[B, channels, H, W]` as `[G, B, T, d]`; any size that is a multiple of the patch size."""
-        grid = images.shape[2] // self.config.patch_size[0], images.shape[3] // self.config.patch_size[1]
-        copies, width = self.patch.shape[:2]
+        height, width = self.config.patch_size
+        grid = images.shape[2] // height, images.shape[3] // width
+        patches = images.unflatten(3, (grid[1], width)).unflatten(2, (grid[0], height)).permute(0, 2, 4, 1, 3, 5)
         bias = None if self.patch_bias is None else self.patch_bias.flatten()
-        x = F.conv2d(images, self.patch.flatten(0, 1), bias, stride=self.config.patch_size)  # [B, G·d, h, w]
-        x = x.flatten(2).unflatten(1, (copies, width)).permute(1, 0, 3, 2)  # [G, B, h·w, d]
+        x = F.linear(patches.flatten(3).flatten(1, 2), self.patch.flatten(2).flatten(0, 1), bias)  # [B, h·w, G·d]
+        x = x.unflatten(2, self.patch.shape[:2]).permute(2, 0, 1, 3)  # [G, B, h·w, d]
         covered, position = self.config.position_prefix, None
         if self.position is not None:
             position = resample_position(self.position, covered, self.config.grid, grid, self.config.resample)

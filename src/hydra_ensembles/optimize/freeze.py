@@ -2,57 +2,41 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import is_dataclass
 from itertools import chain
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..model.ensemble import Ensemble
 from ..model.layers import (
     MLP,
     Attention,
     Block,
-    Context,
     GroupedLinear,
     GroupedNorm,
-    Read,
-    head_ranges,
-    into_heads,
-    out_of_heads,
-    select_queries,
     to_heads,
 )
 from ..model.member_states import GROUP_AXIS, HEAD_AXIS
 from ..model.rotary import FrozenRotary
-from ..model.stem_readout import MapPool, PatchStem
+from ..model.stem_readout import PatchStem
 
 Plan = Literal["batched", "loop"]
 """How to run what is per member: in one batched product, padded to the widest member, or one member after another. The
 result is the same."""
-
-Parts = tuple[Tensor, ...]  # the requested ones of query, key and value, each [R, T, H, d_k]
 
 
 @torch.no_grad()
 def frozen(ensemble: Ensemble, dtype: torch.dtype) -> Ensemble:
     """A copy of an ensemble rewritten for inference; it runs with the plan `"loop"` until `with_plan` changes it."""
     result = simplified(ensemble)
-    pooling = result.readout.map
-    few_are_read = pooling is not None or result.readout.reads_few  # after the last attention
-    layers: list[Block | MapPool] = [*blocks(result), *([] if pooling is None else [pooling])]
-    for layer, inputs in zip(layers, attention_inputs(result), strict=True):
-        one_input = inputs == 1 or len(layer.attention.sizes) == 1
-        reads_few = few_are_read and layer is layers[-1]
-        replace_part(layer, "attention", FrozenAttention(layer.attention, one_input, reads_few))
+    *_, last = attentions(result)
+    if result.readout.map is not None or result.readout.reads_few:
+        _split_query(last)
     if (rotary := result.encoder.rotary) is not None:
         size = result.stem.config.grid if isinstance(result.stem, PatchStem) else (result.stem.config.max_tokens,)
         replace_part(result.encoder, "rotary", FrozenRotary(rotary, size, next(result.parameters())))
-    if isinstance(result.stem, PatchStem):
-        replace_part(result, "stem", FrozenPatchStem(result.stem))
     return result.to(dtype)
 
 
@@ -61,19 +45,20 @@ def with_plan(ensemble: Ensemble, plan: Plan) -> Ensemble:
     """A frozen ensemble that runs with this plan and shares the weights; `"batched"` may pad some of them."""
     result = _twin(ensemble, share=True)
     for module in result.modules():
-        if isinstance(module, FrozenAttention):
-            module.use_plan(plan)
-        elif isinstance(module, GroupedLinear):
+        if isinstance(module, Attention | GroupedLinear):
             module.one_by_one = plan == "loop"
+    if plan == "batched":
+        for attention, inputs in zip(attentions(result), attention_inputs(result), strict=True):
+            if inputs > 1 and not attention.even and attention.joint is None:  # heads normalised together stay
+                _pad(attention)
     return result
 
 
 def has_copies(ensemble: Ensemble) -> bool:
     """Whether heads or MLPs are per member; where none are, all plans run the same code."""
     layers = [*ensemble.encoder.modules(), *(() if ensemble.readout.map is None else ensemble.readout.map.modules())]
-    attentions = (layer for layer in layers if isinstance(layer, FrozenAttention))
     linears = (layer for layer in layers if isinstance(layer, GroupedLinear))
-    return any(len(one.sizes) > 1 for one in attentions) or any(len(one.weight) > 1 for one in linears)
+    return any(len(one.sizes) > 1 for one in attentions(ensemble)) or any(len(one.weight) > 1 for one in linears)
 
 
 # --- rewriting weights: equal copies merged, constants folded in -------------------------------------------
@@ -120,6 +105,12 @@ def _twin(ensemble: Ensemble, share: bool) -> Ensemble:
 def blocks(ensemble: Ensemble) -> list[Block]:
     """The blocks of the encoder."""
     return [cast(Block, block) for block in ensemble.encoder.layers]
+
+
+def attentions(ensemble: Ensemble) -> list[Attention]:
+    """The attention of every block, and the one that pools, if any."""
+    pooling = ensemble.readout.map
+    return [block.attention for block in blocks(ensemble)] + ([] if pooling is None else [pooling.attention])
 
 
 def branching_layer(ensemble: Ensemble) -> int:
@@ -175,9 +166,7 @@ def _merge_attention(attention: Attention) -> None:
     _merge((attention, "out_bias"))
     if len(attention.sizes) == 1 or not attention.even:
         return
-    of_heads = {
-        name: one for name, one in attention.named_parameters() if f"attention.{name}" in HEAD_AXIS + GROUP_AXIS
-    }
+    of_heads = _of_heads(attention)
     count = len(attention.sizes)
     copies = [tensor.unflatten(0, (count, -1)) for tensor in of_heads.values() if len(tensor)]
     small = [parameter for name, parameter in attention.named_parameters() if name not in of_heads]
@@ -187,6 +176,11 @@ def _merge_attention(attention: Attention) -> None:
         attention.shares = None if attention.shares is None else attention.shares[:1]
         for name, tensor in of_heads.items():
             setattr(attention, name, fixed(tensor[: len(tensor) // count].clone()))
+
+
+def _of_heads(attention: Attention) -> dict[str, nn.Parameter]:
+    """Its parameters whose first axis holds heads, or groups of heads."""
+    return {name: one for name, one in attention.named_parameters() if f"attention.{name}" in HEAD_AXIS + GROUP_AXIS}
 
 
 def _equal_copies(parameter: Tensor) -> bool:
@@ -273,9 +267,11 @@ def _fold_biases(attention: Attention) -> None:
     constant = through_heads.new_zeros(len(attention.sizes), through_heads.shape[1])
     constant.index_add_(0, _member_of_each(attention.sizes, bias.device), through_heads)  # [G, d]
     attention.out_bias = _added(constant, attention.out_bias)
+    # a norm of keys, or a rotation, which changes the bias at every position, keeps softmax from cancelling it
+    attention.folded = (2,) if attention.key_norm is not None or attention.turn is not None else (1, 2)
     remaining = bias.clone()
-    remaining[:, -1 if sees_key_bias(attention) else -2 :] = 0
-    setattr(attention, f"{name}_bias", fixed(remaining))
+    remaining[:, -len(attention.folded) :] = 0
+    setattr(attention, f"{name}_bias", fixed(remaining) if len(attention.folded) < bias.shape[1] else None)
 
 
 def _member_of_each(sizes: tuple[int, ...], device: torch.device) -> Tensor:
@@ -293,198 +289,32 @@ def replace_part(module: nn.Module, name: str, part: nn.Module) -> None:
     setattr(module, name, part)
 
 
-# --- layers of a frozen ensemble: attention and patch stem, for each plan ------------------------------------------
+# --- weights laid out for a plan ---------------------------------------------------------------------------
 
 
-class FrozenAttention(Attention):
-    """Computes the same as an `Attention` with folded biases, with one of the plans and weights laid out for it.
-
-    If all heads have the same input (`one_input`), or there is one copy of them, a plain product is enough.
-    """
-
-    def __init__(self, source: Attention, one_input: bool, reads_few: bool) -> None:
-        nn.Module.__init__(self)  # uses the source's weights under other names
-        self.sizes, self.shares, self.causal, self.one_input = source.sizes, source.shares, source.causal, one_input
-        self.joint, self.counts = source.joint, source.counts
-        self.window, self.turn, self.dropout = source.window, source.turn, 0.0
-        self.factor, self.softcap = source.factor, source.softcap
-        self.plan: Plan = "loop"
-        self.query_norm, self.key_norm = source.query_norm, source.key_norm
-        biased = {0, 1} if sees_key_bias(source) else {0}  # of query, key, value; the rest is folded
-        biased |= set() if source.joint is None else {2}
-        split = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)  # contiguous parts when split
-        if source.shares is None:
-            self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, parts, biased) for parts in split)
-        else:
-            query = IntoHeads(source.query, source.query_bias, (0,), {0})
-            key_value = IntoHeads(
-                source.key_value, source.key_value_bias, (0, 1), {part - 1 for part in biased} & {0, 1}
-            )
-            self.into = nn.ModuleList((query, key_value))
-        self.out, self.out_bias = source.out, source.out_bias
-        self.register_buffer("distinct", source.distinct, persistent=False)
-
-    def use_plan(self, plan: Plan) -> None:
-        """Set how members with their own inputs are run; `"batched"` pads them to the widest member."""
-        self.plan = plan if self.joint is None or self.even else "loop"  # heads normalised together are not padded
-        if self.plan == "batched" and not self.one_input and not self.even:
-            if self.shares is not None:  # groups of different sizes: each head with its own key and value
-                cast(IntoHeads, self.into[1]).repeat(tuple(chain(*self.shares)))
-                self.shares = None
-            for projection in self.into:
-                cast(IntoHeads, projection).pad(self.sizes)
-            self.out = _padded_heads(self.out, self.sizes)
-            self.sizes = (max(self.sizes),) * len(self.sizes)
-
-    def forward(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
-        """Attend within `[N, B, T, d]` like `Attention`, to `[max(N, G), B, T', d]`."""
-        if not sum(self.sizes):
-            return self._with_bias(x.new_zeros(*select_queries(x, read).shape[:3], self.out.shape[2]))
-        if self.one_input:
-            return self._all_at_once(x, context, read)
-        if self.plan == "loop":
-            return self._one_after_another(x, context, read)
-        copies = len(self.sizes)
-        parts = self._parts(x, select_queries(x, read), lambda into, tokens, rows: into.batched(tokens, copies))
-        z = self.heads_mixed(parts, context, read, copies)  # [M·B, T', h, d_k]
-        return self._with_bias(out_of_heads(z, self.out, copies))
-
-    def _all_at_once(self, x: Tensor, context: Context, read: Read) -> Tensor:
-        """All heads in one product."""
-        parts = self._parts(x.flatten(0, 1), select_queries(x, read).flatten(0, 1), IntoHeads.plain, None)
-        z = self.heads_mixed(parts, context, read, x.shape[0])  # [N·B, T', H, d_k]
-        if len(self.sizes) == 1:
-            return self._out_of_copy(0, z).unflatten(0, (x.shape[0], -1))  # [N, B, T', d]
-        return self._out_of_members(z if self.distinct is None else z.index_select(2, self.distinct))
-
-    def _one_after_another(self, x: Tensor, context: Context, read: Read) -> Tensor:
-        """One member after another, from the input of the sublayer to its output."""
-        results = []
-        asking = select_queries(x, read)
-        for member, size in enumerate(self.sizes):
-            if not size:  # no heads
-                z = x.new_zeros(*asking.shape[1:3], 0, self.out.shape[1])
-            else:
-                parts = self._parts(x[member], asking[member], IntoHeads.plain, member)
-                z = self.heads_mixed(parts, context, read, 1, member)  # [B, T', h, d_k]
-            results.append(self._out_of_copy(member, z))
-        return torch.stack(results)  # [M, B, T', d]
-
-    def _parts(
-        self, x: Tensor, asking: Tensor, product: "Callable[[IntoHeads, Tensor, slice], Parts]", copy: int | None = None
-    ) -> Parts:
-        """Query, key and value, each `[R, T, H, d_k]`, of all heads or of a copy's; the query only for `asking`."""
-        projections = [cast(IntoHeads, projection) for projection in self.into]
-        first, *_, last = (*self.inputs.values(),) * 2
-        rows = [slice(None) if copy is None else slice(*head_ranges(sizes)[copy]) for sizes in (first, last)]
-        if len(projections) == 1:
-            return product(projections[0], x, rows[0])
-        return product(projections[0], asking, rows[0]) + product(projections[1], x, rows[1])
-
-    def _out_of_members(self, z: Tensor) -> Tensor:
-        """Output projections of concatenated heads, `[B, T', K, d_k]` to `[M, B, T', d]`."""
-        copies = len(self.sizes)
-        if self.plan == "loop" or not self.even:
-            parts = enumerate(z.split(self.sizes, dim=2))
-            return torch.stack([self._out_of_copy(copy, part) for copy, part in parts])
-        rows = z.flatten(0, 1).unflatten(1, (copies, -1)).flatten(2).transpose(0, 1)  # [M, B·T', h·d_k]
-        y = torch.bmm(rows, self.out.reshape(copies, -1, self.out.shape[2]))
-        return self._with_bias(y.unflatten(1, z.shape[:2]))
-
-    def _out_of_copy(self, copy: int, z: Tensor) -> Tensor:
-        """Output projection of one copy's heads, `[R, T', h, d_k]` to `[R, T', d]`, with its bias."""
-        start, stop = head_ranges(self.sizes)[copy]
-        weight = self.out[start:stop].flatten(0, 1)  # [h·d_k, d]
-        bias = None
-        if self.out_bias is not None:
-            bias = self.out_bias[min(copy, self.out_bias.shape[0] - 1)]
-        return F.linear(z.flatten(2).flatten(0, 1), weight.t(), bias).unflatten(0, z.shape[:2])
-
-    def _with_bias(self, y: Tensor) -> Tensor:
-        """Add each member's bias to `[M, B, T', d]`."""
-        return y if self.out_bias is None else y + self.out_bias[:, None, None]
+def _split_query(attention: Attention) -> None:
+    """Store the query apart from key and value, for a layer in which few tokens are queries."""
+    if attention.shares is not None:
+        return
+    attention.shares = tuple((1,) * size for size in attention.sizes)  # each head with its own key and value
+    for suffix in ("", "_bias"):
+        one: Tensor | None = getattr(attention, f"qkv{suffix}")
+        rest = None if one is None or (suffix and len(attention.folded) == 2) else fixed(one[:, 1:].contiguous())
+        setattr(attention, f"query{suffix}", None if one is None else fixed(one[:, :1].contiguous()))
+        setattr(attention, f"key_value{suffix}", rest)
+        delattr(attention, f"qkv{suffix}")
 
 
-class IntoHeads(nn.Module):
-    """Projection to some of query, key and value for all heads: weights `[K, P, d_k, d]`.
-
-    A plain product adds its bias for free. In a batched product the bias needs another pass over the result, so it is
-    only added to the parts (`biased`) in which it is not zero.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, parts: tuple[int, ...], biased: set[int]) -> None:
-        super().__init__()
-        self.weight = fixed(weight if len(parts) == weight.shape[1] else weight[:, list(parts)])
-        self.biased = tuple(index for index, part in enumerate(parts) if bias is not None and part in biased)
-        self.bias = fixed(bias[:, list(parts)].contiguous()) if bias is not None and self.biased else None
-
-    def plain(self, x: Tensor, rows: slice) -> Parts:
-        """Some heads on a common input `[R, T, d]`: one plain product."""
-        weight = self.weight[rows]  # [H, P, d_k, d]
-        bias = None if self.bias is None else self.bias[rows].flatten()
-        y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), bias)  # two axes: one product instead of R
-        return y.reshape(*x.shape[:2], *weight.shape[:3]).unbind(3)
-
-    def batched(self, x: Tensor, members: int) -> Parts:
-        """Each member's part of `[M, B, T, d]` with its own K / M heads; the result has members on the batch axis."""
-        parts = into_heads(x, self.weight, None, members).unbind(3)  # each [M·B, T, h, d_k]
-        if self.bias is None:
-            return parts
-        bias = self.bias.unflatten(0, (members, -1))[:, None, None]  # [M, 1, 1, h, P, d_k]
-        return tuple(
-            (part.unflatten(0, (members, -1)) + bias[..., index, :]).flatten(0, 1) if index in self.biased else part
-            for index, part in enumerate(parts)
-        )
-
-    def repeat(self, shares: tuple[int, ...]) -> None:
-        """Give every head what its group shares."""
-        self.weight = fixed(to_heads(self.weight, 0, shares))
-        self.bias = None if self.bias is None else fixed(to_heads(self.bias, 0, shares))
-
-    def pad(self, sizes: tuple[int, ...]) -> None:
-        """Pad every member with zero heads to as many as the widest has."""
-        self.weight = _padded_heads(self.weight, sizes)
-        self.bias = None if self.bias is None else _padded_heads(self.bias, sizes)
-
-
-def _padded_heads(tensor: Tensor, sizes: tuple[int, ...]) -> nn.Parameter:
-    """A tensor `[K, …]` with each member's heads padded with zeros to as many as the widest has."""
-    widest = max(sizes)
-    parts = [torch.cat([part, part.new_zeros(widest - len(part), *part.shape[1:])]) for part in tensor.split(sizes)]
-    return fixed(torch.cat(parts))
-
-
-class FrozenPatchStem(nn.Module):
-    """A patch stem for images of the size its position embedding was trained for; others use the original stem."""
-
-    prefix: Tensor | None  # [G, P, d], prefix tokens with positions added
-
-    def __init__(self, source: PatchStem) -> None:
-        super().__init__()
-        self.source, self.config = source, source.config
-        self.register_buffer("prefix", source.prefix(source.position), persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Embed images `[B, channels, H, W]` as `[G, B, T, d]`."""
-        config, source = self.config, self.source
-        if images.shape[1:] != (config.channels, *config.image_size):
-            return source(images)
-        (rows, columns), (height, width) = config.grid, config.patch_size
-        copies = source.patch.shape[0]
-        patches = images.reshape(-1, config.channels, rows, height, columns, width).permute(0, 2, 4, 1, 3, 5)
-        bias = None if source.patch_bias is None else source.patch_bias.flatten()
-        x = F.linear(patches.flatten(3).flatten(1, 2), source.patch.flatten(2).flatten(0, 1), bias)  # [B, h·w, G·d]
-        x = x.unflatten(2, (copies, -1)).permute(2, 0, 1, 3)  # [G, B, h·w, d]
-        if source.position is not None:
-            x = x + source.position[:, None, config.position_prefix :]
-        if self.prefix is not None:
-            x = torch.cat([self.prefix[:, None].expand(-1, x.shape[1], -1, -1), x], dim=2)
-        return x if source.norm is None else source.norm(x)
-
-
-def sees_key_bias(attention: Attention) -> bool:
-    """Whether the key bias matters: with a norm, or with a rotation, which changes it at every position."""
-    return attention.key_norm is not None or attention.turn is not None
+def _pad(attention: Attention) -> None:
+    """Pad every member with zero heads to as many as the widest has, each head with its own key and value."""
+    sizes, widest = attention.sizes, max(attention.sizes)
+    for name, one in _of_heads(attention).items():
+        if attention.shares is not None and name.startswith("key_value"):
+            one = to_heads(one, 0, tuple(chain(*attention.shares)))
+        members = (torch.cat([rows, rows.new_zeros(widest - len(rows), *rows.shape[1:])]) for rows in one.split(sizes))
+        setattr(attention, name, fixed(torch.cat([*members])))
+    attention.sizes = (widest,) * len(sizes)
+    attention.shares = None if attention.shares is None else ((1,) * widest,) * len(sizes)
 
 
 def fixed(tensor: Tensor) -> nn.Parameter:
