@@ -241,7 +241,7 @@ class CachedTower:
         for level in range(int(joins[0]), last + 1):
             pieces: list[Tensor] = []
             if x is not None:
-                pieces.append(self.model.block(level - 1, x, context.first(active)))
+                pieces.append(self.model.block(level - 1, x, context.take(slice(active))))
             joined = int(np.searchsorted(joins, level, side="right"))
             # of the pairs that join, those before `resumed` are cached at this level, the others branch off
             resumed = active + int(np.count_nonzero(~branches[active:joined]))

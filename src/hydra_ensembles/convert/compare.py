@@ -92,8 +92,8 @@ class ModelPair:
         ensemble = self.ensemble
         if not self.original.fresh:
             return ensemble(inputs)[0] if self.projection is None else self.projection(ensemble(inputs))[0]
-        features = ensemble.features(inputs)[0]  # [B, d]; [B, 2, d] with a distillation token
-        return features.mean(1) if ensemble.config.readout.pool == "distilled" else features
+        features = ensemble.features(inputs)[0]  # [B, d], twice as wide with a distillation token
+        return features.unflatten(1, (2, -1)).mean(1) if ensemble.config.readout.pool == "distilled" else features
 
 
 class _InFloat32(TorchFunctionMode):

@@ -221,7 +221,7 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
 
     def features(self, *inputs: Any, **named: Any) -> Tensor:
         """Pooled features `[M, B, d]`, the input of the classifier or its hidden layer; arguments as for `forward`."""
-        return self._per_member(self.readout.pool(*self._encoded(*self.unpack(*inputs, **named))))
+        return self.features_and_logits(*inputs, **named)[0]
 
     @torch.no_grad()
     def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Any:
@@ -301,22 +301,19 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
             raise DataError("got a tuple of texts; write a pair as [(first, second)], and separate texts as a list")
         return preprocessing(raw)
 
-    def _forward(self, inputs: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def _forward(self, *arguments: Tensor | None) -> Tensor:
         """Member logits `[M, B, C]` of arguments that are prepared."""
-        return self._per_member(self.readout(*self._encoded(inputs, mask, segments)))
+        return self._split(0, *arguments)[2]
 
-    def _features_and_logits(
-        self, inputs: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _features_and_logits(self, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
         """Features `[M, B, d]` and member logits `[M, B, C]` of arguments that are prepared."""
-        pooled = self.readout.pool(*self._encoded(inputs, mask, segments))
-        return self._per_member(pooled.flatten(2)), self._per_member(self.readout.classify(pooled))
+        return self._split(0, *arguments)[1:]
 
     def _split(
         self, layers: int, inputs: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, context = self.embed(inputs, mask, segments)
-        tokens = self.encoder(x, context, stop=layers)
+        tokens = self.encoder(x, context, stop=layers) if layers else x
         after = self.encoder(tokens, context, self.readout.tokens_read(context), start=layers)
         pooled = self.readout.pool(after, context.key_mask, inputs)
         return tokens, self._per_member(pooled.flatten(2)), self._per_member(self.readout.classify(pooled))
@@ -325,13 +322,6 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         context = self._context(tokens, inputs, mask)
         after = self.encoder(tokens, context, self.readout.tokens_read(context), start=layers)
         return self._per_member(self.readout(after, context.key_mask, inputs))
-
-    def _encoded(
-        self, inputs: Tensor, mask: Tensor | None, segments: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The readout's inputs: tokens after the last block `[N, B, T', d]`, key mask, main input."""
-        x, context = self.embed(inputs, mask, segments)
-        return self.encoder(x, context, self.readout.tokens_read(context)), context.key_mask, inputs
 
     def embed(
         self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None

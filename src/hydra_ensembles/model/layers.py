@@ -42,10 +42,6 @@ class Context(NamedTuple):
         itself = torch.eye(self.near.shape[0], dtype=torch.bool, device=key_mask.device)
         return self._replace(key_mask=key_mask, local=(key_mask[:, None] & self.near) | itself)
 
-    def first(self, count: int) -> "Context":
-        """The context for the first `count` samples."""
-        return self.take(slice(count))
-
     def take(self, rows: Tensor | slice) -> "Context":
         """The context for some samples."""
         context = self if self.last is None else self._replace(last=self.last[rows])
@@ -359,15 +355,16 @@ class Attention(nn.Module):
 
     def _attend(self, x: Tensor, context: Context, read: Read, copy: int | None) -> Tensor:
         """Attention of all heads, or of one copy's heads, on its part of the input."""
+        asking = select_queries(x, read)
         if not (sum(self.sizes) if copy is None else self.sizes[copy]):  # no head is left
-            return x.new_zeros(x.shape[0] * x.shape[1], read_tokens(x.shape[2], read), 0, self.out.shape[1])
+            return x.new_zeros(x.shape[0] * x.shape[1], asking.shape[2], 0, self.out.shape[1])
         if self.shares is None and read is None:
             q, k, v = self._into_heads(x, "qkv", copy)  # [R, T, H, d_k] each
         elif self.shares is None:
-            (q,) = self._into_heads(select_queries(x, read), "qkv", copy, slice(0, 1))
+            (q,) = self._into_heads(asking, "qkv", copy, slice(0, 1))
             k, v = self._into_heads(x, "qkv", copy, slice(1, 3))
         else:
-            (q,) = self._into_heads(select_queries(x, read), "query", copy)
+            (q,) = self._into_heads(asking, "query", copy)
             k, v = self._into_heads(x, "key_value", copy)  # [R, T, L, d_k] each
         shares, (heads, *_, groups) = None, (*self.inputs.values(),) * 2
         joined = copy is None and q.shape[2] == sum(heads)  # all copies concatenated
@@ -510,13 +507,6 @@ def head_ranges(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """Index range (end exclusive) of the heads of each copy."""
     ends = list(accumulate(sizes))
     return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def read_tokens(tokens: int, read: Read) -> int:
-    """Number of queries; in a traced graph it may be symbolic."""
-    if isinstance(read, Tensor | Places):
-        return 1 if isinstance(read, Places) else read.shape[2]
-    return tokens if read is None else min(read.stop, tokens)
 
 
 def select_queries(x: Tensor, read: Read) -> Tensor:

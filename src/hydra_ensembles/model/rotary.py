@@ -13,6 +13,8 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines of the angles of all token
 class Rotary(nn.Module):
     """Computes the rotations for inputs of any size: one for each base."""
 
+    tables: Tensor | None  # [bases, 2, T, 1, d_k]
+
     def __init__(self, config: EnsembleConfig) -> None:
         super().__init__()
         rotary = config.encoder.rotary
@@ -21,9 +23,18 @@ class Rotary(nn.Module):
         self.prefix = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
         self.bases = (rotary.base,) if rotary.local_base is None else (rotary.base, rotary.local_base)
         self.precision = torch.float32  # of the angles, always, as in the original libraries
+        self.size: tuple[int, ...] = ()  # of which `tables` are
+        self.register_buffer("tables", None, persistent=False)
+
+    def fix(self, size: tuple[int, ...], like: Tensor) -> None:
+        """Keep the rotations for images of one size, or for texts of up to this one, instead of computing them."""
+        self.tables, self.size = torch.stack([torch.stack(turn) for turn in self(size, like)]), size
 
     def forward(self, size: tuple[int, ...], like: Tensor) -> tuple[Rotation, ...]:
         """Rotations for texts of `(tokens,)` or images of `(rows, columns)`, with device and dtype of `like`."""
+        if self.tables is not None and (len(size) == 1 or size == self.size):
+            tables = self.tables if len(size) > 1 else self.tables[:, :, : size[0]]
+            return tuple((turn[0], turn[1]) for turn in tables.to(like.dtype))
         axes = [self._positions(axis, count, like.device) for axis, count in enumerate(size)]
         grid = torch.stack(torch.meshgrid(axes, indexing="ij"), dim=-1).flatten(0, -2)  # [T, 1 or 2]
         pairs = self.head_dim // (2 * len(size))  # rotated by one axis
@@ -50,25 +61,6 @@ class Rotary(nn.Module):
             return 2 * math.pi * (2.0 * ((positions + 0.5) / count) - 1.0)
         positions = positions + config.offset
         return positions if config.reference is None else positions / count * config.reference[axis]
-
-
-class FrozenRotary(nn.Module):
-    """`Rotary` with precomputed tables, for images of one size or for texts; computed for other image sizes."""
-
-    def __init__(self, source: Rotary, size: tuple[int, ...], like: Tensor) -> None:
-        super().__init__()
-        self.source, self.size = source, size
-        tables = torch.stack([torch.stack(turn) for turn in source(size, like)])  # [bases, 2, T, 1, d_k]
-        self.register_buffer("tables", tables, persistent=False)
-
-    def forward(self, size: tuple[int, ...], like: Tensor) -> tuple[Rotation, ...]:
-        """Like `Rotary.forward`."""
-        tables: Tensor = self.get_buffer("tables")
-        if len(size) == 1:
-            tables = tables[:, :, : size[0]]
-        elif size != self.size:
-            return tuple(self.source(size, like))
-        return tuple((turn[0], turn[1]) for turn in tables.to(like.dtype))
 
 
 def rotate(heads: Tensor, turn: Rotation, read: slice | None = None) -> Tensor:

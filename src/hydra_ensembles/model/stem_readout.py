@@ -161,8 +161,8 @@ class Readout(nn.Module):
 
     @property
     def reads_few(self) -> bool:
-        """Whether it uses only one or two tokens after the last block."""
-        return self.config.pool in ("cls", "distilled", *_ENDS)
+        """Whether the last attention has only one or two queries."""
+        return self.config.pool not in ("mean", "cls_mean")
 
     def tokens_read(self, context: Context) -> slice | Places | None:
         """Positions that this readout uses, or None if it may need any of them."""

@@ -19,7 +19,6 @@ from ..model.layers import (
     to_heads,
 )
 from ..model.member_states import GROUP_AXIS, HEAD_AXIS
-from ..model.rotary import FrozenRotary
 from ..model.stem_readout import PatchStem
 
 Plan = Literal["batched", "loop"]
@@ -32,11 +31,11 @@ def frozen(ensemble: Ensemble, dtype: torch.dtype) -> Ensemble:
     """A copy of an ensemble rewritten for inference; it runs with the plan `"loop"` until `with_plan` changes it."""
     result = simplified(ensemble)
     *_, last = attentions(result)
-    if result.readout.map is not None or result.readout.reads_few:
+    if result.readout.reads_few:
         _split_query(last)
     if (rotary := result.encoder.rotary) is not None:
         size = result.stem.config.grid if isinstance(result.stem, PatchStem) else (result.stem.config.max_tokens,)
-        replace_part(result.encoder, "rotary", FrozenRotary(rotary, size, next(result.parameters())))
+        rotary.fix(size, next(result.parameters()))
     return result.to(dtype)
 
 
@@ -226,13 +225,13 @@ def _fold_norms(block: Block) -> None:
                 constant = torch.einsum("kpid,kd->kpi", weight, norm.bias[owner])  # contribution of β, [K, P, d_k]
                 setattr(attention, f"{name}_bias", _added(constant, getattr(attention, f"{name}_bias")))
             setattr(attention, name, fixed(weight * norm.weight[owner][:, None, None, :]))
-        replace_part(block, "norm1", _without_weights(norm))
+        block.norm1 = _without_weights(norm)
     norm, up = block.norm2, block.mlp.up
     if isinstance(norm, GroupedNorm) and 1 < norm.weight.shape[0] == up.weight.shape[0]:
         if norm.bias is not None:
             up.bias = _added(torch.einsum("god,gd->go", up.weight, norm.bias), up.bias)  # [M, hidden]
         up.weight = fixed(up.weight * norm.weight[:, None, :])
-        replace_part(block, "norm2", _without_weights(norm))
+        block.norm2 = _without_weights(norm)
 
 
 def _without_weights(norm: GroupedNorm) -> nn.Module:
@@ -282,11 +281,6 @@ def _member_of_each(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _added(constant: Tensor, old: Tensor | None) -> nn.Parameter:
     return fixed(constant if old is None else old + constant)
-
-
-def replace_part(module: nn.Module, name: str, part: nn.Module) -> None:
-    """Replace a submodule by one of a class that the module does not declare."""
-    setattr(module, name, part)
 
 
 # --- weights laid out for a plan ---------------------------------------------------------------------------
