@@ -1,6 +1,8 @@
 """Models and data for the tests of circuit extraction."""
 
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +28,10 @@ class Problem:
     id_batches: Batches
     ood_batches: Batches
 
-    def extract(self, **options: object) -> HeadRanking:
-        """Extract a circuit in float64, without a progress bar."""
-        return extract_circuit(
-            self.model, self.id_batches, self.ood_batches, **{"progress": False, "dtype": torch.float64} | options
-        )
+    def extract(self, dtype: torch.dtype = torch.float64, **options: Any) -> HeadRanking:
+        """Extract a circuit, in float64 if nothing is said, without a progress bar."""
+        model = deepcopy(self.model).to(dtype)
+        return extract_circuit(model, self.id_batches, self.ood_batches, **{"progress": False} | options)
 
 
 def random_problem(
@@ -56,7 +57,7 @@ def searches(
     problem: Problem, score: Score, dtype: torch.dtype = torch.float64, layers: list[int] | None = None
 ) -> tuple[Naive, Exact, list[Head]]:
     """Both methods on one problem, and the candidate heads."""
-    model = working_copy(problem.model, dtype, torch.device("cpu"))
+    model = working_copy(problem.model.to(dtype))
     samples = read_samples(model, problem.id_batches, None if score == "acc" else problem.ood_batches, 0)
     objective = Objective(score, samples.id_count, tuple(samples.ood_sources.values()))
     heads = heads_in(model, layers)

@@ -120,7 +120,7 @@ def stack(members: Iterable[Ensemble | nn.Module]) -> Ensemble:
     models = listed(members, "Ensemble.stack")
     ensembles = [require_ensemble(convert_if_needed(model), "Ensemble.stack") for model in models]
     states, heads, metadata = singles(ensembles)
-    warn_if_equal(states, heads, "Ensemble.stack")
+    warn_if_equal(states, heads, "given to Ensemble.stack")
     config = replace(member_config(ensembles[0].config, 0), heads=heads)
     return Ensemble.from_state(config, join_states(config, states), metadata)
 
@@ -153,7 +153,7 @@ def _fuse_ensembles(
 ) -> Ensemble:
     own_states, heads, metadata = singles(members)
     if warns:
-        warn_if_equal(own_states, heads, "fuse")
+        warn_if_equal(own_states, heads, "given to fuse")
     states = own_states
     if average:
         states = _with_mean_trunk(states, heads, average, members[0].num_layers)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._utils import torch_seeded, warn
+from .._utils import torch_seeded
 from ..batches import Inputs
 from ..errors import ConfigError
 from ..familiarity import with_score
@@ -16,7 +16,7 @@ from ..model.config import GROUPS, EnsembleConfig, Sharing
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, singles
 from ..model.layers import GroupedLinear, OurModel
-from ..model.member_states import equal_pair, join_states
+from ..model.member_states import join_states, warn_if_equal
 from ..model.metadata import Calibration, Familiarity, FamiliaritySettings, Metadata
 from ..prediction import Prediction
 from ..training.recipe import Recipe, trainable_state
@@ -34,9 +34,7 @@ def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ens
 def warn_equal(ensemble: Ensemble) -> Ensemble:
     """Return the result of a method; warns if two members are equal after training."""
     states, heads, _ = singles([ensemble])
-    if equal := equal_pair(states, heads):
-        advice = "shuffle the data, or let classifiers (reinit_classifier='random') or dropout differ"
-        warn(f"members {equal[0]} and {equal[1]} are equal after training, and never disagree: {advice}")
+    warn_if_equal(states, heads, "(shuffle data, or let dropout or classifiers, reinit_classifier='random', differ)")
     return ensemble
 
 

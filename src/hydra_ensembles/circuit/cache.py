@@ -40,7 +40,7 @@ class WorkingModel:
     """A private copy of a single-member model that can start at any block, and whose heads can be removed."""
 
     def __init__(self, model: Ensemble, off: Sequence[Head], work: Work) -> None:
-        self.ensemble = working_copy(model, None, None)
+        self.ensemble = working_copy(model)
         self.work = work
         self.kept = [list(layer) for layer in model.config.heads[0]]  # original indices of remaining heads, by layer
         readout = self.ensemble.readout
@@ -235,7 +235,7 @@ class CachedTower:
         candidates, numbers, rows = (array[order] for array in (candidates, numbers, rows))
         branches, joins = branches[order], joins[order]
         device_rows = to_device(rows, base.device)
-        context = base.context(device_rows)
+        context = base.context.take(device_rows)
         x: Tensor | None = None
         active = 0  # number of pairs that have joined; these come first
         for level in range(int(joins[0]), last + 1):
@@ -265,7 +265,7 @@ class CachedTower:
         ends = [*starts[1:], len(candidates)]
         runs = [(int(head), slice(int(a), int(b))) for head, a, b in zip(heads, starts, ends, strict=True)]
         inputs, inputs_of = to_device(distinct, base.device), to_device(inverse, base.device)
-        return self.model.block_without(layer, base.at(layer, inputs), base.context(inputs), inputs_of, runs)
+        return self.model.block_without(layer, base.at(layer, inputs), base.context.take(inputs), inputs_of, runs)
 
     @torch.no_grad()
     def remove(self, head: Head) -> None:
@@ -293,12 +293,9 @@ class BaseActivations:
         ids, mask, _ = group.inputs
         self.model, self.device = model, embedded.device
         self.levels: dict[int, Tensor] = {0: embedded}
-        self._context = batches[0][1]
-        if mask is not None:
-            self._context = self._context._replace(key_mask=mask.bool(), local=None)  # [g, T]
-        if self._context.last is not None:
-            ends = [context.last for _, context in batches if context.last is not None]
-            self._context = self._context._replace(last=torch.cat(ends))  # [g]
+        key_mask = None if mask is None else mask.bool()  # [g, T]; of each group of samples, not only the first batch
+        last = ensemble.readout.last_token(ids, key_mask)  # [g]
+        self.context = batches[0][1]._replace(key_mask=key_mask, last=last)
         self._ids = ids if ensemble.kind == "text" else None  # [g, T]
 
     def __len__(self) -> int:
@@ -309,14 +306,10 @@ class BaseActivations:
         """Return the inputs of a block for some samples, `[1, S, T, d]`."""
         start = max(stored for stored in self.levels if stored <= level)
         x = self.levels[start].index_select(0, rows)[None]
-        context = self.context(rows)
+        context = self.context.take(rows)
         for layer in range(start, level):
             x = self.model.block(layer, x, context)
         return x
-
-    def context(self, rows: Tensor) -> Context:
-        """Return the context for some samples; only the key mask and the token read differ between samples."""
-        return self._context.take(rows)
 
     def token_ids(self, rows: Tensor) -> Tensor | None:
         """Return the token ids of some samples, `[S, T]`; None for an image model."""
@@ -331,7 +324,7 @@ class BaseActivations:
         features = []
         for part in parts(len(self), batch_size):
             rows = torch.arange(part.start, part.stop, device=self.device)
-            x, context = self.at(above, rows), self.context(rows)
+            x, context = self.at(above, rows), self.context.take(rows)
             for layer in range(above, self.model.layers):
                 x = self.model.block(layer, x, context)
                 if layer + 1 in fresh:

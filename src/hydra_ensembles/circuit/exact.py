@@ -164,10 +164,8 @@ class Texts:
         return average_templates(F.normalize(embeddings, dim=-1)[None], self.templates)[0] * self.scale
 
 
-def read_texts(
-    dual: DualEncoder, names: Sequence[str], templates: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> Texts:
-    """Copy the text tower to a dtype and device, with its projection as classifier, and tokenize the prompts."""
+def read_texts(dual: DualEncoder, names: Sequence[str], templates: Sequence[str], device: torch.device) -> Texts:
+    """Copy the text tower to a device, with its projection as classifier, and tokenize the prompts."""
     tower = dual.text
     if tower.config.readout.cosine is not None:
         raise ConfigError("the text tower classifies by class embeddings; use the text tower as it was converted")
@@ -184,8 +182,8 @@ def read_texts(
         state = {name: tensor for name, tensor in tower.state_dict().items() if not name.startswith(prefix)}
         state |= {prefix + name: tensor for name, tensor in projection.state_dict().items()}
         tower = Ensemble.from_state(replace(tower.config, readout=readout), state)
-    scale = dual.logit_scale.detach().to(device, dtype).exp()
-    return Texts(working_copy(tower, dtype, device), prompts, len(templates), scale)
+    scale = dual.logit_scale.detach().to(device).exp()
+    return Texts(working_copy(tower, device), prompts, len(templates), scale)
 
 
 def use_classes(classifier: Ensemble, classes: Tensor) -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -55,7 +55,6 @@ def extract_circuit(
     method: Method = "exact",
     ties: Ties = "likelihood",
     layers: Iterable[int] | None = None,
-    dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     max_memory: float | None = None,
     batch_size: int | None = None,
@@ -81,8 +80,8 @@ def extract_circuit(
     (in the order of the labels) in sentences, as in `zero_shot`. Under `torchrun` or `accelerate launch` the heads are
     divided among the ranks, and every rank returns the same ranking.
 
-    `layers` limits the candidates. `dtype` and `device` are those of the evaluation, by default the model's; `"cuda"`
-    is the GPU of the rank. `max_memory` bytes of activations are kept besides the embedded samples (None: half of the
+    `layers` limits the candidates. It runs on the device of the model, or on another; `"cuda"` is the GPU of the rank.
+    `max_memory` bytes of activations are kept besides the embedded samples (None: half of the
     free memory of a GPU, or a quarter of that of the host or container). `batch_size` counts samples, or pairs of head
     and sample. `seed` is set while the batches are read, for loaders that shuffle. The folder `output` records every
     removed head: a run that was stopped, or has a larger budget, goes on. `progress` prints an estimate of the time.
@@ -103,18 +102,12 @@ def extract_circuit(
     if ensemble.num_members != 1:
         raise ConfigError(f"a circuit belongs to one model, got {ensemble.num_members}; give ensemble.member(index)")
     dual = ensemble if isinstance(ensemble, DualEncoder) else None
-    names: tuple[str, ...] = ()
-    sentences: tuple[str, ...] = ()
-    if dual is not None:
-        if class_names is None:
-            raise ConfigError("a dual encoder needs class_names")
-        names, sentences = checked_names(class_names), checked_templates(templates)
+    names, sentences = ((), ()) if dual is None else (checked_names(class_names or ()), checked_templates(templates))
     candidates = heads_in(ensemble, layers)
     require_budget(budget, max_removable(ensemble, candidates))
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" needs OOD samples; give ood_batches, or "synthetic", or use score="acc"')
 
-    dtype = dtype or ensemble.dtype
     device = local_device(require_device(device or ensemble.device))
     model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences)
     require_ensemble(model, "extract_circuit", classifies=True)
@@ -123,7 +116,7 @@ def extract_circuit(
         id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches
         ood_batches = synthetic_ood(id_batches, seed=seed, model=model)
     with all_ranks(device) as ranks, ExitStack() as stack:
-        model = working_copy(model, dtype, device)
+        model = working_copy(model, device)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
         identity = {
             "model": digest([to_plain(ensemble.config), ensemble]),
@@ -131,7 +124,7 @@ def extract_circuit(
             "score": score,
             "method": method,
             "ties": ties,
-            "dtype": str(dtype),
+            "dtype": str(model.dtype),
             "candidates": {"heads": [str(head) for head in candidates], "names": names, "templates": sentences},
         }
         ranks.require_same(identity["data"], "data")
@@ -141,7 +134,7 @@ def extract_circuit(
             method=method,
             candidates=candidates,
             model=model,
-            texts=None if dual is None else read_texts(dual, names, sentences, dtype, device),
+            texts=None if dual is None else read_texts(dual, names, sentences, device),
             samples=samples,
             objective=Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties),
             ranks=ranks,
@@ -206,7 +199,8 @@ class Extraction:
 
     def steps(self, store: Store, budget: int, progress: bool) -> list[Step]:
         """Take the steps that are not in the store yet, and return all up to the budget, after that of the start."""
-        steps = self.ranks.gather(list(self._kept(store)))[0]
+        kept = takewhile(store.has, map("heads/{}".format, count()))
+        steps = self.ranks.gather([from_plain(Step, store.step(name, dict), "step") for name in kept])[0]
         done = [step.head for step in steps if step.head is not None]
         if len(done) >= budget:
             return steps[: budget + 1]
@@ -238,13 +232,6 @@ class Extraction:
                     most = tqdm.format_interval((time.monotonic() - begun) * (budget - len(done)))
                     tqdm.write(f"{name}: {budget} heads take up to {most} (minutes:seconds)", file=sys.stderr)
         return steps
-
-    def _kept(self, store: Store) -> Iterator[Step]:
-        """The steps in the store."""
-        for name in map("heads/{}".format, count()):
-            if not store.has(name):
-                return
-            yield from_plain(Step, store.step(name, dict), "step")
 
     def _search(self, left: Sequence[Head], off: Sequence[Head]) -> Search:
         """Start the search with these candidates, after the heads in `off` were removed."""

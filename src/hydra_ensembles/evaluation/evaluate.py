@@ -121,7 +121,8 @@ def evaluate(
             one = _Pass(model, rule, familiarity, reported, kept, progress)
             answers[key], rows[key], logits = one.over(data, key, group)
     _require_fresh(id_name, rows, rule)
-    about = _described(model, logits, None if calibration is None else calibration.brief)
+    brief = calibration and replace(calibration, reference=None, watched={}, weights="", rows=())
+    about = _described(model, logits, brief)
     return Evaluation(name or UNNAMED, id_name, score, convention, answers, about, _provenance(model, logits.dtype))
 
 

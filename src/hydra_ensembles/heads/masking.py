@@ -147,15 +147,15 @@ def attention_of(ensemble: Ensemble, layer: int) -> Attention:
     return cast(Attention, ensemble.encoder.layers[layer].attention)
 
 
-def working_copy(ensemble: Ensemble, dtype: torch.dtype | None, device: torch.device | None) -> Ensemble:
-    """A private copy in evaluation mode, free to be modified; None keeps the original's dtype or device.
+def working_copy(ensemble: Ensemble, device: torch.device | None = None) -> Ensemble:
+    """A private copy in evaluation mode, free to be modified, on the same device or on another.
 
     Heads of one member share nothing in it: each has its own key and value.
     """
     config, state = ensemble.config, dict[str, Tensor](ensemble.state_dict())
     if ensemble.num_members == 1:
         config, state = ungrouped(config, state)
-    return Ensemble.from_state(config, state).to(device, dtype).requires_grad_(False)
+    return Ensemble.from_state(config, state).to(device).requires_grad_(False)
 
 
 def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> tuple[int, ...]:

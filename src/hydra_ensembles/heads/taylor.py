@@ -85,7 +85,7 @@ def taylor(
     steps = _steps(ensemble, heads_in(ensemble, chosen_layers), chosen_layers, budget, scope)
     order: list[tuple[float, Head]] = []
     with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), restored(batches), ExitStack() as stack:
-        model = working_copy(ensemble, None, None)
+        model = working_copy(ensemble)
         batches = in_model_order(batches, NAME, ensemble)
         data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
@@ -120,21 +120,19 @@ def taylor(
 
 
 def head_importance(model: Ensemble, batches: LabelledBatches, heads: Sequence[Head]) -> list[float]:
-    """The Taylor scores of `heads` after one pass over the batches. Changes `requires_grad` of the model."""
+    """The Taylor scores of `heads` after one pass over the batches. Changes `requires_grad` of the model.
+
+    A head's score is the mean of |W · dL/dW| over its query, key and value weights, `[3, d_k, d]`.
+    """
     weights = {head.layer: attention_of(model, head.layer).qkv for head in heads}
     gradients = gradients_of_mean_loss(model, batches, list(weights.values()))
-    pairs = zip(weights.items(), gradients, strict=True)
-    scores = {layer: layer_scores(weight, gradient) for (layer, weight), gradient in pairs}
+    scores: dict[int, Tensor] = {}  # [K] of each layer
+    for (layer, weight), gradient in zip(weights.items(), gradients, strict=True):
+        sensitivity = (weight.detach().cpu().double() * gradient.cpu().double()).abs()
+        scores[layer] = sensitivity.mean((2, 3)).mean(1)  # [K, 3] for query, key, value -> [K]
+        if not scores[layer].isfinite().all():
+            raise DataError(f"gradients are not finite in {weight.dtype}; use ensemble.float(), or check the weights")
     return [float(scores[head.layer][head_rows(model.config, head)[0]]) for head in heads]
-
-
-def layer_scores(weight: Tensor, gradient: Tensor) -> Tensor:
-    """Head scores `[K]` of a layer: mean |W · dL/dW| over the query, key and value weights `[K, 3, d_k, d]`."""
-    sensitivity = (weight.detach().cpu().double() * gradient.cpu().double()).abs()
-    scores = sensitivity.mean((2, 3)).mean(1)  # [K, 3] for query, key, value -> [K]
-    if not scores.isfinite().all():
-        raise DataError(f"gradients are not finite in {weight.dtype}; use ensemble.float(), or check the weights")
-    return scores
 
 
 def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: Sequence[Tensor]) -> list[Tensor]:

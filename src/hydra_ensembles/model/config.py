@@ -7,10 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from ..errors import ConfigError
 from ..settings import Checked, Count, InnerShare, NotNegative, Positive, Range, Rate, Whole
 
-Size = Whole
-Copies = Whole
-SizeOrZero = Count
-Epsilon = InnerShare
 Base = Annotated[float, Range(1)]
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
@@ -42,7 +38,7 @@ class RotaryConfig(Checked):
     local_base: Base | None = None
     centred: bool = False
     offset: float = 0.0
-    reference: tuple[Size, Size] | None = None
+    reference: tuple[Whole, Whole] | None = None
     frequencies: tuple[NotNegative, ...] | None = None
     attention_factor: Positive = 1.0
 
@@ -70,15 +66,15 @@ class EncoderConfig(Checked):
             query, key and value, which the others' norms need, and loses the rest.
     """
 
-    width: Size
-    layers: Copies
-    heads: Copies
-    head_dim: Size
-    mlp_width: Size
+    width: Whole
+    layers: Whole
+    heads: Whole
+    head_dim: Whole
+    mlp_width: Whole
     activation: Activation = "gelu"
     gated: bool = False
     norm: NormKind = "layer"
-    norm_eps: Epsilon = 1e-6
+    norm_eps: InnerShare = 1e-6
     norm_first: bool = True
     qk_norm: bool = False
     qkv_bias: bool = True
@@ -97,8 +93,8 @@ class EncoderConfig(Checked):
     mlp_norm: bool = False
     rotary: RotaryConfig | None = None
     local: tuple[bool, ...] = ()
-    window: Size | None = None
-    kv_heads: Size | None = None
+    window: Whole | None = None
+    kv_heads: Whole | None = None
     attention_scale: Positive | None = None
     softcap: Positive | None = None
     sandwich: bool = False
@@ -106,18 +102,6 @@ class EncoderConfig(Checked):
     parallel: Literal[0, 1, 2] = 0
     rotated: tuple[bool, ...] = ()
     joint_qk_norm: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rotary = self.rotary
-        if rotary is not None and rotary.frequencies is not None:
-            pairs, half = len(rotary.frequencies), self.head_dim / 2
-            if pairs > half or (pairs != half and rotary.local_base is not None):
-                raise ConfigError(f"{pairs} rotary frequencies do not fit heads of {self.head_dim}; give half as many")
-        if (self.sandwich or self.norm_after or self.parallel) and not self.norm_first:
-            raise ConfigError("sandwich, norm_after and parallel place the norms; leave norm_first True with them")
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise ConfigError(f"{self.heads} heads cannot share {self.kv_heads} keys and values; one must divide them")
 
     def shares(self, kept: tuple[int, ...]) -> tuple[int, ...]:
         """How many of the `kept` heads use each key and value, of those that any uses."""
@@ -146,17 +130,17 @@ class PatchStemConfig(Checked):
 
     kind: ClassVar[str] = "patch"
 
-    patch_size: tuple[Size, Size]
-    grid: tuple[Size, Size]
-    channels: Size = 3
+    patch_size: tuple[Whole, Whole]
+    grid: tuple[Whole, Whole]
+    channels: Whole = 3
     patch_bias: bool = True
     class_token: bool = True
     distillation_token: bool = False
-    registers: SizeOrZero = 0
+    registers: Count = 0
     position_prefix: int = 1
     resample: Resample = "bicubic_antialias"
     norm: bool = False
-    norm_eps: Epsilon = 1e-5
+    norm_eps: InnerShare = 1e-5
     dropout: Rate = 0.0
     norm_kind: NormKind = "layer"
     learned_positions: bool = True
@@ -187,13 +171,13 @@ class TextStemConfig(Checked):
 
     kind: ClassVar[str] = "text"
 
-    vocabulary: Size
-    positions: Size
-    embedding_width: Size
-    segments: SizeOrZero = 0
+    vocabulary: Whole
+    positions: Whole
+    embedding_width: Whole
+    segments: Count = 0
     positions_after: int | None = None
     norm: bool = True
-    norm_eps: Epsilon = 1e-12
+    norm_eps: InnerShare = 1e-12
     project: bool = False
     dropout: Rate = 0.0
     norm_kind: NormKind = "layer"
@@ -218,7 +202,7 @@ class CosineConfig(Checked):
     `width` is the width of the embedding; None if the features are the embedding and there is no projection.
     """
 
-    width: Size | None = None
+    width: Whole | None = None
     bias: bool = False
 
 
@@ -241,23 +225,23 @@ class ReadoutConfig(Checked):
     """
 
     pool: Pool = "cls"
-    num_classes: SizeOrZero = 0
+    num_classes: Count = 0
     norm: ReadoutNorm = "tokens"
-    norm_eps: Epsilon = 1e-6
+    norm_eps: InnerShare = 1e-6
     hidden: HiddenActivation | None = None
     bias: bool = True
     dropout: Rate = 0.0
     hidden_dropout: Rate = 0.0
     eot_token: int | None = None
-    map_heads: SizeOrZero = 0
-    map_mlp_width: SizeOrZero = 0
+    map_heads: Count = 0
+    map_mlp_width: Count = 0
     map_activation: Activation = "gelu"
     cosine: CosineConfig | None = None
     hidden_bias: bool = True
     hidden_norm: bool = False
     pool_prefix: bool = False
     pad_token: int | None = None
-    words: tuple[Size, ...] = ()
+    words: tuple[Whole, ...] = ()
     softcap: Positive | None = None
     outputs: Outputs = "classes"
 
@@ -304,17 +288,7 @@ class EnsembleConfig:
     trunk: int = 0
 
     def __post_init__(self) -> None:
-        blocks, counts = self.encoder.layers, self.head_counts
-        Range(0, blocks).require("trunk", self.trunk)
-        for member, layers in enumerate(self.heads):
-            for layer, heads in enumerate(layers):
-                received = f"heads[{member}][{layer}] is {list(heads)}"
-                if list(heads) != sorted(set(heads)) or any(not 0 <= head < counts[layer] for head in heads):
-                    raise ConfigError(f"{received}; it must list distinct heads below {counts[layer]}, ascending")
-                shared = layer < self.trunk or (self.sharing.attention and layer < blocks)
-                if shared and heads != self.heads[0][layer]:
-                    raise ConfigError(f"{received}, but members share this attention with the heads of member 0")
-        everything = tuple(tuple(range(count)) for count in counts)
+        everything = tuple(tuple(range(count)) for count in self.head_counts)
         object.__setattr__(self, "heads", tuple(layers + everything[len(layers) :] for layers in self.heads))
         if self.readout.outputs == "odds" and self.readout.num_classes != 2:
             raise ConfigError(f"outputs='odds' is of two classes, not {self.readout.num_classes}")
@@ -390,9 +364,9 @@ class EnsembleConfig:
 class ProjectionConfig(Checked):
     """A linear map from a tower's features to the common embedding, stored once or once per member."""
 
-    outputs: Size
+    outputs: Whole
     bias: bool = False
-    copies: Copies = 1
+    copies: Whole = 1
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .ensemble import Answering, Ensemble, build_with_state, copied
 from .layers import GroupedLinear, OurModel, dropping
 from .member_states import copies_of, member_index, place_of, rows_of
 from .metadata import Metadata, invalid_names
-from .stem_readout import Projections, compose, projection_config, projection_from
+from .stem_readout import Projections, compose, projection_config
 
 CASCADE = "cascade"  # kind of a saved cascade, whose class is in a higher layer
 INITIAL_SCALE = math.log(1 / 0.07)  # initial value in CLIP's training
@@ -34,11 +34,6 @@ class DualEncoder(OurModel, Saved):
 
     The towers have the same number of members, or one of them has a single member for all. The logit of an image and
     a text is the cosine of their embeddings times `exp(logit_scale)`, plus `logit_bias` if there is one.
-
-    Attributes:
-        config: Configuration of towers, projections and scale.
-        num_members: Number of members, M.
-        embedding_width: Width of the common embedding, e.
 
     Examples:
         >>> images, texts = torch.randn(2, 3, 32, 32), ["a photo of a cat", "a photo of a dog", "a red bus"]
@@ -60,12 +55,8 @@ class DualEncoder(OurModel, Saved):
     ) -> None:
         """Put two towers together; they become part of the dual encoder, nothing is copied.
 
-        Args:
-            image: The tower for images.
-            text: The tower for texts.
-            projections: Linear maps into the embedding; None if the features are the embedding.
-            logit_scale: Logarithm of the scale, one number or one per member.
-            logit_bias: Added to the scaled cosines, as many numbers as `logit_scale`; None for no bias.
+        Without projections the features are the embedding. `logit_scale` is the logarithm of the scale, one number or
+        one per member, as many as `logit_bias` has.
         """
         super().__init__()
         self.image, self.text = image, text
@@ -85,25 +76,14 @@ class DualEncoder(OurModel, Saved):
         return self.logits(self.encode_image(images, **named), self.encode_text(texts, **named))
 
     def encode_image(self, inputs: Any = None, normalize: bool = True, **named: Any) -> Tensor:
-        """Embed images as `[M, B, e]`.
+        """Embed images as `[M, B, e]`, scaled to length one if asked to.
 
-        Args:
-            inputs: Images `[B, 3, H, W]`, a mapping with `pixel_values`, or PIL images, which go through the
-                saved preprocessing.
-            normalize: Scale each embedding to length one.
-            named: The same as keywords; those for the other tower are ignored.
+        They are given as to `Ensemble.forward`; keywords for the other tower are ignored.
         """
         return self._per_member(embed(self.image, self.projections.image, inputs, normalize, **named))
 
     def encode_text(self, inputs: Any = None, normalize: bool = True, **named: Any) -> Tensor:
-        """Embed texts as `[M, B, e]`.
-
-        Args:
-            inputs: Token ids `[B, T]`, a mapping with `input_ids` and perhaps `attention_mask`, or strings,
-                which go through the saved tokenizer.
-            normalize: Scale each embedding to length one.
-            named: As in `encode_image`.
-        """
+        """Embed texts as `[M, B, e]`, as `encode_image` does images."""
         return self._per_member(embed(self.text, self.projections.text, inputs, normalize, **named))
 
     def logits(self, image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:
@@ -130,7 +110,9 @@ class DualEncoder(OurModel, Saved):
     @classmethod
     def _empty(cls, config: DualEncoderConfig, image: Metadata, text: Metadata) -> "DualEncoder":
         maps = (config.image_projection, config.image), (config.text_projection, config.text)
-        projections = Projections(*(projection_from(projection, output_width(tower)) for projection, tower in maps))
+        projections = Projections(
+            *(one and GroupedLinear(one.copies, output_width(tower), one.outputs, one.bias) for one, tower in maps)
+        )
         scale = torch.zeros(config.scale_copies)
         towers = (Ensemble(config.image, image), Ensemble(config.text, text))
         return cls(*towers, projections, scale, scale if config.logit_bias else None)
@@ -191,12 +173,9 @@ def load(
 ) -> Ensemble | Any:
     """Load a saved model: an `Ensemble`, a `DualEncoder` or a cascade, ready to answer tensors, texts and pictures.
 
-    Args:
-        source: A folder of `save_pretrained` or of a build, or a name on the hub, `owner/name` or `hub:owner/name`.
-        device: Where the weights go; None is the CPU.
-        dtype: Floating type of the weights; None is that of the file.
-        stages: The functions among the stages of a cascade, by name.
-        hub: `revision`, `token` and other arguments of `huggingface_hub.snapshot_download`.
+    `source` is a folder of `save_pretrained` or of a build, or a name on the hub, `owner/name` or `hub:owner/name`;
+    `device` and `dtype` replace the CPU and the type in the file. `stages` are the functions among the stages of a
+    cascade, by name, and `hub` is for `huggingface_hub.snapshot_download` (`revision`, `token`).
 
     Examples:
         >>> base.save_pretrained("my-model")

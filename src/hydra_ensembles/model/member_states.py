@@ -119,18 +119,12 @@ def differing_names(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
     return [name for name, tensor in states[0].items() if any(differs(tensor, state[name]) for state in states[1:])]
 
 
-def equal_pair(states: Sequence[Mapping[str, Tensor]], heads: KeptHeads) -> tuple[int, int] | None:
-    """Indices of two bitwise equal members, given by their states and heads; None if there are none."""
+def warn_if_equal(states: Sequence[Mapping[str, Tensor]], heads: KeptHeads, which: str) -> None:
+    """Warn if two members are bitwise equal, given their states and heads; `which` says which members these are."""
     for i, j in combinations(range(len(states)), 2):
         if heads[i] == heads[j] and not differing_names([states[i], states[j]]):
-            return i, j
-    return None
-
-
-def warn_if_equal(states: Sequence[Mapping[str, Tensor]], heads: KeptHeads, caller: str) -> None:
-    """Warn if two of these members are equal; `caller` is the function that takes them."""
-    if equal := equal_pair(states, heads):
-        warn(f"members {equal[0]} and {equal[1]} given to {caller} are equal: they will never disagree")
+            warn(f"members {i} and {j} {which} are equal: they will never disagree")
+            return
 
 
 def member_index(index: object, members: int) -> int:

@@ -54,11 +54,6 @@ class Calibration(Checked):
     rows: tuple[str, ...] = field(default=(), repr=False)
 
     @property
-    def brief(self) -> "Calibration":
-        """A copy without reference and digests, for display."""
-        return replace(self, reference=None, watched={}, weights="", rows=())
-
-    @property
     def in_force(self) -> tuple[Promise, ...]:
         """The promise in force, or those of the labels that have one; none after `share=`."""
         return tuple({one.label: one for one in reversed(self.promises)}.values())[::-1]

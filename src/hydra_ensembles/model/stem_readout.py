@@ -312,11 +312,6 @@ class Projections(nn.Module):
         return Projections(*(None if one is None else one.member(index) for one in (self.image, self.text)))
 
 
-def projection_from(config: ProjectionConfig | None, inputs: int) -> GroupedLinear | None:
-    """A map of the given configuration, without values."""
-    return None if config is None else GroupedLinear(config.copies, inputs, config.outputs, config.bias)
-
-
 def projection_config(projection: GroupedLinear | None) -> ProjectionConfig | None:
     """The configuration of a projection."""
     if projection is None:

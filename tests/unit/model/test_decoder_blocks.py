@@ -49,7 +49,7 @@ def test_pruned_equals_masked_fused_equals_members_and_every_plan_the_ensemble(s
 def test_a_working_copy_shares_nothing_and_exact_circuits_are_the_naive_ones(shape: str) -> None:
     problem = random_problem(shape)
     inputs = problem.id_batches[0][0]
-    copy = working_copy(problem.model, None, None)
+    copy = working_copy(problem.model)
     assert same(copy(inputs), problem.model(inputs))
     assert copy.encoder.layers[0].attention.qkv is not None
     assert evidence(problem.extract(method="exact", budget=3)) == evidence(problem.extract(method="naive", budget=3))
