@@ -123,7 +123,7 @@ class WorkingModel:
         """Whether only one or two tokens are queries, they see all keys, and keys are linear in the block's input."""
         attention = self.blocks[layer].attention
         linear = attention.key_norm is None and attention.turn is None and bool(self.kept[layer])
-        plain = not attention.causal and attention.window is None and attention.softcap is None
+        plain = not attention.config.causal and attention.window is None and attention.config.softcap is None
         return read is not None and linear and plain
 
 
@@ -157,7 +157,7 @@ def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking
     if biases is not None:
         q = q + biases[:, 0]
     probes = torch.einsum("bqhk,hkd->bqhd", q, to_key).flatten(1, 2)  # [B, T'·H, d]
-    factor = head_dim**-0.5 if attention.factor is None else attention.factor
+    factor = attention.config.attention_scale or head_dim**-0.5
     scores = probes @ x.transpose(1, 2) * factor  # [B, T'·H, T]
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask[:, None, :], -torch.inf)

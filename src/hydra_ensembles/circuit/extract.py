@@ -142,7 +142,9 @@ def extract_circuit(
             max_memory=default_max_memory(device) if max_memory is None else int(max_memory),  # users write 2e9
         )
         start, *steps = run.steps(store, budget, progress)
-    objective = run.objective
+    objective, texts = run.objective, run.texts
+    whole = len(samples.labels) * len(model.config.head_counts)  # blocks of one pass
+    whole += 0 if texts is None else len(texts.prompts.labels) * len(texts.tower.config.head_counts)
     return HeadRanking(
         heads=tuple(step.head for step in steps if step.head is not None),
         scores=tuple(objective.achieved(step.errors, step.discordance) for step in steps),
@@ -160,7 +162,7 @@ def extract_circuit(
             "start": objective.achieved(start.errors, start.discordance),
             "errors": [step.errors for step in steps],
             "discordance": [step.discordance for step in steps],
-            "model_forwards": sum(step.blocks for step in (start, *steps)) / run.blocks_of_a_pass,
+            "model_forwards": sum(step.blocks for step in (start, *steps)) / whole,
         },
     )
 
@@ -189,13 +191,6 @@ class Extraction:
     batch_size: int
     max_memory: int
     work: Work = field(default_factory=Work)  # of this rank so far
-
-    @property
-    def blocks_of_a_pass(self) -> int:
-        """Blocks that one pass of the whole model over all samples runs."""
-        towers = [(self.model, self.samples)]
-        towers += [] if self.texts is None else [(self.texts.tower, self.texts.prompts)]
-        return sum(len(samples.labels) * len(model.config.head_counts) for model, samples in towers)
 
     def steps(self, store: Store, budget: int, progress: bool) -> list[Step]:
         """Take the steps that are not in the store yet, and return all up to the budget, after that of the start."""

@@ -45,17 +45,15 @@ HeadLike = Head | tuple[int, int] | tuple[int, int, str] | Sequence[int]
 
 def as_heads(values: Iterable[HeadLike]) -> tuple[Head, ...]:
     """Read heads from `Head`s or tuples, keeping their order; the same head twice is an error."""
-    heads = tuple(_as_head(value) for value in values)
+    heads = list[Head]()
+    for value in values:
+        parts = tuple(value) if isinstance(value, list | tuple) else ()
+        if len(parts) not in (2, 3) or not all(isinstance(part, Integral) for part in parts[:2]):
+            raise HeadError(f"a head is Head(layer, head) or a tuple (layer, head), got {value!r}")
+        heads.append(Head(int(parts[0]), int(parts[1]), *parts[2:]))  # NumPy integers become Python ones
     if len(set(heads)) < len(heads):
         raise HeadError(f"a head is listed twice: {' '.join(map(str, heads))}")
-    return heads
-
-
-def _as_head(value: HeadLike) -> Head:
-    parts = tuple(value) if isinstance(value, list | tuple) else ()
-    if len(parts) not in (2, 3) or not all(isinstance(part, Integral) for part in parts[:2]):
-        raise HeadError(f"a head is Head(layer, head) or a tuple (layer, head), got {value!r}")
-    return Head(int(parts[0]), int(parts[1]), *parts[2:])  # NumPy integers become Python ones
+    return tuple(heads)
 
 
 Model = TypeVar("Model", Ensemble, DualEncoder)
@@ -68,11 +66,8 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
     Only calls of this thread inside the block lack the heads, and what they computed can be differentiated later.
     Anything made or saved inside is whole: calibrate outside. Blocks may be nested and may end in any order.
 
-    Args:
-        ensemble: An ensemble or a dual encoder.
-        heads: Heads by layer and original index; those of a dual encoder with their tower, `"image"` or `"text"`.
-        member: The member to switch them off in, if members do not share the attention, negative ones counted from
-            the last; None for every member that has the head.
+    Heads of a dual encoder are given with their tower, `"image"` or `"text"`. They are off in every member that has
+    them, or in one `member`, if members do not share the attention; negative numbers count from the last.
 
     Examples:
         >>> images = torch.randn(2, 3, 64, 64)

@@ -110,12 +110,13 @@ class DualEncoder(OurModel, Saved):
     @classmethod
     def _empty(cls, config: DualEncoderConfig, image: Metadata, text: Metadata) -> "DualEncoder":
         maps = (config.image_projection, config.image), (config.text_projection, config.text)
-        projections = Projections(
-            *(one and GroupedLinear(one.copies, output_width(tower), one.outputs, one.bias) for one, tower in maps)
+        linears = (
+            None if one is None else GroupedLinear(one.copies, output_width(tower), one.outputs, one.bias)
+            for one, tower in maps
         )
         scale = torch.zeros(config.scale_copies)
         towers = (Ensemble(config.image, image), Ensemble(config.text, text))
-        return cls(*towers, projections, scale, scale if config.logit_bias else None)
+        return cls(*towers, Projections(*linears), scale, scale if config.logit_bias else None)
 
     def _contents(self, name: str) -> Contents:
         metadata = {"image": self.image.stored().metadata, "text": self.text.stored().metadata}
@@ -299,11 +300,8 @@ def zero_shot(dual: DualEncoder, class_names: Sequence[str], templates: Template
     Each member's text tower embeds the names once, here; the result is an ensemble like any other. Keep the
     dual encoder, pruned or fused as you like, to make classifiers of other classes.
 
-    Args:
-        dual: One member or several. Its text tower must have a tokenizer.
-        class_names: In the order of the logits.
-        templates: Sentences with `{label}` (or `{}`) in place of the name. With several, the embeddings of a class are
-            averaged: each is scaled to length one, and so is their mean.
+    `class_names` are in the order of the logits, `templates` sentences with `{label}` (or `{}`) in place of the name.
+    With several, the embeddings of a class are averaged: each is scaled to length one, and so is their mean.
 
     Examples:
         >>> classifier = he.zero_shot(dual, ["cat", "dog", "red bus"], "a photo of the {label}")

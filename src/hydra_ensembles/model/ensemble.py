@@ -301,13 +301,13 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
             raise DataError("got a tuple of texts; write a pair as [(first, second)], and separate texts as a list")
         return preprocessing(raw)
 
-    def _forward(self, *arguments: Tensor | None) -> Tensor:
+    def _forward(self, inputs: Tensor, *extra: Tensor | None) -> Tensor:
         """Member logits `[M, B, C]` of arguments that are prepared."""
-        return self._split(0, *arguments)[2]
+        return self._split(0, inputs, *extra)[2]
 
-    def _features_and_logits(self, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _features_and_logits(self, inputs: Tensor, *extra: Tensor | None) -> tuple[Tensor, Tensor]:
         """Features `[M, B, d]` and member logits `[M, B, C]` of arguments that are prepared."""
-        return self._split(0, *arguments)[1:]
+        return self._split(0, inputs, *extra)[1:]
 
     def _split(
         self, layers: int, inputs: Tensor, mask: Tensor | None = None, segments: Tensor | None = None

@@ -143,7 +143,10 @@ class Encoder(nn.Module):
 
     def context(self, key_mask: Tensor | None, size: tuple[int, ...], like: Tensor) -> Context:
         """The attention context of texts with `(tokens,)`, or of images with `(rows, columns)` patches."""
-        near = near_tokens(like.shape[2], self.window, like.device)
+        near, tokens = None, like.shape[2]  # exported code serves any length
+        if self.window is not None and (torch.compiler.is_exporting() or tokens > self.window + 1):
+            positions = torch.arange(tokens, device=like.device)
+            near = (positions[:, None] - positions).abs() <= self.window
         turns = () if self.rotary is None else self.rotary(size, like)
         return Context(None, turns, near, packed=self.packed).with_mask(key_mask)
 
@@ -236,20 +239,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: EncoderConfig, heads: tuple[tuple[int, ...], ...], layer: int = 0) -> None:
         super().__init__()
+        self.config = config
         self.sizes = sizes = tuple(map(len, heads))  # heads of each copy; K is their sum
         grouped = config.kv_heads is not None
         self.shares = tuple(map(config.shares, heads)) if grouped else None  # of each copy: heads of each group
-        self.counts = config.heads, config.kv_heads or config.heads
         self.joint = heads if config.joint_qk_norm else None  # all heads are projected, and after their norm these used
-        self.causal = config.causal
         local = bool(config.local) and config.local[layer]
         self.window = config.window if local else None  # how far a token sees to each side; None for no limit
         rotary = config.rotary  # `turn`: index of this layer's rotation in the context
         self.turn = None if rotary is None else int(self.window is not None and rotary.local_base is not None)
         if config.rotated and not config.rotated[layer]:
             self.turn = None
-        self.factor, self.softcap = config.attention_scale, config.softcap
-        self.dropout = config.attention_dropout
         copies = len(sizes)
         total = sum(sizes)
         width = config.width
@@ -263,7 +263,7 @@ class Attention(nn.Module):
             GroupedNorm(copies, head_dim * (heads if config.joint_qk_norm else 1), config.norm_eps, config.norm)
             if config.qk_norm
             else None
-            for heads in self.counts
+            for heads in (config.heads, config.kv_heads or config.heads)
         )
         self.out = empty(total, head_dim, width)  # each head's part of the output projection
         self.out_bias = empty(copies, width) if config.out_bias else None  # also applies if no head is left
@@ -283,7 +283,7 @@ class Attention(nn.Module):
         """The input projections by name, with the number of rows of each copy."""
         names = ("qkv",) if self.shares is None else ("query", "key_value")
         if self.joint is not None:
-            counts = zip(names, self.counts, strict=False)
+            counts = zip(names, (self.config.heads, self.config.kv_heads or self.config.heads), strict=False)
             return {name: tuple(count * bool(kept) for kept in self.joint) for name, count in counts}
         rows = self.sizes, self.sizes if self.shares is None else tuple(map(len, self.shares))
         return dict(zip(names, rows, strict=False))
@@ -376,22 +376,24 @@ class Attention(nn.Module):
         if self.joint is not None:
             used = [(start, kept) for (start, _), kept in zip(head_ranges(heads), self.joint, strict=True)]
             used = used if joined else [(0, self.joint[copy or 0])]
-            each = self.counts[0] // self.counts[1]
+            each = self.config.heads // (self.config.kv_heads or self.config.heads)
             of_keys = [sorted({start // each + head // each for head in kept}) for start, kept in used]
             q = chosen(q, [start + head for start, kept in used for head in kept])
             k, v = chosen(k, [*chain(*of_keys)]), chosen(v, [*chain(*of_keys)])
         if self.turn is not None:
             turn = own = context.turns[self.turn]
-            if isinstance(read, Places):
+            if isinstance(read, slice):
+                own = turn[0][read], turn[1][read]
+            elif isinstance(read, Places):
                 at = read.at.repeat(len(x))  # [R]
                 own = turn[0][at][:, None], turn[1][at][:, None]  # [R, 1, 1, d_k] each
-            q, k = rotate(q, own, read if isinstance(read, slice) else None), rotate(k, turn)
-        rule = self.dropout > 0.0 and drops(self)
-        mask, causal = context.seen(self.window is not None, read), self.causal
+            q, k = rotate(q, own), rotate(k, turn)
+        mask, causal = context.seen(self.window is not None, read), self.config.causal
         if causal and isinstance(read, Places):
             earlier = torch.arange(k.shape[1], device=k.device) <= read.at[:, None, None]  # [B, 1, T]
             mask, causal = earlier if mask is None else mask & earlier, False
-        return attend(q, k, v, mask, x.shape[0], causal, self.dropout, rule, shares, self.factor, self.softcap)
+        rule = self.config.attention_dropout > 0.0 and drops(self)
+        return attend(q, k, v, mask, len(x), causal, shares, self.config, rule)
 
     def _into_heads(self, x: Tensor, name: str, copy: int | None, parts: slice = slice(None)) -> Sequence[Tensor]:
         """Some of query, key and value `[R, T, H, d_k]` of `[N, B, T, d]`, of the heads of all copies or of one.
@@ -420,14 +422,6 @@ def chosen(x: Tensor, heads: Sequence[int]) -> Tensor:
     return x if len(heads) == x.shape[2] else torch.stack([x[:, :, head] for head in heads], dim=2)
 
 
-def near_tokens(tokens: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which tokens are at most a window apart, `[T, T]`; None if all are."""
-    if window is None or not (torch.compiler.is_exporting() or tokens > window + 1):  # exported code serves any length
-        return None
-    positions = torch.arange(tokens, device=device)
-    return (positions[:, None] - positions).abs() <= window
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -435,19 +429,17 @@ def attend(
     mask: Tensor | None,
     repeats: int,
     causal: bool,
-    dropout: float = 0.0,
-    rule: bool | torch.Generator = False,
-    shares: tuple[int, ...] | None = None,
-    factor: float | None = None,
-    softcap: float | None = None,
+    shares: tuple[int, ...] | None,
+    config: EncoderConfig,
+    rule: bool | torch.Generator,
 ) -> Tensor:
     """Attention of every head: the only place where it is computed and where a backend is chosen.
 
     Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The mask,
-    from `Context.seen`, is True for visible keys; `dropout` is the dropout rate of attention weights, and `rule` is
-    from `drops`. In grouped attention, `shares` says how many successive heads use each key and value.
-    `factor` and `softcap` are `EncoderConfig.attention_scale` and `softcap`.
+    from `Context.seen`, is True for visible keys, and `rule` is from `drops`, for dropout of attention weights. In
+    grouped attention, `shares` says how many successive heads use each key and value.
     """
+    factor, softcap, dropout = config.attention_scale, config.softcap, config.attention_dropout
     written_out = softcap is not None or isinstance(rule, torch.Generator)  # the kernels take neither
     if mask is not None and mask.dim() == 3:
         mask = (mask.repeat(repeats, 1, 1) if repeats > 1 else mask)[:, None]  # [R, 1, 1 or T', T]

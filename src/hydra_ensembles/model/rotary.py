@@ -63,13 +63,10 @@ class Rotary(nn.Module):
         return positions if config.reference is None else positions / count * config.reference[axis]
 
 
-def rotate(heads: Tensor, turn: Rotation, read: slice | None = None) -> Tensor:
-    """Rotate heads `[R, T, H, d_k]` by the positions of their tokens; with `read`, `heads` only has these positions.
-
-    The first half of what rotates of each head is paired with the second half.
-    """
-    if (width := turn[0].shape[-1]) < heads.shape[-1]:  # the rest of the head does not rotate
-        return torch.cat([rotate(heads[..., :width], turn, read), heads[..., width:]], dim=-1)
-    cosines, sines = turn if read is None else (turn[0][read], turn[1][read])
+def rotate(heads: Tensor, turn: Rotation) -> Tensor:
+    """Rotate heads `[R, T, H, d_k]`; the first half of what rotates of each is paired with the second half."""
+    cosines, sines = turn
+    if (width := cosines.shape[-1]) < heads.shape[-1]:  # the rest of the head does not rotate
+        return torch.cat([rotate(heads[..., :width], turn), heads[..., width:]], dim=-1)
     first, second = heads.chunk(2, dim=-1)
     return (heads * cosines + torch.cat([-second, first], dim=-1) * sines).to(heads.dtype)  # autocast mixes types

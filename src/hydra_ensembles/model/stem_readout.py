@@ -50,23 +50,15 @@ class PatchStem(nn.Module):
         if self.position is not None:
             position = resample_position(self.position, covered, self.config.grid, grid, self.config.resample)
             x = x + position[:, None, covered:]
-        prefix = self.prefix(position)  # [G, P, d]
-        if prefix is not None:
+        tokens = (self.class_token, self.distillation_token, self.register_tokens)
+        present: list[Tensor] = [token for token in tokens if token is not None]
+        if present:
+            prefix = torch.cat(present, dim=1)  # [G, P, d]
+            if position is not None:
+                prefix = torch.cat([prefix[:, :covered] + position[:, :covered], prefix[:, covered:]], dim=1)
             x = torch.cat([prefix[:, None].expand(-1, x.shape[1], -1, -1), x], dim=2)  # [G, B, P + h·w, d]
         x = self.dropout(x)
         return x if self.norm is None else self.norm(x)
-
-    def prefix(self, position: Tensor | None) -> Tensor | None:
-        """Prefix tokens `[G, P, d]`, with positions added to those that have one; None if there are none."""
-        tokens = (self.class_token, self.distillation_token, self.register_tokens)
-        present: list[Tensor] = [token for token in tokens if token is not None]
-        if not present:
-            return None
-        joined = torch.cat(present, dim=1)
-        covered = self.config.position_prefix
-        if position is None:
-            return joined
-        return torch.cat([joined[:, :covered] + position[:, :covered], joined[:, covered:]], dim=1)
 
 
 def resample_position(

@@ -303,9 +303,10 @@ def _pad(attention: Attention) -> None:
     """Pad every member with zero heads to as many as the widest has, each head with its own key and value."""
     sizes, widest = attention.sizes, max(attention.sizes)
     for name, one in _of_heads(attention).items():
-        if attention.shares is not None and name.startswith("key_value"):
-            one = to_heads(one, 0, tuple(chain(*attention.shares)))
-        members = (torch.cat([rows, rows.new_zeros(widest - len(rows), *rows.shape[1:])]) for rows in one.split(sizes))
+        grouped = attention.shares is not None and name.startswith("key_value")
+        of_heads = to_heads(one, 0, tuple(chain(*attention.shares or ()))) if grouped else one
+        parts = of_heads.split(sizes)
+        members = (torch.cat([part, part.new_zeros(widest - len(part), *part.shape[1:])]) for part in parts)
         setattr(attention, name, fixed(torch.cat([*members])))
     attention.sizes = (widest,) * len(sizes)
     attention.shares = None if attention.shares is None else ((1,) * widest,) * len(sizes)
