@@ -33,7 +33,7 @@ def encoder(layers: int = 3, **changes: object) -> EncoderConfig:
 
 def single() -> EnsembleConfig:
     stem, blocks = PatchStemConfig((4, 4), (2, 2)), encoder()
-    return EnsembleConfig(stem, blocks, ReadoutConfig(num_classes=3), blocks.all_heads())
+    return EnsembleConfig(stem, blocks, ReadoutConfig(num_classes=3))
 
 
 def ragged() -> EnsembleConfig:

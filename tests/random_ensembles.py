@@ -35,7 +35,7 @@ def encoder(**changes: Any) -> EncoderConfig:
 def shape(stem: PatchStemConfig | TextStemConfig, readout: dict[str, Any], **changes: Any) -> EnsembleConfig:
     """A single model with all heads; `changes` override the encoder's settings."""
     blocks = encoder(**changes)
-    return EnsembleConfig(stem, blocks, ReadoutConfig(num_classes=CLASSES, **readout), blocks.all_heads())
+    return EnsembleConfig(stem, blocks, ReadoutConfig(num_classes=CLASSES, **readout))
 
 
 IMAGE = PatchStemConfig(patch_size=(2, 2), grid=(2, 3))
@@ -135,7 +135,7 @@ def small(
     words = {"vocabulary": 20, "positions": 8, "embedding_width": made.width, **(text or {})}
     stem = TextStemConfig(**words) if kind == "text" else PatchStemConfig((4, 4), (2, 2))
     head = ReadoutConfig(num_classes=classes, **(readout or {}))
-    return EnsembleConfig(stem, made, head, made.all_heads(members), sharing, trunk)
+    return EnsembleConfig(stem, made, head, ((),) * members, sharing, trunk)
 
 
 def random_ensemble(

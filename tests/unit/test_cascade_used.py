@@ -27,9 +27,7 @@ CLASSES = 3
 def ensemble(grid: tuple[int, int], seed: int) -> he.Ensemble:
     """An image classifier for 4 x 4 patches, with preprocessing for its size."""
     blocks = encoder(2)
-    config = EnsembleConfig(
-        PatchStemConfig((4, 4), grid), blocks, ReadoutConfig(num_classes=CLASSES), blocks.all_heads()
-    )
+    config = EnsembleConfig(PatchStemConfig((4, 4), grid), blocks, ReadoutConfig(num_classes=CLASSES))
     known = metadata_for(config)
     sized = replace(known.preprocessing, size=(4 * grid[0], 4 * grid[1]))
     metadata = replace(known, labels=tuple("abc"), preprocessing=sized, calibration=None)

@@ -81,7 +81,7 @@ class Packed(Checked):
         if isinstance(stem, TextStemConfig) and not stem.project:
             stem = replace(stem, embedding_width=width)
         readout = replace(readout, map_mlp_width=int(sizes["map_mlp_width"]))
-        return EnsembleConfig(stem, narrow, readout, narrow.all_heads(self.members))
+        return EnsembleConfig(stem, narrow, readout, ((),) * self.members)
 
 
 @trains

@@ -307,7 +307,7 @@ def _whole(ensemble: Any, members: int) -> Any:
 
     config = ensemble.front.config
     with torch.random.fork_rng(), torch.device(ensemble.device):
-        fresh = Ensemble(EnsembleConfig(config.stem, config.encoder, config.readout, config.encoder.all_heads(members)))
+        fresh = Ensemble(EnsembleConfig(config.stem, config.encoder, config.readout, ((),) * members))
     return fresh.to(ensemble.dtype).eval()
 
 

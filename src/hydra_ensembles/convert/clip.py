@@ -71,7 +71,7 @@ def _image_config(found: Found, num_labels: int | None, pool: Pool = "cls") -> E
     elif pool == "map":
         sizes: dict[str, Any] = {"map_heads": encoder.heads, "map_mlp_width": encoder.mlp_width}
         readout = replace(readout, map_activation=encoder.activation, **sizes)
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+    return EnsembleConfig(stem, encoder, readout)
 
 
 def _text_config(found: Found, num_labels: int | None, pool: Pool = "eot") -> EnsembleConfig:
@@ -82,7 +82,7 @@ def _text_config(found: Found, num_labels: int | None, pool: Pool = "eot") -> En
     legacy = end == _LEGACY_EOS and type(found.model).__name__.startswith("CLIP")
     eot = end if pool == "eot" and not legacy else None
     readout = ReadoutConfig(pool, norm_eps=encoder.norm_eps, eot_token=eot, **found.classifier(num_labels))
-    return EnsembleConfig(found.text_stem(), encoder, readout, encoder.all_heads())
+    return EnsembleConfig(found.text_stem(), encoder, readout)
 
 
 def _answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
@@ -215,7 +215,7 @@ def _open_image_config(found: Found, num_labels: int | None) -> EnsembleConfig:
         norm_eps=float(model.ln_post.eps),
         **found.classifier(num_labels, encoder.width),
     )
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+    return EnsembleConfig(stem, encoder, readout)
 
 
 def _trunk(model: Any) -> Architecture:
@@ -244,7 +244,7 @@ def _open_text_config(found: Found, num_labels: int | None) -> EnsembleConfig:
         eot_token=int(end) if pool == "eos" else None,
         **found.classifier(num_labels, encoder.width),
     )
-    return EnsembleConfig(found.text_stem(), encoder, readout, encoder.all_heads())
+    return EnsembleConfig(found.text_stem(), encoder, readout)
 
 
 def _open_encoder(found: Found, causal: bool = False) -> EncoderConfig:

@@ -352,7 +352,7 @@ def _config(declared: Declaration, rates: Mapping[str, float], found: Found, num
         hidden=declared.pooler_activation if "pooler" in declared.names else None,
         **found.classifier(num_labels),
     )
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+    return EnsembleConfig(stem, encoder, readout)
 
 
 def _norm(declared: Declaration, found: Found, part: str) -> tuple[NormKind, float]:

@@ -319,14 +319,14 @@ def _config(found: Found, num_labels: int | None, words: tuple[int, ...] = ()) -
         several = words if max(words) > 1 else ()
         biased = found.has("readout.classifier.bias")
         readout = ReadoutConfig("last", len(words), norm_eps=eps, bias=biased, words=several, softcap=cap)
-        return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+        return EnsembleConfig(stem, encoder, readout)
     classifier = read_classifier(found, num_labels)
     pad = getattr(config, "pad_token_id", None) if found.has("readout.classifier.weight") else None
     if found.has("readout.classifier.weight") and pad not in range(stem.vocabulary):
         way = "set model.config.pad_token_id = tokenizer.pad_token_id"
         raise ConversionError(f"its pad_token_id is {pad}, so it cannot tell where texts end; {way}")
     readout = ReadoutConfig("last", norm_eps=eps, pad_token=pad, **classifier)
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+    return EnsembleConfig(stem, encoder, readout)
 
 
 # --- the tables --------------------------------------------------------------------------------------------------

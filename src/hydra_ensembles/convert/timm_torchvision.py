@@ -89,7 +89,7 @@ def _config(found: Found, num_labels: int | None, distilled: bool = False) -> En
         pool_prefix=takes_prefix and bool(model.num_prefix_tokens) and model.global_pool != "token",
         **classifier,
     )
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+    return EnsembleConfig(stem, encoder, readout)
 
 
 def _rotary(model: Any) -> RotaryConfig | None:
@@ -190,7 +190,7 @@ def _torchvision_config(found: Found, num_labels: int | None) -> EnsembleConfig:
         output_dropout=dropout_rate(first.mlp[4]),
     )
     readout = ReadoutConfig(norm_eps=float(model.encoder.ln.eps), **found.classifier(num_labels))
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+    return EnsembleConfig(stem, encoder, readout)
 
 
 def _torchvision_metadata(model: Any) -> Metadata:

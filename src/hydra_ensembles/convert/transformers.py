@@ -179,7 +179,7 @@ def _vit_config(found: Found, num_labels: int | None) -> EnsembleConfig:
     encoder = read_encoder(found, config, projection_dropout=dropout, output_dropout=dropout)
     two = hasattr(found.model, "distillation_classifier")
     pool: Pool = "distilled" if two else "cls" if stem.class_token else "mean"
-    return EnsembleConfig(stem, encoder, _image_readout(found, num_labels, pool), encoder.all_heads())
+    return EnsembleConfig(stem, encoder, _image_readout(found, num_labels, pool))
 
 
 def _dinov2_config(found: Found, num_labels: int | None, resample: Resample = "bicubic") -> EnsembleConfig:
@@ -190,7 +190,7 @@ def _dinov2_config(found: Found, num_labels: int | None, resample: Resample = "b
     encoder = read_encoder(found, config, drop_path=drop_path, **activation)
     features = num_labels is None and not found.has("readout.classifier.weight")
     readout = _image_readout(found, num_labels, "cls" if features else "cls_mean")
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+    return EnsembleConfig(stem, encoder, readout)
 
 
 def _image_readout(found: Found, num_labels: int | None, pool: Pool) -> ReadoutConfig:
@@ -233,7 +233,7 @@ def _dinov3_config(found: Found, num_labels: int | None) -> EnsembleConfig:
     rotary = RotaryConfig(float(config.rope_theta), centred=True)
     encoder = read_encoder(found, config, drop_path=drop_path, rotary=rotary)
     readout = ReadoutConfig(norm_eps=encoder.norm_eps, **read_classifier(found, num_labels))
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+    return EnsembleConfig(stem, encoder, readout)
 
 
 _DINOV3: Weights = {
@@ -357,7 +357,7 @@ def _text_config(
     else:
         pooled = getattr(found.model, "pooler", None) is not None
         readout = ReadoutConfig(norm="none", hidden="tanh" if pooled else None)
-    return EnsembleConfig(found.text_stem(**stem), encoder, readout, encoder.all_heads())
+    return EnsembleConfig(found.text_stem(**stem), encoder, readout)
 
 
 # --- text: ModernBERT ----------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def _modernbert_config(found: Found, num_labels: int | None) -> EnsembleConfig:
             hidden_norm=True,
             hidden_dropout=float(config.classifier_dropout),
         )
-    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+    return EnsembleConfig(stem, encoder, readout)
 
 
 _MODERNBERT_HEAD: Weights = {**READOUT, "readout.hidden": "head.dense", "readout.hidden_norm": "head.norm"}

@@ -112,10 +112,6 @@ class EncoderConfig(Checked):
         """The heads with rows in the input projections, if the `kept` ones are used."""
         return tuple(range(self.heads)) if self.joint_qk_norm and kept else kept
 
-    def all_heads(self, members: int = 1) -> "KeptHeads":
-        """Head lists of `members` members that keep every head."""
-        return ((tuple(range(self.heads)),) * self.layers,) * members
-
 
 Resample = Literal["bicubic", "bicubic_antialias", "bicubic_align_corners", "bilinear"]
 
@@ -277,13 +273,13 @@ class EnsembleConfig:
     """One ensemble: its transformer, its members, what they share and which heads they keep.
 
     The first `trunk` layers are stored once for all members, whatever `sharing` says. If an attention pools the tokens,
-    its heads are the last layer in `heads`; it keeps all of them if only the encoder's layers are given.
+    its heads are the last layer in `heads`. Where a member has no list for a layer, it keeps all heads of it.
     """
 
     stem: PatchStemConfig | TextStemConfig
     encoder: EncoderConfig
     readout: ReadoutConfig
-    heads: KeptHeads
+    heads: KeptHeads = ((),)
     sharing: Sharing = Sharing()
     trunk: int = 0
 

@@ -136,7 +136,7 @@ def tiny_problems(draw: st.DrawFn) -> Problem:
     pool = draw(st.sampled_from(["cls", "mean", "cls_mean"]))
     readout = ReadoutConfig(pool=pool, num_classes=draw(st.integers(2, CLASSES)))
     stem = PatchStemConfig(patch_size=(2, 2), grid=(1, 2))
-    model = Ensemble(EnsembleConfig(stem, config, readout, config.all_heads())).double()
+    model = Ensemble(EnsembleConfig(stem, config, readout)).double()
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -51,7 +51,7 @@ def test_a_member_and_a_model_from_tensors_are_copies() -> None:
 def measured(seed: int = 0) -> he.Ensemble:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = he.Ensemble(EnsembleConfig(STEM, ENCODER, ReadoutConfig(num_classes=3), ENCODER.all_heads()))
+        made = he.Ensemble(EnsembleConfig(STEM, ENCODER, ReadoutConfig(num_classes=3)))
     return he.Ensemble.from_state(made.config, made.state_dict(), Metadata(calibration=Calibration(2.0, 0.5)))
 
 
@@ -108,7 +108,7 @@ def test_what_was_measured_with_other_members_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("padded", [0, 301])
 def test_a_mean_of_many_tokens_neither_overflows_nor_loses_count(dtype: torch.dtype, padded: int) -> None:
-    config = EnsembleConfig(TEXT, ENCODER, ReadoutConfig(pool="mean", norm="none"), ENCODER.all_heads())
+    config = EnsembleConfig(TEXT, ENCODER, ReadoutConfig(pool="mean", norm="none"))
     readout, tokens = he.Ensemble(config).readout, torch.full((1, 1, 2000, 8), 60.0, dtype=dtype)
     mask = torch.ones(1, 2000, dtype=torch.long)
     mask[:, 2000 - padded :] = 0
