@@ -123,14 +123,6 @@ class InTurn(Answering):
             return CascadeInputs(given.raw, given.raw)
         return CascadeInputs(given.raw, first.prepare(given if isinstance(first, InTurn) else given.first))
 
-    @torch.no_grad()
-    def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Prediction:
-        """Label, confidence and reasons to decline, like `Ensemble.predict`; `p.stage` says who answered."""
-        given = self.prepare(*inputs, **named)
-        with dropping(False):
-            log_probs, unfamiliar, rows = self.answered(given)
-        return replace(self.prediction(log_probs, unfamiliar, check_finite), **rows)  # type: ignore[arg-type]
-
     def answered(self, prepared: CascadeInputs) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """What `answers` returns, with who answered (`stage`) and reasons to decline (`forced`)."""
         first = self._first(prepared)
@@ -151,12 +143,6 @@ class InTurn(Answering):
         first = self._first(given, features=True)
         log_probs = self._in_turn(given, first, calibrating=True)[0][None]
         return log_probs[..., :0] if first.features is None else first.features, log_probs
-
-    def prediction(self, logits: Tensor, unfamiliarity: Tensor | None = None, check_finite: bool = True) -> Prediction:
-        """Turn the results of `answers` into a prediction, with the calibration of the cascade."""
-        familiarity, rule = self.metadata.familiarity, self.metadata.calibration or Calibration()
-        about = None if familiarity is None or unfamiliarity is None else familiarity.about(unfamiliarity)
-        return rule.prediction(logits, self.metadata.labels or None, check_finite, about)
 
     def _in_turn(self, given: CascadeInputs, first: _First, calibrating: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities `[B, C]`, who answered `[B]`, and reasons `[B]` to decline an answer whatever it is."""

@@ -221,7 +221,7 @@ def require_ensemble(model: object, caller: str, classifies: bool = False) -> En
 
 def require_one_right(model: Answering, caller: str) -> None:
     """Refuse a model whose inputs may have several right labels."""
-    if isinstance(model, Ensemble) and model.config.readout.outputs == "labels":
+    if model.outputs == "labels":
         there = "for several right labels there are predict, calibrate, optimize, prune and fuse"
         raise ConfigError(f"{caller} takes a classifier whose inputs have one right class; {there}")
 

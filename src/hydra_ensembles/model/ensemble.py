@@ -14,12 +14,11 @@ from ..digest import digest
 from ..errors import ConfigError, DataError
 from ..metrics.probabilities import class_logits
 from ..model_card import model_card
-from ..prediction import Prediction
 from ..promise import Promise
 from ..settings import from_plain, to_plain
 from ..store import Form
 from . import LATER
-from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig
+from .config import GROUPS, EnsembleConfig, KeptHeads, Outputs, PatchStemConfig
 from .cost import Description, describe
 from .inputs import Arguments, Given, Prepared, packed, read_inputs
 from .layers import Context, Encoder, GroupedNorm, OurModel, dropping
@@ -91,8 +90,8 @@ class Answering:
     dtype: Any
     prepare: Callable[..., Any]
     answers: Callable[..., tuple[Tensor, Tensor | None]]
-    predict: Callable[..., Prediction]
     describe: Callable[[], Description]
+    outputs: Outputs = "classes"
     raw = False
     per_row: tuple[str, ...] = ()
 
@@ -125,6 +124,32 @@ class Answering:
     def answered(self, prepared: Any) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """What `answers` returns, and the fields of `per_row`."""
         return *self.answers(prepared), {}
+
+    @torch.no_grad()
+    def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Any:
+        """Label, confidence and uncertainty of inputs as for `forward`, with the saved calibration applied.
+
+        A `Prediction`; of a model with several right labels, a `LabelsPrediction`. That of a cascade says who answered
+        (`p.stage`).
+
+        The answer is always that of evaluation mode, and no flag is changed: threads may share the model.
+        `check_finite` refuses logits that are NaN or infinite; on a GPU it waits for them, which nothing else does.
+        """
+        prepared = self.prepare(*inputs, **named)
+        with dropping(False):
+            logits, unfamiliarity, rows = self.answered(prepared)
+        found = self.prediction(logits, unfamiliarity, check_finite)
+        return replace(found, **rows) if rows else found
+
+    def prediction(self, logits: Tensor, unfamiliarity: Tensor | None = None, check_finite: bool = True) -> Any:
+        """Turn the results of `answers` into a prediction, with the calibration and class names of this model."""
+        if not self.num_classes:
+            raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
+        calibration, familiarity = self.metadata.calibration or Calibration(), self.metadata.familiarity
+        if self.outputs == "labels":
+            return calibration.of_labels(logits, self.metadata.labels or None, check_finite)
+        about = None if familiarity is None or unfamiliarity is None else familiarity.about(unfamiliarity)
+        return calibration.prediction(logits, self.metadata.labels or None, check_finite, about)
 
     def warm_up(self, inputs: Any) -> None:
         """Run everything that a batch of this size may need."""
@@ -164,6 +189,7 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         self.metadata = Metadata() if metadata is None else metadata
         self.config = config
         self.kind, self.num_members, self.num_classes = config.kind, config.members, config.readout.num_classes
+        self.outputs = config.readout.outputs
         encoder = config.encoder
         self.num_layers, self.num_heads, self.head_dim = encoder.layers, encoder.heads, encoder.head_dim
         self.heads: KeptHeads = tuple(member[: self.num_layers] for member in config.heads)
@@ -217,24 +243,11 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
                 affect the answer (`inputs.IGNORED`) are ignored; all others are refused.
         """
         logits = self._forward(*self.unpack(inputs, attention_mask, token_type_ids, **named))
-        return logits[..., 1:] if self.config.readout.outputs == "odds" else logits
+        return logits[..., 1:] if self.outputs == "odds" else logits
 
     def features(self, *inputs: Any, **named: Any) -> Tensor:
         """Pooled features `[M, B, d]`, the input of the classifier or its hidden layer; arguments as for `forward`."""
         return self.features_and_logits(*inputs, **named)[0]
-
-    @torch.no_grad()
-    def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Any:
-        """Label, confidence and uncertainty of inputs as for `forward`, with the saved calibration applied.
-
-        A `Prediction`; of a model with several right labels, a `LabelsPrediction`.
-
-        The answer is always that of evaluation mode, and no flag is changed: threads may share the model.
-        `check_finite` refuses logits that are NaN or infinite; on a GPU it waits for them, which nothing else does.
-        """
-        prepared = self.prepare(*inputs, **named)
-        with dropping(False):
-            return self.prediction(*self.answers(prepared), check_finite=check_finite)
 
     def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
@@ -259,18 +272,6 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
     def prepare(self, *inputs: Any, **named: Any) -> Prepared:
         """Read and check arguments of `forward`, raw inputs too, and move them to the model's device and dtype."""
         return Prepared.of(self.kind, self.unpack(*inputs, **named))
-
-    def prediction(self, logits: Tensor, unfamiliarity: Tensor | None = None, check_finite: bool = True) -> Any:
-        """Turn the results of `answers` into a prediction, with the calibration and class names of this ensemble."""
-        if not self.num_classes:
-            raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
-        metadata = self.metadata
-        calibration = metadata.calibration or Calibration()
-        if self.config.readout.outputs == "labels":
-            return calibration.of_labels(logits, metadata.labels or None, check_finite)
-        familiarity = metadata.familiarity
-        about = None if familiarity is None or unfamiliarity is None else familiarity.about(unfamiliarity)
-        return calibration.prediction(logits, metadata.labels or None, check_finite, about)
 
     def unpack(
         self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any

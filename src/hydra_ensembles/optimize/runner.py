@@ -19,7 +19,6 @@ from ..errors import ConfigError
 from ..model.cost import Description, interleaved_times
 from ..model.ensemble import Answering, Ensemble
 from ..model.inputs import Given, Prepared
-from ..prediction import Prediction
 from .freeze import Plan, frozen, has_copies, with_plan
 
 PLANS: tuple[Plan, ...] = get_args(Plan)
@@ -93,6 +92,7 @@ class OptimizedEnsemble(Answering):
         self.device, self.dtype = ensemble.device, dtype or ensemble.dtype
         self.config, self.metadata, self._description = ensemble.config, ensemble.metadata, ensemble.describe()
         self.kind, self.num_members, self.num_classes = ensemble.kind, ensemble.num_members, ensemble.num_classes
+        self.outputs = ensemble.outputs
         self._compile, self._shapes, self._graphed = compile, shapes, self.device.type == "cuda"
         base = frozen(ensemble, self.dtype)
         usual = PLANS if has_copies(base) else PLANS[:1]
@@ -111,7 +111,7 @@ class OptimizedEnsemble(Answering):
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
         """Member logits `[M, B, C]`; takes what `Ensemble.forward` takes."""
         logits = self.answers(*inputs, **named)[0]
-        return logits[..., 1:] if self.config.readout.outputs == "odds" else logits
+        return logits[..., 1:] if self.outputs == "odds" else logits
 
     @torch.inference_mode()
     @without_autocast()
@@ -148,10 +148,6 @@ class OptimizedEnsemble(Answering):
             exclusive = choice.compiled or self._graphed  # compiler settings and graph buffers allow one at a time
             outputs = run(*arguments) if exclusive else None
         return run(*arguments) if outputs is None else outputs
-
-    def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Prediction:
-        """Label, confidence and uncertainty of a batch; arguments as for `Ensemble.predict`."""
-        return self._model.prediction(*self.answers(self.prepare(*inputs, **named)), check_finite=check_finite)
 
     def prepare(self, *inputs: Any, **named: Any) -> Inputs:
         """Like `Ensemble.prepare`."""

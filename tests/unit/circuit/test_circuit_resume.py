@@ -31,7 +31,7 @@ def test_the_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"score": "ood", "method": "naive", "layers": [0, 1]}
     changes |= {"dtype": torch.float32, "ties": "order"}
     for name, value in changes.items():
-        with pytest.raises(CheckpointError, match={"layers": "candidates", "dtype": "model"}.get(name, name)):
+        with pytest.raises(CheckpointError, match={"layers": "candidates", "dtype": "data"}.get(name, name)):
             problem.extract(**{"budget": 2, "output": tmp_path, name: value})
     for change_data in (
         lambda: problem.id_batches.reverse(),
