@@ -302,9 +302,9 @@ class Attention(nn.Module):
             `[max(N, G), B, T', d]`, LayerScale and dropout applied, residual not added.
         """
         if 1 < len(self.sizes) == x.shape[0] and (self.one_by_one or not self.even):
-            each = read.split(1) if isinstance(read, Tensor) else [read] * len(x)
-            heads = (self.mix(x[copy : copy + 1], context, asking, copy) for copy, asking in enumerate(each))
-            y = torch.stack([self._out_of_copy(copy, z) for copy, z in enumerate(heads)])
+            asking = read.split(1) if isinstance(read, Tensor) else [read] * len(x)
+            alone = [self._out_of_copy(i, self.mix(x[i : i + 1], context, asking[i], i)) for i in range(len(x))]
+            y = torch.stack(alone)
         else:
             y = self.project(self.mix(x, context, read), x.shape[0])
         if self.scale is not None:
