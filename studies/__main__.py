@@ -96,9 +96,10 @@ def zero_shot(
     cifar: Cifar = None,
     model: Annotated[str | None, typer.Option(help="A model of your own: open_clip:NAME/WEIGHTS or a folder.")] = None,
     suite: Annotated[str | None, typer.Option(help=f"Images, one of {', '.join(SUITES)}; default: shared.")] = None,
+    factors: Annotated[str | None, typer.Option(help="Published factors of BayesVLM for that model: a folder.")] = None,
 ) -> None:
     """Run the zero-shot study: train a dual encoder, rank its heads, fix members, open the test sets."""
-    settings = zero_shot_recipe(suite, model)
+    settings = zero_shot_recipe(suite, model, factors)
     ran(ZeroShotTask(settings, DataFolder(data, cifar), torch_device(device)), output, methods, seeds, stages)
 
 

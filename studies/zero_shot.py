@@ -62,12 +62,15 @@ RATES = (("sgd", 0.01), ("sgd", 0.1), ("adamw", 3e-4), ("adamw", 1e-3))
 still outputs one number for all images. SGD at 0.1 leaves that plateau late; at 1 it learned nothing in two seeds."""
 
 
-def zero_shot_recipe(suite: str | None = None, model: str | None = None) -> dict[str, Any]:
+def zero_shot_recipe(suite: str | None = None, model: str | None = None, factors: str | None = None) -> dict[str, Any]:
     """The recipe of the study on one of `SUITES` (default `shared`), optionally for the user's own model."""
     name = SUITES.get(suite or "shared")
     if name is None:
         raise ConfigError(f"no suite {suite!r}; choose one of {', '.join(SUITES)}")
-    return {**read_recipe(name), **({"model": model} if model else {})}
+    settings = {**read_recipe(name), **{key: value for key, value in (("model", model), ("factors", factors)) if value}}
+    if settings.get("factors") and not settings.get("model"):
+        raise ConfigError(f"factors {factors!r} need the model they were made for; give --model, too")
+    return settings
 
 
 # --- the data, and the dual encoder's training -----------------------------------------------------------------------
@@ -94,10 +97,10 @@ class ZeroShotTask(Task):
 
     @property
     def methods(self) -> Mapping[str, Method]:
-        """No tuned text sides without pairs, and no BayesVLM: a user's model has no pairs."""
+        """No tuned text sides without pairs, and no BayesVLM without pairs or factors: a user's model has no pairs."""
         trains = self.own_model is None and self.settings["tune"] is not None
         left_out = {name for name, one in METHODS.items() if one.family and one.family.tuned and not trains}
-        left_out |= {BAYES_VLM} if self.own_model is not None else set()
+        left_out |= {BAYES_VLM} if self.own_model is not None and not self.settings.get("factors") else set()
         return {name: one for name, one in METHODS.items() if name not in left_out}
 
     def seeds_of(self, method: str) -> Sequence[int]:
@@ -373,9 +376,9 @@ class ZeroShotLab(Lab):
 def bayes_vlm(lab: ZeroShotLab, names: Sequence[str]) -> Any:
     """BayesVLM in closed form, with the pseudo-count that gives the smallest NLL on held-out images.
 
-    Fitted on pairs of the study, drawn once.
+    Fitted on pairs of the study, drawn once; for a user's own model, on factors that its authors publish.
     """
-    held_out = lab.task.calibration()
+    held_out, factors = lab.task.calibration(), lab.task.settings.get("factors")
 
     def pairs() -> list[Any]:
         with torch.random.fork_rng(devices=[]):
@@ -383,7 +386,10 @@ def bayes_vlm(lab: ZeroShotLab, names: Sequence[str]) -> Any:
             return list(lab.task.pairs(lab.dual))
 
     def posterior(count: float) -> Any:
-        return baselines.bayes_vlm(lab.dual, lab.once("pairs", pairs), baselines.BayesVLM(count))
+        settings = baselines.BayesVLM(count)
+        if factors is not None:
+            return baselines.published_bayes_vlm(lab.dual, factors, settings)
+        return baselines.bayes_vlm(lab.dual, lab.once("pairs", pairs), settings)
 
     def losses() -> dict[tuple[Any, ...], float]:
         found = {}

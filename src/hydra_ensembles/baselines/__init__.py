@@ -6,7 +6,7 @@ for `finetune`; `run` are `output`, `progress`, `device` and `checkpoint_every`,
 """
 
 from .batch_ensemble import BatchEnsemble, batch_ensemble
-from .bayes_vlm import BayesVLM, bayes_vlm
+from .bayes_vlm import BayesVLM, bayes_vlm, published_bayes_vlm
 from .deep_ensemble import Packed, deep_ensemble, packed_ensemble
 from .lora import LoRA, lora_ensemble
 from .mc_dropout import mc_dropout
@@ -18,5 +18,5 @@ from .vilu import ViLU, vilu
 __all__ = [
     "BatchEnsemble", "BayesVLM", "Laplace", "LoRA", "MIMO", "OBA", "Packed",
     "ViLU", "batch_ensemble", "bayes_vlm", "deep_ensemble", "laplace", "lora_ensemble", "mc_dropout",
-    "mimo", "oba", "packed_ensemble", "vilu",
+    "mimo", "oba", "packed_ensemble", "published_bayes_vlm", "vilu",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from .._utils import with_float64, without_autocast
 from ..batches import Batches, Inputs
-from ..errors import ConfigError, DataError
+from ..errors import CheckpointError, ConfigError, DataError
 from ..model.dual_encoder import DualEncoder, checked_names, checked_templates, embed, prompts_of, require_model
 from ..model.layers import GroupedLinear, dropping
 from ..model.metadata import Metadata
@@ -64,6 +65,29 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
             taken, ours, theirs = (part.to(device) for part in (features[side], embedded[side], embedded[other]))
             inputs, outputs = kronecker_factors(taken, ours, theirs, scale, settings.negatives)
             sides.append(ProjectionPosterior.of(means[side], inputs.cpu(), outputs.cpu(), settings))
+    return VLMPosterior(copy.deepcopy(dual), *sides)
+
+
+def published_bayes_vlm(
+    dual: DualEncoder,
+    folder: str | Path,
+    settings: BayesVLM = BayesVLM(),  # noqa: B008 (frozen)
+) -> "VLMPosterior":
+    """The posterior from published factors: `A_img_analytic.pt`, `B_img_analytic.pt`, and the same for `txt`.
+
+    Only tensors are read, no code of the pickles is run. The published priors are for a pseudo-count of one; the
+    authors' own script refits them for its own count, as is done here. The published factors of SigLIP are for the last
+    map inside its pooling head, not for a projection: they fit no model here.
+    """
+    sides = []
+    for tag, projection in zip(("img", "txt"), _projections(dual), strict=True):
+        mean = with_bias(projection)
+        paths = [Path(folder) / f"{letter}_{tag}_analytic.pt" for letter in "AB"]
+        inputs, outputs = (torch.load(path, map_location="cpu", weights_only=True).double() for path in paths)
+        if (len(outputs), len(inputs)) != mean.shape:
+            sizes = f"{len(outputs)}x{len(inputs)}, not {mean.shape[0]}x{mean.shape[1]}"
+            raise CheckpointError(f"the factors in {folder} are for a projection {sizes} as in this model")
+        sides.append(ProjectionPosterior.of(mean, inputs, outputs, settings))
     return VLMPosterior(copy.deepcopy(dual), *sides)
 
 

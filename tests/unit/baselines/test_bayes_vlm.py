@@ -13,7 +13,9 @@ from hydra_ensembles.baselines.bayes_vlm import (
     bayes_vlm,
     kronecker_factors,
     likeliest_precision,
+    published_bayes_vlm,
 )
+from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.model.dual_encoder import DualEncoder, Projections
 from unit.training.training_cases import NAMES, pair_samples, pairs, tiny_dual
 
@@ -113,3 +115,18 @@ def test_a_sure_prior_is_the_zero_shot_model(bias):
     expected = he.zero_shot(model, NAMES)(IMAGES)[0]
     found = bayes_vlm(model, double_pairs(), SURE)
     torch.testing.assert_close(found.probit(NAMES)(IMAGES)[0].double(), expected, atol=1e-4, rtol=0)
+
+
+def test_published_factors_are_read(tmp_path):
+    model, data = dual(), double_pairs()
+    settings = BayesVLM(pseudo_count=2.0, prior_precision=3.0)
+    expected = bayes_vlm(model, data, settings)
+    for tag, side in (("img", expected.image), ("txt", expected.text)):
+        for letter, factor in (("A", side.inputs), ("B", side.outputs)):
+            plain = (factor - math.sqrt(3.0) * torch.eye(len(factor))) / math.sqrt(2.0)
+            torch.save(plain.float(), tmp_path / f"{letter}_{tag}_analytic.pt")
+    found = published_bayes_vlm(model, tmp_path, settings)
+    torch.testing.assert_close(found.probit(NAMES)(IMAGES), expected.probit(NAMES)(IMAGES), atol=1e-4, rtol=0)
+    torch.save(torch.eye(3), tmp_path / "B_txt_analytic.pt")
+    with pytest.raises(CheckpointError, match="16x"):
+        published_bayes_vlm(model, tmp_path)
