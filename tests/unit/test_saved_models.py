@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import hydra_ensembles as he
+import hydra_ensembles.checkpoint as checkpoint
 from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
 from checkpoint_models import (
@@ -30,7 +31,6 @@ from checkpoint_models import (
     single,
     text,
 )
-from hydra_ensembles import checkpoint
 from hydra_ensembles.errors import CheckpointError, StorageError
 from hydra_ensembles.model.dual_encoder import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble, weights_of
@@ -90,8 +90,8 @@ def test_odd_values_views_and_ties_come_back(tmp_path: Path) -> None:
 
 def test_large_models_are_saved_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a smaller one in the same folder leaves none of them."""
-    model, size = ensemble(CONFIGS["hydra"]), checkpoint.SHARD_SIZE
-    for limit, several in ((20_000, True), (size, False), (30_000, True)):
+    model, size = ensemble(CONFIGS["hydra"]()), checkpoint.SHARD_SIZE
+    for limit, several in ((3_000, True), (size, False), (4_000, True)):
         monkeypatch.setattr(checkpoint, "SHARD_SIZE", limit)
         model.save_pretrained(tmp_path)
         parts = {path.name for path in tmp_path.glob("*.safetensors")}
