@@ -17,7 +17,7 @@ from .batches import Batches, Inputs, a_few, first_epoch, in_model_order, iterat
 from .digest import row_digests
 from .errors import ConfigError, TooFewSamplesError
 from .metrics.conformal import Reference
-from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_relative, prepared
+from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, prepared
 from .metrics.probabilities import at_least_float32, check_finite
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
@@ -235,7 +235,7 @@ def fit_on(
             tensors = {"bank": bank}
         else:
             moments = _moments(name, samples, ensemble.num_classes)
-            tensors = _mahalanobis(moments, shrunk, is_relative(name))
+            tensors = _mahalanobis(moments, shrunk, name.startswith("relative"))
         state |= {f"{name}.{key}": tensor.float().contiguous() for key, tensor in tensors.items()}
     return Familiarity(FamiliaritySettings(tuple(scores), width, count, **settings), state)
 

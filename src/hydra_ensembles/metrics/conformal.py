@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..settings import END, PositiveShare, require
+from ..settings import PositiveShare, require
 from .probabilities import check_scores
 
 KEPT = 1000  # maximum scores in a reference; with more samples a p-value is rounded up by at most 1 / KEPT
@@ -44,11 +43,6 @@ class Reference:
 
     values: tuple[float, ...] = field(repr=False)
     samples: int  # number of held-out samples
-
-    def __post_init__(self) -> None:
-        ordered = all(first <= second for first, second in zip(self.values, self.values[1:], strict=False))
-        if not self.values or not ordered or not len(self.values) <= self.samples < END:
-            raise ConfigError(f"a reference needs sorted scores of samples; got {len(self.values)} of {self.samples}")
 
     @classmethod
     def of(cls, scores: Tensor, most: int | None = KEPT) -> "Reference":
@@ -84,11 +78,6 @@ class Bins:
 
     edges: tuple[float, ...] = field(repr=False)  # rising
     counts: tuple[int, ...] = field(repr=False)  # one more than edges
-
-    def __post_init__(self) -> None:
-        rising = all(first < second for first, second in zip(self.edges, self.edges[1:], strict=False))
-        if not rising or len(self.counts) != len(self.edges) + 1 or min(self.counts) < 0:
-            raise ConfigError(f"{len(self.counts)} counts for {len(self.edges)} edges: give rising edges, one fewer")
 
     @classmethod
     def of(cls, fitting: Tensor, others: Tensor, most: int = 100) -> "Bins":

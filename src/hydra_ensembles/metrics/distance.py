@@ -23,11 +23,6 @@ BY_CLASS = FAMILIARITY_NAMES[:4]  # these compare with class means, so fitting t
 Statistics = Mapping[str, Tensor]
 
 
-def is_relative(name: FittedName) -> bool:
-    """Whether the distance to the mean of all data is subtracted from that to the nearest class."""
-    return name.startswith("relative")
-
-
 def prepared(name: FittedName, features: Tensor) -> Tensor:
     """Features `[M, B, d]`, scaled to length one if the score needs that."""
     return F.normalize(features, dim=-1) if name.endswith("++") or name == "knn" else features
@@ -67,7 +62,7 @@ def unfamiliarity(
     # squared distances [M, B, C] to the class means, minus |w|²: |m|² - 2 w·m
     nearest = torch.baddbmm(statistics["lengths"][:, None], white, means.mT, alpha=-2).argmin(dim=-1)  # [M, B]
     distance = (white - _picked(means, nearest)).square().sum(dim=-1)  # the difference avoids cancellation
-    if is_relative(name):
+    if name.startswith("relative"):
         distance = distance - (centred @ statistics["background"]).square().sum(dim=-1)
     return distance
 

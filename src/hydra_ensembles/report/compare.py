@@ -78,12 +78,9 @@ class Comparison:
     notes: tuple[str, ...]  # what a reader must know: the sets, the score, the convention, the number of runs
 
     def __repr__(self) -> str:
-        return f"Comparison({', '.join(row.name for row in self.rows)}: {len(self.columns)} columns)"
-
-    def __str__(self) -> str:
         return to_markdown(self)
 
-    _repr_markdown_ = __str__  # for notebooks
+    _repr_markdown_ = __repr__  # for notebooks
 
 
 def tabulated(
@@ -209,16 +206,13 @@ PROMISE = (
     Column("promise.errors", "Wrong %", "Promise", scale=100),
     Column("mixed.promise.errors", "Wrong %, with OOD", "Promise", scale=100),
 )
-COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *ANSWERABLE, *OOD, SHIFT, *COST)
-"""The share that may be answered under the same promise, the columns of the paper's tables, accuracy under distribution
-shift, and the costs."""
 
 
 def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> tuple[Column, ...]:
-    """Default columns: `COLUMNS`, AUROC by fitted feature scores, and what models decline that abstain by them.
+    """Default columns: those of the paper's tables, what may be answered under a promise, costs, and what was fitted.
 
-    Declined shares are not ranked: models may promise different shares. `sets` are OOD sets to show by themselves,
-    as `ood.NAME`.
+    Declined shares are not ranked: models may promise different shares. `sets` are OOD sets to show by themselves, as
+    `ood.NAME`.
     """
     runs = list(evaluations)
     fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))
@@ -248,8 +242,8 @@ def compare(
             deviation; or evaluations with names, where equal names are runs of one method. Evaluations without a name
             are separate rows, `model 1` and so on.
         costs: Rows of `measure_costs`, found by method name.
-        columns: What to show, from left to right; by default `COLUMNS`, what a model with fitted familiarity declines,
-            and the AUROC of its fitted scores. Columns without any number are left out.
+        columns: What to show, from left to right; by default `columns_for(evaluations)`. Columns without any number
+            are left out.
 
     Raises:
         DataError: There is nothing to compare, or the evaluations are of different sets, sizes or labels. Inputs that

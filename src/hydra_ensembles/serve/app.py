@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -306,18 +306,16 @@ async def _raws(request: "Request", body: bytes, most: int) -> list[Raw]:
     if kind != "multipart/form-data":
         accepted = "multipart/form-data, application/json or image/*"
         raise RequestError(f"content of the type {kind[:100]!r} is not accepted; send {accepted}", 415)
-    from starlette.formparsers import MultiPartException, MultiPartParser
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request as Form
 
-    class InMemory(MultiPartParser):
-        spool_max_size = len(body)  # never on a disk
-
-    async def content() -> AsyncGenerator[bytes, None]:
-        yield body
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
 
     try:
-        form = await InMemory(request.headers, content(), max_files=most, max_fields=most).parse()
-    except MultiPartException as error:
-        raise RequestError(f"the form cannot be read: {error.message}") from error
+        form = await Form(request.scope, receive).form(max_files=most, max_fields=most, max_part_size=len(body))
+    except HTTPException as error:
+        raise RequestError(f"the form cannot be read: {error.detail}") from error
     fields = [(name, value if isinstance(value, str) else await value.read()) for name, value in form.multi_items()]
     await form.close()
     if strange := [name for name, value in fields if isinstance(value, str) and name != "text"]:

@@ -100,16 +100,10 @@ def _staged(path: Path) -> Iterator[Path]:
         staging.mkdir()
         try:
             yield staging / path.name
-            written = sorted(staging.iterdir(), key=lambda file: file.name == path.name)  # the model file last
-            names = {file.name for file in written}
-            beside = [path.with_name(f"{path.name}{suffix}") for suffix in (DATA, TOKENIZER)]
-            if beside[0].exists() or beside[0].name in names:
-                path.unlink(missing_ok=True)  # if killed here, no file runs with the weights of another
-            for file in written:
+            for suffix in ("", DATA, TOKENIZER, ABOUT):  # of a former model: no file may stand beside those of another
+                path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
+            for file in sorted(staging.iterdir(), key=lambda file: file.name == path.name):  # the model file last
                 os.replace(file, path.parent / file.name)
-            for stale in beside:  # of the former model
-                if stale.name not in names:
-                    stale.unlink(missing_ok=True)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 

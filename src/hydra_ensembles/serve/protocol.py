@@ -29,17 +29,9 @@ from ..settings import short
 from .rows import Field, Reader
 
 HEADER = "Inference-Header-Content-Length"
-DATATYPES = {
-    "BOOL": "bool",
-    "UINT8": "uint8",
-    "INT8": "int8",
-    "INT16": "int16",
-    "INT32": "int32",
-    "INT64": "int64",
-    "FP16": "float16",
-    "FP32": "float32",
-    "FP64": "float64",
-}
+DATATYPES = {"BOOL": "bool", "UINT8": "uint8"}
+DATATYPES |= {f"INT{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
+DATATYPES |= {f"FP{bits}": f"float{bits}" for bits in (16, 32, 64)}
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 SHOWN = 5  # number of most probable classes in a JSON answer
 
