@@ -18,7 +18,6 @@ from ..digest import digest
 from ..errors import DataError
 from ..files import expanded, read_object, write_json
 from ..metrics.bootstrap import Interval, Statistic, paired
-from ..metrics.distance import FittedName
 from ..metrics.ood import OodMetric, detection, flagged, of_counts, risk_coverage, weighted_aurc
 from ..metrics.probabilities import (
     Convention,
@@ -196,11 +195,6 @@ class Evaluation:
         """Every score that was reported."""
         names = self.sets[self.id_name].columns
         return tuple(name.removeprefix("score:") for name in names if name.startswith("score:"))  # type: ignore[misc]
-
-    @property
-    def fitted(self) -> tuple[str, ...]:
-        """The reported scores that were fitted to features, such as `mahalanobis`."""
-        return tuple(score for score in self.scores if score in get_args(FittedName))
 
     @cached_property
     def promises(self) -> dict[str, list[Kept]]:

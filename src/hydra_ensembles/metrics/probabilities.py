@@ -7,7 +7,6 @@ and labels do. The tests compare these numbers with torchmetrics and torch-uncer
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,16 +21,6 @@ Convention = Literal["torch-uncertainty", "openood"]
 # How far the sum of a row of probabilities may be from one: rounding errors of the dtype, summed over the classes.
 _ROW_SUM_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
 BINS = 15
-
-
-@dataclass(frozen=True, eq=False)
-class ReliabilityBins:
-    """Equal-width bins of confidence for a reliability diagram, in float64 on the CPU; means of no samples are NaN."""
-
-    edges: Tensor  # [bins + 1], from 0 to 1
-    count: Tensor  # [bins]
-    confidence: Tensor  # [bins], mean
-    accuracy: Tensor  # [bins]
 
 
 class EntropyParts(NamedTuple):
@@ -105,18 +94,6 @@ def of_all(statistic: Callable[..., Tensor], *columns: Tensor, **options: Any) -
     columns = tuple(column.detach().cpu() for column in columns)
     everything = torch.ones(1, len(columns[0]), dtype=torch.float64, device="cpu")
     return statistic(everything, *columns, **options).item()
-
-
-def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> ReliabilityBins:
-    """The bins of `ece` from what `top_label` returns; a confidence of exactly 1 is shown in the last bin."""
-    groups = equal_width_groups(confidence, bins).clamp(max=bins - 1)
-    count = torch.bincount(groups, minlength=bins)
-    return ReliabilityBins(
-        edges=torch.linspace(0, 1, bins + 1, dtype=torch.float64, device="cpu"),
-        count=count,
-        confidence=torch.bincount(groups, weights=confidence.double(), minlength=bins) / count,
-        accuracy=torch.bincount(groups, weights=correct.double(), minlength=bins) / count,
-    )
 
 
 def equal_width_groups(confidence: Tensor, bins: int) -> Tensor:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import PROMISED, UNNAMED, Evaluation
 from ..files import expanded, read_object, write_json
+from ..metrics.distance import FittedName
 from ..model.cost import Cost
 from ..settings import from_plain, to_plain
 
@@ -215,7 +216,11 @@ def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> 
     `ood.NAME`.
     """
     runs = list(evaluations)
-    fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))
+    fitted = list(
+        dict.fromkeys(
+            score for run in runs for score in run.scores if score in get_args(FittedName) and score != run.score
+        )
+    )
     alone = {name: name.removeprefix("ood.") for name in sets}
     titles = {**_MEANS, **alone}
     added = [

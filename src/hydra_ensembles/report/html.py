@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..evaluation.evaluation import Evaluation
 from ..files import expanded, write_atomically
 from ..metrics.ood import risk_coverage, roc_curve
-from ..metrics.probabilities import reliability_bins
+from ..metrics.probabilities import BINS, equal_width_groups
 from ..model.cost import Cost
 from .compare import Column, Comparison, Runs, columns_for, compare, group_runs, to_csv, to_markdown
 
@@ -197,11 +197,14 @@ def _address(figure: Any) -> str:
 def reliability(evaluation: Evaluation, series: int) -> str:
     """Accuracy against confidence, with the share of samples per bin below."""
     answers = evaluation.sets[evaluation.id_name]
-    bins = reliability_bins(answers["confidence"], answers["accuracy"])
-    width, ink = 1 / len(bins.count), SERIES[series % len(SERIES)]
+    confidence, right = answers["confidence"].double(), answers["accuracy"].double()
+    groups = equal_width_groups(confidence, BINS).clamp(max=BINS - 1)  # as `ece`; certainty is in the last bin
+    counts, *sums = (groups.bincount(weights, BINS) for weights in (None, confidence, right))
+    means = zip(*((each / counts).tolist() for each in sums), strict=True)
+    width, ink = 1 / BINS, SERIES[series % len(SERIES)]
     with _drawn(340, 286, 2, (5, 1)) as (figure, (upper, lower)):
         upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
-        for number, (stated, right) in enumerate(zip(bins.confidence.tolist(), bins.accuracy.tolist(), strict=True)):
+        for number, (stated, right) in enumerate(means):
             if stated == stated:  # an empty bin has NaN
                 middle, low = (number + 0.5) * width, min(stated, right)
                 upper.bar(middle, low, width * 0.88, color=ink, alpha=0.8)
@@ -209,7 +212,9 @@ def reliability(evaluation: Evaluation, series: int) -> str:
                 upper.hlines(right, middle - 0.44 * width, middle + 0.44 * width, color=_INK, linewidth=2)
         upper.plot((0, 1), (0, 1), color=_INK, linewidth=1, linestyle="--")
         lower.set(xlim=(0, 1), xlabel="confidence", ylabel="samples", yticks=())
-        lower.bar((bins.edges[:-1] + width / 2).tolist(), bins.count.tolist(), width * 0.88, color=ink, alpha=0.55)
+        lower.bar(
+            [(number + 0.5) * width for number in range(BINS)], counts.tolist(), width * 0.88, color=ink, alpha=0.55
+        )
         return _address(figure)
 
 

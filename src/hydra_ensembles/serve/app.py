@@ -176,7 +176,8 @@ def make_app(
         body = await _body(request, most)
         message, inputs = await decoded(protocol.read_request, body, request.headers.get(protocol.HEADER))
         outputs = protocol.asked_outputs(message, served)
-        rows = await decoded(tensor_rows, served, inputs)
+        tensors = {name: torch.tensor(array) for name, array in inputs.items()}
+        rows = await decoded(served.reader.tensors, tensors)
         answers = await answered(request, rows)
         content, headers = protocol.write_answer(message, served, outputs, answers)
         return Response(content, headers=headers)
@@ -272,16 +273,6 @@ def raw_rows(served: Served, raws: Sequence[Raw]) -> list[Row]:
             status = getattr(row.error, "status", 400)
             raise RequestError(f"{reader.kind} {index}: {row.error}", status) from row.error
     return rows
-
-
-def tensor_rows(served: Served, inputs: Mapping[str, Any]) -> list[Row]:
-    """Rows from named tensors, which are preprocessed inputs."""
-    names = [field.name for field in served.reader.inputs]
-    if not inputs.keys() <= set(names):
-        raise RequestError(
-            f"got the inputs {short(sorted(inputs))}; give {', '.join(names)}, or raw rows to /v1/predict"
-        )
-    return served.reader.tensors({name: torch.tensor(array) for name, array in inputs.items()})
 
 
 def audited_rows(served: Served, body: Mapping[str, Any]) -> tuple[Array, Array, Array]:
