@@ -180,8 +180,11 @@ def promise(
     results: Annotated[Path, typer.Option(help="Folder with rows/ and tables/.")] = RESULTS,
 ) -> None:
     """The share each method may answer under the same promise, from stored rows; or a simulation of the promise."""
-    path = of_promise.simulate(results / "tables", draws, processes) if simulated else of_promise.shares(results)
-    print(f"wrote {path}")
+    if simulated:
+        print(f"wrote {of_promise.simulate(results / 'tables', draws, processes)}")
+        return
+    for make in (of_promise.shares, of_promise.mixed_traffic):
+        print(f"wrote {make(results)}")
 
 
 @app.command()

@@ -1,11 +1,11 @@
 """The promise on errors: is it kept in simulation, and what share may each method answer under it?
 
 `simulate` draws calibration rows from populations whose risk is known exactly; `shares` compares methods on stored
-rows. Both go through `promise.Curve`, by which `certify`, and so `calibrate`, finds its threshold.
+rows. Both go through `promise.Curve`, by which `certify`, and so `calibrate`, finds its threshold. `mixed_traffic` says
+what becomes of a cascade's quality and price when half of the rows are foreign.
 """
 
 import copy
-import csv
 import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from hydra_ensembles.metrics.conformal import conformal_threshold
 from hydra_ensembles.promise import Curve
 
 from .rows import Array, Rows
-from .tables import write_csv
+from .tables import read_csv, write_csv
 
 RISKS = (0.005, 0.01, 0.02, 0.05)
 SIZES = (300, 500, 1000, 2000, 5000, 10000)
@@ -33,6 +33,7 @@ POPULATION, SEED = 200_000, 20261119
 DRAWS = 2000
 SIMULATION = "promise_simulation.csv"
 SHARES = "promise_shares.csv"
+TRAFFIC = "cascade_traffic.csv"
 
 Numbers = npt.NDArray[np.float64]
 
@@ -173,6 +174,7 @@ METHODS = {"Single": "single", "Soup": "soup", "Hydra": "hydra", "Deep Ensembles
 CHAINS = {"cascade soup-hydra": ("Soup", "Hydra"), "cascade soup-deep": ("Soup", "Deep Ensembles")}
 ASKED = 0.1
 CALIBRATIONS = 50
+BATCH, LIMITS = 128, (None, 0.2)  # of mixed traffic: rows at once, the largest share of them that may go on
 PROMISED = (0.01, 0.02, 0.05, 0.1)
 
 
@@ -232,18 +234,27 @@ def draw_of(
             yield risk, familiar, [*map(float, numbers)]
 
 
-def lines(results: Path, name: str) -> Iterator[list[Any]]:
-    """A line for every method, seed, risk and rule of a task."""
+Known = Mapping[str, Mapping[str, Array]]  # what a method said of a set, by `METHOD|SET`
+
+
+def by_seed(results: Path, name: str) -> Iterator[tuple[str, list[str], int, Known, Mapping[str, float]]]:
+    """Of each seed of a task: test set, foreign sets, seed, answers of the methods, and their prices."""
     rows = Rows.read(results / "rows" / f"{name}.parquet")
     ((task, groups),) = rows.about["tasks"].items()
     foreign = [one for sets in groups.values() for one in sets if f"{task}|{one}" in rows.places]
-    with (results / "tables" / f"{name}_costs.csv").open(newline="") as file:
-        prices = {row["method"]: float(row["time"]) for row in csv.DictReader(file) if row["time"]}
+    costs = read_csv(results / "tables" / f"{name}_costs.csv")
+    prices = {row["method"]: float(row["time"]) for row in costs if row["time"]}
     for seed in rows.runs["Deep Ensembles"]:
         known: dict[str, Mapping[str, Array]] = {}
         for method in METHODS:
             columns = rows.columns(method, seed)
             known |= {f"{method}|{place}": answers(columns, task, place) for place in (task, *foreign)}
+        yield task, foreign, seed, known, prices
+
+
+def lines(results: Path, name: str) -> Iterator[list[Any]]:
+    """A line for every method, seed, risk and rule of a task."""
+    for task, foreign, seed, known, prices in by_seed(results, name):
         for method in (*METHODS, *CHAINS):
             found: dict[tuple[float, bool], list[list[float]]] = {}
             for number in range(CALIBRATIONS):
@@ -261,17 +272,65 @@ def lines(results: Path, name: str) -> Iterator[list[Any]]:
 
 def shares(results: Path) -> Path:
     """Write the table of the share that each method may answer, and of the errors it then makes."""
-    head = [
-        "task",
-        "backbone",
-        "method",
-        "seed",
-        "risk",
-        "confidence",
-        "rule",
-        "accepted",
-        "errors",
-        "foreign_accepted",
-    ]
-    head += ["nothing_promised", "price", "asked", "accuracy", "nll", "calibration_rows", "draws"]
+    head = ["task", "backbone", "method", "seed", "risk", "confidence", "rule", "accepted", "errors"]
+    head += ["foreign_accepted", "nothing_promised", "price", "asked", "accuracy", "nll", "calibration_rows", "draws"]
     return write_csv(results / "tables" / SHARES, [head, *(line for name in TASKS for line in lines(results, name))])
+
+
+# --- mixed traffic ---------------------------------------------------------------------------------------------------
+
+
+def mixed(seed: int, number: int, known: Known, task: str, foreign: Sequence[str], chain: str) -> Iterator[list[Any]]:
+    """One calibration of a cascade, then traffic: who goes on, what is declined, and how good the other answers are.
+
+    Unfamiliar rows are declined at once; of a batch, the least unsure go on, up to the limit, and the others are
+    declined. Beside it the Deep Ensemble on the same known rows.
+    """
+    first, second = (known[f"{stage}|{task}"] for stage in CHAINS[chain])
+    outside = [known[f"{CHAINS[chain][0]}|{place}"] for place in foreign]
+    draws = np.random.default_rng([SEED, seed, number])
+    order = draws.permutation(len(first["doubt"]))
+    half = len(order) // 2
+    threshold = conformal_threshold(torch.from_numpy(first["doubt"][order[: half // 5]]), 1.0 - ASKED)
+    familiar = conformal_threshold(torch.from_numpy(first["far"][order[half // 5 : half]]), 1.0 - UNFAMILIAR)
+    picked = draws.permutation(sum(len(one["doubt"]) for one in outside))[: len(order) - half]
+    new = order[half : half + len(picked)]
+    doubt, far = (
+        np.append(first[name][new], np.concatenate([one[name] for one in outside])[picked]) for name in ("doubt", "far")
+    )
+    for traffic, rows in {"known": np.arange(len(new)), "half foreign": draws.permutation(len(doubt))}.items():
+        for most_far in (math.inf, familiar):
+            for limit in LIMITS:
+                declined = far > most_far
+                going = (doubt > threshold) & ~declined
+                for batch in np.split(rows, range(BATCH, len(rows), BATCH)) if limit else ():
+                    mine = batch[going[batch]]
+                    over = mine[np.argsort(doubt[mine], kind="stable")][math.ceil(limit * len(batch)) :]
+                    going[over], declined[over] = False, True
+                kept = ~declined[: len(new)]
+                said = [np.where(going[: len(new)], second[name][new], first[name][new]) for name in ("wrong", "nll")]
+                deep = [known[f"Deep Ensembles|{task}"][name][new] for name in ("wrong", "nll")]
+                wrong, nll, deep_wrong, deep_nll = (float(one[kept].mean()) for one in (*said, *deep))
+                rule = "nothing" if most_far == math.inf else "unfamiliar"
+                numbers = [going[rows].mean(), 1.0 - kept.mean(), 1.0 - wrong, nll, 1.0 - deep_wrong, deep_nll]
+                yield [traffic, rule, limit or "", *map(float, numbers)]
+
+
+def traffic_lines(results: Path, name: str) -> Iterator[list[Any]]:
+    """A line for every cascade, seed, traffic, rule and limit of a task; means over calibrations."""
+    for task, foreign, seed, known, prices in by_seed(results, name):
+        for chain, stages in CHAINS.items():
+            found = [list(mixed(seed, number, known, task, foreign, chain)) for number in range(CALIBRATIONS)]
+            for cells in zip(*found, strict=True):
+                asked, *numbers = np.mean([one[3:] for one in cells], axis=0)
+                price = prices[stages[0]] + asked * prices[stages[1]]
+                shown = [f"{one:.4f}" for one in (asked, price, *numbers)]
+                yield [task, TASKS[name], chain, seed, *cells[0][:3], *shown, BATCH, CALIBRATIONS]
+
+
+def mixed_traffic(results: Path) -> Path:
+    """Write the table of cascades under mixed traffic."""
+    head = ["task", "backbone", "method", "seed", "traffic", "declined_at_once", "limit", "asked", "price"]
+    head += ["known_declined", "accuracy", "nll", "deep_accuracy", "deep_nll", "batch", "draws"]
+    found = (line for name in TASKS for line in traffic_lines(results, name))
+    return write_csv(results / "tables" / TRAFFIC, [head, *found])

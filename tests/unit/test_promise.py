@@ -90,6 +90,43 @@ def test_a_single_search_is_mapies_fixed_sequence(monkeypatch: pytest.MonkeyPatc
     assert len(set(found)) > 5
 
 
+@pytest.mark.filterwarnings("ignore:Fixed sequence testing", "ignore:No predict parameters")
+def test_a_single_search_is_mapies_controller_of_classifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors among the answers that are given are a risk with a condition; its thresholds must be listed beforehand."""
+    control = pytest.importorskip("mapie.risk_control")
+    monkeypatch.setattr("hydra_ensembles.promise.SEARCHES", ((0.1, 1.0),))
+    selective = control.BinaryRisk(
+        risk_occurrence=lambda truth, answer: answer != truth,
+        risk_condition=lambda truth, answer: ~np.isnan(answer),
+        higher_is_better=False,
+    )
+    sure, wrong = population("calibrated")
+    draws, found = np.random.default_rng(6), []
+    for risk in (0.02, 0.05, 0.1) * 10:
+        rows = draws.choice(len(sure), 800, replace=False)
+        probs = np.stack([sure[rows], 1 - sure[rows]], axis=1)  # class 0 is always the answer
+        truth = (draws.random(800) < wrong[rows]).astype(int)
+        curve = Curve.of(sure[rows], truth == 1)
+        counts = first_counts(800, risk, 0.05)
+        counts = np.append(counts[counts >= 80], 800)
+        controller = control.MultiClassificationLTTController(
+            lambda given: given,
+            [selective],
+            [risk],
+            confidence_level=0.95,
+            best_predict_param_choice=control.abstention_rate,
+            list_predict_params=np.array([curve.threshold(count) for count in counts]),
+            classes=[0, 1],
+            fwer_method=control.FWERFixedSequenceTesting(),
+        ).calibrate(probs, truth)
+        count = curve.certified(risk, 0.05)
+        found.append(count)
+        assert controller.best_predict_param == (curve.threshold(count) if count else None)
+        if count:
+            assert (~np.isnan(controller.predict(probs))).sum() == count
+    assert len(set(found)) > 5
+
+
 def test_one_row_of_each_group_certifies() -> None:
     groups = [f"page {row // 4}" for row in range(4000)]
     promise = he.certify(np.linspace(0, 1, 4000), np.ones(4000, bool), 0.01, groups=groups)

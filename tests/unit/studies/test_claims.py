@@ -15,7 +15,9 @@ from studies.tables import Study, read_csv
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "results"
 TABLES = RESULTS / "tables"
-STUDIES = sorted(path.stem for path in (RESULTS / "rows").glob("*.parquet"))
+STUDIES = sorted(
+    path.stem.removesuffix("_seeds") for path in TABLES.glob("*_seeds.csv") if path.stem != "analysis_seeds"
+)
 CIFAR100, CIFAR10, TINY, SST2 = "vision-cifar100", "vision-cifar10", "vision-tinyimagenet", "text-sst2"
 HYDRA, CIRC, DEEP = "Hydra", "Hydra (Circ)", "Deep Ensembles"
 
@@ -93,6 +95,27 @@ def test_what_hydra_costs() -> None:
     counted = {one["contender"]: one for one in read_csv(TABLES / "inference_counts.csv")}
     assert int(counted["single"]["parameters"]) == 86_567_656
     assert float(counted["hydra-k0"]["limit"]) == pytest.approx(2.43, abs=0.01)
+
+
+def test_a_cascade_is_nearly_as_good_as_its_last_stage() -> None:
+    """On CIFAR-100, asked for a tenth, over five seeds; half of the traffic foreign makes it dearer, not worse."""
+    table = [one for one in read_csv(TABLES / "cascade_traffic.csv") if one["task"] == "cifar100"]
+    mine = [one for one in table if one["method"] == "cascade soup-deep"]
+
+    def mean(column: str, *cell: str) -> float:
+        found = [one for one in mine if (one["traffic"], one["declined_at_once"], one["limit"]) == cell]
+        assert len(found) == 5
+        return sum(float(one[column]) for one in found) / len(found)
+
+    for cell in (("known", "nothing", ""), ("half foreign", "nothing", ""), ("half foreign", "nothing", "0.2")):
+        assert mean("nll", *cell) - mean("deep_nll", *cell) < 0.003
+        assert mean("deep_accuracy", *cell) - mean("accuracy", *cell) < 0.003
+    told = ((0.10, 1.30, "known", ""), (0.34, 2.03, "half foreign", ""), (0.20, 1.62, "half foreign", "0.2"))
+    for asked, price, traffic, limit in told:  # docs/how-to/escalate.md
+        assert mean("asked", traffic, "nothing", limit) == pytest.approx(asked, abs=0.006)
+        assert mean("price", traffic, "nothing", limit) == pytest.approx(price, abs=0.02)
+    assert mean("asked", "half foreign", "unfamiliar", "") == pytest.approx(0.07, abs=0.006)
+    assert mean("known_declined", "half foreign", "unfamiliar", "") == pytest.approx(0.05, abs=0.006)
 
 
 def test_the_attack_found_no_forbidden_outcome() -> None:

@@ -39,3 +39,11 @@ def test_shares_come_from_stored_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(promise.lines(results, "text-sst2"))
     assert {line[2] for line in found} == {*promise.METHODS.values(), *promise.CHAINS}
     assert all(0 <= float(line[7]) <= 1 for line in found)
+
+
+def test_traffic_of_a_cascade_comes_from_stored_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promise, "CALIBRATIONS", 1)
+    results = Path(promise.__file__).parents[1] / "results"
+    found = list(promise.traffic_lines(results, "text-sst2"))
+    assert len(found) == 5 * 2 * 2 * 2 * 2  # seeds, cascades, traffic, rules, limits
+    assert all(float(line[7]) <= 0.25 for line in found if line[6])
