@@ -1,18 +1,16 @@
 """Distributed runs: ranks, sharing of work, and communication between processes."""
 
+import atexit
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from .errors import ConfigError, DataError, HydraError
@@ -133,31 +131,15 @@ def local_device(device: torch.device) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
-_GROUPS = count()  # process groups started so far: the same number on all ranks
-
-
-@cache
-def _rendezvous() -> tuple[Any, int, int]:
-    """The store through which launched processes find each other, the rank, and the world size."""
-    return next(iter(rendezvous("env://", timeout=timedelta(minutes=30))))
-
-
 @contextmanager
 def all_ranks(device: torch.device) -> Iterator[Ranks]:
-    """The ranks of this run: those of the existing process group, or of one started for the `with` block."""
-    if not launched() or dist.is_initialized():
-        yield current_ranks()
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store, rank, size = _rendezvous()
-    # torchrun keeps one store for the whole run: without a prefix a second group would find the addresses of the first
-    group_store = dist.PrefixStore(f"hydra_ensembles/{next(_GROUPS)}", store)  # type: ignore[attr-defined]
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=group_store, rank=rank, world_size=size)
-    try:
-        yield current_ranks()
-    finally:
-        dist.destroy_process_group()
+    """The ranks of this run: those of its process group, which is started if several processes were launched."""
+    if launched() and not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30))
+        atexit.register(dist.destroy_process_group)
+    yield current_ranks()
 
 
 def with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:

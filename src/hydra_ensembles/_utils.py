@@ -22,9 +22,7 @@ from .errors import ConfigError, HydraWarning, MissingExtraError
 
 # Code that is never the source of a warning: ours, and frames of torch and contextlib between the caller and us.
 _INTERNAL_PATHS = Path(__file__).parent, Path(torch.__file__).parent, Path(contextlib.__file__)
-_mode_lock = threading.Lock()
 _THREAD = threading.local()  # `notes`: messages collected by `collect_warnings` in this thread
-_in_evaluation: dict[nn.Module, tuple[int, bool]] = {}  # in `evaluation_mode`: nesting depth and original training flag
 __version__ = "0.1.0"
 
 
@@ -180,24 +178,15 @@ def all_seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode inside; of several threads in one module, the last to leave restores all flags."""
-    parts = {part for module in modules for part in module.modules()}
-    with _mode_lock:
-        for part in parts:
-            depth, was_training = _in_evaluation.get(part, (0, part.training))
-            _in_evaluation[part] = depth + 1, was_training
-        for module in modules:
-            module.eval()
+    """Switch to evaluation mode inside; afterwards every part has its own mode again."""
+    before = {part: part.training for module in modules for part in module.modules()}
+    for module in modules:
+        module.eval()
     try:
         yield
     finally:
-        with _mode_lock:
-            for part in parts:
-                depth, was_training = _in_evaluation.pop(part)
-                if depth > 1:
-                    _in_evaluation[part] = depth - 1, was_training
-                else:
-                    part.training = was_training
+        for part, was_training in before.items():
+            part.training = was_training
 
 
 def unlimited_recompiles() -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +81,13 @@ class CascadeInputs:
         return given[places.to(given.device)] if isinstance(given, Tensor) else [given[row] for row in places.tolist()]
 
 
-class _First:
-    """What the first stage says of a batch: log-probabilities, how unfamiliar, features, tokens for the second."""
+class _First(NamedTuple):
+    """What the first stage says of a batch."""
 
-    def __init__(self, log_probs: Tensor, unfamiliar: Tensor | None, features: Tensor | None, tokens: Tensor | None):
-        self.log_probs, self.unfamiliar, self.features, self.tokens = log_probs, unfamiliar, features, tokens
+    log_probs: Tensor  # [B, C]
+    unfamiliar: Tensor | None = None  # [S, M, B]
+    features: Tensor | None = None  # [M, B, d]
+    tokens: Tensor | None = None  # after the layers that the second stage has in common, [1, B, T, d]
 
 
 class InTurn(Answering):
@@ -95,7 +97,7 @@ class InTurn(Answering):
     settings: CascadeSettings
     num_members = 1
     per_row = ("stage", "forced")
-    faults: list[int]  # for each stage, how many batches it failed on
+    faults: list[int]  # for each stage, how many batches it failed on, its optimized form included
     by_share = False  # whether, to measure times, the share that was asked for goes on, whatever the thresholds
     _padded = False
 
@@ -189,10 +191,14 @@ class InTurn(Answering):
     def _first(self, given: CascadeInputs, features: bool = False) -> _First:
         stage = self.stages[0]
         if not isinstance(stage, Ensemble | OptimizedEnsemble):
-            return _First(self._asked(0, given.first), None, None, None)
-        familiarity = self.metadata.familiarity
-        wants = features or familiarity is not None
-        tokens, pooled, logits = self._run_first(stage, given.first, wants)
+            return _First(self._asked(0, given.first))
+        familiarity, prepared, tokens, pooled = self.metadata.familiarity, given.first, None, None
+        if self.settings.layers:
+            tokens, pooled, logits = stage.split(self.settings.layers, prepared)
+        elif features or familiarity is not None:
+            pooled, logits = stage.features_and_logits(prepared)
+        else:
+            logits = stage(prepared)
         unfamiliar = None if familiarity is None or pooled is None else familiarity.scores(pooled, logits)
         return _First(self._ordered(0, log_probs_of(stage, logits)), unfamiliar, pooled, tokens)
 
@@ -207,14 +213,6 @@ class InTurn(Answering):
             logits = stage.continued(self.settings.layers, first.tokens[:, places], rows)
             return self._ordered(index, log_probs_of(stage, logits[:, :count]))
         return self._asked(index, rows)[:count]
-
-    def _run_first(self, stage: Any, prepared: Any, features: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """Tokens after the common layers, features and member logits of the first stage; the first two if wanted."""
-        if self.settings.layers:
-            return stage.split(self.settings.layers, prepared)
-        if features:
-            return None, *stage.features_and_logits(prepared)
-        return None, None, stage(prepared)
 
     def _asked(self, index: int, inputs: Any) -> Tensor:
         """Log-probabilities `[B, C]` of a stage by itself, in the order of the cascade's classes."""
@@ -248,7 +246,6 @@ class Cascade(InTurn, OurModel, Saved):
     """Stages that answer in turn; made by `cascade`. It predicts, calibrates, saves and serves like an `Ensemble`."""
 
     _kind = "cascade"
-    at = Ensemble.at
 
     def __init__(self, stages: Sequence[Stage], settings: CascadeSettings, metadata: Metadata | None = None) -> None:
         super().__init__()
@@ -385,7 +382,7 @@ class OptimizedCascade(InTurn):
         self.settings, self.metadata, self.kind = cascade.settings, cascade.metadata, cascade.kind
         self.num_classes, self._orders, self._padded = cascade.num_classes, cascade._orders, True
         self.by_share = cascade.by_share
-        self.faults = [0] * len(cascade.stages)
+        self.faults = cascade.faults
         ours = (Ensemble, Cascade)
         self.stages = [one.optimize(**options) if isinstance(one, ours) else one for one in cascade.stages]
         self._cascade = cascade

@@ -135,9 +135,11 @@ def test_a_server_answers_with_the_stage(which: str, request: pytest.FixtureRequ
         told = await client.get("/v2/models/model")
         tensors = {"name": "pixel_values", "shape": [1, 3, 8, 8], "datatype": "FP32", "data": [0.0] * 192}
         plain = await client.post("/v2/models/model/infer", json={"inputs": [tensors]})
-        return told, plain, await client.post("/v1/predict", files=files)
+        answer = await client.post("/v1/predict", files=files)
+        return told, plain, answer, (await client.get("/metrics")).text
 
-    told, plain, answer = talk(make_app(chain, settings()), conversation)
+    told, plain, answer, metrics = talk(make_app(chain, settings()), conversation)
+    assert 'hydra_stage_faults{stage="1"} 0.0' in metrics
     assert "stage" in {one["name"] for one in told.json()["outputs"]}
     assert plain.status_code == (200 if which == "alike" else 400)
     assert answer.status_code == 200, answer.text

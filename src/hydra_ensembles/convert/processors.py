@@ -165,7 +165,7 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
 def _cleaning(tokenizer: Any) -> TextCleaning:
-    """Return how a tokenizer of open_clip cleans texts: like `clean_text`, except for the repair of mojibake."""
+    """Return how a tokenizer of open_clip cleans texts: see `clean_text`."""
     name: Any = tokenizer.clean_fn.__name__.removeprefix("_clean_")
     if name not in get_args(TextCleaning):
         raise ConversionError(f"this tokenizer cleans with {name}; supported are {list(get_args(TextCleaning))}")

@@ -91,6 +91,7 @@ class Answering:
     prepare: Callable[..., Any]
     answers: Callable[..., tuple[Tensor, Tensor | None]]
     describe: Callable[[], Description]
+    with_metadata: Callable[..., Any]
     outputs: Outputs = "classes"
     raw = False
     per_row: tuple[str, ...] = ()
@@ -104,6 +105,12 @@ class Answering:
     def promise(self) -> Promise | dict[str, Promise] | None:
         """What is promised of the errors among accepted answers, or of those with each label; None if nothing is."""
         return None if self.metadata.calibration is None else self.metadata.calibration.promise
+
+    def at(self, risk: float | Mapping[str, float]) -> Any:
+        """A copy with another of the certified risks in force, if several were given to `calibrate`."""
+        if self.metadata.calibration is None:
+            raise ConfigError("at() changes the risk of a calibrated model; calibrate it with risk=[...]")
+        return self.with_metadata(calibration=self.metadata.calibration.at(risk, self.class_names))
 
     @property
     def promised(self) -> str:
@@ -394,12 +401,6 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         metadata = replace(current, **changes)
         metadata.check(self.config)
         return build_with_state(lambda: Ensemble(self.config, metadata), self.state_dict(), self.frozen)
-
-    def at(self, risk: float | Mapping[str, float]) -> "Ensemble":
-        """A copy with another of the certified risks in force, if several were given to `calibrate`."""
-        if self.metadata.calibration is None:
-            raise ConfigError("at() changes the risk of a calibrated model; calibrate it with risk=[...]")
-        return self.with_metadata(calibration=self.metadata.calibration.at(risk, self.class_names))
 
     # --- saving and loading ------------------------------------------------------------------------------
 

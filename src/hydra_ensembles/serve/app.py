@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from .._utils import __version__, library
+from ..cascade import Cascade
 from ..errors import DataError, RequestError, StorageError
 from ..files import expanded
 from ..model.dual_encoder import load, require_classifier
@@ -75,6 +76,8 @@ def make_app(
     served, name = Served(model, settings.name), settings.name
     telemetry = Telemetry(served, doubling(1, settings.max_batch), lambda: running.waiting)
     running.observe = telemetry.batch
+    if isinstance(model, Cascade):
+        telemetry.stages(model.faults)
     watch = None
     if settings.watch is not None:
         watch = Watch(model, expanded(settings.watch), name, settings.webhook, settings.on_alarm)

@@ -77,6 +77,12 @@ class Telemetry:
         for name in monitor.wealth:
             evidence.labels(name).set_function(lambda name=name: monitor.wealth[name])
 
+    def stages(self, faults: Sequence[int]) -> None:
+        """Report on how many batches each stage of a cascade has failed."""
+        failed = self._client.Gauge("hydra_stage_faults", "Batches it failed on.", ["stage"], registry=self._registry)
+        for stage in range(len(faults)):
+            failed.labels(str(stage)).set_function(lambda stage=stage: faults[stage])
+
     def batch(self, rows: int, seconds: float) -> None:
         """Count a batch that the model has run."""
         self._batches.observe(rows)
