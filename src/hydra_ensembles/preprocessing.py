@@ -3,8 +3,9 @@
 import html
 import string
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ Pixels = Annotated[int, Range(1, 1 << 16)]  # per side of a prepared image
 MOST_STORED = 178_956_970  # pixels of a picture, as in Pillow: some kilobytes of a file may be gigabytes of pixels
 MAX_ASPECT = 100  # of its sides: the shorter one is scaled up to the input size
 TEXT = "{text}"  # where a template takes a text
+_FIRST = ("a", "B", "7", "é", "中", ".", "(", '"', " a", "\n")  # beginnings of texts
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ class TextPreprocessing(Checked):
     `tokenizer` is the content of a `tokenizer.json`. It is saved in a separate file, not in the config. `template` is
     what a text is put into, at `{text}`; a text that is then too long is refused, because cutting it would cut the
     template. `special_tokens` is False if the template has those that the tokenizer would add.
-    `cleaning` is what CLIP's tokenizers do to a string first; see `clean_text`.
+    `cleaning` is what CLIP's tokenizers do to a string first; see `clean_text`. `prefix` are the first tokens of every
+    text in its template, which the model has read already: they are left out.
 
     Examples:
         >>> import hydra_ensembles as he
@@ -142,6 +145,7 @@ class TextPreprocessing(Checked):
     cleaning: TextCleaning = "none"
     template: str = ""
     special_tokens: bool = True
+    prefix: tuple[Count, ...] = ()
     tokenizer: str = field(default="", repr=False)
 
     def __call__(self, texts: "str | Sequence[str | tuple[str, str]]") -> dict[str, Tensor]:
@@ -173,7 +177,26 @@ class TextPreprocessing(Checked):
                 remarks.add("is padded, and the model reads padding as tokens: give texts of equal length together")
         for remark in sorted(remarks):
             warn(f"at least one text {remark}")
-        return {name: torch.tensor(ids, device="cpu") for name, ids in rows.items()}  # ignore default device
+        start = len(self.prefix)
+        for index, ids in enumerate(rows["input_ids"]):
+            if tuple(ids[:start]) != self.prefix:
+                told = f"text {index} becomes one token with the end of the prefix"
+                raise DataError(f"{told}; begin it with another letter, or end the prefix with a new line")
+        return {name: torch.tensor(ids, device="cpu")[:, start:] for name, ids in rows.items()}  # ignore default device
+
+    def with_prefix(self, text: str) -> "TextPreprocessing":
+        """The same with a text before the template, whose tokens up to the place of the text become the prefix."""
+        template = text + (self.template or TEXT)
+        if self.prefix or template.count(TEXT) != 1:
+            raise ConfigError(f"a prefix goes before texts without one, and does not contain {TEXT}")
+        whole = replace(self, template=template)
+        texts = [template.replace(TEXT, first) for first in _FIRST]
+        encodings = _tokenizer(whole).encode_batch(texts, add_special_tokens=self.special_tokens)
+        places = zip(*(one.ids for one in encodings), strict=False)
+        prefix = tuple(ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, places))
+        if not prefix:
+            raise ConfigError("there are no tokens before the text: give a prefix, or a template that has some")
+        return replace(whole, prefix=prefix)
 
     def _cleaned(self, text: Any, which: str) -> str | tuple[str, ...]:
         """Clean a text, or both texts of a pair; raises for what is no text, and for lone surrogates."""

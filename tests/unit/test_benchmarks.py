@@ -11,6 +11,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 import against  # noqa: E402
 import circuit  # noqa: E402
 import coverage  # noqa: E402
+import decoders  # noqa: E402
 import inference  # noqa: E402
 import serve  # noqa: E402
 
@@ -47,6 +48,13 @@ def test_every_contender_is_counted(tmp_path: Path) -> None:
     rows = {row["contender"]: row for row in found}
     assert set(rows) == set(inference.NAMES)
     assert [float(rows[name]["limit"]) for name in ("single", "deep-in-turn")] == [1.0, 3.0]
+
+
+def test_decoders_are_timed_beside_transformers_with_a_prefix_and_without(tmp_path: Path) -> None:
+    options = ["--shapes", "tiny", "--device", "cpu", "--dtype", "float32", "--batches", "2", "--tokens", "5"]
+    rows = ran(decoders, tmp_path, *options, "--prefix", "7", "--seconds", "0.01")
+    assert [row["contender"] for row in rows] == list(decoders.CONTENDERS)
+    assert [row["prefix"] for row in rows] == ["0", "0", "0", "7", "7"]
 
 
 def test_circuits_of_both_methods_are_equal(tmp_path: Path) -> None:

@@ -111,6 +111,8 @@ def extract_circuit(
     device = local_device(require_device(device or ensemble.device))
     model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences)
     require_ensemble(model, "extract_circuit", classifies=True)
+    if getattr(model.config.stem, "prefix", ()):
+        raise ConfigError("heads are searched in a model without a prefix; give the one before with_prefix")
     id_batches = in_model_order(id_batches, "id_batches", model)
     if isinstance(ood_batches, str) and score != "acc":
         id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches

@@ -162,7 +162,8 @@ class TextStemConfig(Checked):
     """Turn token ids into embeddings: words, learned positions, optional segments, optional norm and projection.
 
     `positions_after` is the padding id if positions count from it (RoBERTa); otherwise they are 0, 1, 2, …
-    Without `learned_positions`, `positions` is only the maximum length of a text.
+    Without `learned_positions`, `positions` is only the maximum length of a text. `prefix` are tokens in front of every
+    text, which is given without them (`Ensemble.with_prefix`).
     """
 
     kind: ClassVar[str] = "text"
@@ -178,11 +179,13 @@ class TextStemConfig(Checked):
     dropout: Rate = 0.0
     norm_kind: NormKind = "layer"
     learned_positions: bool = True
+    prefix: tuple[Count, ...] = ()
 
     @property
     def max_tokens(self) -> int:
-        """Longest sequence the position embedding covers."""
-        return self.positions - (0 if self.positions_after is None else self.positions_after + 1)
+        """Longest text that is taken, without the prefix."""
+        start = 0 if self.positions_after is None else self.positions_after + 1
+        return self.positions - start - len(self.prefix)
 
 
 Pool = Literal["cls", "mean", "cls_mean", "distilled", "eot", "last", "final", "map"]
@@ -288,6 +291,11 @@ class EnsembleConfig:
         object.__setattr__(self, "heads", tuple(layers + everything[len(layers) :] for layers in self.heads))
         if self.readout.outputs == "odds" and self.readout.num_classes != 2:
             raise ConfigError(f"outputs='odds' is of two classes, not {self.readout.num_classes}")
+        if isinstance(self.stem, TextStemConfig) and self.stem.prefix:
+            if not self.packed or self.readout.pool not in ("last", "eot"):
+                raise ConfigError("a prefix needs a decoder that reads its last token: others see what comes after it")
+            if self.stem.max_tokens < 1 or not all(0 <= one < self.stem.vocabulary for one in self.stem.prefix):
+                raise ConfigError(f"a prefix of {len(self.stem.prefix)} tokens does not fit window and vocabulary")
         pools = {"cls", "mean", "eot", "last", "final"}
         if isinstance(self.stem, PatchStemConfig):
             pools = {"mean", "map"} | ({"cls", "cls_mean"} if self.stem.class_token else set())

@@ -14,6 +14,7 @@ from ..digest import digest
 from ..errors import ConfigError, DataError
 from ..metrics.probabilities import class_logits
 from ..model_card import model_card
+from ..preprocessing import TextPreprocessing
 from ..promise import Promise
 from ..settings import from_plain, to_plain
 from ..store import Form
@@ -21,7 +22,7 @@ from . import LATER
 from .config import GROUPS, EnsembleConfig, KeptHeads, Outputs, PatchStemConfig
 from .cost import Description, describe
 from .inputs import Arguments, Given, Prepared, packed, read_inputs
-from .layers import Context, Encoder, GroupedNorm, OurModel, dropping
+from .layers import Context, Encoder, GroupedNorm, OurModel, Past, Places, dropping
 from .member_states import (
     member_config,
     member_index,
@@ -208,6 +209,7 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
             self.stem = TextStem(config.stem, width, copies)
         self.encoder = Encoder(config)
         self.readout = Readout(config)
+        self.before: Past | None = None  # of the prefix, once nothing changes any more (`optimize`)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -335,8 +337,20 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, Context]:
         """The input of the first block: embedded tokens `[G, B, T, d]`, and their attention context."""
-        x = self.stem(inputs) if isinstance(self.config.stem, PatchStemConfig) else self.stem(inputs, token_type_ids)
+        stem = self.config.stem
+        text = not isinstance(stem, PatchStemConfig)
+        x = self.stem(inputs, token_type_ids, len(stem.prefix)) if text else self.stem(inputs)
         return x, self._context(x, inputs, attention_mask)
+
+    def read_prefix(self) -> Past | None:
+        """Keys and values of the prefix in every layer; None without one."""
+        if isinstance(self.config.stem, PatchStemConfig) or not self.config.stem.prefix:
+            return None
+        ids = torch.tensor([self.config.stem.prefix], device=self.device)
+        x, kept = self.stem(ids), Past()
+        context = self.encoder.context(None, (ids.shape[1],), x)._replace(kept=kept)
+        self.encoder(x, context, Places(torch.zeros_like(ids[:, 0])))  # of the last block only keys and values are used
+        return kept
 
     def _context(self, x: Tensor, inputs: Tensor, attention_mask: Tensor | None) -> Context:
         """The attention context of tokens `[G, B, T, d]` for these inputs."""
@@ -345,8 +359,9 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
             grid = inputs.shape[2] // stem.patch_size[0], inputs.shape[3] // stem.patch_size[1]
             return self.encoder.context(None, grid, x)
         key_mask = None if attention_mask is None else attention_mask.bool()
-        context = self.encoder.context(key_mask, (inputs.shape[1],), x)
-        return context._replace(last=self.readout.last_token(inputs, key_mask))
+        context = self.encoder.context(key_mask, (inputs.shape[1],), x, len(stem.prefix))
+        before = self.read_prefix() if self.before is None else self.before
+        return context._replace(last=self.readout.last_token(inputs, key_mask), before=before)
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
         """A frozen, faster runner of this ensemble; for the options see `OptimizedEnsemble`."""
@@ -401,6 +416,33 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         metadata = replace(current, **changes)
         metadata.check(self.config)
         return build_with_state(lambda: Ensemble(self.config, metadata), self.state_dict(), self.frozen)
+
+    def with_prefix(self, prefix: str | Sequence[int] | None = None) -> "Ensemble":
+        """The same decoder with tokens in front of every text, which are computed once for a batch.
+
+        `optimize()` computes them once and for all. The weights are shared, not copied. Only decoders can have a
+        prefix: their tokens do not see what comes after them.
+
+        Args:
+            prefix: A text, such as a system prompt or examples, which comes before the template; token ids, which come
+                before whatever tokens are given; or None for the beginning of the template up to the text, which
+                changes no answer, so that a calibration stays. Token ids are given without the prefix from then on.
+        """
+        config, metadata = self.config, self.metadata
+        if isinstance(config.stem, PatchStemConfig) or config.stem.prefix:
+            raise ConfigError("with_prefix takes a decoder of texts without a prefix; start from the model before")
+        if prefix is None or isinstance(prefix, str):
+            if not isinstance(metadata.preprocessing, TextPreprocessing):
+                raise ConfigError("this model was converted without a tokenizer; give token ids as prefix")
+            texts = metadata.preprocessing.with_prefix(prefix or "")
+            prefix, known = texts.prefix, metadata if prefix is None else metadata.unmeasured
+            metadata = replace(known, preprocessing=texts)
+        else:
+            metadata = metadata.unmeasured
+        ids = tuple(int(one) for one in prefix)
+        config = replace(config, stem=replace(config.stem, prefix=ids))
+        metadata = replace(metadata, history=(*metadata.history, f"a prefix of {len(ids)} tokens"))
+        return build_with_state(lambda: Ensemble(config, metadata), self.state_dict(), self.frozen)
 
     # --- saving and loading ------------------------------------------------------------------------------
 

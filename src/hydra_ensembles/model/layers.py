@@ -21,6 +21,9 @@ from .._utils import evaluation_mode
 from .config import Activation, EncoderConfig, EnsembleConfig, HiddenActivation, NormKind
 from .rotary import Rotary, Rotation, rotate
 
+Past = dict[tuple[int, int | None], tuple[Tensor, Tensor]]
+"""Keys and values `[N, P, L, d_k]` of the P tokens of a prefix, by layer and copy (None: of all copies)."""
+
 
 class Context(NamedTuple):
     """What attention knows about tokens besides their values."""
@@ -31,6 +34,8 @@ class Context(NamedTuple):
     local: Tensor | None = None  # mask of local attention with padding removed: [T, T] or [B, T, T]
     packed: bool = False  # padding comes last, where causal attention does not see it: no mask is needed for it
     last: Tensor | None = None  # [B], position of the only token that the readout takes, if that depends on the text
+    before: Past | None = None  # keys and values of the tokens in front of every text
+    kept: Past | None = None  # where to keep those of these tokens
 
     def with_mask(self, key_mask: Tensor | None) -> "Context":
         """The context for samples with this key mask.
@@ -141,13 +146,16 @@ class Encoder(nn.Module):
         self.rotary = None if config.encoder.rotary is None else Rotary(config)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.encoder.layers))
 
-    def context(self, key_mask: Tensor | None, size: tuple[int, ...], like: Tensor) -> Context:
-        """The attention context of texts with `(tokens,)`, or of images with `(rows, columns)` patches."""
-        near, tokens = None, like.shape[2]  # exported code serves any length
-        if self.window is not None and (torch.compiler.is_exporting() or tokens > self.window + 1):
-            positions = torch.arange(tokens, device=like.device)
-            near = (positions[:, None] - positions).abs() <= self.window
-        turns = () if self.rotary is None else self.rotary(size, like)
+    def context(self, key_mask: Tensor | None, size: tuple[int, ...], like: Tensor, start: int = 0) -> Context:
+        """The attention context of texts with `(tokens,)`, or of images with `(rows, columns)` patches.
+
+        `start` is the number of tokens in front of every text.
+        """
+        near, last = None, start + like.shape[2]  # exported code serves any length
+        if self.window is not None and (torch.compiler.is_exporting() or last > self.window + 1):
+            positions = torch.arange(last, device=like.device)
+            near = (positions[start:, None] - positions).abs() <= self.window  # [T, start + T]
+        turns = () if self.rotary is None else self.rotary(size, like, start)
         return Context(None, turns, near, packed=self.packed).with_mask(key_mask)
 
     def forward(
@@ -239,7 +247,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: EncoderConfig, heads: tuple[tuple[int, ...], ...], layer: int = 0) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layer = config, layer
         self.sizes = sizes = tuple(map(len, heads))  # heads of each copy; K is their sum
         grouped = config.kv_heads is not None
         self.shares = tuple(map(config.shares, heads)) if grouped else None  # of each copy: heads of each group
@@ -388,12 +396,18 @@ class Attention(nn.Module):
                 at = read.at.repeat(len(x))  # [R]
                 own = turn[0][at][:, None], turn[1][at][:, None]  # [R, 1, 1, d_k] each
             q, k = rotate(q, own), rotate(k, turn)
+        if context.kept is not None:
+            context.kept[self.layer, copy] = k, v
+        start = 0
+        if context.before is not None:  # [N, P, L, d_k] each, the same for all rows of a member
+            front = [one.repeat_interleave(x.shape[1], 0) for one in context.before[self.layer, copy]]
+            start, k, v = front[0].shape[1], torch.cat([front[0], k], dim=1), torch.cat([front[1], v], dim=1)
         mask, causal = context.seen(self.window is not None, read), self.config.causal
         if causal and isinstance(read, Places):
-            earlier = torch.arange(k.shape[1], device=k.device) <= read.at[:, None, None]  # [B, 1, T]
+            earlier = torch.arange(k.shape[1], device=k.device) <= read.at[:, None, None] + start  # [B, 1, start + T]
             mask, causal = earlier if mask is None else mask & earlier, False
         rule = self.config.attention_dropout > 0.0 and drops(self)
-        return attend(q, k, v, mask, len(x), causal, shares, self.config, rule)
+        return attend(q, k, v, mask, len(x), causal, shares, self.config, rule, start)
 
     def _into_heads(self, x: Tensor, name: str, copy: int | None, parts: slice = slice(None)) -> Sequence[Tensor]:
         """Some of query, key and value `[R, T, H, d_k]` of `[N, B, T, d]`, of the heads of all copies or of one.
@@ -432,19 +446,21 @@ def attend(
     shares: tuple[int, ...] | None,
     config: EncoderConfig,
     rule: bool | torch.Generator,
+    start: int = 0,
 ) -> Tensor:
     """Attention of every head: the only place where it is computed and where a backend is chosen.
 
     Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The mask,
     from `Context.seen`, is True for visible keys, and `rule` is from `drops`, for dropout of attention weights. In
-    grouped attention, `shares` says how many successive heads use each key and value.
+    grouped attention, `shares` says how many successive heads use each key and value. The first `start` keys are those
+    of a prefix.
     """
     factor, softcap, dropout = config.attention_scale, config.softcap, config.attention_dropout
     written_out = softcap is not None or isinstance(rule, torch.Generator)  # the kernels take neither
     if mask is not None and mask.dim() == 3:
         mask = (mask.repeat(repeats, 1, 1) if repeats > 1 else mask)[:, None]  # [R, 1, 1 or T', T]
-    if causal and (mask is not None or written_out):
-        earlier = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    if causal and (mask is not None or written_out or start):
+        earlier = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(start)
         mask = earlier if mask is None else mask & earlier
     by_kernel = shares is not None and len(set(shares)) == 1 and not written_out and (mask is None or not q.is_cuda)
     if shares is not None and not by_kernel:  # kernels take groups of one size, and on a GPU only without a mask

@@ -30,12 +30,15 @@ class Rotary(nn.Module):
         """Keep the rotations for images of one size, or for texts of up to this one, instead of computing them."""
         self.tables, self.size = torch.stack([torch.stack(turn) for turn in self(size, like)]), size
 
-    def forward(self, size: tuple[int, ...], like: Tensor) -> tuple[Rotation, ...]:
-        """Rotations for texts of `(tokens,)` or images of `(rows, columns)`, with device and dtype of `like`."""
+    def forward(self, size: tuple[int, ...], like: Tensor, start: int = 0) -> tuple[Rotation, ...]:
+        """Rotations for texts of `(tokens,)` or images of `(rows, columns)`, with device and dtype of `like`.
+
+        `start` is the number of tokens in front of a text.
+        """
         if self.tables is not None and (len(size) == 1 or size == self.size):
-            tables = self.tables if len(size) > 1 else self.tables[:, :, : size[0]]
+            tables = self.tables if len(size) > 1 else self.tables[:, :, start : start + size[0]]
             return tuple((turn[0], turn[1]) for turn in tables.to(like.dtype))
-        axes = [self._positions(axis, count, like.device) for axis, count in enumerate(size)]
+        axes = [self._positions(axis, count, like.device) + start for axis, count in enumerate(size)]
         grid = torch.stack(torch.meshgrid(axes, indexing="ij"), dim=-1).flatten(0, -2)  # [T, 1 or 2]
         pairs = self.head_dim // (2 * len(size))  # rotated by one axis
         exponents = torch.arange(pairs, device=like.device).to(self.precision) / pairs

@@ -93,11 +93,11 @@ class TextStem(nn.Module):
         self.project = GroupedLinear(copies, embedding, width) if config.project else None
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, ids: Tensor, segments: Tensor | None = None) -> Tensor:
-        """Embed token ids `[B, T]` (and segment ids of the same shape) as `[G, B, T, d]`."""
+    def forward(self, ids: Tensor, segments: Tensor | None = None, start: int = 0) -> Tensor:
+        """Embed token ids `[B, T]` (and segment ids of the same shape) as `[G, B, T, d]`, from position `start` on."""
         x = lookup(self.words, ids)
         if self.positions is not None:
-            places = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
+            places = torch.arange(start, start + ids.shape[1], device=ids.device)[None]  # [1, T]
             if (padding := self.config.positions_after) is not None:
                 real = ids.ne(padding).long()
                 places = real.cumsum(1) * real + padding  # padding tokens get the padding position

@@ -9,6 +9,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from ..model.config import PatchStemConfig
 from ..model.ensemble import Ensemble
 from ..model.layers import (
     MLP,
@@ -19,7 +20,6 @@ from ..model.layers import (
     to_heads,
 )
 from ..model.member_states import GROUP_AXIS, HEAD_AXIS
-from ..model.stem_readout import PatchStem
 
 Plan = Literal["batched", "loop"]
 """How to run what is per member: in one batched product, padded to the widest member, or one member after another. The
@@ -34,7 +34,8 @@ def frozen(ensemble: Ensemble, dtype: torch.dtype) -> Ensemble:
     if result.readout.reads_few:
         _split_query(last)
     if (rotary := result.encoder.rotary) is not None:
-        size = result.stem.config.grid if isinstance(result.stem, PatchStem) else (result.stem.config.max_tokens,)
+        stem = result.stem.config
+        size = stem.grid if isinstance(stem, PatchStemConfig) else (stem.max_tokens + len(stem.prefix),)
         rotary.fix(size, next(result.parameters()))
     return result.to(dtype)
 
@@ -50,6 +51,7 @@ def with_plan(ensemble: Ensemble, plan: Plan) -> Ensemble:
         for attention, inputs in zip(attentions(result), attention_inputs(result), strict=True):
             if inputs > 1 and not attention.even and attention.joint is None:  # heads normalised together stay
                 _pad(attention)
+    result.before = result.read_prefix()
     return result
 
 
