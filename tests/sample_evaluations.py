@@ -96,5 +96,4 @@ def costs() -> list[Cost]:
 
 def cells(comparison: Comparison, name: str) -> dict[str, Cell]:
     """The row of one method, by column."""
-    row = next(row for row in comparison.rows if row.name == name)
-    return {column.key: cell for column, cell in zip(comparison.columns, row.cells, strict=True)}
+    return {column.key: cell for column, cell in zip(comparison.columns, comparison.rows[name], strict=True)}

@@ -62,20 +62,12 @@ class Cell:
     rank: Rank = ""  # the best or second best of its column; numbers that look equal share a rank
 
 
-@dataclass(frozen=True)
-class Row:
-    """One method."""
-
-    name: str
-    cells: tuple[Cell, ...]
-
-
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """A table of methods and metrics; printed it is Markdown, `to_csv` writes all digits."""
 
     columns: tuple[Column, ...]  # that at least one method has a number for
-    rows: tuple[Row, ...]  # methods, in the order given
+    rows: Mapping[str, tuple[Cell, ...]]  # by method, in the order given
     notes: tuple[str, ...]  # what a reader must know: the sets, the score, the convention, the number of runs
 
     def __repr__(self) -> str:
@@ -93,7 +85,7 @@ def tabulated(
         cells = [cell(column, row) for row in rows.values()]
         if any(number.text != "–" for number in cells):
             shown.append((column, rank_cells(cells, column)))
-    lines = tuple(Row(name, tuple(cells[index] for _, cells in shown)) for index, name in enumerate(rows))
+    lines = {name: tuple(cells[index] for _, cells in shown) for index, name in enumerate(rows)}
     return Comparison(tuple(column for column, _ in shown), lines, notes)
 
 
@@ -125,8 +117,8 @@ def to_markdown(comparison: Comparison) -> str:
     marks = {"best": "**{}**", "second": "_{}_", "": "{}"}
     headings = ["Method", *(f"{column.group} {column.heading}".strip() for column in comparison.columns)]
     lines = [[_markdown(heading) for heading in headings]]
-    for row in comparison.rows:
-        lines.append([_markdown(row.name), *(marks[cell.rank].format(_markdown(cell.text)) for cell in row.cells)])
+    for name, cells in comparison.rows.items():
+        lines.append([_markdown(name), *(marks[cell.rank].format(_markdown(cell.text)) for cell in cells)])
     if len(comparison.columns) > len(comparison.rows):
         lines = [list(line) for line in zip(*lines, strict=True)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
@@ -147,9 +139,9 @@ def to_csv(comparison: Comparison) -> str:
     A column of standard deviations follows each column in which some method has several runs.
     """
     rows: list[dict[str, Any]] = []
-    for row in comparison.rows:
-        rows.append({"method": row.name})
-        for column, cell in zip(comparison.columns, row.cells, strict=True):
+    for name, cells in comparison.rows.items():
+        rows.append({"method": name})
+        for column, cell in zip(comparison.columns, cells, strict=True):
             rows[-1][column.key] = cell.text if column.key == "heads" else cell.value
             if cell.spread is not None:
                 rows[-1][f"{column.key}_sd"] = cell.spread
@@ -259,7 +251,7 @@ def compare(
         >>> methods = {"whole": base, "pruned": he.prune(base, [(5, 0), (5, 1)])}
         >>> found = {name: he.evaluate(model, batches, progress=False) for name, model in methods.items()}
         >>> table = he.compare(found)
-        >>> [row.name for row in table.rows]
+        >>> list(table.rows)
         ['whole', 'pruned']
     """
     methods = group_runs(evaluations)

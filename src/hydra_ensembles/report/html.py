@@ -122,8 +122,8 @@ def _tiles(
     """The main numbers, with the change against the baseline: better or worse if its paired interval excludes zero."""
     ours, theirs = methods[focus][0], methods[baseline][0]
     single = len(methods[focus]) == len(methods[baseline]) == 1
-    rows = {row.name: row.cells for row in comparison.rows}
-    entries = {entry[0].key: entry for entry in zip(comparison.columns, rows[focus], rows[baseline], strict=True)}
+    cells = zip(comparison.columns, comparison.rows[focus], comparison.rows[baseline], strict=True)
+    entries = {entry[0].key: entry for entry in cells}
     for kind in ("auroc", "abstained"):
         if f"near.{kind}" in entries or f"far.{kind}" in entries:
             entries.pop(f"all.{kind}", None)
@@ -156,7 +156,7 @@ def _table(comparison: Comparison, columns: Sequence[Column]) -> dict[str, Any]:
     return {
         "groups": groups if any(group for group, _ in groups) else [],
         "headings": [column.heading for column in columns],
-        "rows": [(row.name, [row.cells[position] for position in positions]) for row in comparison.rows],
+        "rows": [(name, [cells[position] for position in positions]) for name, cells in comparison.rows.items()],
     }
 
 

@@ -115,7 +115,7 @@ def test_calibrated_and_uncalibrated_methods_are_named():
     assert "Calibrated: Other; not: One." in said([one, warm])
     for second, marked in ((other, {"accuracy", "brier", "nll", "ece", "aece"}), (warm, {"accuracy"})):
         table = compare([one, second], columns=CLASSIFICATION)
-        pairs = zip(table.columns, *(row.cells for row in table.rows), strict=True)
+        pairs = zip(table.columns, *table.rows.values(), strict=True)
         assert {column.key for column, *found in pairs if any(cell.rank for cell in found)} == marked
     assert "in part: Some" in said({"Some": [one, replace(warm, name="One")], "Other": warm})
 
@@ -136,10 +136,8 @@ def test_markdown_and_csv(comparison, tmp_path):
     ]  # on its side
     assert len({len(line) for line in markdown[: len(comparison.columns) + 2]}) == 1
     (accuracies,) = (line for line in markdown if line.startswith("| Acc"))
-    for row in comparison.rows:
-        assert {"best": "**{}**", "second": "_{}_", "": " {} "}[row.cells[1].rank].format(
-            row.cells[1].text
-        ) in accuracies
+    for row in comparison.rows.values():
+        assert {"best": "**{}**", "second": "_{}_", "": " {} "}[row[1].rank].format(row[1].text) in accuracies
     upright = to_markdown(compare(methods(), columns=CLASSIFICATION[:2])).splitlines()
     assert upright[0].split() == ["|", "Method", "|", "Acc", "↑", "|", "Brier", "↓", "|"]
     table = list(csv.DictReader(io.StringIO(to_csv(comparison))))
