@@ -104,12 +104,7 @@ def named_values(pairs: Iterable[str] | None) -> dict[str, Any]:
 
 def named_columns(pairs: Iterable[str] | None) -> dict[str, str]:
     """The columns of a table by their role, from `ROLE=NAME`."""
-    from ..data.loading import Columns
-    from ..settings import from_plain
-
-    columns = {role: name for role, _, name in (pair.partition("=") for pair in pairs or ())}
-    from_plain(Columns, columns, "column")
-    return columns
+    return {role: name for role, _, name in (pair.partition("=") for pair in pairs or ())}
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -162,7 +157,7 @@ class Reading:
         from ..settings import from_plain
 
         path, split = split_path(spec)
-        columns = from_plain(Columns, self.columns, "column")
+        columns = from_plain(Columns, self.columns, "columns")
         options: dict[str, Any] = {"columns": columns, "labels": "required" if labelled else "optional"}
         kind, _, rest = spec.partition(":")
         name, *parts = rest.split(":")

@@ -19,7 +19,6 @@ Data = Annotated[str | None, typer.Option(help="Held-out labelled data.")]
 Ood = Annotated[list[str] | None, typer.Option(help="OOD data: [NAME=]DATA, repeatable, or synthetic.")]
 Train = Annotated[str | None, typer.Option(help="Labelled training data.")]
 Run = Annotated[Path | None, typer.Option("--output", "-o", help="Run folder.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of draws.")]
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Sources:
     id: str | None = None
     ood: tuple[str, ...] = ()
     train: str | None = None
-    validation: str | None = None
+    validation: str | None = None  # labelled data to calibrate on; half of id if not given
     models: tuple[str, ...] = ()
     columns: Mapping[str, str] = field(default_factory=dict)
     limit: int | None = None
@@ -57,15 +56,11 @@ def build(
     id: Data = None,
     ood: Ood = None,
     train: Train = None,
-    validation: Annotated[
-        str | None, typer.Option(help="Labelled data to calibrate on; half of --id if not given.")
-    ] = None,
     members: Annotated[int | None, typer.Option("--members", "-m", help="Number of members; 3 if not given.")] = None,
     prune: Annotated[int | None, typer.Option("--prune", "-p", help="Heads each member loses.")] = None,
     strategy: Annotated[str | None, typer.Option(help="circuit, taylor, sampled, random or branches.")] = None,
     shared_layers: Annotated[int | None, typer.Option(help="First layers that all members share.")] = None,
     recipe: Recipe = None,
-    seed: Seed = None,
     column: Column = None,
     limit: Limit = None,
     config: Config = None,
@@ -109,7 +104,6 @@ def search(
     cost: Annotated[float | None, typer.Option(help="Highest price, in prices of the model; 1.5 if not given.")] = None,
     candidates: Annotated[Path | None, typer.Option(help="YAML file with a list of settings of build.")] = None,
     recipe: Recipe = None,
-    seed: Seed = None,
     limit: Limit = None,
     config: Config = None,
     changes: Changes = None,

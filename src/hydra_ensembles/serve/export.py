@@ -78,12 +78,14 @@ def export(
     model = ensemble if ensemble.device.type == "cpu" else copy.deepcopy(ensemble).cpu()
     answering, inputs, outputs = Answering(model), input_fields(model), output_fields(model)
     with torch.no_grad(), dropping(False), _staged(path) as file:
+        batches = [_random(model, inputs, *size) for size in COMPARED]
+        expected = [(batch, _arrays(answering(**batch))) for batch in batches]  # first: caches familiarity
         about = _about(model, inputs, outputs)
         with _quiet():
             _write(_traced(answering, _random(model, inputs, *TRACED), inputs, model), file, inputs, outputs, about)
             run = _runner(file)
-            for batch in (_random(model, inputs, *size) for size in COMPARED):
-                _compare(run(batch), _arrays(answering(**batch)), model, tolerance)
+            for batch, wanted in expected:
+                _compare(run(batch), wanted, model, tolerance)
         preprocessing = model.metadata.preprocessing
         if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
             file.with_name(f"{file.name}{TOKENIZER}").write_text(preprocessing.tokenizer, encoding="utf-8")

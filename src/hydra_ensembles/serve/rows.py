@@ -24,17 +24,18 @@ from torch.nn import functional as F
 from .._utils import collect_warnings, library
 from ..batches import READ
 from ..data.dataset import IMAGE_SUFFIXES, is_litter
+from ..data.loading import Columns
 from ..errors import DataError, HydraError, RequestError
 from ..files import expanded
 from ..model.config import PatchStemConfig
 from ..model.ensemble import Answering
 from ..model.inputs import read_inputs
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
+from ..settings import from_plain
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # not EPS and its like: decoding them starts programs
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # quota and period of the control group
 SHORTEST = 16  # minimum number of tokens that texts are padded to
-COLUMNS = {"image": "image", "text": "text", "text_pair": "text_pair"}  # usual names of columns; a pair may be missing
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
@@ -277,7 +278,7 @@ def sources(
         images: Maximum number of images of one folder that form a source.
         without: A folder inside it to skip.
     """
-    path = expanded(path)
+    path, known = expanded(path), from_plain(Columns, columns or {}, "columns")
     if not path.exists():
         raise DataError(f"{path} does not exist; check the path")
     root, files = (path, _files_below(path, without)) if path.is_dir() else (path.parent, [path])
@@ -297,7 +298,7 @@ def sources(
             part = pictures[start : start + images]
             items = [Item(names[file], file) for file in part]
             found.append(Source(folder.relative_to(root).as_posix(), start // images, part, items.__iter__))
-        cells = Cells(kind, {**COLUMNS, **(columns or {})}, tuple(keep), folder)
+        cells = Cells(kind, vars(known), tuple(keep), folder)
         for file, name in names.items():
             tar = next((suffix for suffix in _TARS if file.name.lower().endswith(suffix)), None)
             if read := readers.get(tar or file.suffix.lower()):
@@ -327,7 +328,7 @@ class Cells:
     @property
     def needed(self) -> list[str]:
         """Columns that a table must have; a pair of texts only if its column was renamed."""
-        pair = self.kind == "text" and self.columns["text_pair"] != COLUMNS["text_pair"]
+        pair = self.kind == "text" and self.columns["text_pair"] != Columns.text_pair
         return [self.columns[self.kind], *([self.columns["text_pair"]] if pair else []), *self.keep]
 
     def require(self, known: Sequence[str]) -> None:

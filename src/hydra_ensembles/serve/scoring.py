@@ -31,7 +31,7 @@ from ..optimize.runner import PLANS, seconds_of
 from ..store import Store
 from .batcher import Runner, stacked
 from .protocol import REASON_WORDS, Answer, Array, Arrays, output_fields
-from .rows import COLUMNS, Item, Reader, Row, Source, cores, sources
+from .rows import Item, Reader, Row, Source, cores, sources
 
 ROWS, END, ABOUT = "rows", "_end", "about.json"
 CALIBRATION = b"hydra_ensembles calibration"  # in the metadata of a file of answers
@@ -83,7 +83,7 @@ def score(
     require_classifier(model, "score")
     table, reader = _Table(model, keep, wide), Reader(model)
     found = sources(source, model.kind, columns, keep, images=shard_rows, without=path)
-    settings = {"columns": {**COLUMNS, **(columns or {})}, "keep": list(keep), "wide": wide, "rows": shard_rows}
+    settings = {"columns": dict(columns or {}), "keep": list(keep), "wide": wide, "rows": shard_rows}
     with Store(path, {"model": _identity(model), **settings}, "scores") as store:
         folder = path / ROWS
         folder.mkdir(exist_ok=True)

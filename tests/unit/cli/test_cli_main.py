@@ -12,6 +12,7 @@ from cli_cases import fail, run, succeed
 from hydra_ensembles.cli.common import named_columns, read_settings, split_name
 from hydra_ensembles.cli.main import app, report_failure
 from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.serve.rows import sources
 from hydra_ensembles.training.recipe import Recipe
 from processes import environment
 
@@ -104,7 +105,7 @@ def test_settings_that_do_not_exist_or_cannot_be(tmp_path: Path, text: str, chan
 def test_columns_names_and_places_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert named_columns(["text=review", "label=a=b"]) == {"text": "review", "label": "a=b"}
     with pytest.raises(ConfigError, match="colour"):
-        named_columns(["colour=x"])
+        sources(tmp_path, "image", named_columns(["colour=x"]))
     monkeypatch.chdir(tmp_path)
     Path("a=b").mkdir()
     assert split_name("a=b") == ("a=b", "a=b")  # a path may contain "="
