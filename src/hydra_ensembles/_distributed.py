@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from .errors import ConfigError, DataError, HydraError
+from .errors import ConfigError, HydraError
 
 T = TypeVar("T")
 _LOADING = (
@@ -42,19 +42,12 @@ class Ranks:
             return EveryNth(batches, self.rank, self.size)
         return with_batches(loader, EveryNth(loader.batch_sampler, self.rank, self.size))
 
-    def gather(self, item: T, error: Exception | None = None) -> list[T]:
-        """The items of all ranks, in order; if one rank passes an `error`, all ranks raise."""
-        message = None if error is None else f"{type(error).__name__}: {error}"
-        everything: list[Any] = [(None, item)]
+    def gather(self, item: T) -> list[T]:
+        """The items of all ranks, in order. A rank that fails comes never here: its launcher stops the others."""
+        everything: list[Any] = [item] * self.size
         if self.size > 1:
-            everything = [None] * self.size
-            dist.all_gather_object(everything, (message, item if error is None else None))
-        if error is not None:
-            raise error
-        for rank, (problem, _) in enumerate(everything):
-            if problem is not None:
-                raise DataError(f"process {rank} of {self.size} failed, so process {self.rank} stops too: {problem}")
-        return [item for _, item in everything]
+            dist.all_gather_object(everything, item)
+        return everything
 
     def total(self, numbers: Tensor) -> Tensor:
         """Sum of a tensor over all ranks."""
@@ -68,16 +61,6 @@ class Ranks:
         """Wait until all ranks reach this point."""
         if self.size > 1:
             dist.barrier()
-
-    def all_or_none(self, make: Callable[[], T]) -> T:
-        """Run `make` on every rank and return its result, or raise on all ranks if it failed on one."""
-        try:
-            made = make()
-        except HydraError as error:
-            self.gather(None, error)  # raises it
-            raise
-        self.gather(None)
-        return made
 
     def require_same(self, item: object, what: str) -> None:
         """Raise if the ranks disagree, as they do if a data set splits itself between processes."""

@@ -234,8 +234,7 @@ def fit_on(
             settings["neighbours"] = chosen
             tensors = {"bank": bank}
         else:
-            moments = _moments(name, samples, ensemble.num_classes)
-            tensors = _mahalanobis(moments, shrunk, name.startswith("relative"))
+            tensors = _mahalanobis(name, samples, ensemble.num_classes, shrunk)
         state |= {f"{name}.{key}": tensor.float().contiguous() for key, tensor in tensors.items()}
     return Familiarity(FamiliaritySettings(tuple(scores), width, count, **settings), state)
 
@@ -255,48 +254,28 @@ def _shrinkage(samples: Answered, classes: int, asked: float | None) -> float:
     return SHRINKAGE_OF_FEW if total < FEW_PER_CLASS * classes else SHRINKAGE
 
 
-class _Moments(NamedTuple):
-    """Sums over samples in float64, of features minus `shift` `[M, d]`; without it, ones far from zero lose digits."""
-
-    shift: Tensor
-    counts: Tensor  # [C]
-    sums: Tensor  # [M, C, d]
-    products: Tensor  # [M, d, d]
-
-    @property
-    def mean(self) -> Tensor:
-        """`[M, d]`, relative to the shift."""
-        return self.sums.sum(dim=1) / self.counts.sum()
-
-
-def _moments(name: FamiliarityName, samples: Answered, classes: int) -> _Moments:
-    """Sums of features by class, and of their products, as the score `name` uses features."""
-    members, _, width = samples.features.shape
-    shift = prepared(name, samples.features[:, :_AT_ONCE].double()).mean(dim=1)
-    sums = torch.zeros(members, classes, width, dtype=torch.float64)
-    products = torch.zeros(members, width, width, dtype=torch.float64)
-    for some, labels in zip(samples.features.split(_AT_ONCE, dim=1), samples.labels.split(_AT_ONCE), strict=True):
-        centred = prepared(name, some.double()) - shift[:, None]  # [M, B, d]
-        sums.index_add_(1, labels, centred)
-        products += centred.mT @ centred
-    return _Moments(shift, samples.labels.bincount(minlength=classes).double(), sums, products)
-
-
-def _mahalanobis(moments: _Moments, shrinkage: float, relative: bool) -> dict[str, Tensor]:
-    """Overall mean, whitening of the within-class covariance, and whitened class means, per member.
+def _mahalanobis(name: FamiliarityName, samples: Answered, classes: int, shrinkage: float) -> dict[str, Tensor]:
+    """Overall mean, whitening of the within-class covariance, and whitened class means, per member, in float64.
 
     A class without samples has the mean of another: nothing is near to it.
     """
-    samples, mean = moments.counts.sum(), moments.mean  # [M, d]
-    known = torch.where(moments.counts > 0, torch.arange(len(moments.counts)), moments.counts.argmax())  # [C]
-    means = (moments.sums / moments.counts[:, None])[:, known]  # [M, C, d]
-    within = (moments.products - (means * moments.counts[:, None]).mT @ means) / samples  # [M, d, d]
-    whiten = _whitening(within, shrinkage)
-    statistics = {"mean": mean + moments.shift, "whiten": whiten, "classes": (means - mean[:, None]) @ whiten}
-    if relative:
-        total = moments.products / samples - mean[:, :, None] * mean[:, None]
-        statistics["background"] = _whitening(total, shrinkage)
-    return statistics
+    members, count, width = samples.features.shape
+    counts = samples.labels.bincount(minlength=classes).double()  # [C]
+    known = torch.where(counts > 0, torch.arange(classes), counts.argmax())  # [C]
+    sums = torch.zeros(members, classes, width, dtype=torch.float64)
+    within, total = torch.zeros(2, members, width, width, dtype=torch.float64)
+    parts = list(zip(samples.features.split(_AT_ONCE, dim=1), samples.labels.split(_AT_ONCE), strict=True))
+    for some, labels in parts:
+        sums.index_add_(1, labels, prepared(name, some.double()))
+    mean, means = sums.sum(dim=1) / count, (sums / counts[:, None])[:, known]  # [M, d], [M, C, d]
+    for some, labels in parts:
+        x = prepared(name, some.double())  # [M, B, d]
+        near, far = x - means[:, labels], x - mean[:, None]
+        within += near.mT @ near
+        total += far.mT @ far
+    whiten = _whitening(within / count, shrinkage)
+    statistics = {"mean": mean, "whiten": whiten, "classes": (means - mean[:, None]) @ whiten}
+    return statistics | ({"background": _whitening(total / count, shrinkage)} if name.startswith("relative") else {})
 
 
 def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:

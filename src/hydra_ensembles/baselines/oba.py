@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Unpack
 
@@ -158,7 +157,7 @@ def pruned_masks(
         for step in range(settings.steps):
             with epoch_of(train, step, seed, runtime.device):
                 batches = islice(labelled(train, copy.num_classes, "train"), settings.batches)
-                curved = ranks.all_or_none(partial(curvature, copy, batches, weights))
+                curved = curvature(copy, batches, weights)
             scores = importances(curved, {name: weight.detach() for name, weight in weights.items()})
             count = round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed
             masks = {

@@ -131,7 +131,7 @@ def extract_circuit(
         }
         ranks.require_same(identity["data"], "data")
         ranks.require_same((identity, budget), "model or settings")
-        store = ranks.all_or_none(lambda: stack.enter_context(Store(output, identity, "a circuit")))
+        store = stack.enter_context(Store(output, identity, "a circuit"))
         run = Extraction(
             method=method,
             candidates=candidates,

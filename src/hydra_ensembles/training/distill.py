@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -62,11 +61,7 @@ def distill(
     batches: Batches,
     recipe: Recipe | None = None,
     validation: Batches | None = None,
-    *,
-    output: str | Path | None = None,
-    progress: bool = True,
-    device: torch.device | str | None = None,
-    checkpoint_every: int = 200,
+    **run: Unpack[TrainOptions],
 ) -> Ensemble:
     """Teach each member of a fused ensemble the probabilities of the model it came from; a new ensemble is returned.
 
@@ -81,10 +76,7 @@ def distill(
         batches: Inputs that can be read repeatedly.
         recipe: How to train; None for two epochs of AdamW at 2e-5, falling by a cosine.
         validation: Labelled batches; with some, the weights with the lowest NLL on them are kept.
-        output: Folder from which a killed run resumes, as for `finetune`.
-        progress: Whether to show a progress bar.
-        device: Where to train; None stays on the ensemble's device.
-        checkpoint_every: Updates between two writes of the state.
+        run: `output`, `progress`, `device` and `checkpoint_every`, as for `finetune`.
 
     Examples:
         >>> models = [base, base.with_metadata()]
@@ -104,7 +96,6 @@ def distill(
     above = hydra.num_layers - hydra.config.trunk
     chosen = recipe or RECIPE
     chosen = replace(chosen, last_blocks=min(chosen.last_blocks or above, above))
-    run: TrainOptions = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
     teachers = Teachers(tuple(digest([str(one.config), one]) for one in models))
     job = Job(chosen, batches, validation, settings=teachers, **run)
     result = train_classifier(partial(DistillLearner, hydra, models, chosen), hydra, job)

@@ -6,8 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -178,11 +177,8 @@ def finetune(
     recipe: Recipe,
     validation: Batches | None = None,
     *,
-    output: str | Path | None = None,
-    progress: bool = True,
-    device: torch.device | str | None = None,
     index: int = 0,
-    checkpoint_every: int = 200,
+    **run: Unpack[TrainOptions],
 ) -> Ensemble:
     """Train a copy of an ensemble; the input is not changed.
 
@@ -210,7 +206,6 @@ def finetune(
         True
     """
     require_ensemble(member, "finetune", classifies=True)
-    run: TrainOptions = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
     job = Job(recipe, train, validation, index=index, **run)
     result = train_classifier(partial(EnsembleLearner, member, recipe, index=index), member, job)
     line = f"fine-tuned {result.described(recipe)}"

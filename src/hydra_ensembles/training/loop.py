@@ -307,7 +307,7 @@ def train_best(
         # ranks with different steps would deadlock, or end with different weights
         ranks.require_same((data, length_of(shared.train)), "training or validation data")
         ranks.require_same((identity, job.recipe.rates, job.checkpoint_every), "model or recipe")
-        store = ranks.all_or_none(lambda: stack.enter_context(Store(folder, identity, "a training")))
+        store = stack.enter_context(Store(folder, identity, "a training"))
         if job.recipe.compile:
             stack.enter_context(unlimited_recompiles())
 
