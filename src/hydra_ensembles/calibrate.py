@@ -31,7 +31,7 @@ from .familiarity import (
 from .metrics.conformal import Bins, Reference, rank_for, samples_for
 from .metrics.distance import FamiliarityChoice
 from .metrics.ood import aurc
-from .metrics.probabilities import at_least_float32, log_mean_probs, mean
+from .metrics.probabilities import at_least_float32, class_logits, log_mean_probs, mean
 from .model.dual_encoder import require_classifier
 from .model.ensemble import Ensemble, weights_of
 from .model.layers import dropping
@@ -108,18 +108,20 @@ def calibrate(
     require_members_for(score, ensemble.num_members)
     if risk is not None and share is not None:
         raise ConfigError("risk and share are two promises; give one of them")
-    if isinstance(weights, Ensemble) and weights.config.readout.outputs == "labels":
-        if familiarity not in ("auto", None):
-            raise ConfigError("familiarity is not measured where inputs have several right labels; leave it out")
-        return _of_labels(weights, held_out, risk, confidence, 0.95 if share is None else share, train, groups, score)
-    require_classifier(weights, "calibrate")
-    metadata = weights.metadata
-    labels = weights.class_names
-    asked = None if risk is None else _asked(risk, labels)
+    several = isinstance(weights, Ensemble) and weights.outputs == "labels"  # right ones of an input
+    if several and familiarity not in ("auto", None):
+        raise ConfigError("familiarity is not measured where inputs have several right labels; leave it out")
+    if several:
+        familiarity = None
+    else:
+        require_classifier(weights, "calibrate")
+    metadata, labels = weights.metadata, weights.class_names
+    asked = None if risk is None else _asked(risk, labels, several)
     confidence = None if confidence is None else require("confidence", confidence, InnerShare)
 
-    samples = read_answers(ensemble, held_out, "held_out")
-    others = None if train is None else read_answers(ensemble, train, "train")
+    read = _read_labels if several else read_answers
+    samples = read(ensemble, held_out, "held_out")
+    others = None if train is None else read(ensemble, train, "train")
     left_out = np.isin(samples.digests, [int(one) for one in metadata.chosen])
     left_out |= False if others is None else np.isin(samples.digests, others.digests)
     fit, certifies = divided(samples.digests, left_out, groups, share=0.5 if others is None else 1.0)
@@ -130,13 +132,16 @@ def calibrate(
     if not len(held.labels) or not len(fits.labels):
         raise TooFewSamplesError(f"{given}, and {len(fits.labels)} fit; give rows that neither chose nor fitted")
     fitted, why = _familiarity(ensemble, fits, held, familiarity)
+    if several:
+        fits, held = _questions(fits), _questions(held)
     plain = Calibration(fit_temperature(fits.logits, fits.labels), score=score)
     answers, before = plain.prediction(held.logits), plain.prediction(fits.logits)
     strange = None if fitted is None or familiarity is None else _first(fitted, held)
     right = answers.label == held.labels
+    about = torch.arange(len(labels)).repeat(len(held.digests)) if several else answers.label
     try:
         found = rule(
-            answers.certainty, strange, answers.label, right, labels,
+            answers.certainty, strange, about, right, labels, each=several,
             risk=asked, confidence=confidence, share=0.95 if share is None else share, unfamiliar=unfamiliar,
         )  # fmt: skip
     except TooFewSamplesError as error:
@@ -145,15 +150,15 @@ def calibrate(
     if fitted is not None:
         reference = fitted.settings.reference if strange is None else Reference.of(strange)
         fitted = Familiarity(replace(fitted.settings, threshold=found.unfamiliar, reference=reference), fitted.state)
-    watched = {"confidence": Bins.of(before.score(), answers.score())}
+    watched = {} if several else {"confidence": Bins.of(before.score(), answers.score())}
     watched |= {} if fitted is None or strange is None else {"familiarity": Bins.of(_first(fitted, fits), strange)}
     calibration = replace(
         plain, threshold=found.threshold, promises=found.promises, share=share or (0.95 if risk is None else None),
         reference=Reference.of(answers.score()), watched=watched, weights=weights_of(weights),
         rows=some_rows(held.digests),
     )  # fmt: skip
-    accept = torch.from_numpy(found.accepts(answers.certainty, strange, answers.label))
-    notes = _notes(samples, answers.label[accept], held.labels, labels, asked)
+    accept = torch.from_numpy(found.accepts(answers.certainty, strange, about))
+    notes = [] if several else _notes(samples, answers.label[accept], held.labels, labels, asked)
     notes += [f"no input is ever called unfamiliar: {why}"] if why else []
     if notes:
         warn("; ".join(notes))
@@ -177,57 +182,8 @@ def calibrate(
     )
 
 
-def _of_labels(
-    model: Ensemble,
-    held_out: Batches,
-    risk: Risk | None,
-    confidence: float | None,
-    share: float,
-    train: Batches | None,
-    groups: Sequence[Any] | None,
-    score: ScoreName,
-) -> Ensemble:
-    """`calibrate` of a model with several right labels: a temperature for all, a threshold and a promise for each."""
-    count = model.num_classes
-    labels = model.class_names
-    asked = None if risk is None else _asked(risk, labels)
-    if asked is not None and asked.by_label is None:
-        if len(asked.points) > 1:
-            raise ConfigError("several right labels have one risk, or one for each label; give a number or a mapping")
-        asked = Asked(by_label=dict.fromkeys(range(count), asked.points))
-    logits, truth, digests = _read_labels(model, held_out, "held_out")
-    others = None if train is None else _read_labels(model, train, "train")
-    left_out = np.isin(digests, [int(one) for one in model.metadata.chosen])
-    left_out |= False if others is None else np.isin(digests, others[2])
-    fit, certifies = map(torch.from_numpy, divided(digests, left_out, groups, 0.5 if others is None else 1.0))
-    fits, known = (logits[:, fit], truth[fit]) if others is None else others[:2]
-    if not len(known) or not bool(certifies.any()):
-        raise TooFewSamplesError(f"{len(known)} rows fit and {int(certifies.sum())} certify; give more rows")
-    questions = Calibration().of_labels(fits).answers.member_logits  # [M, n·C, 2]
-    plain = Calibration(fit_temperature(questions, known.flatten()), score=score)
-    answers, right = plain.of_labels(logits[:, certifies]).answers, truth[certifies].flatten()
-    about, correct = torch.arange(count).repeat(int(certifies.sum())), answers.label == right
-    if asked is None:
-        require("share", share, PositiveShare)
-        limits = [_of_share(answers.certainty[about == one], None, share).threshold for one in range(count)]
-        found = Rule(tuple(limit for limit in limits if isinstance(limit, float)), None)
-    else:
-        found = rule(answers.certainty, None, about, correct, labels, risk=asked, confidence=confidence)
-    accept = torch.from_numpy(found.accepts(answers.certainty, None, about))
-    calibration = replace(
-        plain, threshold=found.threshold, promises=found.promises, share=share if asked is None else None,
-        weights=weights_of(model), rows=some_rows(digests[certifies]),
-    )  # fmt: skip
-    line = f"calibrated for each of {count} labels: {int(certifies.sum())} of {len(digests)} held-out rows certify; "
-    line += f"temperature {plain.temperature:.4g}; {mean(accept):.2%} of answers accepted"
-    line += "".join(f"; {one}" for one in found.promises)
-    metrics = {**model.metadata.metrics, "validation/accuracy": mean(correct)}
-    history = (*model.metadata.history, line)
-    return copied_with(model, calibration=calibration, familiarity=None, metrics=metrics, history=history)
-
-
-def _read_labels(model: Ensemble, batches: Batches, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-odds `[M, n, C]`, labels of 0 and 1 `[n, C]`, and digests `[n]` of all rows."""
+def _read_labels(model: Ensemble, batches: Batches, name: str) -> Answered:
+    """What `read_answers` returns for a model with several right labels: log-odds, labels of 0 and 1 `[n, C]`."""
     require_batches(batches, name)
     parts = list[tuple[Tensor, Tensor, Tensor]]()
     for index, batch in enumerate(batches):
@@ -240,11 +196,17 @@ def _read_labels(model: Ensemble, batches: Batches, name: str) -> tuple[Tensor, 
             raise DataError(f"labels in batch {index} of {name} {told}; got {list(truth.shape)}")
         with dropping(False), torch.no_grad():
             logits = at_least_float32(model(model.prepare(inputs))).cpu()
-        parts.append((logits, truth.long(), sample_digests(inputs)))
+        parts.append((logits.transpose(0, 1), truth.long(), sample_digests(inputs)))
     if not parts:
         raise DataError(f"{name} has no samples; check the loader, or that it was not consumed before")
-    logits = torch.cat([one[0] for one in parts], dim=1)
-    return logits, torch.cat([one[1] for one in parts]), torch.cat([one[2] for one in parts])
+    logits, labels, digests = map(torch.cat, zip(*parts, strict=True))
+    logits = logits.transpose(0, 1)  # [n, M, C] -> [M, n, C]
+    return Answered(logits[..., :0], logits, labels, digests)
+
+
+def _questions(rows: Answered) -> Answered:
+    """The questions whether a label applies, row by row, `[M, n·C, 2]`, as those of a classifier with no and yes."""
+    return rows._replace(logits=class_logits(rows.logits.flatten(1)[..., None]), labels=rows.labels.flatten())
 
 
 # --- which rows certify ----------------------------------------------------------------------------------------------
@@ -320,6 +282,7 @@ def rule(
     confidence: float | None = 0.95,
     share: float = 0.95,
     unfamiliar: float = 0.05,
+    each: bool = False,
 ) -> Rule:
     """When answers are accepted, from rows that fitted nothing: a pure function of arrays `[n]`.
 
@@ -333,9 +296,13 @@ def rule(
         confidence: As for `calibrate`.
         share: As for `calibrate`.
         unfamiliar: As for `calibrate`.
+        each: Whether the share is to be accepted of the answers with each label.
     """
     if risk is None:
-        return _of_share(certainty, unfamiliarity, require("share", share, PositiveShare))
+        require("share", share, PositiveShare)
+        if not each:
+            return Rule(*_of_share(certainty, unfamiliarity, share))
+        return Rule(tuple(_of_share(certainty[label == one], None, share)[0] for one in range(len(labels))), None)
     limit = None
     if unfamiliarity is not None:  # what is at or above the score of a rank is declined: given it, the rest is i.i.d.
         ordered = unfamiliarity.sort().values
@@ -365,8 +332,8 @@ def rule(
     return Rule(tuple(thresholds), limit, tuple(promises))
 
 
-def _of_share(certainty: Tensor, unfamiliarity: Tensor | None, share: float) -> Rule:
-    """Accept at least a share of rows like these by both reasons together: each allows the same rank.
+def _of_share(certainty: Tensor, unfamiliarity: Tensor | None, share: float) -> tuple[float, float | None]:
+    """Limits that accept at least a share of rows like these by both reasons together: each allows the same rank.
 
     The rank is one more than the least at which both together accept ⌈share · (n + 1)⌉ of the rows: conformal, since
     with a new row among them they would accept as many at this rank.
@@ -382,8 +349,8 @@ def _of_share(certainty: Tensor, unfamiliarity: Tensor | None, share: float) -> 
         if share < 1:
             few = f"promising a share of {share:.4g} takes {samples_for(share)} rows and more, {rows} certify"
             warn(f"{few}: every input is accepted; calibrate on more, or accept a smaller share")
-        return Rule(-NEVER, None if unfamiliarity is None else NEVER)
-    return Rule(-ordered[0][rank - 1].item(), None if unfamiliarity is None else ordered[1][rank - 1].item())
+        return -NEVER, None if unfamiliarity is None else NEVER
+    return -ordered[0][rank - 1].item(), None if unfamiliarity is None else ordered[1][rank - 1].item()
 
 
 def below(value: Tensor) -> float:
@@ -391,8 +358,8 @@ def below(value: Tensor) -> float:
     return float(torch.nextafter(value, value.new_tensor(-math.inf)))
 
 
-def _asked(risk: Risk, labels: Sequence[str]) -> Asked:
-    """The risks as they were given, with the numbers of labels."""
+def _asked(risk: Risk, labels: Sequence[str], each: bool = False) -> Asked:
+    """The risks as they were given, with the numbers of labels; `each` label has those that are given for all."""
     if isinstance(risk, Mapping):
         names: dict[Any, int] = {index: index for index in range(len(labels))}
         names |= {name: index for index, name in enumerate(labels)}
@@ -405,7 +372,8 @@ def _asked(risk: Risk, labels: Sequence[str]) -> Asked:
         if set(read.values()) == {(1.0,)}:
             raise ConfigError("risk bounds no label: give one a risk below 1, or share=")
         return Asked(by_label=read)
-    return Asked(tuple(require("risk", one, InnerShare) for one in _several(risk)))
+    points = tuple(require("risk", one, InnerShare) for one in _several(risk))
+    return Asked(by_label=dict.fromkeys(range(len(labels)), points)) if each else Asked(points)
 
 
 def _several(risk: Any) -> Sequence[float]:

@@ -92,6 +92,8 @@ def test_several_right_labels_have_a_sigmoid_and_a_promise_each(tmp_path: Path) 
         assert accepted.float().mean() > 0.1
         assert promise.risk == 0.3
         assert (new.label != truth)[:, label][accepted].float().mean() <= 0.3
+    looser = he.calibrate(base, batches_of(base, 1500), risk=[0.3, 0.5]).at(dict.fromkeys(NAMES, 0.5))
+    assert {promise.risk for promise in looser.promise.values()} == {0.5}
     some = he.calibrate(base, batches_of(base, 1500), risk={"threat": 0.3}).predict(ids(50))
     assert not some.accept[:, :2].any()
     shared = he.calibrate(base, batches_of(base, 1500), share=0.8).predict(inputs).accept.float().mean(0)
@@ -117,8 +119,6 @@ def test_what_several_right_labels_do_not_have_is_one_clear_error() -> None:
             he.calibrate(base, [(ids(8), labels)])
     with pytest.raises(ConfigError, match="familiarity"):
         he.calibrate(base, batches_of(base), familiarity="knn")
-    with pytest.raises(ConfigError, match="one risk"):
-        he.calibrate(base, batches_of(base), risk=[0.1, 0.2])
     with pytest.raises(TooFewSamplesError, match="toxic"):
         he.calibrate(base, batches_of(base, 20), risk=0.01)
     with pytest.raises(ConfigError, match="one right class"):
