@@ -109,16 +109,15 @@ def test_validation_is_numbered_as_train(model: he.Ensemble, whole: ImageDataset
 
 
 def test_sets_of_an_evaluation_are_numbered_alike(model: he.Ensemble, whole: ImageDataset, part: ImageDataset) -> None:
-    options: dict[str, Any] = {"preprocess": torch.stack, "progress": False}
     for function in (model, lambda images: model(images)):
-        found = he.evaluate(function, whole, shift={"v": part}, **options)
+        found = he.evaluate(function, given(whole), shift={"v": given(part)}, progress=False)
         assert [found.numbers()[name] for name in ("accuracy", "shift.v.accuracy")] == [1.0, 1.0]
         with pytest.raises(DataError, match=r"class 1 of .*set 'v' is 'pos'"):
-            he.evaluate(function, whole, shift={"v": foreign(part)}, **options)
+            he.evaluate(function, given(whole), shift={"v": foreign(part)}, progress=False)
     with pytest.raises(DataError, match=r"2 classes \(neg, pos\), but the model has 3 without names"):
-        he.evaluate(model, part, **options)
+        he.evaluate(model, given(part), progress=False)
     named = model.with_metadata(labels=NAMES)
-    assert he.evaluate(named, part, **options).numbers()["accuracy"] == 1.0
+    assert he.evaluate(named, given(part), progress=False).numbers()["accuracy"] == 1.0
     assert he.calibrate(named, given(part), familiarity=None).metadata.metrics["validation/accuracy"] == 1.0
 
 

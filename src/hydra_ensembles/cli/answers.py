@@ -256,17 +256,17 @@ def evaluate(
     slug = "-".join(re.findall(r"[\w.]+", title)).lower()
     file = expanded(output) / f"{slug}.json"
     reading = common.Reading(ensemble, common.named_columns(column), limit, batch_size)
-    test = reading.data(id)
+    test = reading.batches(id)
     groups: dict[str, dict[str, Any]] = {}
     for group, one, spec in _grouped(ood or ()):
         if one in groups.setdefault(group, {}):
             raise DataError(f"two OOD sets are called {one!r}; rename one as near:NAME=DATA")
-        groups[group][one] = reading.data(spec, labelled=False)
+        groups[group][one] = reading.batches(spec, labelled=False)
     flat = groups.get("", groups)
-    shifts = {one: reading.data(spec) for one, spec in map(common.split_name, shift or ())}
-    how: dict[str, Any] = {"name": title, "score": score, "batch_size": batch_size}
+    shifts = {one: reading.batches(spec) for one, spec in map(common.split_name, shift or ())}
     kept = file.with_suffix(".run")
-    evaluation = evaluated(ensemble, test, flat, shifts, **how, output=kept, progress=not quiet)
+    how: dict[str, Any] = {"name": title, "score": score, "output": kept, "progress": not quiet}
+    evaluation = evaluated(ensemble, test, flat, shifts, **how)
     evaluation.save(file)
     remove(kept)
     print(f"{evaluation}\nwrote {file}; hydra-ensembles report {output} compares all in that folder")

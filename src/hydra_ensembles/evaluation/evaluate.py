@@ -18,8 +18,7 @@ from tqdm import tqdm
 from .._utils import __version__, unwrapped, warn
 from ..batches import Batches, Inputs, iterate, length_of, move, renumbered, require_labels, size_of
 from ..calibrate import REUSED
-from ..data.dataset import Dataset, Preprocess
-from ..data.dataset import batches as make_batches
+from ..data.dataset import Dataset
 from ..digest import digest, require_other_samples
 from ..errors import ConfigError, DataError
 from ..familiarity import recognised, sample_digests
@@ -33,15 +32,14 @@ from ..prediction import AnyScore, Prediction, ScoreName
 from ..store import TENSORS, Store
 from .evaluation import UNNAMED, Answers, Evaluation, ModelInfo, OodGroup, columns_of
 
-Data = Batches | Dataset[Any]
 KEPT_AT_ONCE = 8  # batches whose answers are kept together
 
 
 def evaluate(
     ensemble: Answering | Callable[[Any], Any],
-    id_data: Data,
+    id_data: Batches,
     ood: Mapping[str, Any] | None = None,
-    shift: Mapping[str, Data] | None = None,
+    shift: Mapping[str, Batches] | None = None,
     *,
     name: str | None = None,
     id_name: str | None = None,
@@ -49,9 +47,6 @@ def evaluate(
     scores: Sequence[AnyScore] = (),
     convention: Convention = "torch-uncertainty",
     calibration: Calibration | None = None,
-    preprocess: Preprocess | None = None,
-    batch_size: int = 64,
-    num_workers: int = 0,
     output: str | Path | None = None,
     progress: bool = True,
 ) -> Evaluation:
@@ -62,20 +57,16 @@ def evaluate(
             inputs of a batch and returns member logits `[M, B, C]` (`[B, C]` counts as one member; of an object,
             `.logits` is used; a mapping is passed as keywords if its `forward` accepts them). A module of another
             library is put in evaluation mode meanwhile.
-        id_data: Labelled in-distribution set: batches, as from a `DataLoader`, or a data set of
-            `hydra_ensembles.data`, which is batched with the model's preprocessing.
-        ood: OOD sets, `{"near": {name: data}, "far": {...}}` as from `Suite.load`, or flat, `{name: data}`,
-            for the mean over all sets only. The group `"apart"` is in no mean. Labels of OOD sets are not read.
-        shift: `{name: data}` of labelled sets under distribution shift, such as corruptions.
+        id_data: Batches of a labelled in-distribution set.
+        ood: OOD sets, `{"near": {name: batches}, "far": {...}}`, or flat, `{name: batches}`, for the mean over all sets
+            only. The group `"apart"` is in no mean. Labels of OOD sets are not read.
+        shift: `{name: batches}` of labelled sets under distribution shift, such as corruptions.
         name: What tables call the model.
-        id_name: Name of the in-distribution set; a data set has its own.
+        id_name: Name of the in-distribution set; that of the data set in a loader, if not given.
         score: Score that detects OOD samples, of the mean over members.
         scores: Further scores to report; fitted ones (`fit_familiarity`) are always reported.
         convention: How AUPR and FPR95 are defined; see `hydra_ensembles.metrics.ood`.
         calibration: Temperature and threshold to apply; an ensemble has its own.
-        preprocess: Turns a list of raw items into inputs; an ensemble has its own.
-        batch_size: For data sets that are not in batches.
-        num_workers: Worker processes for such data sets.
         output: Folder that keeps the answers of a model of ours to every batch, whatever the settings: called again, an
             interrupted evaluation resumes, and one with other scores or another calibration is only computed.
         progress: Whether to show progress bars.
@@ -110,14 +101,9 @@ def evaluate(
     rule = calibration or Calibration()
     if rule.threshold is None and score in get_args(ScoreName):
         rule = replace(rule, score=cast(ScoreName, score), reference=None)
-    preprocess = preprocess or (model.preprocess if isinstance(model, Answering) else metadata.preprocessing)
     answers, rows, logits = dict[str, Answers](), dict[str, Tensor](), torch.empty(0)
     with Store(output, _identity(model, output), "an evaluation") as kept, torch.no_grad(), evaluating(model):
         for key, group, data in sets:
-            if isinstance(data, Dataset):
-                if preprocess is None:
-                    raise ConfigError(f"set {key!r} holds raw items; pass preprocess=, or give batches (a DataLoader)")
-                data = make_batches(data, preprocess, batch_size, num_workers=num_workers)
             one = _Pass(model, rule, familiarity, reported, kept, progress)
             answers[key], rows[key], logits = one.over(data, key, group)
     _require_fresh(id_name, rows, rule)

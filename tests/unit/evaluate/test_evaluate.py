@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hydra_ensembles import metrics
 from hydra_ensembles.calibrate import calibrate
-from hydra_ensembles.data.dataset import ImageDataset, batches
 from hydra_ensembles.errors import CheckpointError, DataError, HydraError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import _Pass, evaluate
 from hydra_ensembles.evaluation.evaluation import Evaluation
@@ -329,19 +327,6 @@ def test_texts_come_as_mappings_and_streams_are_read_once():
     stream, gone = DataLoader(Stream(), batch_size=None), iter(text_batches((4,), seed=3))
     found = evaluate(tiny_ensemble("text"), stream, {"gone": gone}, progress=False)
     assert (found.model.kind, found.samples) == ("text", {"id": 11, "ood.gone": 4})
-
-
-def test_data_sets_are_put_in_batches_with_the_models_preprocessing():
-    pillow = pytest.importorskip("PIL.Image")
-    pixels = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
-    pictures = [pillow.fromarray(array) for array in pixels]
-    dataset = ImageDataset(pictures, [i % 4 for i in range(12)], NAMES, name="pictures")
-    model = tiny_ensemble()
-    first, rest = dataset.select(range(8)), dataset.select(range(8, 12))
-    found = evaluate(model, first, {"rest": rest}, batch_size=5, progress=False)
-    prepared, other = (batches(part, model.metadata.preprocessing, 5) for part in (first, rest))
-    assert found.id_name == "pictures"
-    assert found.numbers() == evaluate(model, prepared, {"rest": other}, progress=False).numbers()
 
 
 def test_samples_in_two_places_are_refused_or_said():
