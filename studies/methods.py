@@ -10,7 +10,6 @@ authors' where known. Learning rates are relative to Single's: a method that tra
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import hydra_ensembles as he
@@ -27,7 +26,7 @@ DEEP, SOUP = "Deep Ensembles", "Soup"
 HYDRA, TUNED, HYDRA_CIRC, HYDRA_TAYLOR = "Hydra", "Hydra, tuned", "Hydra (Circ)", "Hydra (Taylor)"
 CIRC_AVG, MC_DROPOUT = "CircAvg", "MC Dropout"
 LORA, BATCH_ENSEMBLE, MIMO, PACKED = "LoRA-Ensemble", "BatchEnsemble", "MIMO", "Packed-Ensembles"
-OBA, LAPLACE, SNAPSHOT = "OBA", "Laplace (last layer)", "Snapshot"
+OBA, LAPLACE = "OBA", "Laplace (last layer)"
 CLASSIFIERS = "Deep Ensembles (classifiers)"
 
 PRETRAINED = ("image", "text")  # kinds of tasks that start from a pretrained model
@@ -219,15 +218,6 @@ def last_layer(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
     return baselines.laplace(lab.base, lab.task.batches(lab.task.train), settings)
 
 
-def snapshots(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
-    """Members along one training, as long as Single's; the learning rate restarts for each."""
-    number = lab.derived("snapshots")
-    steps = max(2, updates(lab) // lab.members)
-    training = sped_up(lab, rate_of(setting), seed=number, epochs=None, steps=steps)
-    start = partial(lab.fresh, number)
-    return learned(lab, SNAPSHOT, setting, baselines.deep_ensemble, start, training, lab.members, snapshots=True)
-
-
 def classifiers(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
     """Classifiers trained separately on a frozen Single: the paper's D for texts."""
     rate = rate_of(setting) * lab.training().rates[0]
@@ -262,7 +252,6 @@ BASELINES: Mapping[str, Row] = {
     LAPLACE: Row(  # Kronecker-factored curvature with the most likely prior; and a wide prior
         last_layer, 1, one_of({"structure": "kron"}, {"structure": "kron", "prior": 1.0}), kinds=EVERY
     ),
-    SNAPSHOT: Row(snapshots, 1, rates(1, 3), kinds=EVERY),
     CLASSIFIERS: Row(classifiers, 2, rates(3, 30), kinds=EVERY),
 }
 

@@ -19,7 +19,7 @@ from ..model.layers import GroupedLinear, OurModel
 from ..model.member_states import join_states, warn_if_equal
 from ..model.metadata import Calibration, Familiarity, FamiliaritySettings, Metadata
 from ..prediction import Prediction
-from ..training.recipe import Recipe, trainable_state
+from ..training.recipe import Recipe
 
 
 def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ensemble:
@@ -59,11 +59,6 @@ def shared_parts(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:
     above = recipe.last_blocks is not None  # then the stem is frozen, too
     shared = {group: group not in recipe.train_groups or (above and group == "stem") for group in GROUPS}
     return Sharing(**shared), 0 if recipe.last_blocks is None else model.num_layers - recipe.last_blocks
-
-
-def to_float32(model: Ensemble) -> Ensemble:
-    """The model in float32, for consecutive trainings: rounding between them would lose every small update."""
-    return Ensemble.from_state(model.config, trainable_state(model, model.device), model.metadata)
 
 
 def fresh(config: EnsembleConfig, seed: int, metadata: Metadata) -> Ensemble:

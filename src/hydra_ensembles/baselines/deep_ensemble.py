@@ -1,4 +1,4 @@
-"""Members that are trained alike and share nothing that trains: Deep and Snapshot Ensembles, Packed-Ensembles."""
+"""Members that are trained alike and share nothing that trains: Deep Ensembles, Packed-Ensembles."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -14,7 +14,7 @@ from ..settings import Checked, Positive, Whole
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .building_blocks import fresh, joined, shared_parts, to_float32, warn_equal
+from .building_blocks import fresh, joined, shared_parts, warn_equal
 
 
 @trains
@@ -24,8 +24,6 @@ def deep_ensemble(
     recipe: Recipe,
     members: int = 3,
     validation: Batches | None = None,
-    *,
-    snapshots: bool = False,
     **run: Unpack[TrainOptions],
 ) -> Ensemble:
     """Fine-tune one model several times, each with its own order of the data, dropout and classifier.
@@ -34,17 +32,10 @@ def deep_ensemble(
     an ensemble of classifiers at the price of one model, `last_blocks` members above a common trunk. To combine
     separately pretrained models, use `Ensemble.stack`.
 
-    `reinit_classifier="random"` gives every member its own classifier to start from. With `snapshots`, each fine-tuning
-    starts from the result of the previous one, with a high learning rate again: a Snapshot Ensemble, for which each run
-    may be short. Only the first starts with a new classifier.
+    `reinit_classifier="random"` gives every member its own classifier to start from.
     """
     require_single(model, "deep_ensemble")
-    trained: list[Ensemble] = []
-    start, member_recipe = to_float32(model) if snapshots else model, recipe
-    for index in range(members):
-        trained.append(finetune(start, train, member_recipe, validation, index=index, **run))
-        if snapshots:
-            start, member_recipe = trained[-1], replace(recipe, reinit_classifier=None)
+    trained = [finetune(model, train, recipe, validation, index=index, **run) for index in range(members)]
     return warn_equal(joined(trained, *shared_parts(model, recipe)).to(model.dtype))
 
 

@@ -67,7 +67,6 @@ RESUMED = [
     (*METHODS["lora"], 3, True),
     (*METHODS["batch"], 3, False),
     (*METHODS["deep"], 6, False),
-    (lambda *given, **options: baselines.deep_ensemble(*given, snapshots=True, **options), 2, 6, False),
     (baselines.oba, OBA(keep=0.8, steps=3, batches=2), 3, True),
 ]
 IMAGES_ALONE = [(baselines.mimo, MIMO(members=3, batch_repeat=2), 3, False), (*PACKED, 3, False)]

@@ -1,4 +1,4 @@
-"""Deep, Snapshot and Packed-Ensembles: members are trainings of their own, and frozen parameters are stored once."""
+"""Deep Ensembles and Packed-Ensembles: members are trainings of their own, and frozen parameters are stored once."""
 
 from dataclasses import replace
 
@@ -34,16 +34,6 @@ def test_members_are_fine_tunings_and_the_rest_is_stored_once(kind, changes, sha
         assert same_state(found.member(index), alone)
     assert not torch.equal(*found(some(base)[0][0]))
     assert_an_ensemble(found, base, tmp_path / "saved")
-
-
-def test_snapshots_go_on_from_each_other():
-    base = single()
-    recipe = replace(QUICK, reinit_classifier="zeros", last_blocks=1)
-    found = train(base, recipe, snapshots=True)
-    first = finetune(base, some(base), recipe, progress=False)
-    second = finetune(first, some(base), replace(recipe, reinit_classifier=None), progress=False, index=1)
-    assert all(same_state(found.member(index), alone) for index, alone in enumerate((first, second)))
-    assert found.config.trunk == base.num_layers - 1
 
 
 def train_packed(model, recipe=QUICK, **options):

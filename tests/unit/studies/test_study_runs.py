@@ -18,7 +18,7 @@ from studies.rows import SINGLE, Rows, published
 from studies.tables import Study, read_csv
 
 IMAGES, SCRATCH = "vision-cifar100", "vision-eurosat-scratch"
-SOME = [SINGLE, "Snapshot", "Soup", "Hydra (Circ)", "Hydra"]
+SOME = [SINGLE, "MC Dropout", "Soup", "Hydra (Circ)", "Hydra"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_a_study_ends_in_rows_and_tables(finished: Path) -> None:
     names = {path.stem.removeprefix(IMAGES) for path in (finished / "tables").iterdir()}
     assert names == {"", "_choices", "_claims", "_models", "_pairs", "_seeds", "_sets", "_times"}
     chosen = read_csv(finished / "tables" / f"{IMAGES}_choices.csv")
-    assert {"Snapshot", "CircAvg"} == {line["method"] for line in chosen if line["chosen"] == "taken"}
+    assert {"MC Dropout", "CircAvg"} == {line["method"] for line in chosen if line["chosen"] == "taken"}
 
 
 def test_a_finished_study_is_not_computed_again(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
