@@ -12,7 +12,7 @@ from architectures_transformers import transformers_model
 PAD = 3
 _SIZES = {"vocab_size": 60, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
 _SPECIAL = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 5}
-PLAIN = {**_SIZES, **_SPECIAL, "intermediate_size": 48, "max_position_embeddings": 80}
+PLAIN = {**_SIZES, **_SPECIAL, "intermediate_size": 48, "max_position_embeddings": 512}
 GROUPED = {**PLAIN, "num_key_value_heads": 2}
 _LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 _GEMMA = {**GROUPED, "head_dim": 12, "num_key_value_heads": 1, "query_pre_attn_scalar": 20}
@@ -60,7 +60,7 @@ CASES: list[ArchitectureCase] = [
     _case("olmo2", "Olmo2", {**GROUPED, "attention_bias": True}),
     _case("phi", "Phi", {**_NEOX, "qk_layernorm": True}),
     _case("phi3", "Phi3", {**GROUPED, "sliding_window": 7}),
-    _case("gpt2", "GPT2", {**_SIZES, **_SPECIAL, "n_positions": 80, **_STILL}),
+    _case("gpt2", "GPT2", {**_SIZES, **_SPECIAL, "n_positions": 512, **_STILL}),
     _case("neox", "GPTNeoX", _NEOX),
     _case("neox-in-turn", "GPTNeoX", {**_NEOX, "use_parallel_residual": False}),
 ]

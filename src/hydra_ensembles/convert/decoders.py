@@ -155,13 +155,9 @@ def _times(factor: float, entries: Entries) -> Entries:
     return tuple(scaled(entry) for entry in (entries if isinstance(entries, tuple) else (entries,)))
 
 
-def _norm_weight(norm: nn.Module, path: str) -> Entries:
-    """The weights of a norm: ones if it has none (OLMo), one more than what is stored if it adds one (Gemma)."""
-    if not list(norm.parameters()):
-        return Source((), lambda tensors, shape: torch.ones(shape))
-    if "Gemma" in type(norm).__name__:
-        return Source((path,), lambda tensors, shape: (tensors[0] + 1).reshape(shape))
-    return path
+def _norm_weight(norm: nn.Module, path: str, like: Tensor) -> Entries:
+    """The weights of a norm: ones if it has none (OLMo)."""
+    return path if list(norm.parameters()) else Source((), lambda tensors, shape: like.new_ones(shape))
 
 
 def _table(model: Any) -> Weights:
@@ -169,6 +165,7 @@ def _table(model: Any) -> Weights:
     prefix, base = _base(model)
     layers, blocks = _part(base, *_LAYERS)
     (words, embedding), (last, last_norm) = _part(base, *_WORDS), _part(base, *_LAST_NORM)
+    like = embedding.weight
     block, residual = blocks[0], float(getattr(model.config, "residual_multiplier", 1))
     parts: dict[str, Entries] = dict(_BLOCK)
     for part in ("attention.out", "attention.out_bias", "mlp.down.weight", "mlp.down.bias"):
@@ -176,20 +173,22 @@ def _table(model: Any) -> Weights:
     norms = next(names for first, names in _NORMS.items() if hasattr(block, first))
     for name, path in norms.items():
         if hasattr(block, path):
-            parts |= {name: path, f"{name}.weight": _norm_weight(getattr(block, path), f"{path}.weight")}
+            parts |= {name: path, f"{name}.weight": _norm_weight(getattr(block, path), f"{path}.weight", like)}
     place, attention = _part(block, *_ATTENTION)
     for name in ("query_norm", "key_norm"):
         path, norm = _part(attention, f"{name[0]}_norm", f"{name[0]}_layernorm")
         if norm is not None:
             parts[f"attention.{name}"] = f"{place}.{path}"
-            parts[f"attention.{name}.weight"] = _norm_weight(norm, f"{place}.{path}.weight")
-    scale = getattr(embedding, "embed_scale", getattr(model.config, "embedding_multiplier", 1))
+            parts[f"attention.{name}.weight"] = _norm_weight(norm, f"{place}.{path}.weight", like)
+    scale = getattr(model.config, "embedding_multiplier", 1)
+    if hasattr(embedding, "embed_scale"):  # in the precision of the words
+        scale = like.new_tensor(float(embedding.embed_scale))
     return {
         "stem.words": _times(float(scale), f"{prefix}{words}.weight"),
         "stem.positions": f"{prefix}wpe.weight",
         **{f"encoder.layers.{{i}}.{k}": e for k, e in core.below(f"{prefix}{layers}.{{i}}.", parts).items()},
         "readout.norm": f"{prefix}{last}",
-        "readout.norm.weight": _norm_weight(last_norm, f"{prefix}{last}.weight"),
+        "readout.norm.weight": _norm_weight(last_norm, f"{prefix}{last}.weight", like),
         "readout.classifier": "score",
     }
 
@@ -203,7 +202,8 @@ def _norm(norm: Any) -> tuple[NormKind, float]:
         return "layer" if norm.bias is not None else "layer_no_bias", float(norm.eps)
     if not list(norm.parameters()):
         return "layer_no_bias", 1e-5  # OLMo, as written in its code
-    return "rms", float(_part(norm, "variance_epsilon", "eps")[1])
+    kind: NormKind = "rms_plus_one" if "Gemma" in type(norm).__name__ else "rms"
+    return kind, float(_part(norm, "variance_epsilon", "eps")[1])
 
 
 def _rotary(config: Any, base: Any) -> RotaryConfig | None:
@@ -356,7 +356,7 @@ def _declared(name: str, module: str, stem: str) -> Architecture:
         metadata=metadata_of_classifier,
         answer=_answer,
         variant=_table,
-        rounds=stem.startswith("Gemma"),  # one more than the weights of its norms
+        rounds=stem.startswith(("Gemma", "Granite")),  # factors of embeddings and sublayers are part of the weights
     )
 
 

@@ -10,7 +10,7 @@ from ..settings import Checked, Count, InnerShare, NotNegative, Positive, Range,
 Base = Annotated[float, Range(1)]
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
-NormKind = Literal["layer", "layer_no_bias", "rms"]
+NormKind = Literal["layer", "layer_no_bias", "rms", "rms_plus_one"]  # the last adds one to its weights (Gemma)
 
 
 @dataclass(frozen=True)

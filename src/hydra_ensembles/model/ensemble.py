@@ -216,11 +216,13 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         """Initialise weights: norms and LayerScale as ones, biases as zeros, the rest narrowly normal."""
         if next(self.parameters()).is_meta:  # skip: drawing random numbers would still take time
             return
-        norms = {id(m.weight) for m in self.modules() if isinstance(m, GroupedNorm)}
+        norms = {id(m.weight): m.kind for m in self.modules() if isinstance(m, GroupedNorm)}
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 leaf = name.rpartition(".")[2]
-                if id(parameter) in norms or leaf == "scale":
+                if norms.get(id(parameter)) == "rms_plus_one":
+                    parameter.zero_()
+                elif id(parameter) in norms or leaf == "scale":
                     parameter.fill_(1.0)
                 elif leaf.endswith("bias"):
                     parameter.zero_()

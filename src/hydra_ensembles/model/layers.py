@@ -608,24 +608,33 @@ class GroupedNorm(nn.Module):
         self.weight = empty(copies, width)
         self.bias = empty(copies, width) if kind == "layer" else None
 
+    @property
+    def factor(self) -> Tensor:
+        """What normalised activations are multiplied by, `[G, d]`; one plus small weights in float32, to keep them."""
+        if self.kind != "rms_plus_one":
+            return self.weight
+        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + 1
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[N, …, d]`; the result has max(N, G) as first axis."""
         if self.weight.shape[0] == 1:
             return self.of_copy(0, x)
         shape = (x.shape[-1],)
         axes = (self.weight.shape[0],) + (1,) * (x.dim() - 2) + shape
-        weight = self.weight.view(axes)  # [M, 1, …, d]
-        if self.kind == "rms":
-            return F.rms_norm(x, shape, None, self.eps) * weight
+        factor = self.factor.view(axes)  # [M, 1, …, d]
+        if self.kind.startswith("rms"):
+            return (F.rms_norm(x.to(factor.dtype), shape, None, self.eps) * factor).to(x.dtype)
         normed = F.layer_norm(x, shape, None, None, self.eps)
-        return normed * weight if self.bias is None else torch.addcmul(self.bias.view(axes), normed, weight)
+        return normed * factor if self.bias is None else torch.addcmul(self.bias.view(axes), normed, factor)
 
     def of_copy(self, copy: int, x: Tensor) -> Tensor:
         """Normalise the last axis of `x` with the weights of one copy."""
-        shape = (x.shape[-1],)
-        if self.kind == "rms":
-            return F.rms_norm(x, shape, self.weight[copy], self.eps)
-        return F.layer_norm(x, shape, self.weight[copy], None if self.bias is None else self.bias[copy], self.eps)
+        shape, factor = (x.shape[-1],), self.factor[copy]
+        if self.kind == "rms" and x.dtype.itemsize == 2:  # rounded before the weights, as by most decoders
+            return F.rms_norm(x, shape, None, self.eps) * factor
+        if self.kind.startswith("rms"):
+            return F.rms_norm(x.to(factor.dtype), shape, factor, self.eps).to(x.dtype)
+        return F.layer_norm(x, shape, factor, None if self.bias is None else self.bias[copy], self.eps)
 
     def of_heads(self, x: Tensor, sizes: tuple[int, ...], copy: int | None = None) -> Tensor:
         """Normalise each head of `[R, T, H, d_k]` with its copy's weights: all with those of `copy`, or by `sizes`.

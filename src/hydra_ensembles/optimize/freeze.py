@@ -226,19 +226,19 @@ def _fold_norms(block: Block) -> None:
             if norm.bias is not None:
                 constant = torch.einsum("kpid,kd->kpi", weight, norm.bias[owner])  # contribution of β, [K, P, d_k]
                 setattr(attention, f"{name}_bias", _added(constant, getattr(attention, f"{name}_bias")))
-            setattr(attention, name, fixed(weight * norm.weight[owner][:, None, None, :]))
+            setattr(attention, name, fixed(weight * norm.factor[owner][:, None, None, :]))
         block.norm1 = _without_weights(norm)
     norm, up = block.norm2, block.mlp.up
     if isinstance(norm, GroupedNorm) and 1 < norm.weight.shape[0] == up.weight.shape[0]:
         if norm.bias is not None:
             up.bias = _added(torch.einsum("god,gd->go", up.weight, norm.bias), up.bias)  # [M, hidden]
-        up.weight = fixed(up.weight * norm.weight[:, None, :])
+        up.weight = fixed(up.weight * norm.factor[:, None, :])
         block.norm2 = _without_weights(norm)
 
 
 def _without_weights(norm: GroupedNorm) -> nn.Module:
     """A norm without weights, the same for every member, after these were folded."""
-    kind = nn.RMSNorm if norm.kind == "rms" else nn.LayerNorm
+    kind = nn.RMSNorm if norm.kind.startswith("rms") else nn.LayerNorm
     return kind(norm.weight.shape[1], norm.eps, elementwise_affine=False)
 
 

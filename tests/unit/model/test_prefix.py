@@ -84,7 +84,7 @@ def test_a_judge_reads_its_template_once_and_stays_calibrated(tmp_path: Path) ->
     assert more.metadata.calibration is None
     assert len(more.config.stem.prefix) == 12
     with pytest.raises(DataError, match="longer"):
-        short.predict("bad " * 80)
+        short.predict("bad " * 512)
 
 
 def test_gradients_reach_the_prefix_and_what_cannot_have_one_is_refused() -> None:
