@@ -346,7 +346,9 @@ class Attention(nn.Module):
         copies = len(self.sizes)
         if copies == 1:
             return self._out_of_copy(0, z).unflatten(0, (members, -1))  # [N, B, T', d]
-        if not self.even or (self.one_by_one and members == 1):
+        if not sum(self.sizes):
+            z = z[: len(z) // members]
+        if not self.even or not sum(self.sizes) or (self.one_by_one and members == 1):
             return torch.stack([self._out_of_copy(copy, part) for copy, part in enumerate(z.split(self.sizes, dim=2))])
         if members > 1:
             rows = z.flatten(2).unflatten(0, (copies, -1)).flatten(1, 2)  # [M, B·T', h·d_k]
@@ -359,6 +361,9 @@ class Attention(nn.Module):
         """Output projection of one copy's heads, `[R, T', h, d_k]` to `[R, T', d]`, with its bias."""
         weight = self.out[slice(*head_ranges(self.sizes)[copy])].flatten(0, 1)  # [h·d_k, d]
         bias = None if self.out_bias is None else self.out_bias[min(copy, len(self.out_bias) - 1)]
+        if not self.sizes[copy]:  # ONNX Runtime reads no empty products
+            nothing = z.new_zeros(*z.shape[:2], self.out.shape[2])
+            return nothing if bias is None else nothing + bias
         return F.linear(z.flatten(2).flatten(0, 1), weight.t(), bias).unflatten(0, z.shape[:2])
 
     def _attend(self, x: Tensor, context: Context, read: Read, copy: int | None) -> Tensor:
