@@ -30,7 +30,7 @@ from .core import (
     translate,
 )
 from .declared import Declaration, read_declaration
-from .decoders import LabelWords, with_label_words
+from .decoders import LabelWords, evened, with_label_words
 from .folders import opened_source, stored_tensors
 from .processors import part_for, size_of_images, with_processor
 from .transformers import opened
@@ -73,6 +73,7 @@ def convert(
     processor: Any = None,
     tokenizer: Any = None,
     template: str | None = None,
+    empty: Sequence[str] = (),
     declaration: Declaration | None = None,
     probe: bool = True,
 ) -> Ensemble | Any:  # Any: a dual encoder, by its class; use `isinstance`
@@ -97,6 +98,8 @@ def convert(
         tokenizer: The tokenizer of a language model, for label words; the same as `processor` for other models.
         template: What each text of a language model is put into, `"Is this safe? {text} Answer:"`; the message of a
             user, if the tokenizer has a chat template.
+        empty: Texts without content, such as `["", "N/A"]`: the mean answer of label words to them is taken out of all
+            answers (contextual calibration, Zhao et al. 2021), so that no label is preferred from the start.
         declaration: Where the parts of your own model are.
         probe: Compare the answers of both models. False skips the comparison, for a model that cannot be run
             here or whose difference is known and intended.
@@ -110,6 +113,8 @@ def convert(
         True
     """
     language, folder = isinstance(labels, Mapping), None
+    if empty and not language:
+        raise ConversionError("empty= is for a language model with label words")
     if isinstance(model, str | Path):
         model, its_own, folder = opened_source(str(model), language=language, bare=num_labels is not None)
         processor = its_own if processor is None and tokenizer is None else processor
@@ -134,7 +139,7 @@ def convert(
         for pair in pairs if probe else ():
             require_same_answers(pair)
     if not isinstance(architecture, DualArchitecture):
-        return pairs[0].ensemble
+        return evened(pairs[0].ensemble, empty) if empty else pairs[0].ensemble
     scale, bias = (getattr(model, name, None) for name in _SCALES)
     projections = Projections(pairs[0].projection, pairs[1].projection)
     return DualEncoder(pairs[0].ensemble, pairs[1].ensemble, projections, scale, bias).eval()  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .._utils import warn
 from ..errors import ConversionError
 from ..model.config import EncoderConfig, EnsembleConfig, NormKind, ReadoutConfig, RotaryConfig
+from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..preprocessing import TEXT, TextPreprocessing
 from . import core
@@ -408,6 +409,21 @@ def with_label_words(model: Any, labels: LabelWords, tokenizer: Any, template: s
     config = partial(_config, words=words)
     declared = replace(known, name=name, config=config, variant=table, answer=answer, metadata=metadata)
     return declared
+
+
+@torch.no_grad()
+def evened(judge: Ensemble, empty: Sequence[str]) -> Ensemble:
+    """The same with biases by which the mean of its answers to texts without content gets even."""
+    readout, state = judge.config.readout, judge.state_dict()
+    if readout.softcap is not None:
+        raise core.refuse("its logits are capped after their bias", "Leave empty= out")
+    words = torch.tensor(readout.words or (1,) * readout.num_classes, device=judge.device)
+    shift = -judge(list(empty))[0].float().softmax(-1).mean(0).log().repeat_interleave(words)  # [rows]
+    before = state.get("readout.classifier.bias", torch.zeros_like(shift))
+    state["readout.classifier.bias"] = (before + shift).reshape(1, -1).to(judge.dtype)
+    config = replace(judge.config, readout=replace(readout, bias=True))
+    history = (*judge.metadata.history, f"label words weighed against {len(empty)} texts without content")
+    return Ensemble.from_state(config, state, replace(judge.metadata, history=history), judge.frozen, copies=False)
 
 
 def _rows(labels: LabelWords, tokenizer: Any) -> dict[str, list[int]]:

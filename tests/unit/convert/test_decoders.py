@@ -78,6 +78,21 @@ def test_label_words_answer_with_the_probabilities_of_the_language_model(chat: b
 
 
 @torch.no_grad()
+def test_label_words_are_weighed_against_texts_without_content() -> None:
+    settings: dict[str, Any] = {
+        "labels": {"safe": ["safe", "good"], "unsafe": "unsafe"},
+        "tokenizer": word_tokenizer(),
+        "template": "is this {text} answer",
+    }
+    plain, empty = he.convert(language_model(), **settings), ["", "w9"]
+    even = he.convert(language_model(), empty=empty, **settings)
+    divided = plain.predict(["good text", "bad"]).probs / plain.predict(empty).probs.mean(0)
+    assert apart(even.predict(["good text", "bad"]).probs, divided / divided.sum(1, keepdim=True)) <= 2e-5
+    with pytest.raises(ConversionError, match="label words"):
+        he.convert(_llama(), empty=[""])
+
+
+@torch.no_grad()
 def test_granite_answers_with_label_words_at_its_own_scales() -> None:
     model = language_model({**GROUPED, **GRANITE, "logits_scaling": 3.0}, "GraniteForCausalLM")
     tokenizer = word_tokenizer()
