@@ -157,17 +157,15 @@ class Reading:
         from ..settings import from_plain
 
         path, split = split_path(spec)
-        columns = from_plain(Columns, self.columns, "columns")
-        options: dict[str, Any] = {"columns": columns, "labels": "required" if labelled else "optional"}
-        kind, _, rest = spec.partition(":")
-        name, *parts = rest.split(":")
-        if path is not None:
-            data = load(path, split, **options)
-        elif kind == "hub" and len(parts) <= 2:
-            config = parts[0] if len(parts) == 2 else None
-            data = load(HUB + name, parts[-1] if parts else None, config=config, **options)
-        else:
-            raise DataError(f"no data {spec!r}; give a path, or hub:NAME[:CONFIG][:SPLIT]")
+        name, config = str(path), None
+        if path is None:
+            kind, *parts = spec.split(":")
+            if f"{kind}:" != HUB or not 1 <= len(parts) <= 3:
+                raise DataError(f"no data {spec!r}; give a path, or hub:NAME[:CONFIG][:SPLIT]")
+            name, config = HUB + parts[0], parts[1] if len(parts) == 3 else None
+            split = parts[-1] if len(parts) > 1 else None
+        options: dict[str, Any] = {"labels": "required" if labelled else "optional", "config": config}
+        data = load(name, split, columns=from_plain(Columns, self.columns, "columns"), **options)
         if data.kind != self.model.kind:
             raise DataError(f"{data.name} holds {data.kind}s, but the model reads {self.model.kind}s")
         if self.limit is None or len(data) <= self.limit:

@@ -108,11 +108,6 @@ def to_markdown(comparison: Comparison) -> str:
     """A Markdown table that reads as text, too: best bold, second best italic, notes below.
 
     With more columns than methods it lies on its side, to fit into a terminal.
-
-    Examples:
-        >>> table = he.compare({"whole": he.evaluate(base, batches, progress=False)})
-        >>> str(table).splitlines()[0].split()
-        ['|', 'Method', '|', 'whole', '|']
     """
     marks = {"best": "**{}**", "second": "_{}_", "": "{}"}
     headings = ["Method", *(f"{column.group} {column.heading}".strip() for column in comparison.columns)]
