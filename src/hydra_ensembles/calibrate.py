@@ -41,6 +41,7 @@ from .promise import Promise, certify, one_of_each
 from .settings import InnerShare, PositiveShare, Rate, require
 
 Risk = float | Sequence[float] | Mapping[str, float | Sequence[float]]
+Asked = Mapping[int | None, tuple[float, ...]]  # risks to promise, by the number of a label, or (None) for all labels
 COLDEST, HOTTEST = 0.05, 20.0  # range of temperatures searched
 REUSED = 3  # samples recognised from an earlier fit above which chance is no explanation
 _PRIOR = 0.5  # prior standard deviation of the log-temperature; its mean is 0
@@ -248,14 +249,6 @@ def divided(
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The risks to promise: several points for all labels, or one for each of some labels."""
-
-    points: tuple[float, ...] = ()
-    by_label: Mapping[int, tuple[float, ...]] | None = None
-
-
-@dataclass(frozen=True)
 class Rule:
     """When an answer is accepted, and what is promised of it."""
 
@@ -292,7 +285,7 @@ def rule(
         label: The answers.
         correct: Whether they are right.
         labels: Names of the classes.
-        risk: What to promise of errors; None promises the share.
+        risk: What to promise of errors, by label or (None) for all; None promises the share.
         confidence: As for `calibrate`.
         share: As for `calibrate`.
         unfamiliar: As for `calibrate`.
@@ -311,25 +304,26 @@ def rule(
             limit = below(ordered[rank])
             kept = unfamiliarity <= limit
             certainty, label, correct = certainty[kept], label[kept], correct[kept]
-    if risk.by_label is None:
-        points = tuple(certify(certainty, correct, one, level=confidence) for one in risk.points)
-        return Rule(points[0].threshold, limit, points)
-    bounded = [index for index, risks in risk.by_label.items() if risks != (1.0,)]
-    level = None if confidence is None else 1 - (1 - confidence) / len(bounded)
-    thresholds, promises = [NEVER] * len(labels), []
-    for index, risks in risk.by_label.items():
-        thresholds[index] = -NEVER
-        if index in bounded:
-            mine = label == index
-            if not bool(mine.any()):
-                raise TooFewSamplesError(f"no row that certifies is answered {labels[index]!r}; give more rows")
-            try:
-                found = [certify(certainty[mine], correct[mine], one, level=level) for one in risks]
-            except TooFewSamplesError as error:
-                raise TooFewSamplesError(f"answers {labels[index]!r}: {error}") from error
-            promises += [replace(one, confidence=confidence, label=labels[index]) for one in found]
-            thresholds[index] = found[0].threshold
-    return Rule(tuple(thresholds), limit, tuple(promises))
+    bounded = [index for index, risks in risk.items() if risks != (1.0,)]
+    level = confidence and 1 - (1 - confidence) / len(bounded)
+    found = dict[int | None, list[Promise]]()
+    for index in bounded:
+        name = None if index is None else labels[index]
+        mine = slice(None) if index is None else label == index
+        sure, right = certainty[mine], correct[mine]
+        if name is not None and not len(sure):
+            raise TooFewSamplesError(f"no row that certifies is answered {name!r}; give more rows")
+        try:
+            points = [certify(sure, right, one, level=level) for one in risk[index]]
+        except TooFewSamplesError as error:
+            raise TooFewSamplesError(f"{error}" if name is None else f"answers {name!r}: {error}") from error
+        found[index] = [replace(one, confidence=confidence, label=name) for one in points]
+    promises = tuple(one for points in found.values() for one in points)
+    if None in risk:
+        return Rule(promises[0].threshold, limit, promises)
+    first = {index: points[0].threshold for index, points in found.items()}
+    others = {index: -NEVER if index in risk else NEVER for index in range(len(labels))}
+    return Rule(tuple(first.get(index, other) for index, other in others.items()), limit, promises)
 
 
 def _of_share(certainty: Tensor, unfamiliarity: Tensor | None, share: float) -> tuple[float, float | None]:
@@ -365,15 +359,15 @@ def _asked(risk: Risk, labels: Sequence[str], each: bool = False) -> Asked:
         names |= {name: index for index, name in enumerate(labels)}
         if not risk or (unknown := [name for name in risk if name not in names]):
             raise ConfigError(f"risk names {unknown if risk else 'no label'}; give some of {a_few(labels)}")
-        read = {
+        read: dict[int | None, tuple[float, ...]] = {
             names[name]: tuple(require(f"risk[{name!r}]", one, PositiveShare) for one in _several(given))
             for name, given in risk.items()
         }
         if set(read.values()) == {(1.0,)}:
             raise ConfigError("risk bounds no label: give one a risk below 1, or share=")
-        return Asked(by_label=read)
+        return read
     points = tuple(require("risk", one, InnerShare) for one in _several(risk))
-    return Asked(by_label=dict.fromkeys(range(len(labels)), points)) if each else Asked(points)
+    return dict.fromkeys(range(len(labels)) if each else [None], points)
 
 
 def _several(risk: Any) -> Sequence[float]:
@@ -387,8 +381,8 @@ def _notes(samples: Answered, accepted: Tensor, held: Tensor, labels: Sequence[s
     counts = samples.labels.bincount(minlength=len(labels))
     missing = (counts == 0).nonzero()[:, 0].tolist()
     seen, kept = (one.bincount(minlength=len(labels)) for one in (held, accepted))
-    named = None if asked is None else asked.by_label
-    never = [one for one, name in enumerate(labels) if seen[one] and not kept[one] and (named is None or one in named)]
+    named = range(len(labels)) if asked is None or None in asked else asked
+    never = [one for one in range(len(labels)) if seen[one] and not kept[one] and one in named]
     repeated = len(samples.digests) - len(samples.digests.unique())
     notes = []
     if missing:

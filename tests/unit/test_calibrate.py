@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from checkpoint_models import labelled
-from hydra_ensembles.calibrate import COLDEST, HOTTEST, Asked, calibrate, divided, drawn, fit_temperature, rule
+from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, divided, drawn, fit_temperature, rule
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning, TooFewSamplesError
 from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.familiarity import fit_familiarity, sample_digests
@@ -116,7 +116,7 @@ def world(count: int, rng: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_the_joint_rule_keeps_both_promises(by_label: bool) -> None:
     rng = np.random.default_rng(0)
     new = world(100_000, rng)
-    risk = Asked(by_label={0: (0.08,), 1: (0.1,), 2: (1.0,)}) if by_label else Asked((0.06,))
+    risk = {0: (0.08,), 1: (0.1,), 2: (1.0,)} if by_label else {None: (0.06,)}
     broken, strange, found = 0, [], 0
     for _ in range(200):
         try:
