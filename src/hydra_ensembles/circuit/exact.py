@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._distributed import Ranks
-from ..errors import ConfigError
 from ..heads.masking import Head, masked, working_copy
 from ..model.dual_encoder import DualEncoder, average_templates, prompts_of
 from ..model.ensemble import Ensemble
@@ -167,8 +166,6 @@ class Texts:
 def read_texts(dual: DualEncoder, names: Sequence[str], templates: Sequence[str], device: torch.device) -> Texts:
     """Copy the text tower to a device, with its projection as classifier, and tokenize the prompts."""
     tower = dual.text
-    if tower.config.readout.cosine is not None:
-        raise ConfigError("the text tower classifies by class embeddings; use the text tower as it was converted")
     ids, *extra = tower.unpack(prompts_of(names, templates))
     mask, segments = (None if tensor is None else tensor.to(device) for tensor in extra)
     group = SampleGroup(np.arange(len(ids)), (ids.to(device), mask, segments))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..digest import digest
-from ..errors import ConfigError, HeadError, SameMembersError
+from ..errors import HeadError, SameMembersError
 from ..files import expanded, read_object, write_json
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
@@ -53,12 +53,10 @@ class HeadRanking:
     only: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that heads are distinct and each has a score; convert the provenance to plain JSON values."""
+        """Read heads and scores, and convert the provenance to plain JSON values."""
         object.__setattr__(self, "heads", as_heads(self.heads))
         object.__setattr__(self, "scores", tuple(float(score) for score in self.scores))
         object.__setattr__(self, "provenance", to_plain(self.provenance))
-        if len(self.scores) != len(self.heads):
-            raise HeadError(f"a ranking needs one score per head, got {len(self.scores)} for {len(self.heads)}")
 
     def __len__(self) -> int:
         """Number of ranked heads."""
@@ -129,11 +127,6 @@ def circuit_members(
     Members after the third lose heads drawn with the seed from the first `pool` of the `"avg"` ranking (None: all).
     """
     needed = CIRCUIT_ORDER[:members]
-    if any(score not in rankings or rankings[score].score != score for score in needed):
-        found = {score: ranking.score for score, ranking in rankings.items()}
-        raise HeadError(f"{members} circuit members need rankings for {list(needed)}, got {found}")
-    if len({rankings[score].provenance.get("model") for score in needed} - {None}) > 1:
-        raise HeadError("members of one ensemble need rankings of one model; these are of several")
     chosen: list[tuple[Head, ...]] = []
     for score in needed:
         heads = rankings[score].heads
@@ -177,8 +170,6 @@ def random_members(
     model: Ensemble | DualEncoder, prune: int, members: int, seed: int = 0, layers: Iterable[int] | None = None
 ) -> Members:
     """Members that lose `prune` heads drawn from all heads of the layers: the control every ranking has to beat."""
-    if model.num_members != 1:
-        raise ConfigError(f"random_members takes one model, got {model.num_members} members; give model.member(i)")
     heads = heads_in(model, layers)
     return tuple(_draw_distinct(heads, prune, members, seed, "layers", never_all=pooling_of(model, heads)))
 
@@ -197,8 +188,6 @@ def _draw_distinct(
     Each subset keeps the order of `heads`, and none contains all of `never_all`. `setting` names the argument that
     determines how many heads there are, for error messages.
     """
-    if prune > len(heads):
-        raise HeadError(f"prune is {prune}, but there are {len(heads)} heads to draw from; enlarge `{setting}`")
     subsets = {frozenset(subset) for subset in taken}
     possible = math.comb(len(heads), prune) - sum(subset <= set(heads) for subset in subsets)
     if 0 < len(never_all) <= prune:

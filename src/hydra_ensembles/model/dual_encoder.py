@@ -309,8 +309,6 @@ def zero_shot(dual: DualEncoder, class_names: Sequence[str], templates: Template
         ('cat', 'dog', 'red bus')
     """
     require_model(dual, "zero_shot", DualEncoder)
-    if dual.image.readout.config.cosine is not None:
-        raise ConfigError("the image tower must end in one feature vector, not in class embeddings; convert it again")
     names = checked_names(class_names)
     sentences = checked_templates(templates)
     classes = _class_state(dual, names, sentences)
