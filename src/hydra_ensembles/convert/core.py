@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count, takewhile
+from itertools import count
 from typing import Any
 
 import torch
@@ -257,12 +257,6 @@ class Found:
         if not type(norm).__name__.startswith("LayerNorm"):
             return "rms", float(norm.eps)
         return "layer" if norm.bias is not None else "layer_no_bias", float(norm.eps)
-
-    def block(self, layer: int) -> str:
-        """Path of a block in the foreign model: the common prefix of its norms and MLP; "" if there is none."""
-        names = [self.source(f"encoder.layers.{layer}.{part}.weight") for part in ("norm1", "norm2", "mlp.down")]
-        paths = [path.split(".") for source in names if source is not None for path in source.names]
-        return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, zip(*paths, strict=False)))
 
     def encoder(self, heads: int, **settings: Any) -> EncoderConfig:
         """Read the blocks; `settings` are what the tensors of the first one do not show."""

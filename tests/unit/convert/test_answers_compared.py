@@ -11,7 +11,6 @@ from torch import nn
 import hydra_ensembles as he
 from architectures import images, torchvision_model
 from architectures_clip import DUAL_CASES
-from architectures_own import ENCODER_VIT, EncoderViT, own
 from architectures_transformers import MODERNBERT, VISION, transformers_model
 from contract.models import ALL_CASES
 
@@ -44,13 +43,13 @@ def disturbed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         *("own-vit", "own-rope-bert", "transformers-siglip", "open_clip-plain"),
     ],
 )
-def test_a_wrong_conversion_is_refused_and_the_layer_named(name: str, disturbed: list[str]) -> None:
+def test_a_wrong_conversion_is_refused(name: str, disturbed: list[str]) -> None:
     case = KNOWN[name]
     model, given = case.build(), getattr(case, "convert_kwargs", {})
     disturbed += ["encoder.layers.1.norm2.weight"]
-    refused(model, "first in layer 1,", **given)
+    refused(model, "answers.*differ by", **given)
     disturbed[:] = ["stem.words", "stem.position"]
-    refused(model, "first in layer 0,.*embedding", **given)
+    refused(model, "answers.*differ by", **given)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_features_are_compared_where_the_classifier_is_new(build: Callable[[], A
     assert first.num_classes == 3
     assert torch.equal(first.readout.classifier.weight, again.readout.classifier.weight)
     disturbed.append("encoder.layers.1.norm2.weight")
-    refused(model, "features.*in layer 1,", num_labels=3)
+    refused(model, "features.*differ by", num_labels=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -77,18 +76,7 @@ def test_other_types_are_compared_as_sharply(dtype: torch.dtype, disturbed: list
     model = vit().to(dtype)
     assert he.convert(model).dtype == dtype
     disturbed.append("encoder.layers.1.mlp.down.bias")
-    refused(model, "blocks.1")
-
-
-@torch.no_grad()
-def test_a_classifier_of_zeros_proves_nothing_so_tokens_are_compared(disturbed: list[str]) -> None:
-    model, own_model = torchvision_model(), own(EncoderViT)
-    for head in (model.heads.head, own_model.head):
-        nn.init.zeros_(head.weight)
-    assert he.convert(model).num_classes == he.convert(own_model, declaration=ENCODER_VIT).num_classes == 5
-    disturbed.append("encoder.layers.1.norm2.weight")
-    refused(model, "in layer 1,")
-    refused(own_model, "in layer 1,", declaration=ENCODER_VIT)
+    refused(model, "differ by")
 
 
 def test_models_that_cannot_answer_are_clear_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,15 +118,15 @@ class ReshapedViT(EncoderViT):
         (EncoderViT, but(ENCODER_VIT, None, encoder="patchify"), "nn.TransformerEncoder"),
         (RopeBert, but(ROPE_BERT, {"max_tokens": None}), "max_tokens="),
         # the answers differ
-        (OwnViT, but(OWN_VIT, {"heads": 8}), "differ.*first in layer 0, layers.0"),
-        (OwnBert, but(OWN_BERT, {"activation": "silu"}), r"differ.*layers\.0 is not called as a module"),
+        (OwnViT, but(OWN_VIT, {"heads": 8}), "answers.*differ by"),
+        (OwnBert, but(OWN_BERT, {"activation": "silu"}), "answers.*differ by"),
         (
             OwnViT,
             but(OWN_VIT, {"answer": lambda model, batch: (model(batch["pixel_values"]),)}),
             "cannot answer",
         ),
-        (OTHER, ENCODER_VIT, "differ.*first in layer 0"),
-        (SQUASHED, ENCODER_VIT, "differ.*pooled"),
+        (OTHER, ENCODER_VIT, "answers.*differ by"),
+        (SQUASHED, ENCODER_VIT, "answers.*differ by"),
         (ReshapedViT, ENCODER_VIT, "differ"),
     ],
 )
