@@ -20,7 +20,6 @@ from ..model.cost import Cost
 from ..settings import from_plain, to_plain
 
 T = TypeVar("T")
-Rank = Literal["best", "second", ""]
 Direction = Literal["higher", "lower", "neither"]
 
 
@@ -59,7 +58,7 @@ class Cell:
     text: str  # as shown; a dash if there is no number
     value: float | None = None  # the number; the mean over several runs
     spread: float | None = None  # standard deviation over the runs; None for one run
-    rank: Rank = ""  # the best or second best of its column; numbers that look equal share a rank
+    best: bool = False  # of its column; numbers that look equal are marked alike
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,41 +78,37 @@ class Comparison:
 def tabulated(
     columns: Sequence[Column], rows: Mapping[str, T], cell: Callable[[Column, T], Cell], notes: tuple[str, ...]
 ) -> Comparison:
-    """Make a table of `cell(column, row)` with ranks; columns without any number are left out."""
+    """Make a table of `cell(column, row)`, the best marked; columns without any number are left out."""
     shown: list[tuple[Column, list[Cell]]] = []  # each column with its cells from top to bottom
     for column in columns:
         cells = [cell(column, row) for row in rows.values()]
         if any(number.text != "–" for number in cells):
-            shown.append((column, rank_cells(cells, column)))
+            shown.append((column, marked(cells, column)))
     lines = {name: tuple(cells[index] for _, cells in shown) for index, name in enumerate(rows)}
     return Comparison(tuple(column for column, _ in shown), lines, notes)
 
 
-def rank_cells(cells: list[Cell], column: Column) -> list[Cell]:
-    """Mark the best of the displayed numbers and, of three or more, the second best; nothing if all are equal."""
+def marked(cells: list[Cell], column: Column) -> list[Cell]:
+    """Mark the best of the displayed numbers; nothing if all are equal."""
     shown = [None if cell.value is None else float(column.number(cell.value)) for cell in cells]
-    distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
-    if column.better == "neither" or len(distinct) < 2:
+    known = {value for value in shown if value is not None}
+    if column.better == "neither" or len(known) < 2:
         return cells
-    ranks: dict[float, Rank] = {distinct[0]: "best"}
-    if len(cells) > 2:
-        ranks[distinct[1]] = "second"
-    return [
-        cell if value is None else replace(cell, rank=ranks.get(value, ""))
-        for cell, value in zip(cells, shown, strict=True)
-    ]
+    best = max(known) if column.better == "higher" else min(known)
+    return [replace(cell, best=value == best) for cell, value in zip(cells, shown, strict=True)]
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """A Markdown table that reads as text, too: best bold, second best italic, notes below.
+    """A Markdown table that reads as text, too: best bold, notes below.
 
     With more columns than methods it lies on its side, to fit into a terminal.
     """
-    marks = {"best": "**{}**", "second": "_{}_", "": "{}"}
     headings = ["Method", *(f"{column.group} {column.heading}".strip() for column in comparison.columns)]
     lines = [[_markdown(heading) for heading in headings]]
     for name, cells in comparison.rows.items():
-        lines.append([_markdown(name), *(marks[cell.rank].format(_markdown(cell.text)) for cell in cells)])
+        lines.append(
+            [_markdown(name), *(("**{}**" if cell.best else "{}").format(_markdown(cell.text)) for cell in cells)]
+        )
     if len(comparison.columns) > len(comparison.rows):
         lines = [list(line) for line in zip(*lines, strict=True)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]

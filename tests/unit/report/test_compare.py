@@ -19,7 +19,7 @@ from hydra_ensembles.report.compare import (
     Column,
     compare,
     load_costs,
-    rank_cells,
+    marked,
     save_costs,
     to_csv,
     to_markdown,
@@ -55,15 +55,15 @@ def test_numbers_are_written_as_the_paper_writes_them_and_others_where_they_are_
 @pytest.mark.parametrize(
     ("values", "better", "digits", "expected"),
     [
-        ([1, 3, 2], "higher", 2, ["", "best", "second"]),
-        ([1, 3, 2], "neither", 2, ["", "", ""]),
-        ([0.101, 0.104, 0.2, 0.201, 0.3], "lower", 1, ["best", "best", "second", "second", ""]),
-        ([None, 2.0, 1.0], "higher", 2, ["", "best", "second"]),
+        ([1, 3, 2], "higher", 2, [0, 1, 0]),
+        ([1, 3, 2], "neither", 2, [0, 0, 0]),
+        ([0.101, 0.104, 0.2, 0.201, 0.3], "lower", 1, [1, 1, 0, 0, 0]),
+        ([None, 2.0, 1.0], "higher", 2, [0, 1, 0]),
     ],
 )
-def test_numbers_written_alike_share_a_rank(values, better, digits, expected):
+def test_numbers_written_alike_are_marked_alike(values, better, digits, expected):
     column = Column("x", "X", better=better, digits=digits)
-    assert [cell.rank for cell in rank_cells([Cell(f"{value}", value) for value in values], column)] == expected
+    assert [cell.best for cell in marked([Cell(f"{value}", value) for value in values], column)] == expected
 
 
 def test_several_runs_give_mean_and_standard_deviation():
@@ -113,10 +113,10 @@ def test_calibrated_and_uncalibrated_methods_are_named():
     warm = replace(other, model=replace(other.model, calibration=Calibration(temperature=1.3, threshold=0.5)))
     assert said([one, other]) == said([warm]) == ""
     assert "Calibrated: Other; not: One." in said([one, warm])
-    for second, marked in ((other, {"accuracy", "brier", "nll", "ece", "aece"}), (warm, {"accuracy"})):
+    for second, wanted in ((other, {"accuracy", "brier", "nll", "ece", "aece"}), (warm, {"accuracy"})):
         table = compare([one, second], columns=CLASSIFICATION)
         pairs = zip(table.columns, *table.rows.values(), strict=True)
-        assert {column.key for column, *found in pairs if any(cell.rank for cell in found)} == marked
+        assert {column.key for column, *found in pairs if any(cell.best for cell in found)} == wanted
     assert "in part: Some" in said({"Some": [one, replace(warm, name="One")], "Other": warm})
 
 
@@ -137,7 +137,7 @@ def test_markdown_and_csv(comparison, tmp_path):
     assert len({len(line) for line in markdown[: len(comparison.columns) + 2]}) == 1
     (accuracies,) = (line for line in markdown if line.startswith("| Acc"))
     for row in comparison.rows.values():
-        assert {"best": "**{}**", "second": "_{}_", "": " {} "}[row[1].rank].format(row[1].text) in accuracies
+        assert (f"**{row[1].text}**" if row[1].best else f" {row[1].text} ") in accuracies
     upright = to_markdown(compare(methods(), columns=CLASSIFICATION[:2])).splitlines()
     assert upright[0].split() == ["|", "Method", "|", "Acc", "↑", "|", "Brier", "↓", "|"]
     table = list(csv.DictReader(io.StringIO(to_csv(comparison))))
