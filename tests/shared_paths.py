@@ -1,5 +1,6 @@
 """Where real data and weights are stored next to the checkout, and how a test skips without them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,3 +14,11 @@ def shared(relative: str) -> Path:
     if not path.exists():
         pytest.skip(f"shared/{relative} is not on this machine")
     return path
+
+
+def real_model(name: str) -> Path:
+    """Folder that fetch_weights.py of the shared folder made, below `HYDRA_MODELS`; skips the test without it."""
+    folder = Path(os.environ.get("HYDRA_MODELS", SHARED / "weights")) / name
+    if not folder.is_dir():
+        pytest.skip(f"no folder {folder}: python fetch_weights.py {name} {folder}, and HYDRA_MODELS={folder.parent}")
+    return folder

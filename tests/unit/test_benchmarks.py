@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 import against  # noqa: E402
 import circuit  # noqa: E402
+import convert  # noqa: E402
 import coverage  # noqa: E402
 import decoders  # noqa: E402
 import inference  # noqa: E402
@@ -18,6 +19,8 @@ import serve  # noqa: E402
 from studies.tables import read_csv  # noqa: E402
 
 del sys.path[:2]
+
+from architectures_transformers import TEXT, save_tokenizer, transformers_model  # noqa: E402
 
 TINY = ["--shape", "tiny", "--dtype", "float32", "--device", "cpu", "--batches", "2", "--seconds", "0.01"]
 
@@ -55,6 +58,13 @@ def test_decoders_are_timed_beside_transformers_with_a_prefix_and_without(tmp_pa
     rows = ran(decoders, tmp_path, *options, "--prefix", "7", "--seconds", "0.01")
     assert [row["contender"] for row in rows] == list(decoders.CONTENDERS)
     assert [row["prefix"] for row in rows] == ["0", "0", "0", "7", "7"]
+
+
+def test_conversions_are_measured_live_and_from_folders(tmp_path: Path) -> None:
+    transformers_model("BertModel", TEXT).save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    found = ran(convert, tmp_path, str(tmp_path / "model"), "--turns", "1")
+    assert [(row["from"], row["dtype"]) for row in found] == [("live", "float32"), ("folder", "float32")]
 
 
 def test_circuits_of_both_methods_are_equal(tmp_path: Path) -> None:
