@@ -5,11 +5,24 @@ from typing import Any
 import pytest
 import torch
 
-from architectures_decoders import GROUPED
+from architectures_decoders import GROUPED, PLAIN
 from architectures_transformers import TEXT, transformers_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 SEQUENCES: dict[str, Any] = {"task_type": "SEQ_CLS"}
+
+
+GPT2: dict[str, Any] = {
+    name: PLAIN[name] for name in ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size")
+} | {
+    "pad_token_id": 3,
+    "num_labels": 5,
+}
+TRANSPOSED: dict[str, Any] = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+
+
+def gpt2() -> Any:
+    return transformers_model("GPT2ForSequenceClassification", GPT2).eval()
 
 
 def llama(kind: str = "LlamaForSequenceClassification", **settings: Any) -> Any:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ._utils import warn, with_float64
-from .convert.adapted import Adapted, read_adapters
+from .convert.adapted import Adapted, Factors, read_adapters
 from .convert.convert import convert_if_needed
 from .errors import ConfigError
-from .model.config import GROUPS, KeptHeads, Sharing
+from .model.config import GROUPS, KeptHeads, LowRank, Sharing
 from .model.dual_encoder import DualEncoder, require_ensemble, require_model, require_single
-from .model.ensemble import Ensemble, singles
+from .model.ensemble import Ensemble, shapes_of, singles
 from .model.layers import GroupedLinear, linear
 from .model.member_states import (
+    UPDATES,
     common_layers,
     copies_of,
     differing_names,
@@ -182,21 +183,72 @@ def _fuse_ensembles(
 
 
 def _fuse_adapters(adapted: Adapted) -> Ensemble:
-    """An ensemble with a member for each adapter of one model, which shares what none of them changes."""
+    """An ensemble with a member for each adapter of one model, which shares what none of them changes.
+
+    What plain LoRAs add to attention or MLP stays in factors beside the shared weights, where these are fewer numbers.
+    """
     config, state, members = adapted.base.config, adapted.base.state_dict(), len(adapted.changes)
     changed = {name for changes in adapted.changes for name in changes}
     states = [{name: changes.get(name, state[name]) for name in changed} for changes in adapted.changes]
-    differing = [name for name in differing_names(states) if members > 1]
-    heads = config.heads * members
-    apart = {place_of(name)[0] for name in differing}
-    shared = {group: group not in apart for group in GROUPS} if members > 1 else {}
-    trunk = common_layers(heads, differing, config.encoder.layers) if members > 1 else 0
-    config = replace(config, heads=heads, sharing=Sharing(**shared), trunk=trunk)
-    for name in state:
-        first = [one.get(name, state[name]) for one in states]
-        state[name] = first[0] if copies_of(config, name) == 1 else torch.cat(first)
-    line = f"fused {members} adapters, trunk of {config.trunk} layers"
-    return Ensemble.from_state(config, state, adapted.base.metadata.after(line), copies=False)
+    line, updates = f"fused {members} adapters", dict[str, list[Factors | None]]()
+    if members > 1:
+        differing, heads = differing_names(states), config.heads * members
+        trunk = common_layers(heads, differing, config.encoder.layers)
+        apart = {place_of(name)[0] for name in differing}
+        for group in sorted(apart & {"attention", "mlp"}):
+            top = [name for name in state if place_of(name)[0] == group and (place_of(name)[1] or 0) >= trunk]
+            found = _factors_of([name for name in differing if place_of(name)[0] == group], adapted)
+            numbers = [part.numel() for pairs in found.values() for pair in pairs if pair for part in pair]
+            if found and sum(numbers) < (members - 1) * sum(state[name].numel() for name in top):
+                updates |= found
+                apart.discard(group)
+        sharing = Sharing(**{group: group not in apart for group in GROUPS})
+        config = replace(config, heads=heads, sharing=sharing, trunk=trunk, updates=_ranks(updates))
+        line += f", trunk of {trunk} layers" + ", what they add in factors" * bool(updates)
+    joined = dict[str, Tensor]()
+    for name, shape in shapes_of(config).items():
+        if name.endswith(UPDATES):
+            joined[name] = _stacked(
+                updates.get(name.rpartition("_")[0], []), shape, name.endswith(UPDATES[1]), adapted.base
+            )
+        elif name in updates or (name not in changed and copies_of(config, name) == 1):
+            joined[name] = state[name]
+        else:
+            own = [one.get(name, state[name]) for one in states]
+            joined[name] = own[0] if copies_of(config, name) == 1 else torch.cat(own)
+    return Ensemble.from_state(config, joined, adapted.base.metadata.after(line), copies=False)
+
+
+def _factors_of(names: Sequence[str], adapted: Adapted) -> dict[str, list[Factors | None]]:
+    """What each adapter adds to these parameters, None for nothing; empty if that has no factors somewhere."""
+    found = {name: [factors.get(name) for factors in adapted.factors] for name in names}
+    for name, pairs in found.items():
+        if any(pair is None and name in changes for pair, changes in zip(pairs, adapted.changes, strict=True)):
+            return {}
+    return found
+
+
+def _ranks(updates: Mapping[str, Sequence[Factors | None]]) -> LowRank:
+    """The largest rank of each map in any layer."""
+    ranks = dict.fromkeys(("inputs", "out", "up", "down"), 0)
+    for name, pairs in updates.items():
+        leaf = name.removesuffix(".weight").rpartition(".")[2]
+        part = leaf if leaf in ranks else "inputs"
+        ranks[part] = max(ranks[part], *(pair[0].shape[-1] for pair in pairs if pair is not None))
+    return LowRank(**ranks)
+
+
+def _stacked(pairs: Sequence[Factors | None], shape: torch.Size, right: bool, like: Ensemble) -> Tensor:
+    """The left or right factors of all members, `[M, …, r]` or `[M, r, …]`, padded with zeros to one rank."""
+    stacked = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    for member, pair in enumerate(pairs):
+        if pair is not None:
+            one = pair[int(right)]
+            if right:
+                stacked[member, : len(one)] = one
+            else:
+                stacked[member, ..., : one.shape[-1]] = one
+    return stacked
 
 
 def _with_mean_trunk(

@@ -97,6 +97,8 @@ def _facts(model: "Ensemble") -> Iterable[tuple[str, object]]:
     yield "multiply-adds", f"{cost.multiply_adds:,} for one input of {cost.tokens} tokens"
     if config.members > 1:
         yield "shared by the members", ", ".join(one for one in GROUPS if getattr(config.sharing, one)) or "nothing"
+        if ranks := {name: rank for name, rank in vars(config.updates).items() if rank}:
+            yield "ranks of the members' updates", ", ".join(f"{name} {rank}" for name, rank in ranks.items())
         yield "shared trunk", f"first {config.trunk} of {encoder.layers} layers" if config.trunk else "none"
     if metadata.preprocessing is not None:
         origin = f" (from: {metadata.preprocessing_from})" if metadata.preprocessing_from else ""

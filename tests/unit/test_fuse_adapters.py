@@ -8,23 +8,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import hydra_ensembles as he
 from architectures_decoders import texts
 from architectures_transformers import TEXT, transformers_model
 from cli_cases import succeed
 from hydra_ensembles.errors import ConfigError, ConversionError
-from lora_models import SEQUENCES, adapted, bert, llama, peft
+from hydra_ensembles.model.config import LowRank
+from hydra_ensembles.model.cost import multiply_adds
+from lora_models import SEQUENCES, TRANSPOSED, adapted, bert, gpt2, llama, peft
 
+ALL = {"inputs": 4, "out": 2, "up": 4, "down": 2}
 LAST: dict[str, Any] = {"layers_to_transform": [1]}
-CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], set[str], int]] = {  # adapters; what is per member; trunk
-    "attention": (llama, {"target_modules": ["q_proj", "v_proj"]}, {"attention"}, 0),
-    "top": (llama, {"target_modules": ["q_proj", "o_proj"], **LAST}, {"attention"}, 1),
-    "mlp-and-head": (llama, {"target_modules": ["up_proj"], **LAST, **SEQUENCES}, {"mlp", "readout"}, 1),
-    "everything": (llama, {"target_modules": "all-linear", **SEQUENCES}, {"attention", "mlp", "readout"}, 0),
-    "dora": (llama, {"target_modules": ["k_proj", "down_proj"], "use_dora": True}, {"attention", "mlp"}, 0),
-    "bert": (bert, {"target_modules": ["query", "value"], **SEQUENCES}, {"attention", "readout"}, 0),
-    "head": (llama, {"target_modules": ["q_proj"], "init_lora_weights": True, **SEQUENCES}, {"readout"}, 2),
+CASES: dict[
+    str, tuple[Callable[[], Any], dict[str, Any], set[str], int, dict[str, int]]
+] = {  # adapters; what is per member; trunk; factors
+    "attention": (llama, {"target_modules": ["q_proj", "v_proj"]}, set(), 0, {"inputs": 3}),
+    "top": (llama, {"target_modules": ["q_proj", "o_proj"], **LAST}, set(), 1, {"inputs": 3, "out": 3}),
+    "mlp-and-head": (llama, {"target_modules": ["up_proj"], **LAST, **SEQUENCES}, {"readout"}, 1, {"up": 3}),
+    "everything": (llama, {"target_modules": "all-linear", "r": 2, **SEQUENCES}, {"readout"}, 0, ALL),
+    "large-rank": (llama, {"target_modules": ["k_proj"], "r": 40}, {"attention"}, 0, {}),
+    "dora": (llama, {"target_modules": ["k_proj", "down_proj"], "use_dora": True}, {"attention", "mlp"}, 0, {}),
+    "bert": (bert, {"target_modules": ["query", "value"], **SEQUENCES}, {"readout"}, 0, {"inputs": 6}),
+    "gpt2": (gpt2, {**TRANSPOSED, "r": 2, **SEQUENCES}, {"readout"}, 0, {"inputs": 2, "out": 2, "down": 2}),
+    "head": (llama, {"target_modules": ["q_proj"], "init_lora_weights": True, **SEQUENCES}, {"readout"}, 2, {}),
 }
 
 
@@ -47,7 +55,7 @@ def alike(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_fused_adapters_answer_as_in_turn(case: str, tmp_path: Path) -> None:
-    build, settings, apart, trunk = CASES[case]
+    build, settings, apart, trunk, ranks = CASES[case]
     folders, expected = saved(tmp_path, build, settings)
     model = build()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -56,6 +64,7 @@ def test_fused_adapters_answer_as_in_turn(case: str, tmp_path: Path) -> None:
     sharing = hydra.config.sharing
     assert {group for group in ("stem", "attention", "mlp", "norms", "readout") if not getattr(sharing, group)} == apart
     assert hydra.config.trunk == trunk
+    assert {name: rank for name, rank in vars(hydra.config.updates).items() if rank} == ranks
     loaded = [peft.PeftModel.from_pretrained(build(), folder) for folder in folders]
     again = he.fuse(model, adapters=loaded)
     assert all(torch.equal(one, again.state_dict()[name]) for name, one in hydra.state_dict().items())
@@ -64,6 +73,28 @@ def test_fused_adapters_answer_as_in_turn(case: str, tmp_path: Path) -> None:
     assert torch.equal(he.load(tmp_path / "hydra")(texts()), hydra(texts()))
     alike(hydra.optimize(compile=False)(texts()), expected)
     alike(hydra.member(1)(texts())[0], expected[1])
+
+
+@torch.no_grad()
+def test_factors_are_fewer_numbers_and_counted(tmp_path: Path) -> None:
+    """Multiply-adds are those that the layers do, but for the shortcut of the last block."""
+    settings = {"target_modules": ["q_proj", "o_proj", "up_proj"]}
+    folders, _ = saved(tmp_path, llama, settings)
+    hydra, ids = he.fuse(llama(), adapters=folders), torch.ones(1, 80, dtype=torch.long)
+    alone = hydra.without_updates()
+    assert alone.config.updates == LowRank()
+    alike(hydra(texts()), alone(texts()))
+    assert hydra.describe().parameters < alone.describe().parameters
+    counted = {}
+    for name, model in (("factors", hydra), ("alone", alone)):
+        x, context = model.embed(ids, torch.ones_like(ids))
+        with FlopCounterMode(display=False) as counter:
+            for layer in model.encoder.layers:
+                x = layer(x, context)
+        counted[name] = counter.get_total_flops() // 2
+    expected = multiply_adds(hydra.config, 80) - multiply_adds(alone.config, 80)
+    assert counted["factors"] - counted["alone"] == expected
+    alike(he.Ensemble.stack([hydra])(texts()), hydra(texts()))
 
 
 def test_gradients_are_those_of_the_adapters_together(tmp_path: Path) -> None:

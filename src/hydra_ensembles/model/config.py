@@ -272,6 +272,20 @@ class Sharing:
 
 
 @dataclass(frozen=True)
+class LowRank(Checked):
+    """Ranks of the updates that each member adds to linear maps of attention and MLP; 0 for none.
+
+    They are added to what the members share: to the input projections of attention together, to its output projection,
+    and to the first and last layer of the MLP, above the trunk.
+    """
+
+    inputs: Count = 0
+    out: Count = 0
+    up: Count = 0
+    down: Count = 0
+
+
+@dataclass(frozen=True)
 class EnsembleConfig:
     """One ensemble: its transformer, its members, what they share and which heads they keep.
 
@@ -285,6 +299,7 @@ class EnsembleConfig:
     heads: KeptHeads = ((),)
     sharing: Sharing = Sharing()
     trunk: int = 0
+    updates: LowRank = LowRank()
 
     def __post_init__(self) -> None:
         everything = tuple(tuple(range(count)) for count in self.head_counts)
@@ -337,6 +352,10 @@ class EnsembleConfig:
         """How many times a group's parameters are stored: 1 if shared (or in the trunk), else M."""
         in_trunk = layer is not None and layer < self.trunk
         return 1 if in_trunk or getattr(self.sharing, group) else self.members
+
+    def ranks(self, layer: int) -> LowRank:
+        """Ranks of the members' updates of a layer."""
+        return LowRank() if layer < self.trunk else self.updates
 
     def attention_copies(self, layer: int) -> int:
         """How many times the attention of a layer is stored, in a block or for pooling."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._utils import few_digits
 from ..batches import move
-from .config import EncoderConfig, EnsembleConfig, KeptHeads, PatchStemConfig
+from .config import EncoderConfig, EnsembleConfig, KeptHeads, LowRank, PatchStemConfig
 from .inputs import Given, model_call
 from .layers import evaluating
 
@@ -72,10 +72,18 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
             encoder.norm_first and not encoder.norm_after and (layer or encoder.first_norm)
         ):  # a norm before the attention
             branches = max(branches, config.copies("norms", layer))
-        copies = max(branches, config.copies("attention", layer))
+        ranks = config.ranks(layer)
+        several = {name: config.members if rank else 1 for name, rank in vars(ranks).items()}
+        copies = max(branches, config.copies("attention", layer), several["inputs"])
         kept = [config.heads[member][layer] for member in range(copies)]
-        branches = max(copies, config.copies("norms", layer), config.copies("mlp", layer))
-        total += sum(attention_cost(encoder, one, tokens) for one in kept) + branches * mlp_cost(encoder, tokens)
+        total += sum(attention_cost(encoder, one, tokens) for one in kept)
+        if several["inputs"] > branches:  # updates branch off from projections that are still the same for all
+            total -= (copies - branches) * tokens * encoder.width * _inputs_width(encoder, kept[0])
+        branches = max(copies, several["out"], config.copies("norms", layer), config.copies("mlp", layer))
+        down = tokens * encoder.width * encoder.mlp_width
+        total += branches * (mlp_cost(encoder, tokens) - down) + max(branches, several["up"]) * down
+        branches = max(branches, several["up"], several["down"])
+        total += config.members * tokens * _of_updates(encoder, ranks, kept[0])
     if (pooling := config.pooling) is not None:
         branches = max(branches, config.copies("readout"), config.attention_copies(encoder.layers))
         total += sum(attention_cost(pooling, config.heads[member][-1], tokens, 1) for member in range(branches))
@@ -94,6 +102,20 @@ def attention_cost(encoder: EncoderConfig, kept: tuple[int, ...], tokens: int, q
 def mlp_cost(encoder: EncoderConfig, tokens: int) -> int:
     """Multiply-adds of the MLP on `tokens` tokens."""
     return tokens * encoder.width * encoder.mlp_width * (3 if encoder.gated else 2)
+
+
+def _inputs_width(encoder: EncoderConfig, kept: tuple[int, ...]) -> int:
+    """Numbers that queries, keys and values of these heads have for a token."""
+    projected = encoder.projected(kept)
+    return encoder.head_dim * (len(projected) + 2 * len(encoder.shares(projected)))
+
+
+def _of_updates(encoder: EncoderConfig, ranks: LowRank, kept: tuple[int, ...]) -> int:
+    """Multiply-adds of one member's updates of a layer, for a token."""
+    inputs = (1 if encoder.kv_heads is None else 2) * encoder.width + _inputs_width(encoder, kept)
+    up = encoder.width + encoder.mlp_width * (2 if encoder.gated else 1)
+    ends = encoder.width + len(kept) * encoder.head_dim, encoder.width + encoder.mlp_width
+    return ranks.inputs * inputs + ranks.out * ends[0] + ranks.up * up + ranks.down * ends[1]
 
 
 def _readout(config: EnsembleConfig) -> int:

@@ -19,11 +19,12 @@ from ..promise import Promise
 from ..settings import from_plain, to_plain
 from ..store import Form
 from . import LATER
-from .config import GROUPS, EnsembleConfig, KeptHeads, Outputs, PatchStemConfig
+from .config import GROUPS, EnsembleConfig, KeptHeads, LowRank, Outputs, PatchStemConfig
 from .cost import Description, describe
 from .inputs import Arguments, Given, Prepared, packed, read_inputs
 from .layers import Context, Encoder, GroupedNorm, OurModel, Past, Places, dropping
 from .member_states import (
+    join_states,
     member_config,
     member_index,
     member_state,
@@ -388,6 +389,19 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
         state = member_state(self.config, self.state_dict(), index)
         metadata = member_metadata(self.metadata, self.num_members)
         return Ensemble.from_state(member_config(self.config, index), state, metadata, self.frozen)
+
+    @torch.no_grad()
+    def without_updates(self) -> "Ensemble":
+        """The same ensemble, whose members have weights of their own instead of updates of shared ones."""
+        ranks = self.config.updates
+        if ranks == LowRank():
+            return self
+        attention, mlp = (not any(pair) for pair in ((ranks.inputs, ranks.out), (ranks.up, ranks.down)))
+        now = self.config.sharing
+        sharing = replace(now, attention=now.attention and attention, mlp=now.mlp and mlp)
+        config, state = replace(self.config, sharing=sharing, updates=LowRank()), self.state_dict()
+        states = [member_state(self.config, state, index) for index in range(self.num_members)]
+        return Ensemble.from_state(config, join_states(config, states), self.metadata, copies=False)
 
     @classmethod
     def from_state(

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._utils import evaluation_mode
-from .config import Activation, EncoderConfig, EnsembleConfig, HiddenActivation, NormKind
+from .config import Activation, EncoderConfig, EnsembleConfig, HiddenActivation, LowRank, NormKind
 from .rotary import Rotary, Rotation, rotate
 
 Past = dict[tuple[int, int | None], tuple[Tensor, Tensor]]
@@ -186,9 +186,12 @@ class Block(nn.Module):
         before, after = not encoder.norm_after, encoder.sandwich or encoder.norm_after
         self.norm1: nn.Module = norm() if before and (layer or encoder.first_norm) else nn.Identity()
         self.attention = Attention(encoder, tuple(config.heads[m][layer] for m in range(copies)), layer)
+        self.attention.add_updates(config.members, config.ranks(layer))
         self.norm2: nn.Module = norm() if before and encoder.parallel != 1 else nn.Identity()
         self.post_norm1, self.post_norm2 = (norm() if after else None for _ in range(2))
         self.mlp = MLP(encoder, config.copies("mlp", layer))
+        self.mlp.up.add_update(config.members, config.ranks(layer).up)
+        self.mlp.down.add_update(config.members, config.ranks(layer).down)
 
     def forward(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
         """Map `[N, B, T, d]` to `[N', B, T', d]`; with `read`, only these positions are computed."""
@@ -244,6 +247,8 @@ class Attention(nn.Module):
     qkv_bias: Tensor | None
     query_bias: Tensor | None
     key_value_bias: Tensor | None
+    out_left: Tensor  # [M, K, d_k, r], and the next one [M, r, d]: only with an update of the output projection
+    out_right: Tensor
 
     def __init__(self, config: EncoderConfig, heads: tuple[tuple[int, ...], ...], layer: int = 0) -> None:
         super().__init__()
@@ -278,8 +283,23 @@ class Attention(nn.Module):
         self.scale = empty(copies, width) if config.layer_scale else None
         self.out_dropout = Dropout(config.projection_dropout)
         self.one_by_one = False  # run members with own inputs one by one instead of in one batched product
+        self.updates: tuple[str, ...] = ()  # of the projections that members update
+        self.branches = 1  # inputs that differ because of updates: the number of members, if there are any
         self.folded: tuple[int, ...] = ()  # of query 0, key 1, value 2: whose bias is zero, folded into other weights
         self.register_buffer("distinct", None, persistent=False)
+
+    def add_updates(self, members: int, ranks: LowRank) -> None:
+        """Give each member updates of these ranks: weights are then larger by `left @ right`, member by member."""
+        if ranks.inputs:
+            self.updates, self.branches = tuple(self.inputs), members
+        for name in self.updates:
+            *rows, width = getattr(self, name).shape  # [K, P, d_k]
+            setattr(self, f"{name}_left", empty(members, *rows, ranks.inputs))
+            setattr(self, f"{name}_right", empty(members, ranks.inputs, width))
+        if ranks.out:
+            self.updates += ("out",)
+            self.out_left = empty(members, *self.out.shape[:2], ranks.out)
+            self.out_right = empty(members, ranks.out, self.out.shape[2])
 
     @property
     def even(self) -> bool:
@@ -314,7 +334,7 @@ class Attention(nn.Module):
             alone = [self._out_of_copy(i, self.mix(x[i : i + 1], context, asking[i], i)) for i in range(len(x))]
             y = torch.stack(alone)
         else:
-            y = self.project(self.mix(x, context, read), x.shape[0])
+            y = self.project(self.mix(x, context, read), max(len(x), self.branches))
         if self.scale is not None:
             y = y * self.scale[:, None, None, :]
         return self.out_dropout(y)
@@ -345,7 +365,11 @@ class Attention(nn.Module):
         """Output projection of head outputs from `mix`, for an input with `members` on its first axis."""
         copies = len(self.sizes)
         if copies == 1:
-            return self._out_of_copy(0, z).unflatten(0, (members, -1))  # [N, B, T', d]
+            y = self._out_of_copy(0, z).unflatten(0, (members, -1))  # [N, B, T', d]
+            if "out" not in self.updates:
+                return y
+            rows = z.flatten(2).unflatten(0, (members, -1))  # [N, B, T', h·d_k]
+            return y + updated(rows, self.out_right.mT, self.out_left.flatten(1, 2).mT)
         if not sum(self.sizes):
             z = z[: len(z) // members]
         if not self.even or not sum(self.sizes) or (self.one_by_one and members == 1):
@@ -379,6 +403,7 @@ class Attention(nn.Module):
         else:
             (q,) = self._into_heads(asking, "query", copy)
             k, v = self._into_heads(x, "key_value", copy)  # [R, T, L, d_k] each
+        repeats = max(len(x), self.branches)
         shares, (heads, *_, groups) = None, (*self.inputs.values(),) * 2
         joined = copy is None and q.shape[2] == sum(heads)  # all copies concatenated
         if self.shares is not None:
@@ -398,7 +423,7 @@ class Attention(nn.Module):
             if isinstance(read, slice):
                 own = turn[0][read], turn[1][read]
             elif isinstance(read, Places):
-                at = read.at.repeat(len(x))  # [R]
+                at = read.at.repeat(repeats)  # [R]
                 own = turn[0][at][:, None], turn[1][at][:, None]  # [R, 1, 1, d_k] each
             q, k = rotate(q, own), rotate(k, turn)
         if context.kept is not None:
@@ -412,7 +437,7 @@ class Attention(nn.Module):
             earlier = torch.arange(k.shape[1], device=k.device) <= read.at[:, None, None] + start  # [B, 1, start + T]
             mask, causal = earlier if mask is None else mask & earlier, False
         rule = self.config.attention_dropout > 0.0 and drops(self)
-        return attend(q, k, v, mask, len(x), causal, shares, self.config, rule, start)
+        return attend(q, k, v, mask, repeats, causal, shares, self.config, rule, start)
 
     def _into_heads(self, x: Tensor, name: str, copy: int | None, parts: slice = slice(None)) -> Sequence[Tensor]:
         """Some of query, key and value `[R, T, H, d_k]` of `[N, B, T, d]`, of the heads of all copies or of one.
@@ -425,7 +450,10 @@ class Attention(nn.Module):
         (repeats, batch, tokens, width), members = x.shape, len(self.sizes)
         if members == 1 or repeats == 1:  # all these heads have the same input: a single product
             y = F.linear(x.flatten(0, 2), weight.flatten(0, 2), None if bias is None else bias.flatten())
-            return y.reshape(repeats * batch, tokens, *weight.shape[:3]).unbind(3)
+            if name in self.updates:
+                left, right = getattr(self, f"{name}_left")[:, :, parts], getattr(self, f"{name}_right")
+                y = y.unflatten(0, (repeats, -1)) + updated(x.flatten(1, 2), left.flatten(1, 3), right)  # [M, B·T, …]
+            return y.reshape(-1, tokens, *weight.shape[:3]).unbind(3)
         y = torch.bmm(x.flatten(1, 2), weight.reshape(members, -1, width).transpose(1, 2))  # [M, B·T, h·P·d_k]
         found = [*y.reshape(repeats * batch, tokens, len(weight) // members, *weight.shape[1:3]).unbind(3)]
         first = 1 if name == "key_value" else parts.start or 0  # 0 is the query, 1 the key, 2 the value
@@ -434,6 +462,12 @@ class Attention(nn.Module):
                 own = bias[:, index].unflatten(0, (members, -1))[:, None, None]  # [M, 1, 1, h, d_k]
                 found[index] = (part.unflatten(0, (members, -1)) + own).flatten(0, 1)
         return found
+
+
+def updated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """What updates of a low rank, `[M, out, r]` and `[M, r, in]`, add to a map of `[N, …, in]`: `[M, …, out]`."""
+    rows = x.flatten(1, -2).expand(len(left), -1, -1)  # [M, B·T, in]
+    return torch.bmm(torch.bmm(rows, right.mT), left.mT).unflatten(1, x.shape[1:-1])
 
 
 def chosen(x: Tensor, heads: Sequence[int]) -> Tensor:
@@ -564,17 +598,30 @@ class MLP(nn.Module):
 class GroupedLinear(nn.Module):
     """`y = x Wᵀ + b` with weights `[G, out, in]`: shared by all members (G = 1) or one per member (G = M)."""
 
+    weight_left: Tensor | None  # [M, out, r], and the next one [M, r, in]: of members that add to a shared map
+    weight_right: Tensor | None
+
     def __init__(self, copies: int, inputs: int, outputs: int, bias: bool = True) -> None:
         super().__init__()
         self.one_by_one = False  # run the copies one by one instead of in one batched product
         self.weight = empty(copies, outputs, inputs)
         self.bias = empty(copies, outputs) if bias else None
+        self.weight_left = self.weight_right = None
+
+    def add_update(self, members: int, rank: int) -> None:
+        """Give each member an update of this rank: the weight is then larger by `left @ right`, member by member."""
+        if rank:
+            _, outputs, inputs = self.weight.shape
+            self.weight_left, self.weight_right = empty(members, outputs, rank), empty(members, rank, inputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[N, …, in]` to `[max(N, G), …, out]`; N and G are equal, or one of them is 1."""
         weight, bias = self.weight, self.bias
         if weight.shape[0] == 1:
-            return F.linear(x, weight[0], None if bias is None else bias[0])
+            y = F.linear(x, weight[0], None if bias is None else bias[0])
+            if self.weight_left is None or self.weight_right is None:
+                return y
+            return y + updated(x, self.weight_left, self.weight_right)
         members, _, inputs = weight.shape
         if self.one_by_one:
             tokens = x.expand(members, *x.shape[1:])

@@ -17,6 +17,7 @@ from .layers import to_heads
 Layers = tuple[tuple[int, ...], ...]  # [layer] -> original head indices
 
 GROUP_AXIS = ("attention.key_value", "attention.key_value_bias")
+UPDATES = ("_left", "_right")  # endings of members' updates of a shared weight
 HEAD_AXIS = ("attention.qkv", "attention.qkv_bias", "attention.query", "attention.query_bias", "attention.out")
 
 
@@ -50,6 +51,8 @@ def rows_of(config: EnsembleConfig, parameter: str, heads: Layers) -> tuple[int,
 
 def copies_of(config: EnsembleConfig, parameter: str) -> int:
     """How many times a parameter is stored: once, or once per member."""
+    if parameter.endswith(UPDATES):
+        return config.members
     if parameter.startswith("readout.map.attention."):
         return config.attention_copies(config.encoder.layers)
     return config.copies(*place_of(parameter))
@@ -61,9 +64,11 @@ def member_config(config: EnsembleConfig, member: int) -> EnsembleConfig:
 
 
 def member_state(config: EnsembleConfig, state: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:
-    """Views of one member's parameters, shaped as in an ensemble with one member."""
+    """One member's parameters, shaped as in an ensemble with one member: views, unless it has updates of them."""
     single: dict[str, Tensor] = {}
     for name, tensor in state.items():
+        if name.endswith(UPDATES):
+            continue
         rows = rows_of(config, name, config.heads[member])
         if copies_of(config, name) == 1:
             single[name] = tensor
@@ -72,6 +77,10 @@ def member_state(config: EnsembleConfig, state: Mapping[str, Tensor], member: in
             single[name] = tensor[start : start + len(rows)]
         else:
             single[name] = tensor[member : member + 1]
+    for name in (name for name in state if name.endswith(UPDATES[0])):
+        base = name.removesuffix(UPDATES[0])
+        left, right = state[name][member].float(), state[base + UPDATES[1]][member].float()
+        single[base] = (single[base] + left @ right).to(single[base].dtype)
     return single
 
 

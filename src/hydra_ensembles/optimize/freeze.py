@@ -71,7 +71,7 @@ def simplified(ensemble: Ensemble) -> Ensemble:
 
     Half-precision weights are returned in float32, so that folding loses no digits; the caller converts them.
     """
-    result = _twin(ensemble, share=False).eval()
+    result = _twin(ensemble.without_updates(), share=False).eval()
     _merge_equal_copies(result)
     if result.dtype in (torch.bfloat16, torch.float16):
         result.to(torch.float32)

@@ -10,10 +10,10 @@ from convert_cases import alike, refused
 from torch import Tensor
 
 import hydra_ensembles as he
-from architectures_decoders import PLAIN, texts
-from architectures_transformers import save_tokenizer, transformers_model
+from architectures_decoders import texts
+from architectures_transformers import save_tokenizer
 from hydra_ensembles.errors import ConversionError
-from lora_models import SEQUENCES, adapted, bert, llama
+from lora_models import SEQUENCES, TRANSPOSED, adapted, bert, gpt2, llama
 
 ATTENTION: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 CASES: dict[str, Callable[[], Any]] = {
@@ -24,17 +24,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "rslora": lambda: adapted(llama(), **ATTENTION, use_rslora=True),
     "biases": lambda: adapted(llama(attention_bias=True), **ATTENTION, bias="lora_only"),
     "ia3": lambda: adapted(llama(), kind="IA3Config", **SEQUENCES),
-    "gpt2": lambda: adapted(transformers_model("GPT2ForSequenceClassification", GPT2).eval(), **TRANSPOSED),
+    "gpt2": lambda: adapted(gpt2(), **TRANSPOSED),
     "bert": lambda: adapted(bert(), target_modules=["query", "value"], **SEQUENCES),
     "half": lambda: adapted(llama().bfloat16(), **ATTENTION, **SEQUENCES),
 }
-GPT2: dict[str, Any] = {
-    name: PLAIN[name] for name in ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size")
-} | {
-    "pad_token_id": 3,
-    "num_labels": 5,
-}
-TRANSPOSED: dict[str, Any] = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
 
 
 def state(model: Any) -> dict[str, Tensor]:
