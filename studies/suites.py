@@ -1,8 +1,9 @@
 """Suites: tasks with their near and far OOD sets, of the shared folder and of the paper."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,12 +11,21 @@ import numpy as np
 import yaml
 
 from hydra_ensembles.data import Columns, load, without_classes
-from hydra_ensembles.data.dataset import AnyDataset, SomeDataset, cut_position, keyed_order
-from hydra_ensembles.data.loading import HUB, LabelPolicy
+from hydra_ensembles.data.dataset import (
+    AnyDataset,
+    ImageDataset,
+    Rows,
+    SomeDataset,
+    cut_position,
+    keyed_order,
+    read_image,
+)
+from hydra_ensembles.data.loading import HUB, LabelPolicy, numbered
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.settings import from_plain
 
 FOLDER = Path(__file__).parent / "data"
+_LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
 SHARE_SEED = 0
 """Seed of the order in which `SetRef.share` cuts a data set, fixed so that everybody gets the same parts."""
 
@@ -46,18 +56,13 @@ class SetRef:
 
     def load(self, root: Path) -> AnyDataset:
         """Load the data set from a root folder; a hub data set from a copy in the folder of its name, if any."""
-        is_list = self.source.endswith(".txt")
+        names = self.class_names or None
+        if self.source.endswith(".txt"):
+            return self.part_of(listed(root / self.source, root / self.folder, names, self.labels))
         copied = self.source.startswith(HUB) and (root / self.name).is_dir()
-        data = load(
-            self.name if copied else self.source,
-            self.split,
-            root=root if is_list else root / self.folder,
-            columns=self.columns,
-            labels=self.labels,
-            class_names=self.class_names or None,
-            config=self.config,
-            images=self.folder if is_list else None,
-        )
+        place = self.source if self.source.startswith(HUB) and not copied else root / self.folder / self.source
+        options: dict[str, Any] = {"columns": self.columns, "labels": self.labels, "config": self.config}
+        data = load(root / self.name if copied else place, self.split, class_names=names, **options)
         return self.part_of(data)
 
     def part_of(self, data: SomeDataset) -> SomeDataset:
@@ -67,6 +72,21 @@ class SetRef:
             start, stop = (cut_position(fraction, len(data)) for fraction in self.share)
             positions = positions[np.isin(positions, keyed_order(len(data), SHARE_SEED)[start:stop])]
         return without_classes(data.select(positions, name=self.name), self.without)
+
+
+def listed(file: Path, images: Path, names: Sequence[str] | None, labels: LabelPolicy) -> ImageDataset:
+    """An image list of OpenOOD, lines `path label`; a label of -1, or none, means no class."""
+    lines = file.read_text(encoding="utf-8-sig").splitlines()
+    rows = [match for line in lines if (match := _LISTED.fullmatch(line.strip()))]
+    paths = [images / row["path"] for row in rows]
+    if not paths or not paths[0].exists():
+        raise DataError(f"{file} lists {len(paths)} images, and the first does not exist below {images}")
+    numbers, known = numbered([row["label"] and int(row["label"]) for row in rows], names, labels, str(file))
+    return ImageDataset(Rows(len(paths), partial(_listed_image, paths)), numbers, known, file.stem)
+
+
+def _listed_image(paths: Sequence[Path], row: int) -> Any:
+    return read_image(paths[row])
 
 
 @dataclass(frozen=True)

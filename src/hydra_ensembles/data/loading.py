@@ -42,7 +42,6 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
 SPLIT_NAMES = ("dev", "test", "train", "training", "val", "valid", "validation")
 MOST_CLASSES = 1 << 20  # larger numbers are ids
 _SHARD = re.compile(r"-\d{5}-of-(\d{5}).*$")
-_LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
 _OPTIONAL = "labels='optional', on the command line --ood"  # how to give data without labels
 
 
@@ -63,28 +62,22 @@ def load(
     name_or_path: str | Path,
     split: str | None = None,
     *,
-    root: str | Path | None = None,
     columns: Columns | None = None,
     labels: LabelPolicy = "required",
     class_names: Sequence[str] | None = None,
     config: str | None = None,
-    images: str | Path | None = None,
 ) -> AnyDataset:
     """Load a data set by path or by name.
 
     Accepted are a Parquet, CSV, TSV or JSON-lines file, or a folder of them (`<split>.parquet`); a folder of images
-    with one subfolder per class, with or without a level of splits above; a `.txt` file that lists images, one line
-    `path label` each (OpenOOD); and `hub:OWNER/NAME`. Classes are numbered in the
-    order of `class_names`, else as the data say, else sorted by name. Tables are converted once into the cache of
+    with one subfolder per class, with or without a level of splits above; and `hub:OWNER/NAME`. Classes are numbered in
+    the order of `class_names`, else as the data say, else sorted by name. Tables are converted once into the cache of
     `datasets` (`HF_DATASETS_CACHE`).
 
-    `split` may be left out if there is only one. `root` is the folder that relative paths start from; `images` the
-    folder of an image list's paths, if not the list's own; `config` a configuration of a hub
-    data set (`"sst2"` of `"glue"`). With `labels="optional"`, for OOD data, labels may be missing, and loose images of
-    a folder are loaded as well.
+    `split` may be left out if there is only one; `config` is a configuration of a hub data set (`"sst2"` of `"glue"`).
+    With `labels="optional"`, for OOD data, labels may be missing, and loose images of a folder are loaded as well.
     """
-    name, base = str(name_or_path), expanded(root or "")
-    path = base / expanded(name)
+    name, path = str(name_or_path), expanded(name_or_path)
     if name.startswith(HUB):
         title = name.removeprefix(HUB)
         problem = f"{name}, split {split!r}, cannot be loaded (a data set that needs a script never can)"
@@ -99,9 +92,6 @@ def load(
         data = _read_tables(tables[_choose(split, tables, path)])
     elif path.is_dir():
         return _load_folder(path, split, labels, class_names)
-    elif path.suffix.lower() == ".txt":
-        data = _read_list(path, path.parent if images is None else base / expanded(images))
-        return _dataset(data, str(path), path.stem, Columns(), labels, class_names)
     else:
         data = _read_tables([path])
     title = path.parent.name if path.stem in SPLIT_NAMES and path.is_file() else path.stem
@@ -138,7 +128,7 @@ def _tables_in(folder: Path) -> dict[str, list[Path]]:
 def _read_tables(files: Sequence[Path]) -> Any:
     """One split as a `datasets.Dataset`: a file, or its shards in order."""
     if files[0].suffix.lower() not in READERS:
-        raise DataError(f"{files[0]} has an unknown suffix; accepted are {', '.join((*READERS, '.txt'))}")
+        raise DataError(f"{files[0]} has an unknown suffix; accepted are {', '.join(READERS)}")
     kind, options = READERS[files[0].suffix.lower()]
     return _loaded(kind, f"{files[0]} cannot be read", data_files=[*map(str, files)], split="train", **options)
 
@@ -247,7 +237,7 @@ def numbered(
     return np.maximum(labels, UNLABELLED), tuple(names or map(str, range(labels.max(initial=-1) + 1)))
 
 
-# --- folders and lists of images ---------------------------------------------------------------------------
+# --- folders of images -------------------------------------------------------------------------------------
 
 
 def _load_folder(
@@ -279,17 +269,3 @@ def _file(files: Sequence[Path], row: int) -> Picture:
 
 def _subfolders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_litter(entry.name))
-
-
-def _read_list(list_file: Path, images: Path) -> Any:
-    """An image list in OpenOOD's format, lines `path label`; a label of -1, or none, means no class."""
-    lines = [line.strip() for line in list_file.read_text(encoding="utf-8-sig").splitlines()]
-    listed = [match for line in lines if (match := _LISTED.fullmatch(line))]
-    if not listed or not (images / listed[0]["path"]).exists():
-        problem = f"{images / listed[0]['path']} does not exist" if listed else f"{list_file} lists no images"
-        raise DataError(f"{problem}; lines are 'path label', relative to the folder images=; texts need a table")
-    cells = {
-        "image": [str((images / match["path"]).absolute()) for match in listed],
-        "label": [match["label"] and int(match["label"]) for match in listed],
-    }
-    return library("datasets", extra="data").Dataset.from_dict(cells)

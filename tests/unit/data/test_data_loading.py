@@ -28,7 +28,7 @@ def test_a_folder_with_a_file_for_each_split(image_folder: Path) -> None:
     assert same_image(image, picture(3))
     again = pickle.loads(pickle.dumps(data.select([5, 3])))
     assert same_image(again[1][0], picture(3))
-    assert load("pictures/test.parquet", root=image_folder.parent).name == "pictures"
+    assert load(image_folder / "test.parquet").name == "pictures"
     for split, token in ((None, "choose"), ("dev", "dev")):
         with pytest.raises(DataError, match=token):
             load(image_folder, split)
@@ -160,17 +160,6 @@ def test_a_folder_with_splits_above_the_classes(tmp_path: Path) -> None:
     for folder_of, token in ((folder, "choose"), (pictures_in(folder, "other/4.png"), "splits")):
         with pytest.raises(DataError, match=token):  # as classes they would mix training and test data
             load(folder_of)
-
-
-def test_a_list_of_images(tmp_path: Path) -> None:
-    pictures_in(tmp_path, "cat/1 a.png", "dog/2.png")
-    (tmp_path / "list.txt").write_text("cat/1 a.png 3\ndog/2.png 0\n\n")
-    data = load("list.txt", root=tmp_path)
-    assert (data.labels.tolist(), data.name) == ([3, 0], "list")
-    assert same_image(data[0][0], picture(0))
-    (tmp_path / "lists").mkdir()
-    (tmp_path / "lists" / "ood.txt").write_text("cat/1 a.png -1\ndog/2.png")
-    assert load("lists/ood.txt", root=tmp_path, images="", labels="optional").labels.tolist() == [-1, -1]
 
 
 def test_data_of_the_datasets_library_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from small_studies import meet
 
 from hydra_ensembles.data.dataset import TextDataset
+from hydra_ensembles.errors import DataError
 from pictures import encoded, picture
 from studies.suites import SetRef, suite, suites
 
@@ -66,3 +68,15 @@ def test_the_imagenet_validation_set_is_cut_once_for_good() -> None:
     assert (len(validation), len(test)) == (500, 49_500)
     assert not set(validation.rows) & set(test.rows)
     assert validation.rows[:5].tolist() == [281, 315, 462, 591, 731]
+
+
+def test_a_list_of_images(tmp_path: Path) -> None:
+    for name in ("1 a.png", "2.png"):
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
+    (tmp_path / "list.txt").write_text("1 a.png 3\n2.png 0\n\n")
+    (tmp_path / "ood.txt").write_text("1 a.png -1\n2.png")
+    data = SetRef("some", "list.txt").load(tmp_path)
+    assert (data.labels.tolist(), data.name, data[0][0].size) == ([3, 0], "some", (4, 4))
+    assert SetRef("ood", "ood.txt", labels="optional").load(tmp_path).labels.tolist() == [-1, -1]
+    with pytest.raises(DataError, match="no label"):
+        SetRef("ood", "ood.txt").load(tmp_path)
