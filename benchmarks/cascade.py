@@ -4,7 +4,8 @@
     python benchmarks/cascade.py --shape vit_small_patch16_224 --batches 8       # a CPU, float32
 
 Weights are random, and so are the rows that go on: a tenth of them, or (*half foreign*) a tenth of one half of the
-batch and four fifths of the other. On a GPU everything is compiled and recorded as CUDA graphs, like the user's model.
+batch and four fifths of the other. On a GPU everything is compiled and recorded as CUDA graphs, like the user's model;
+on a CPU everything is eager, by one thread, and what counts is processor time: other processes do not disturb it.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -31,7 +33,7 @@ HEAD = (
     *("contender", "shape", "batch", "traffic", "ms", "user_ms", "ratio", "lowest", "highest", "turns"),
     *("hardware", "dtype", "torch", "seed"),
 )
-TURNS, WARM = 5, 25
+TURNS, WARM, AT_LEAST = 5, 25, 3
 ASKED, FOREIGN = 0.1, 0.8  # share of rows that go on: of known and of foreign ones
 
 
@@ -59,11 +61,23 @@ def at_random(batch: int, foreign: bool, device: str, seed: int) -> Callable[[Te
     return doubts
 
 
+def processor_milliseconds(function: Callable[[], Any]) -> float:
+    """The median processor time of a call on a CPU."""
+    times = []
+    for _ in range(AT_LEAST):
+        began = time.process_time()
+        function()
+        times.append(1e3 * (time.process_time() - began))
+    return statistics.median(times)
+
+
 def measure(options: argparse.Namespace) -> Iterator[list[Any]]:
     """Every contender beside the user's model, in turns: a row of the table each."""
     cuda = options.device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     torch.manual_seed(options.seed)
+    if not cuda:
+        torch.set_num_threads(1)
     user = timm.create_model(options.shape, pretrained=False).eval().to(options.device)
     base = he.convert(user)
     models = [tuned(base, seed) for seed in range(3)]
@@ -94,10 +108,13 @@ def measure(options: argparse.Namespace) -> Iterator[list[Any]]:
                     batch, foreign, options.device, options.seed
                 )
                 with torch.inference_mode():
-                    for _ in range(WARM):  # every number of rows that goes on often is compiled
+                    for _ in range(WARM if cuda else 1):  # every number of rows that goes on often is compiled
                         runner(images)
                     turns = [
-                        [milliseconds(one, options.device, 0.5, 3) for one in (partial(runner, images), own)]
+                        [
+                            milliseconds(one, "cuda", 0.5, AT_LEAST) if cuda else processor_milliseconds(one)
+                            for one in (partial(runner, images), own)
+                        ]
                         for _ in range(TURNS)
                     ]
                 ours, theirs = (statistics.median(times) for times in zip(*turns, strict=True))

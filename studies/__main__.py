@@ -10,13 +10,14 @@ import typer
 from hydra_ensembles.errors import ConfigError, HydraError
 
 from . import analyses, paper_task
+from . import monitor as of_monitor
 from . import promise as of_promise
+from . import small as of_small
 from .classifiers import ClassifierTask
 from .engine import Task, opened
 from .engine import run as run_study
 from .fetch import SETS
 from .fetch import prepare as prepare_set
-from .monitor import simulate
 from .rows import Rows, published, write_rows
 from .sets import DataFolder
 from .suites import read_yaml
@@ -200,11 +201,30 @@ def prepare(
 
 @app.command()
 def monitor(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The table.")] = Path("monitor_simulation.csv"),
-    streams: Annotated[int, typer.Option(help="Streams without a change.")] = 2000,
+    results: Annotated[Path, typer.Option(help="Folder for tables/.")] = RESULTS,
+    output: Output = RUNS,
+    streams: Annotated[int, typer.Option(help="Streams without a change.")] = of_monitor.STREAMS,
+    rows: Annotated[int, typer.Option(help="Rows of each of them.")] = of_monitor.ROWS,
+    aged: Annotated[int, typer.Option(help="Streams with a change, of each cell.")] = of_monitor.CHANGED,
+    processes: Annotated[int, typer.Option(help="Processes.")] = 1,
 ) -> None:
     """Simulate the monitor: false alarms, and rows until an alarm after few rows and after many."""
-    simulate(output, streams)
+    path = results / "tables" / of_monitor.TABLE
+    of_monitor.simulate(path, output / "monitor", streams, rows, aged, processes=processes)
+    print(f"wrote {path}")
+
+
+@app.command()
+def small(
+    name: Annotated[str, typer.Argument(help="demo, or frozen.")],
+    data: Data = Path("shared"),
+    output: Output = RUNS,
+    results: Annotated[Path, typer.Option(help="Folder for rows/ and tables/.")] = RESULTS,
+) -> None:
+    """Make the rows of models that a CPU trains: the demo's members, or a classifier on frozen features, corrupted."""
+    if name not in ("demo", "frozen"):
+        raise ConfigError(f"there is no {name!r}; choose demo or frozen")
+    print(f"wrote {getattr(of_small, name)(data, output, results)}")
 
 
 def main() -> None:

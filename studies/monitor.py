@@ -2,22 +2,27 @@
 
 Streams run side by side through the functions that the monitor calls. Each stream has calibration rows of its own: the
 validity of a test is over calibration and stream together. Scores of a row are two correlated normals (confidence and
-familiarity); with `ties`, a third of the confidences are saturated, and equal.
+familiarity); with `ties`, a third of the confidences are saturated, and equal. Beside them stored rows of real models.
+
+A cell of the table is a task of its own, kept in a folder when it is done: a stopped run resumes.
 """
 
 import copy
-import csv
 import math
+import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+import timm
 import torch
 from numpy.typing import NDArray
 
+import hydra_ensembles as he
 from hydra_ensembles import __version__
 from hydra_ensembles.metrics.conformal import Bins
 from hydra_ensembles.monitor import (
@@ -32,14 +37,25 @@ from hydra_ensembles.monitor import (
     input_bets,
     p_values,
 )
+from hydra_ensembles.store import Store
 
+from .corruptions import SEVERITIES
 from .rows import Rows
+from .tables import write_csv
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LEVEL = 0.001
 LIMIT = math.log(3 / LEVEL)  # two scores and one promise share the level
 FITTING, AT_ONCE, SATURATED = 200, 320, NormalDist().inv_cdf(1 / 3)
+STREAMS, ROWS, CHANGED = 2000, 20_000, 60
+TABLE = "monitor_simulation.csv"
+GROUP = 100  # unchanged streams that are simulated at once
+AGES = (1000, 1_000_000)  # unchanged rows before a change
+NEVER = np.iinfo(np.int64).max  # the delay of a stream that did not alarm
+STORED, METHOD = "vision-cifar100", "Hydra"  # real rows, with foreign ones
+CORRUPTED = "cifar100-frozen"  # with corrupted ones
 Floats = NDArray[np.float64]
+Line = dict[str, Any]
 Draw = Callable[[np.random.Generator, tuple[int, int]], Floats]
 
 
@@ -110,12 +126,18 @@ class Inputs:
         return values.reshape(self.shape)
 
 
-def false_alarms(streams: int, rows: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Streams without a change, all three tests; the error rate of audited rows is the promised one."""
-    audited = {}
-    for risk in (0.05, 0.01):
-        draws = np.random.default_rng(seed)
-        wealth, sums, outside = audits(streams, risk), np.zeros(streams), np.zeros(streams, dtype=bool)
+# --- no change -------------------------------------------------------------------------------------------------------
+
+RISKS = (0.05, 0.01)
+CALIBRATIONS = ((300, True), (2000, False))  # calibration rows, and whether there are ties
+
+
+def unchanged_streams(streams: int, rows: int, seed: int) -> dict[str, list[float]]:
+    """The highest wealth each stream ever had, by test; and whether its error rate ever left the interval."""
+    peaks: dict[str, list[float]] = {}
+    for risk in RISKS:
+        draws, wealth = np.random.default_rng(seed), audits(streams, risk)
+        sums, outside = np.zeros(streams), np.zeros(streams, dtype=bool)
         for start in range(0, rows, AT_ONCE):
             count = min(AT_ONCE, rows - start)
             wrong = (draws.random((streams, count)) < risk).astype(float)
@@ -124,28 +146,33 @@ def false_alarms(streams: int, rows: int, seed: int) -> Iterator[dict[str, Any]]
             for place in range(streams):
                 low, high = confidence_sequence(float(sums[place]), start + count)
                 outside[place] |= not low <= risk <= high
-        audited[risk] = wealth.peak
-        yield row_of_alarms(f"audit alone, true risk = promised {risk:.0%}", wealth.peak, rows, 1)
+        peaks[f"audit {risk}"], peaks[f"interval {risk}"] = wealth.peak.tolist(), outside.astype(float).tolist()
+    for calibration, ties in CALIBRATIONS:
+        watched = Inputs(streams, calibration, ties, seed + 1)
+        watched.run(unchanged, rows)
+        peaks[f"inputs {calibration}"] = watched.of_stream(watched.wealth.peak).max(1).tolist()
+    return peaks
+
+
+def rows_of_alarms(groups: list[dict[str, list[float]]], rows: int) -> Iterator[Line]:
+    """Lines of the table from groups of unchanged streams: how many ever reached the wealth of an alarm."""
+    peaks = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
+
+    def line(cell: str, of: Floats, tests: int) -> Line:
+        alarms = int((of >= LIMIT).sum())
+        at_5 = float((of >= math.log(tests / 0.05)).mean())
+        return {"part": "no change", "cell": cell, "rows_after": rows, "streams": len(of), "alarms": alarms,
+                "share": alarms / len(of), "allowed": tests * LEVEL / 3, "share_at_5_percent": at_5}  # fmt: skip
+
+    for risk in RISKS:
+        missed = peaks[f"interval {risk}"]
+        yield line(f"audit alone, true risk = promised {risk:.0%}", peaks[f"audit {risk}"], 1)
         yield {"part": "interval", "cell": f"95 % sequence misses the rate {risk:.0%}", "rows_after": rows,
-               "streams": streams, "alarms": int(outside.sum()), "share": float(outside.mean()),
+               "streams": len(missed), "alarms": int(missed.sum()), "share": float(missed.mean()),
                "allowed": 0.05}  # fmt: skip
-    for calibration, ties in ((300, True), (2000, False)):
-        peaks = []
-        for group in range(0, streams, 500):
-            watched = Inputs(min(500, streams - group), calibration, ties, seed + 1000 + group)
-            watched.run(unchanged, rows)
-            peaks.append(watched.of_stream(watched.wealth.peak).max(1))
-        both = np.maximum(np.concatenate(peaks), audited[0.01])
-        cell = f"inputs and audit together, {calibration} calibration rows{', ties' * ties}"
-        yield row_of_alarms(cell, both, rows, 3)
-
-
-def row_of_alarms(cell: str, peaks: Floats, rows: int, tests: int) -> dict[str, Any]:
-    """How many of the streams ever reached the wealth of an alarm, also at a level of 5 %."""
-    alarms = int((peaks >= LIMIT).sum())
-    at_5 = float((peaks >= math.log(tests / 0.05)).mean())
-    return {"part": "no change", "cell": cell, "rows_after": rows, "streams": len(peaks), "alarms": alarms,
-            "share": alarms / len(peaks), "allowed": tests * LEVEL / 3, "share_at_5_percent": at_5}  # fmt: skip
+    for calibration, ties in CALIBRATIONS:
+        both = np.maximum(peaks[f"inputs {calibration}"], peaks["audit 0.01"])
+        yield line(f"inputs and audit together, {calibration} calibration rows{', ties' * ties}", both, 3)
 
 
 def audits(streams: int, risk: float) -> Wealth:
@@ -154,38 +181,36 @@ def audits(streams: int, risk: float) -> Wealth:
     return Wealth.of(streams, kinds, math.ceil(ERRORS / risk), LIMIT)
 
 
-def delays(streams: int, before: Sequence[int], seed: int) -> Iterator[dict[str, Any]]:
-    """Rows from a change to the alarm, after few and after many unchanged rows."""
-    for rows in before:
-        aged = Inputs(streams, 2000, False, seed)
-        aged.run(unchanged, rows)
-        for name, change in CHANGES.items():
-            watched = copy.deepcopy(aged)
-            watched.run(change, 6400, until_all=True)
-            rang = watched.of_stream(watched.wealth.alarm_row)
-            alarmed = np.where(rang >= 0, rang, np.iinfo(np.int64).max)
-            since = watched.of_stream(watched.wealth.since)[np.arange(streams), alarmed.argmin(-1)]
-            yield row_of_delays("inputs", name, rows, alarmed.min(-1) - rows, since - rows, 6400)
+# --- a change --------------------------------------------------------------------------------------------------------
 
 
-def audit_delays(streams: int, before: Sequence[int], seed: int) -> Iterator[dict[str, Any]]:
+def changed_inputs(streams: int, rows: int, seed: int) -> list[Line]:
+    """Rows from each change of the inputs to the alarm, after `rows` unchanged ones."""
+    aged, found = Inputs(streams, 2000, False, seed), []
+    aged.run(unchanged, rows)
+    for name, change in CHANGES.items():
+        watched = copy.deepcopy(aged)
+        watched.run(change, 6400, until_all=True)
+        alarmed = alarms_of(watched.of_stream(watched.wealth.alarm_row))
+        since = watched.of_stream(watched.wealth.since)[np.arange(streams), alarmed.argmin(-1)]
+        found.append(row_of_delays("inputs", name, rows, alarmed.min(-1), since, 6400))
+    return found
+
+
+def doubled_errors(streams: int, risk: float, share: float, rows: int, seed: int) -> list[Line]:
     """Rows from a doubling of the error rate to the alarm; only a share of the accepted rows is audited."""
-    for risk in (0.01, 0.02, 0.05):
-        for share in (0.01, 0.05, 0.2):
-            for rows in before:
-                draws, wealth = np.random.default_rng(seed), audits(streams, risk)
-                labels, most = round(rows * share), round(200 / risk)
-                for rate, count in ((risk, labels), (2 * risk, most)):
-                    for start in range(0, count, AT_ONCE):
-                        some = min(AT_ONCE, count - start)
-                        wealth.bet(error_bets((draws.random((streams, some)) < rate).astype(float), risk))
-                alarmed = np.where(wealth.alarm_row >= 0, wealth.alarm_row, np.iinfo(np.int64).max)
-                cell = f"errors {risk:.0%} to {2 * risk:.0%}, {share:.0%} of the rows audited"
-                delay, since = ((one - labels) / share for one in (alarmed, wealth.since))
-                yield row_of_delays("audit", cell, rows, delay, since, most / share)
+    draws, wealth = np.random.default_rng(seed), audits(streams, risk)
+    labels, most = round(rows * share), round(200 / risk)
+    for rate, count in ((risk, labels), (2 * risk, most)):
+        for start in range(0, count, AT_ONCE):
+            some = min(AT_ONCE, count - start)
+            wealth.bet(error_bets((draws.random((streams, some)) < rate).astype(float), risk))
+    cell = f"errors {risk:.0%} to {2 * risk:.0%}, {share:.0%} of the rows audited"
+    alarmed, since = alarms_of(wealth.alarm_row), wealth.since
+    return [row_of_delays("audit", cell, rows, alarmed, since, most, labels, share)]
 
 
-def referee_delays(streams: int, seed: int) -> Iterator[dict[str, Any]]:
+def beside_mapie(streams: int, seed: int) -> list[Line]:
     """A doubled error rate after 200 labels: our test beside MAPIE's monitoring of a risk, at the same level."""
     from mapie.exchangeability_testing import RiskMonitoring
 
@@ -194,62 +219,120 @@ def referee_delays(streams: int, seed: int) -> Iterator[dict[str, Any]]:
     wrong = (draws.random((streams, before + after)) < rates).astype(float)
     ours = audits(streams, risk)
     ours.bet(error_bets(wrong, risk))
-    delay = np.where(ours.alarm_row >= 0, ours.alarm_row - before, np.iinfo(np.int64).max)
-    yield row_of_delays("audit", "errors 5% to 10%, all rows audited", before, delay, ours.since - before, after)
+    cell, alarmed = "errors 5% to 10%, all rows audited", alarms_of(ours.alarm_row)
     found = []
     for errors in wrong:
         theirs = RiskMonitoring(risk="accuracy", threshold=risk, test_level=2 * LEVEL / 3, warn=False)  # half is online
         theirs.update(np.ones(len(errors)), 1.0 - errors)
         above = np.flatnonzero(theirs.online_risk_lower_bound_sequence_history > risk)
-        found.append(above[0] + 1 - before if len(above) else np.iinfo(np.int64).max)
-    yield row_of_delays("audit", "the same by MAPIE's RiskMonitoring", before, np.array(found), delay * 0, after)
+        found.append(above[0] + 1 if len(above) else NEVER)
+    says = row_of_delays("audit", "the same by MAPIE's RiskMonitoring", before, np.array(found), ours.since, after)
+    return [row_of_delays("audit", cell, before, alarmed, ours.since, after), says | {"median_since": ""}]
 
 
-def stored_delays(draws_each: int, seed: int, name: str = "vision-cifar100", method: str = "Hydra") -> Iterator[Any]:
-    """Real scores of the stored rows of a study, shuffled: foreign rows among known ones, after 1,000 known ones."""
-    rows = Rows.read(RESULTS / "rows" / f"{name}.parquet")
+# --- stored rows -----------------------------------------------------------------------------------------------------
+
+
+def real_delay(scores: Floats, fitting: int, held: int, draws: np.random.Generator) -> tuple[int, int]:
+    """When a monitor alarms on scores `[2, n]`, of which the first rows are those of calibration, and since when."""
+    counts, found = np.zeros((2, 100), dtype=np.int64), []
+    for count, one in zip(counts, scores, strict=True):
+        bins = Bins.of(torch.tensor(one[:fitting]), torch.tensor(one[fitting : fitting + held]))
+        count[: len(bins.counts)] = bins.counts
+        found.append(np.searchsorted(bins.edges, one[fitting + held :], side="right"))
+    wealth = Wealth.of(2, len(SLOPES) + len(TIMES), BLOCK, LIMIT, JUMP)
+    places = np.stack(found)
+    wealth.bet(input_bets(p_values(counts, places, draws.random(places.shape))))
+    alarms = alarms_of(wealth.alarm_row)
+    return int(alarms.min()), int(wealth.since[alarms.argmin()])
+
+
+def among(known: Floats, other: Floats, share: float, rows: int, draws: np.random.Generator) -> Floats:
+    """Shuffled known rows `[2, n]`; among the last ones, `rows`, a share is of another kind, each at most once."""
+    stream, other = (draws.permutation(one, axis=1).astype(np.float64) for one in (known, other))
+    strange = len(stream[0]) - rows + np.flatnonzero(draws.random(rows) < share)[: other.shape[1]]
+    stream[:, strange] = other[:, : len(strange)]
+    return stream
+
+
+def foreign_rows(group: str, foreign: str, share: float, each: int, seed: int) -> list[Line]:
+    """Foreign rows of a study among its test rows, after 1,000 of these; one stream has rows of one seed."""
+    rows = Rows.read(RESULTS / "rows" / f"{STORED}.parquet")
+    inside, most, found = next(iter(rows.about["tasks"])), 1500 if share == 0.5 else 3000, []
+    for number in rows.runs[METHOD]:
+        known, other = (scores_of(rows, METHOD, number, f"{inside}|{one}") for one in (inside, foreign or inside))
+        for draw in range(each):
+            draws = np.random.default_rng([seed, number, draw])
+            stream = among(known[:, draws.permutation(known.shape[1])[: 6000 + most]], other, share, most, draws)
+            found.append(real_delay(stream, 2500, 2500, draws))
+    cell = f"{share:.0%} {group} {foreign}" if foreign else "no change"
+    alarmed, since = np.array(found).T
+    return [row_of_delays(f"stored rows of {STORED}, {METHOD}", cell, 1000, alarmed, since, most)]
+
+
+def corrupted_rows(severity: int, share: float, streams: int, seed: int) -> list[Line]:
+    """Corrupted images among others, after 500 unchanged ones; each row has any of the fifteen corruptions."""
+    rows = Rows.read(RESULTS / "rows" / f"{CORRUPTED}.parquet")
     ((inside, groups),) = rows.about["tasks"].items()
-    scores = [rows.columns(method, number) for number in rows.runs[method]]
-    sets = [(group, one) for group, names in groups.items() for one in names]
-    for share in (0.0, 0.1, 0.5):
-        for group, foreign in sets if share else [("", inside)]:
-            delay, since, most = [], [], 3000 if share < 0.5 else 1500
-            for number, columns in enumerate(scores):
-                for draw in range(draws_each):
-                    draws = np.random.default_rng([seed, number, draw])
-                    known, other = (
-                        np.stack([columns[f"{inside}|{one}|{score}"] for score in ("doubt", "mahalanobis")])
-                        for one in (inside, foreign)
-                    )  # [2, n]
-                    known, other = (draws.permutation(one, axis=1) for one in (known, other))
-                    fitting, held, stream = known[:, :2500], known[:, 2500:5000], known[:, 5000 : 6000 + most]
-                    strange = np.flatnonzero(draws.random(most) < share)[: other.shape[1]]
-                    stream[:, 1000 + strange] = other[:, : len(strange)]
-                    bins = [
-                        Bins.of(torch.tensor(one), torch.tensor(two)) for one, two in zip(fitting, held, strict=True)
-                    ]
-                    found = np.stack(
-                        [np.searchsorted(one.edges, now, side="right") for one, now in zip(bins, stream, strict=True)]
-                    )
-                    counts = np.zeros((2, 100), dtype=np.int64)
-                    for count, one in zip(counts, bins, strict=True):
-                        count[: len(one.counts)] = one.counts
-                    wealth = Wealth.of(2, len(SLOPES) + len(TIMES), BLOCK, LIMIT, JUMP)
-                    wealth.bet(input_bets(p_values(counts, found, draws.random(found.shape))))
-                    alarms = np.where(wealth.alarm_row >= 0, wealth.alarm_row, np.iinfo(np.int64).max)
-                    delay.append(alarms.min() - 1000 * (alarms.min() < np.iinfo(np.int64).max))
-                    since.append(wealth.since[alarms.argmin()] - 1000)
-            cell = f"{share:.0%} {group} {foreign}" if share else "no change"
-            yield row_of_delays(f"stored rows of {name}, {method}", cell, 1000, np.array(delay), np.array(since), most)
+    names = [name for name in groups["shift"] if name.endswith(f" {severity}")]
+    known = scores_of(rows, "Single", 0, f"{inside}|{inside}")
+    other = np.concatenate([scores_of(rows, "Single", 0, f"{inside}|{name}") for name in names], axis=1)
+    most, found = known.shape[1] - 2100, []
+    for draw in range(streams):
+        draws = np.random.default_rng([seed, severity, draw])
+        found.append(real_delay(among(known, other, share, most, draws), 800, 800, draws))
+    cell = f"{share:.0%} corrupted, severity {severity}" if share else "no change"
+    alarmed, since = np.array(found).T
+    return [row_of_delays(f"stored rows of {CORRUPTED}", cell, 500, alarmed, since, most)]
 
 
-def row_of_delays(part: str, cell: str, rows: int, delay: Any, since: Any, most: float) -> dict[str, Any]:
-    """Median delay and where the monitor said that the change was, in rows from the change."""
-    found = (delay >= 0) & (delay <= most)
+def scores_of(rows: Rows, method: str, seed: int, place: str) -> Floats:
+    """Both scores that a monitor watches, `[2, n]`."""
+    columns = rows.columns(method, seed)
+    return np.stack([columns[f"{place}|{score}"] for score in ("doubt", "mahalanobis")])
+
+
+def overhead() -> list[Line]:
+    """Processor time of `update` over that of `predict`: ViT-Tiny, 32 images of 224 pixels, one thread."""
+    torch.set_num_threads(1)
+    draws = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(50, 3, 224, 224, generator=draws), torch.arange(50) % 10) for _ in range(5)]
+    model = he.calibrate(
+        he.convert(timm.create_model("vit_tiny_patch16_224", num_classes=10).eval()), batches, share=0.9
+    )
+    watch, inputs, ratios = he.Monitor(model), torch.randn(32, 3, 224, 224, generator=draws), []
+    for _ in range(9):
+        times = [time.process_time()]
+        answers = model.predict(inputs)
+        times.append(time.process_time())
+        watch.update(answers)
+        ratios.append((time.process_time() - times[1]) / (times[1] - times[0]))
+    cell = "update over predict, ViT-Tiny, batch 32, CPU"
+    return [{"part": "price", "cell": cell, "share": float(np.median(ratios)), "allowed": 0.01}]
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def alarms_of(rows: Any) -> Any:
+    """After how many rows each test alarmed."""
+    return np.where(rows >= 0, rows, NEVER)
+
+
+def row_of_delays(
+    part: str, cell: str, before: int, alarmed: Any, since: Any, most: int, labels: int | None = None, share: float = 1
+) -> Line:
+    """Median delay and where the monitor said that the change was, in rows from the change.
+
+    Of an audit `labels` came before it, and only a share of the rows is audited.
+    """
+    begin = before if labels is None else labels
+    delay, since = (np.where(alarmed < NEVER, one - begin, NEVER) / share for one in (alarmed, since))
+    found = (delay >= 0) & (delay <= most / share)
     median, late = (float(np.quantile(delay, q, method="lower")) for q in (0.5, 0.9))
-    return {"part": part, "cell": cell, "rows_before": rows, "rows_after": round(most), "streams": len(delay),
-            "alarms": int(found.sum()), "share": float(found.mean()),
-            "median_delay": round(median) if median <= most else "", "delay_90": round(late) if late <= most else "",
+    told = [round(one) if one <= most / share else "" for one in (median, late)]
+    return {"part": part, "cell": cell, "rows_before": before, "rows_after": round(most / share), "streams": len(delay),
+            "alarms": int(found.sum()), "share": float(found.mean()), "median_delay": told[0], "delay_90": told[1],
             "median_since": round(float(np.median(since[found]))) if found.any() else ""}  # fmt: skip
 
 
@@ -257,22 +340,63 @@ COLUMNS = "part,cell,rows_before,rows_after,streams,alarms,share,allowed,share_a
 COLUMNS += "median_since,level,seed,seconds,numpy,hydra_ensembles"
 
 
-def simulate(path: Path, streams: int = 2000, rows: int = 20_000, aged: int = 60, seed: int = 0) -> None:
-    """Write the table; a line is written as soon as it is known."""
-    parts = (
-        (seed, false_alarms(streams, rows, seed)),
-        (seed + 1, audit_delays(aged, (1000, 1_000_000), seed + 1)),
-        (seed, referee_delays(aged, seed)),
-        (seed + 2, delays(aged, (1000, 1_000_000), seed + 2)),
-        (seed, stored_delays(20, seed)),
-    )
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS.split(","), lineterminator="\n")
-        writer.writeheader()
-        about = {"level": LEVEL, "numpy": np.__version__, "hydra_ensembles": __version__}
-        for number, part in parts:
-            began = time.monotonic()
-            for line in part:
-                writer.writerow(about | {"seed": number} | line | {"seconds": round(time.monotonic() - began)})
-                file.flush()
-                print(line, flush=True)
+def cells_of(streams: int, rows: int, aged: int, seed: int) -> dict[str, Callable[[], Any]]:
+    """The cells of the table by name, the longest first."""
+    cells: dict[str, Callable[[], Any]] = {}
+    for age in reversed(AGES):
+        cells[f"inputs-{age}"] = partial(changed_inputs, aged, age, seed + 2)
+    for start in range(0, streams, GROUP):
+        cells[f"unchanged-{start}"] = partial(unchanged_streams, min(GROUP, streams - start), rows, seed + 1000 + start)
+    for risk in (0.01, 0.02, 0.05):
+        for share in (0.01, 0.05, 0.2):
+            for age in AGES:
+                cells[f"audit-{risk}-{share}-{age}"] = partial(doubled_errors, aged, risk, share, age, seed + 1)
+    cells["overhead"] = overhead
+    cells["mapie"] = partial(beside_mapie, aged, seed)
+    ((_, groups),) = Rows.read(RESULTS / "rows" / f"{STORED}.parquet").about["tasks"].items()
+    sets = [(group, one, share) for share in (0.1, 0.5) for group, names in groups.items() for one in names]
+    for group, one, share in [("", "", 0.0), *sets]:
+        cells[f"foreign-{share}-{one}"] = partial(foreign_rows, group, one, share, max(1, aged // 3), seed)
+    for share in (0.1, 0.5, 1.0):
+        for level in SEVERITIES:
+            cells[f"corrupted-{share}-{level}"] = partial(corrupted_rows, level, share, aged, seed)
+    cells["corrupted-0"] = partial(corrupted_rows, 1, 0.0, aged, seed)
+    return cells
+
+
+def timed(cell: tuple[str, Callable[[], Any]]) -> tuple[str, dict[str, Any]]:
+    """Compute a cell."""
+    began = time.monotonic()
+    return cell[0], {"found": cell[1](), "seconds": round(time.monotonic() - began)}
+
+
+def simulate(
+    path: Path,
+    work: Path,
+    streams: int = STREAMS,
+    rows: int = ROWS,
+    aged: int = CHANGED,
+    seed: int = 0,
+    processes: int = 1,
+) -> None:
+    """Write the table; `work` keeps the cells that are done."""
+    cells = cells_of(streams, rows, aged, seed)
+    identity = {"streams": streams, "rows": rows, "aged": aged, "seed": seed, "hydra_ensembles": __version__}
+    with Store(work, identity, "a simulation of monitors") as store:
+        todo = [(name, cell) for name, cell in cells.items() if not store.has(name)]
+        with multiprocessing.get_context("spawn").Pool(processes) as pool:
+            for name, result in pool.imap_unordered(timed, todo):
+                store.step(name, lambda result=result: result)  # type: ignore[misc]
+                print(f"{name}: {result['seconds']} s", flush=True)
+        done: dict[str, dict[str, Any]] = {name: store.step(name, dict) for name in cells}
+    unchanged = [one for name, one in done.items() if name.startswith("unchanged")]
+    lines = [
+        line | {"seconds": sum(one["seconds"] for one in unchanged)}
+        for line in rows_of_alarms([one["found"] for one in unchanged], rows)
+    ]
+    for name, one in done.items():
+        if not name.startswith("unchanged"):
+            lines += [line | {"seconds": one["seconds"]} for line in one["found"]]
+    about = {"level": LEVEL, "seed": seed, "numpy": np.__version__, "hydra_ensembles": __version__}
+    names = COLUMNS.split(",")
+    write_csv(path, [names, *([(about | line).get(name, "") for name in names] for line in lines)])

@@ -303,9 +303,9 @@ def mixed(seed: int, number: int, known: Known, task: str, foreign: Sequence[str
             for limit in LIMITS:
                 declined = far > most_far
                 going = (doubt > threshold) & ~declined
-                for batch in np.split(rows, range(BATCH, len(rows), BATCH)) if limit else ():
-                    mine = batch[going[batch]]
-                    over = mine[np.argsort(doubt[mine], kind="stable")][math.ceil(limit * len(batch)) :]
+                for batch in np.split(rows, range(BATCH, len(rows), BATCH)):
+                    mine, most = batch[going[batch]], math.ceil((limit or 1.0) * len(batch))
+                    over = mine[np.argsort(doubt[mine], kind="stable")][most:]
                     going[over], declined[over] = False, True
                 kept = ~declined[: len(new)]
                 said = [np.where(going[: len(new)], second[name][new], first[name][new]) for name in ("wrong", "nll")]

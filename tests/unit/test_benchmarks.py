@@ -11,7 +11,6 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 import against  # noqa: E402
 import circuit  # noqa: E402
 import convert  # noqa: E402
-import coverage  # noqa: E402
 import decoders  # noqa: E402
 import inference  # noqa: E402
 import serve  # noqa: E402
@@ -73,14 +72,6 @@ def test_circuits_of_both_methods_are_equal(tmp_path: Path) -> None:
     assert exact["removed"] == naive["removed"]
     few = ran(circuit, tmp_path, *options, "--methods", "naive", "--naive-steps", "2")
     assert {row["method"]: row["extrapolated"] for row in few} == {"exact": "false", "naive": "true"}
-
-
-def test_intervals_are_asked_whether_they_hold_what_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "ALL", 2000)
-    few = ["--draws", "4", "--resamples", "20", "--samples", "40", "--of-calibration", "60"]
-    rows = ran(coverage, tmp_path, *few)
-    assert {row["metric"] for row in rows} == {"accuracy", "aurc", "auroc", "fpr95", "aupr", "ece"}
-    assert 0.5 < sum(float(row["held"]) for row in rows) / len(rows) <= 1
 
 
 @pytest.mark.slow

@@ -118,6 +118,25 @@ def test_a_cascade_is_nearly_as_good_as_its_last_stage() -> None:
     assert mean("known_declined", "half foreign", "unfamiliar", "") == pytest.approx(0.05, abs=0.006)
 
 
+def test_monitors_alarm_rarely_and_old_ones_nearly_as_soon() -> None:
+    """Of 2,000 unchanged streams hardly any; after a million rows at most three times as late as after a thousand."""
+    table = read_csv(TABLES / "monitor_simulation.csv")
+    same = [one for one in table if one["part"] == "no change"]
+    assert {one["streams"] for one in same} == {"2000"}
+    assert {one["rows_after"] for one in same} == {"20000"}
+    for one in same:
+        assert float(one["share"]) <= float(one["allowed"]) + 3.3 * (float(one["allowed"]) / 2000) ** 0.5
+    delays: dict[str, dict[str, float]] = {}
+    for one in table:
+        if one["part"] in ("inputs", "audit") and one["median_delay"]:
+            delays.setdefault(one["cell"], {})[one["rows_before"]] = float(one["median_delay"])
+    both = {cell: found for cell, found in delays.items() if {"1000", "1000000"} <= set(found)}
+    assert len(both) == 16  # seven changes of inputs, nine audits
+    assert all(found["1000000"] <= 3 * found["1000"] for found in both.values()), both
+    (price,) = (one for one in table if one["part"] == "price")
+    assert float(price["share"]) < 0.01
+
+
 def test_the_attack_found_no_forbidden_outcome() -> None:
     for line in read_csv(TABLES / "attack.csv"):
         assert (line["other"], line["raw"], line["slow"]) == ("0", "0", "0"), line["what"]
