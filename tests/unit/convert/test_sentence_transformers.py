@@ -67,3 +67,12 @@ def test_a_cross_encoder_keeps_its_tokenizer_and_its_classes(folder: Path, tmp_p
     near(he.convert(model).predict(pairs).probs, base.predict(pairs).probs)
     model.activation_fn = nn.Sigmoid()  # several classes may be correct
     refused(model, "Sigmoid")
+
+
+def test_a_reranker_keeps_its_sigmoid(folder: Path, tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    transformers_model("BertForSequenceClassification", {**TEXT, "num_labels": 1}).save_pretrained(tmp_path)
+    model, pairs = library.CrossEncoder(str(tmp_path), device="cpu"), [("a b", "c d e"), ("f", "g h a b c")]
+    base = he.convert(model, labels=["other", "relevant"])
+    near(base.predict(pairs).probs[:, 1], model.predict(pairs, convert_to_tensor=True))
