@@ -15,7 +15,6 @@ from typing import Any
 import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.demo.run import load_backbone, load_sample
-from hydra_ensembles.report import to_markdown
 
 
 # start: search
@@ -65,7 +64,7 @@ def main() -> None:
 
     sets = {"train": batches("calibration", shuffle=True), "id": batches("circuit_id"), "ood": batches("circuit_ood")}
     found = best_ensemble(backbone, sets, options)
-    print(to_markdown(found.table()))
+    print(found.table())
     print(f"chosen: {found.choice}, saved to {options.output / 'ensemble'}")
 
 

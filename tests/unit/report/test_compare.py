@@ -10,7 +10,7 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.evaluation import Evaluation
+from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.report.compare import (
     CLASSIFICATION,
