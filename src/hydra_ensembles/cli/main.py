@@ -112,7 +112,3 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
         code, message = 1, f"internal error, please report it: {type(error).__name__}: {error}{hint}"
     print(" ".join(message.split()), file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    main()

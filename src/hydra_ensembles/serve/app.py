@@ -7,6 +7,7 @@ where clients are not trusted.
 
 import asyncio
 import hmac
+import os
 import re
 import signal
 import socket
@@ -30,7 +31,7 @@ from ..model.dual_encoder import load, require_classifier
 from ..model.ensemble import Answering
 from ..settings import short
 from . import protocol
-from .batcher import API_KEY, Engine, ServeSettings, key_from_environment
+from .batcher import API_KEY, Engine, ServeSettings
 from .protocol import Answer, Array, Raw, Served
 from .rows import Row, cores, doubling
 from .telemetry import Telemetry, Watch, log_failure, log_to_stdout
@@ -83,7 +84,11 @@ def make_app(
         watch = Watch(model, expanded(settings.watch), name, settings.webhook, settings.on_alarm)
         running.watched = watch.update
         telemetry.watch(watch.monitor)
-    pool, most, key = ThreadPoolExecutor(cores(), "decode"), int(settings.max_body * 1e6), key or key_from_environment()
+    pool, most, key = (
+        ThreadPoolExecutor(cores(), "decode"),
+        int(settings.max_body * 1e6),
+        key or os.environ.get(API_KEY),
+    )
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -109,7 +114,7 @@ def make_app(
     async def keyed(request: Request) -> None:
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if key is not None and not hmac.compare_digest(given.encode("utf-8", "replace"), key.encode()):
+        if key and not hmac.compare_digest(given.encode("utf-8", "replace"), key.encode()):
             raise RequestError("a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY", 401)
 
     app: FastAPI = fastapi.FastAPI(
@@ -374,7 +379,7 @@ def _listening(settings: ServeSettings) -> socket.socket:
         raise StorageError(f"cannot listen on {where}: {error}; give another address, or stop what uses it") from error
     host, port = listener.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    if key_from_environment() is None and settings.host not in LOOPBACK:
+    if not os.environ.get(API_KEY) and settings.host not in LOOPBACK:
         print(f"warning: anyone who reaches {where} gets answers; set {API_KEY} to require a key", file=sys.stderr)
     threads = f"threads: {torch.get_num_threads()}"
     print(f"serving {settings.name} at {where} ({threads}); Ctrl-C ends it", file=sys.stderr, flush=True)
@@ -401,7 +406,7 @@ def ray_app(model: str | Path, settings: ServeSettings | None = None, **options:
         model = expanded(model).resolve()  # replicas have another working directory
     usual = {"name": "Model", "max_ongoing_requests": 2 * used.max_batch, "graceful_shutdown_timeout_s": used.timeout}
     replicas = deploy.deployment(**{**usual, **options})(deploy.ingress()(_Replica))
-    return replicas.bind(model, used, key_from_environment())
+    return replicas.bind(model, used, os.environ.get(API_KEY))
 
 
 class _Replica:

@@ -5,7 +5,6 @@ has passed) are not run. If the device fails, nothing is tried again: only a new
 """
 
 import asyncio
-import os
 import re
 import time
 from collections import deque
@@ -77,11 +76,6 @@ class ServeSettings(Checked):
             raise ConfigError("webhook and on_alarm need watch, a folder for the monitor")
 
 
-def key_from_environment() -> str | None:
-    """The key that clients must send; None if none is required."""
-    return os.environ.get(API_KEY) or None
-
-
 class Runner:
     """A model as a function from rows to answers, in batches of a few sizes, for which plans are measured.
 
@@ -140,11 +134,6 @@ def stacked(rows: Sequence[Row]) -> Any:
     batch = {name: torch.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}
     inputs = next(iter(batch.values())) if len(batch) == 1 else batch
     return inputs if rows[0].raw is None else CascadeInputs([row.raw for row in rows], inputs)
-
-
-def device_failed(error: Exception) -> bool:
-    """Whether a device has failed in a way that stays: every later call of this process would fail, too."""
-    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)  # of memory it says "CUDA out of"
 
 
 def warm_runner(ensemble: Any, settings: ServeSettings) -> Runner:
@@ -271,7 +260,8 @@ class Engine:
             try:
                 answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.answers, rows)
             except Exception as error:
-                answers, self.failure = [error] * len(rows), error if device_failed(error) else None
+                lasting = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)  # not "CUDA out of"
+                answers, self.failure = [error] * len(rows), error if lasting else None
         self.observe(len(batch), time.monotonic() - began)
         for one, answer in zip(batch, answers, strict=True):
             if one.future.done():

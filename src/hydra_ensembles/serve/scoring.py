@@ -222,9 +222,12 @@ def _answered(
     """Items with their rows and answers, in order; threads read some batches ahead of the model."""
     size = runner.sizes[-1] * (1 if reader.kind == "image" else 8)  # texts of equal length make full batches
 
+    def read(item: Item) -> Row:
+        return Row(error=DataError(item.error)) if item.error else reader.read(item.content)
+
     def batches() -> Iterator[list[tuple[Item, Future[Row]]]]:
         remaining = iter(items)
-        while batch := [(item, pool.submit(_row, reader, item)) for item in islice(remaining, size)]:
+        while batch := [(item, pool.submit(read, item)) for item in islice(remaining, size)]:
             yield batch
 
     coming = batches()
@@ -235,10 +238,6 @@ def _answered(
         ahead.extend(islice(coming, 1))
         yield [item for item, _ in batch], rows, runner.answers(rows)
         tick(len(batch))
-
-
-def _row(reader: Reader, item: Item) -> Row:
-    return Row(error=DataError(item.error)) if item.error else reader.read(item.content)
 
 
 # --- columns ---------------------------------------------------------------------------------------------------------
