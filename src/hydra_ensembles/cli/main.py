@@ -34,6 +34,7 @@ class Commands(TyperGroup):
             raise typer.Exit(code) from error
 
 
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # of `datasets`: an error is one line
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
