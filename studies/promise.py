@@ -170,6 +170,7 @@ def starred(function: Callable[..., list[Any]], arguments: Sequence[Any]) -> lis
 # --- methods on stored rows ------------------------------------------------------------------------------------------
 
 TASKS = {"vision-cifar100": "dinov2-s", "vision-tinyimagenet": "dinov2-s", "text-sst2": "minilm-l6"}
+TASKS |= {"demo": "vit-6x144"}
 METHODS = {"Single": "single", "Soup": "soup", "Hydra": "hydra", "Deep Ensembles": "deep"}
 CHAINS = {"cascade soup-hydra": ("Soup", "Hydra"), "cascade soup-deep": ("Soup", "Deep Ensembles")}
 ASKED = 0.1
