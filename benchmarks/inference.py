@@ -6,6 +6,8 @@
     python benchmarks/inference.py --members 1 2 3 5 8 --modes graphed-eager --batches 4 128
     python benchmarks/inference.py --methods --modes graphed-eager --batches 4 128 --output …/inference_methods.csv
     python benchmarks/inference.py --methods --counts --device cpu --output …/inference_counts.csv
+    python benchmarks/inference.py --batches 4 128 --whole 15000                     # the paper's Table 7
+    python benchmarks/inference.py --shape bert-base-6 --dtype float16 --batches 4   # the paper's 5.2
 
 All weights are random: time does not depend on them. Every contender is timed in turn with the user's own model, in the
 same mode: `eager`; `compiled` (`torch.compile` for that batch size); `graphed` (compiled, then recorded as a CUDA
@@ -20,6 +22,7 @@ import platform
 import re
 import statistics
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -71,8 +74,27 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {  # timm's name, and settings
     "vit-s16": ("vit_small_patch16_224", {}),
     "dinov2-s": ("vit_small_patch14_dinov2", {"img_size": 112, "num_classes": 10}),
     "tiny": ("vit_base_patch16_224", TINY),
+    "bert-base-6": ("bert", {"tokens": 128, "kept": 6}),  # the paper keeps 6 of 12 heads of BERT-base
+    "bert-tiny-6": (
+        "bert",
+        {"tokens": 8, "kept": 6, "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2},
+    ),
 }
 Row = dict[str, Any]
+
+
+class BertLogits(nn.Module):
+    """BERT of transformers with random weights, which answers with logits."""
+
+    def __init__(self, settings: dict[str, int]) -> None:
+        super().__init__()
+        import transformers
+
+        shape = {key: value for key, value in settings.items() if key not in ("tokens", "kept")}
+        self.bert = transformers.BertForSequenceClassification(transformers.BertConfig(**shape))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return cast(Tensor, self.bert(tokens).logits)
 
 
 # --- contenders ------------------------------------------------------------------------------------------------------
@@ -111,17 +133,26 @@ class Workshop:
     def model(self) -> nn.Module:
         """The user's model, in float32."""
         torch.manual_seed(self.seed)
-        return self._noisy(timm.create_model(self.name, **self.settings), "model").eval().to(self.device)
+        made = BertLogits(self.settings) if self.text else timm.create_model(self.name, **self.settings)
+        return self._noisy(made, "model").eval().to(self.device)
 
     @cached_property
     def base(self) -> he.Ensemble:
         """The user's model as an ensemble of ours, in float32."""
-        return cast(he.Ensemble, he.convert(self.model))
+        return cast(he.Ensemble, he.convert(self.model.bert if isinstance(self.model, BertLogits) else self.model))
 
     @property
-    def pixels(self) -> tuple[int, ...]:
-        """The shape of an image."""
-        return (3, self.settings.get("img_size", 224), self.settings.get("img_size", 224))
+    def text(self) -> bool:
+        """Whether inputs are tokens."""
+        return self.name == "bert"
+
+    def inputs(self, batch: int) -> Tensor:
+        """Random images, or sentences of the full length."""
+        draws = torch.Generator().manual_seed(self.seed)
+        if self.text:
+            return torch.randint(1000, 2000, (batch, self.settings["tokens"]), generator=draws).to(self.device)
+        side = self.settings.get("img_size", 224)
+        return torch.randn(batch, 3, side, side, generator=draws).to(self.device, self.dtype)
 
     def madds(self, ensemble: he.Ensemble) -> int:
         """Multiply-adds per input; in the last block only of the tokens that the readout reads."""
@@ -142,9 +173,10 @@ class Workshop:
 
     @cached_property
     def tokens(self) -> int:
-        """The number of tokens of an image."""
-        images = torch.zeros(1, *self.pixels, device=self.device)
-        return int(self.base.embed(*self.base.unpack(images))[0].shape[2])  # [1, B, T, d]
+        """The number of tokens of an input."""
+        inputs = self.inputs(1)
+        inputs = inputs if self.text else inputs.float()
+        return int(self.base.embed(*self.base.unpack(inputs))[0].shape[2])  # [1, B, T, d]
 
     @cached_property
     def single_madds(self) -> int:
@@ -164,7 +196,7 @@ class Workshop:
             return Contender(lambda x: torch.stack([one(x) for one in models]), models, members * self.single_madds)
         if name == "mc-dropout":
             model = he.mc_dropout(self.base.member(0).to(self.dtype), DROPOUT, members).model  # dropout stays on
-            repeated: Any = lambda x: model(x.repeat(members, 1, 1, 1))[0].unflatten(0, (members, -1))  # noqa: E731
+            repeated: Any = lambda x: model(torch.cat([x] * members))[0].unflatten(0, (members, -1))  # noqa: E731
             return Contender(repeated, [model], members * self.madds(self.base))
         ensemble = self.ensemble(name, members).to(self.dtype)
         runner = ensemble.optimize()
@@ -220,9 +252,10 @@ class Workshop:
         return model
 
     def _heads(self, trunk: int, member: int) -> list[tuple[int, int]]:
-        """A third of the heads of every layer above the trunk."""
+        """A third of the heads of every layer above the trunk, or all but those that the shape keeps."""
         generator, heads = self._generator("even", member), self.base.num_heads
-        draws = [torch.randperm(heads, generator=generator)[: heads // 3].tolist() for _ in range(self.base.num_layers)]
+        lost = heads - self.settings.get("kept", heads - heads // 3)
+        draws = [torch.randperm(heads, generator=generator)[:lost].tolist() for _ in range(self.base.num_layers)]
         return [(layer, head) for layer, drawn in enumerate(draws) if layer >= trunk for head in drawn]
 
     def _generator(self, kind: str, index: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -238,8 +271,7 @@ def measured(options: argparse.Namespace) -> None:
     rows: dict[tuple[str, ...], Row] = {tuple(row[key] for key in KEY): row for row in stored}
     workshop = Workshop(options.shape, DTYPES[options.dtype], options.device, options.seed)
     for batch in options.batches:
-        draws = torch.Generator().manual_seed(options.seed)
-        inputs = torch.randn(batch, *workshop.pixels, generator=draws).to(options.device, workshop.dtype)
+        inputs = workshop.inputs(batch)
         single = workshop.make("single", 1, inputs)
         for name in options.contenders:
             for members in (MEMBERS[name],) if name in MEMBERS else options.members:
@@ -279,6 +311,7 @@ def row_of(
         device = torch.device(options.device).type
         turns = [[milliseconds(run, device, options.seconds / 5) for run in runs] for _ in range(5)]
         memory = peak_memory(mine, inputs)
+        whole = whole_test(runs[-1], -(-options.whole // len(inputs)), device) if options.whole else None
     spent, theirs = [turn[-1] for turn in turns], statistics.median(turn[0] for turn in turns)
     return {
         "plan": mine.plan,
@@ -287,6 +320,7 @@ def row_of(
         "latency_high_ms": max(spent),
         "single_ms": theirs,
         "ratio_to_single": statistics.median(spent) / theirs,
+        "whole_test_s": whole,
         "limit": mine.multiply_adds / workshop.single_madds,  # the ratio that arithmetic alone would give
         "multiply_adds": mine.multiply_adds,
         "parameters": mine.parameters,
@@ -295,6 +329,16 @@ def row_of(
         "error": error,  # relative to the model before it was optimized, compiled or recorded
         "torch": str(torch.__version__),
     }
+
+
+def whole_test(run: Callable[[], Any], calls: int, device: str) -> float:
+    """Seconds for as many calls, one after another: a whole test set, run and not extrapolated."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def peak_memory(contender: Contender, inputs: Tensor) -> int | None:
@@ -349,6 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--threads", type=int, help="on a CPU")
     add("--seconds", type=float, default=1.0, help="time for the rounds of a row")
     add("--seed", type=int, default=0)
+    add("--whole", type=int, help="also run this many inputs, one batch after another: 15,000 in the paper's Table 7")
     add("--again", action="store_true", help="measure rows that the output has already")
     add("--output", type=Path, default=ROOT / "results" / "tables" / "inference.csv", help="rows are merged into it")
     add("--counts", action="store_true", help="count parameters and multiply-adds instead")

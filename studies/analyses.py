@@ -28,8 +28,8 @@ from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.training.recipe import DataRecipe
 
 from .classifiers import ClassifierLab, recipe
-from .engine import of_set, temperature_of
-from .measures import plain_numbers
+from .engine import choose, of_set, temperature_of
+from .measures import FEWEST, plain_numbers
 from .noise import noise
 from .samples import Drawn, SampleBatches
 from .sets import read_recipe
@@ -66,7 +66,8 @@ def measured(lab: ClassifierLab, model: he.Ensemble) -> dict[str, float]:
         groups.setdefault(one.group, []).append(one.name)
         apart[one.name] = float(answers.disagreement.double().mean())
     (inside,) = groups.pop("id")
-    numbers = plain_numbers(columns, inside, groups) | {"disagreement": apart.pop(inside)}
+    fewest = lab.task.settings.get("fewest", FEWEST)
+    numbers = plain_numbers(columns, inside, groups, fewest) | {"disagreement": apart.pop(inside)}
     return {key: float(value) for key, value in numbers.items()} | {"all.disagreement": mean(apart.values())}
 
 
@@ -74,17 +75,22 @@ def few_steps(lab: ClassifierLab, **changes: Any) -> DataRecipe:
     """D.2 with the few steps of an analysis; a trial has fewer still."""
     plain = dict(asked(lab, "training"))
     rates = plain.pop("rates")
-    if lab.task.name not in rates:
+    if rates and lab.task.name not in rates:
         raise ConfigError(f"no rate of D.2 is chosen for {lab.task.name}; {', '.join(rates)} have one")
-    plain |= {"learning_rate": rates[lab.task.name], **changes}
-    if lab.task.share < 1:
+    if not rates:
+        choose(lab, "CircAvg")  # unless it is chosen
+    rate = rates[lab.task.name] if rates else float(lab.setting("CircAvg")["rate"])
+    plain |= {"learning_rate": rate, **changes}
+    if lab.task.share < 1 and plain.get("steps"):
         plain["steps"] = max(2, round(lab.task.share * plain["steps"]))
     return lab.task.recovery(**plain)
 
 
 def side_by_side(lab: ClassifierLab, name: str, members: Callable[[], Sequence[he.Ensemble]]) -> list[he.Ensemble]:
-    """Train members by D.2 on the same batches in one pass: each gets the gradient it would get on its own."""
+    """Train members by D.2 on the same batches, in one pass if they fit: each gets the gradient it would get alone."""
     training = few_steps(lab, seed=lab.derived(name))
+    if lab.task.letter:  # of the paper's size, one after another
+        return [lab.trained(f"{name}-{index}", lambda one=one: one, training) for index, one in enumerate(members())]
     trained = lab.trained(f"{name}-{marked(lab, name)}", lambda: he.Ensemble.stack(members()), training)
     return [trained.member(index) for index in range(trained.num_members)]
 
@@ -250,7 +256,8 @@ def diversity(lab: ClassifierLab) -> Found:
         """One training; `again` numbers those with all seeds equal, which differ only by the hardware."""
         drawn, order, noise = free
         draws = {"seed": lab.derived("noise", noise), "order_seed": lab.derived("order", order)}
-        training = few_steps(lab, steps=plain["steps"], dropout=chosen["dropout"], **draws)
+        length = {} if plain["steps"] is None else {"steps": plain["steps"]}
+        training = few_steps(lab, dropout=chosen["dropout"], **draws, **length)
         name = f"diversity-{marked(lab, 'diversity')}-{drawn}{order}{noise}-{again}"
         return lab.trained(name, lambda: he.prune(base, heads[drawn]), training)
 

@@ -68,8 +68,14 @@ class ClassifierTask(Task):
     @property
     def identity(self) -> dict[str, Any]:
         """All settings that decide its models."""
-        common = {key: self.settings[key] for key in ("members", "circuits", "taylor_batches", "familiar")}
+        keys = ("members", "circuits", "ties", "taylor_batches", "familiar", "oba_size")
+        common = {key: self.settings[key] for key in keys}
         return {**common, "task": {k: v for k, v in self.plain.items() if k not in APART}, "share": self.share}
+
+    @property
+    def letter(self) -> bool:
+        """Whether baselines have the paper's settings only, and members train as long as the paper's."""
+        return bool(self.settings.get("letter", False))
 
     @property
     def methods(self) -> Mapping[str, Method]:
@@ -87,7 +93,8 @@ class ClassifierTask(Task):
     def about(self) -> dict[str, Any]:
         """The OOD sets of the task, and the paper's task that it stands for."""
         groups = {group: [one.name for one in sets] for group, sets in self._foreign("report").items()}
-        return {"tasks": {self.suite.id.name: groups}, "paper": self.plain["paper"]}
+        fewest = {"fewest": self.settings["fewest"]} if "fewest" in self.settings else {}
+        return {"tasks": {self.suite.id.name: groups}, "paper": self.plain["paper"], **fewest}
 
     def lab(self, number: int, store: Store, choices: Path) -> "ClassifierLab":
         return ClassifierLab(self, number, store, choices)
@@ -173,12 +180,19 @@ class ClassifierTask(Task):
 
     def _corrupted(self) -> Iterator[Set]:
         """Some test images under every corruption and severity."""
-        images = at_most(self.source.images(self.suite.id), self.settings["shift"]["images"])
+        images = self.pictures(self.settings["shift"]["images"])
         for name in CORRUPTIONS:
             for level in SEVERITIES:
                 changed = corrupted(images, name, level, parameters=self.plain["corruptions"])
-                samples = ImageSamples.read(changed, self.plain["input_size"], self.device, self.cache)
-                yield Set(self.suite.id.name, f"{name} {level}", "shift", samples)
+                yield Set(self.suite.id.name, f"{name} {level}", "shift", self.changed([changed]))
+
+    def pictures(self, count: int | None) -> ImageDataset:
+        """Some test images, of the size that the parameters of the corruptions are for."""
+        return at_most(self.source.images(self.suite.id), count)
+
+    def changed(self, sets: Sequence[ImageDataset]) -> Samples:
+        """Pictures, corrupted or not, as inputs of the task's backbone."""
+        return self.inputs(sets)
 
     def batches(self, samples: Samples) -> SampleBatches:
         return SampleBatches(samples, {"image": 500, "text": 250}[self.kind])
@@ -197,12 +211,12 @@ class ClassifierTask(Task):
             return self._here(from_plain(DataRecipe, plain))
         return self._here(DataRecipe.preset(plain.pop("preset"), **{"precision": "bf16", **plain}))
 
-    def recovery(self, **changes: Any) -> DataRecipe:
+    def recovery(self, preset: str | None = None, **changes: Any) -> DataRecipe:
         """The paper's training after pruning (D.2) with the study's steps; the caller gives the learning rate."""
         plain = {key: value for key, value in self.plain["recovery"].items() if key not in ("preset", "prune")}
         grid = {"grid": ()} if "learning_rate" in changes else {}
         training = DataRecipe.preset(
-            self.plain["recovery"]["preset"], **{"precision": "bf16", **plain, **grid, **changes}
+            preset or self.plain["recovery"]["preset"], **{"precision": "bf16", **plain, **grid, **changes}
         )
         return self._here(replace(training, patience=plain.get("patience"), evaluate_every=None))
 
@@ -303,7 +317,8 @@ class ClassifierLab(Lab):
         """A circuit of Single on the ranking samples; ranks `budget` heads, by default enough for the paper's share."""
         count = budget or self.prune + SPARE
         lowest = 0 if layers is None else min(layers)
-        return self.extracted(f"{score}-{count}-{lowest}", self.sides, score=score, budget=count, layers=layers)
+        how = {"score": score, "budget": count, "layers": layers, "ties": self.task.settings["ties"]}
+        return self.extracted(f"{score}-{count}-{lowest}", self.sides, **how)
 
     def sides(self) -> tuple[he.Ensemble, SampleBatches, SampleBatches]:
         """Inputs of circuit extraction: Single, and the ID and OOD samples that rank heads."""
@@ -337,10 +352,10 @@ class ClassifierLab(Lab):
         """The heads that one of the paper's members loses; the first by Taylor exists even if no second one differs."""
         return self.taylor().first(self.prune) if (kind, index) == ("taylor", 0) else self.heads(kind)[index]
 
-    def recovered(self, kind: Heads, index: int, rate: float) -> he.Ensemble:
-        """One of the paper's members: Single without its heads, trained by D.2."""
-        training = self.task.recovery(seed=self.derived("recovery", index), learning_rate=rate)
-        name = f"{kind}-{index}-rate-{rate:g}"
+    def recovered(self, kind: Heads, index: int, rate: float, preset: str | None = None) -> he.Ensemble:
+        """One of the paper's members: Single without its heads, trained by D.2, or by another preset."""
+        training = self.task.recovery(preset, seed=self.derived("recovery", index), learning_rate=rate)
+        name = f"{kind}-{index}-rate-{rate:g}{'' if preset is None else f'-{preset}'}"
         return self.trained(name, lambda: he.prune(self.base, self.lost(kind, index)), training)
 
     def whole_recovered(self, rate: float) -> he.Ensemble:

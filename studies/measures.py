@@ -32,7 +32,7 @@ SPREAD = "mutual_information"  # of members: its mean over a set is reported
 SHIFT = "shift"
 SEVERITIES = tuple(f"severity {level}" for level in range(1, 6))
 FEWEST_SEEDS = 3  # needed to call a difference significant or to judge a claim
-FEWEST = 1000  # samples that a set needs for FPR95
+FEWEST = 1000  # samples that a set needs for FPR95; rows may ask for fewer
 LOWER = ("nll", "brier", "ece", "aece", "aurc", "fpr95")  # metrics where lower is better
 
 
@@ -144,13 +144,13 @@ def shift_numbers(columns: Columns) -> dict[str, Number]:
     return by_key
 
 
-def plain_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, float]:
+def plain_numbers(columns: Columns, inside: str, groups: Groups, fewest: int = FEWEST) -> dict[str, float]:
     """Every metric of one model, including those without influences."""
     known = numbers(columns, inside, groups)
-    return {key: number.value for key, number in known.items()} | further_numbers(columns, inside, groups)
+    return {key: number.value for key, number in known.items()} | further_numbers(columns, inside, groups, fewest)
 
 
-def further_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, float]:
+def further_numbers(columns: Columns, inside: str, groups: Groups, fewest: int = FEWEST) -> dict[str, float]:
     """Metrics without influences: adaptive ECE, AUPR, FPR95 of large sets, mutual information.
 
     AUPR and FPR95 use the largest probability, and also a learned score (`vilu:near.fpr95`) if there is one.
@@ -171,11 +171,11 @@ def further_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, 
         by_key |= _by_set_and_group("", SPREAD, means, groups)
     for prefix, score in {"": "doubt", f"{CONFIDENT}:": CONFIDENT}.items():
         if f"{inside}|{score}" in columns:
-            by_key |= _detection(columns, inside, groups, prefix, score)
+            by_key |= _detection(columns, inside, groups, prefix, score, fewest)
     return by_key
 
 
-def _detection(columns: Columns, inside: str, groups: Groups, prefix: str, score: str) -> dict[str, float]:
+def _detection(columns: Columns, inside: str, groups: Groups, prefix: str, score: str, fewest: int) -> dict[str, float]:
     """AUPR by a score, and FPR95 of large sets."""
     id_scores = np.sort(columns[f"{inside}|{score}"].astype(np.float64))
     aupr = {}
@@ -183,7 +183,7 @@ def _detection(columns: Columns, inside: str, groups: Groups, prefix: str, score
     for name in (name for names in groups.values() for name in names):
         ood_scores = np.sort(columns[f"{name}|{score}"].astype(np.float64))
         aupr[name], false = _detected(id_scores, ood_scores)
-        if len(ood_scores) >= FEWEST:
+        if len(ood_scores) >= fewest:
             fpr95[name] = false
     return _by_set_and_group(prefix, "aupr", aupr, groups) | _by_set_and_group(prefix, "fpr95", fpr95, groups)
 

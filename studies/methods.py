@@ -28,11 +28,11 @@ CIRC_AVG, MC_DROPOUT = "CircAvg", "MC Dropout"
 LORA, BATCH_ENSEMBLE, MIMO, PACKED = "LoRA-Ensemble", "BatchEnsemble", "MIMO", "Packed-Ensembles"
 OBA, LAPLACE = "OBA", "Laplace (last layer)"
 CLASSIFIERS = "Deep Ensembles (classifiers)"
+CLASSIFIER_ALONE, ALONE = "Hydra (Circ), classifier alone", "cifar100-classifier"  # D.2 read otherwise
 
 PRETRAINED = ("image", "text")  # kinds of tasks that start from a pretrained model
 EVERY = (*PRETRAINED, "scratch")
 LAPLACE_MEMBERS = 20  # classifiers drawn, at the price of one model
-OBA_STEPS, OBA_BATCHES = 8, 16  # the public code uses 49 and 200: 77 times as much
 
 Settings = Callable[[ClassifierTask], Sequence[Setting]]
 Making = Callable[[ClassifierLab, Setting], Any]
@@ -81,7 +81,15 @@ def paper_rates(task: ClassifierTask) -> list[Setting]:
 def mimo_settings(task: ClassifierTask) -> list[Setting]:
     """The paper's setting, and one where members share images more often; a higher rate if the stem is pretrained."""
     faster = 1 if task.scratch else 3
-    return [{"rho": 0.5, "repeat": 4, "faster": faster}, {"rho": 0.9, "repeat": 2, "faster": faster}]
+    both = [{"rho": 0.5, "repeat": 4, "faster": faster}, {"rho": 0.9, "repeat": 2, "faster": faster}]
+    return both[:1] if task.letter else both
+
+
+def lora_settings(task: ClassifierTask) -> list[Setting]:
+    """As in the paper (rank 4, alpha 8, separate), at two rates, and as in the public code (rank 8, a wide start)."""
+    if task.letter:  # its rate is not said; Single's are high
+        return [{"as": "paper", "faster": 10}, {"as": "paper", "faster": 1}]
+    return [{"as": "paper", "faster": 50}, {"as": "paper", "faster": 10}, {"as": "public", "faster": 10}]
 
 
 # --- fine-tunings, and the paper's members ---------------------------------------------------------------------------
@@ -123,11 +131,11 @@ def of_paper(kind: Heads, index: int) -> Making:
     return lambda lab, setting: lab.recovered(kind, index, rate_of(setting))
 
 
-def fused(kind: Heads, mlp: Fusion = "mean", whole: bool = False) -> Making:
+def fused(kind: Heads, mlp: Fusion = "mean", whole: bool = False, preset: str | None = None) -> Making:
     """A row with all of the paper's members, fused; `whole` adds the unpruned model as one more."""
 
     def make(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
-        members = [lab.recovered(kind, index, rate_of(setting)) for index in range(lab.members)]
+        members = [lab.recovered(kind, index, rate_of(setting), preset) for index in range(lab.members)]
         return he.fuse([*members, lab.whole_recovered(rate_of(setting))] if whole else members, mlp=mlp)
 
     return make
@@ -208,7 +216,7 @@ def packed(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
 def apoptosis(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
     """OBA: Single without the weights that matter least by curvature, trained by D.2."""
     training = lab.task.recovery(seed=lab.derived("recovery", 0), learning_rate=rate_of(setting))
-    settings = baselines.OBA(lab.task.plain["oba"], OBA_STEPS, OBA_BATCHES)
+    settings = baselines.OBA(lab.task.plain["oba"], **lab.task.settings["oba_size"])
     return learned(lab, OBA, setting, baselines.oba, lambda: lab.base, training, settings)
 
 
@@ -227,11 +235,7 @@ def classifiers(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
 
 
 BASELINES: Mapping[str, Row] = {
-    LORA: Row(  # as in the paper (rank 4, alpha 8, separate), slower, and as in the public code (rank 8, a wide start)
-        lora,
-        3,
-        one_of({"as": "paper", "faster": 50}, {"as": "paper", "faster": 10}, {"as": "public", "faster": 10}),
-    ),
+    LORA: Row(lora, 3, lora_settings),
     "LoRA-single": Row(lambda lab, setting: lora(lab, setting).member(0), 1, like=LORA),
     BATCH_ENSEMBLE: Row(  # the last quarter of the layers far apart, as in published transformers; all layers, closer
         scaled,
@@ -284,6 +288,7 @@ ROWS: Mapping[str, Row] = {
     "Random heads": paper_row(fused("random"), 4),
     HYDRA_TAYLOR: paper_row(fused("taylor"), 4),
     HYDRA_CIRC: paper_row(fused("circuits"), 4),
+    CLASSIFIER_ALONE: paper_row(fused("circuits", preset=ALONE), 4, kinds=("image",)),
     "Hydra (Circ), MLPs apart": paper_row(fused("circuits", "separate"), 4),
     "Hydra (Circ) and the whole model": paper_row(fused("circuits", whole=True), 5, kinds=PRETRAINED),
     "Branches, heads pruned": Row(lambda lab, _: branches(lab, {**lab.task.settings["hydra"], "share": 0.1}), 3),
@@ -297,4 +302,6 @@ def methods_of(task: ClassifierTask) -> dict[str, Method]:
     """The methods of a task; a control study names its own. From scratch, none averages models trained separately."""
     kind = "scratch" if task.scratch else task.kind
     methods = {name: row for name, row in ROWS.items() if kind in row.kinds}
+    if not task.plain["recovery"]["preset"].startswith("cifar100"):
+        methods.pop(CLASSIFIER_ALONE, None)
     return {name: methods[name] for name in task.plain.get("methods", methods)}

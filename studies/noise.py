@@ -26,7 +26,6 @@ from .classifiers import ClassifierLab, ClassifierTask
 from .corruptions import CORRUPTIONS, corrupted
 from .engine import precise_products
 from .samples import SampleBatches
-from .sets import at_most
 
 DRAWS = 10_000  # random sets of heads
 Batch = tuple[Any, Tensor]
@@ -106,12 +105,12 @@ def gates_after(model: he.Ensemble, step: Tensor, share: float = 1.0) -> Tensor:
 def samples(task: ClassifierTask, severity: int) -> Batches:
     """Test images, every fifteenth with the same corruption, grouped by it; severity 0 leaves them unchanged."""
     chosen = task.settings["analyses"]["noise"]
-    images = at_most(task.source.images(task.suite.id), chosen["images"])
+    images = task.pictures(chosen["images"])
     parts = [images.select(np.arange(start, len(images), len(CORRUPTIONS))) for start in range(len(CORRUPTIONS))]
     pairs = [(part, name) for part, name in zip(parts, CORRUPTIONS, strict=True) if len(part)]
     parameters = task.plain["corruptions"]
     changed = [corrupted(part, name, severity, parameters=parameters) if severity else part for part, name in pairs]
-    batches = SampleBatches(task.samples(*changed), chosen["batch"])
+    batches = SampleBatches(task.changed(changed), chosen["batch"])
     return [(move(inputs, task.device, torch.float32), labels.to(task.device)) for inputs, labels in batches]
 
 
@@ -166,6 +165,7 @@ def conditions(clean: Expansion, noisy: Expansion, steps: Tensor) -> tuple[dict[
     shares = {"aligned": aligned, "curved": curved, "both": aligned & curved}
     facts = {
         "positive_eigenvalues": int((torch.linalg.eigvalsh(noisy.hessian - clean.hessian) > 0).sum()),
+        "positive_on_the_diagonal": int(((noisy.hessian - clean.hessian).diagonal() > 0).sum()),
         "mean_of_diagonal_difference": (noisy.hessian - clean.hessian).diagonal().mean().item(),
         "clean_gradient_norm": clean.gradient.norm().item(),
         "noisy_gradient_norm": noisy.gradient.norm().item(),

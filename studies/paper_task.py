@@ -6,6 +6,7 @@ images by class, Parquet, CSV: columns `image`, or `text` and `text_pair`, and `
 settings, because the paper has no others; half A and half B are the same here. `recipes/paper.yaml` marks our settings.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,15 +14,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+from PIL import Image
+from torch.utils.data import ConcatDataset
+
 import hydra_ensembles as he
 from hydra_ensembles.data import Columns, TrainTransform, batches
-from hydra_ensembles.data.dataset import AnyDataset
+from hydra_ensembles.data.dataset import AnyDataset, ImageDataset, Rows
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.training.recipe import DataRecipe
 
 from .classifiers import ClassifierTask
 from .classifiers import recipe as classifiers_recipe
 from .engine import Stage
+from .methods import CLASSIFIER_ALONE
 from .paper import paper_numbers
 from .samples import Prepared, Samples
 from .sets import DataFolder, at_most, read_recipe
@@ -100,10 +106,35 @@ class PaperTask(ClassifierTask):
 
     def inputs(self, sets: Sequence[AnyDataset]) -> Samples:
         """A set with the model's own preprocessing; images are cropped like the paper's."""
-        (dataset,) = sets
         if self.kind == "text":
-            return Prepared(dataset, replace(self.preprocessing, max_length=self.plain["input_size"]))
-        return Prepared(dataset, replace(self.preprocessing, crop_fraction=self.plain["crop"], resize_mode="squash"))
+            return Prepared(sets[0], replace(self.preprocessing, max_length=self.plain["input_size"]))
+        return Prepared(sets[0], self.evaluation)
+
+    @property
+    def evaluation(self) -> he.ImagePreprocessing:
+        """How images are evaluated: both sides resized, then the middle."""
+        return replace(self.preprocessing, crop_fraction=self.plain["crop"], resize_mode="squash")
+
+    def pictures(self, count: int | None) -> ImageDataset:
+        """Some test images: ImageNet's as the model sees them, for ImageNet-C was made of those."""
+        limit = count if self.share == 1 else math.ceil(self.share * (count or len(self.source.images(self.suite.id))))
+        images = super().pictures(limit)
+        if self.plain["corruptions"] != "imagenet":
+            return images
+        frame = replace(self.evaluation, mean=(0.0,) * 3, std=(1.0,) * 3)
+
+        def framed(row: int) -> Image.Image:
+            pixels = frame(images[row][0])[0].permute(1, 2, 0)  # [3, h, w] -> [h, w, 3]
+            return Image.fromarray((255 * pixels).round().byte().numpy())
+
+        return ImageDataset(Rows(len(images), framed), images.labels, images.class_names, images.name)
+
+    def changed(self, sets: Sequence[ImageDataset]) -> Samples:
+        """Pictures, already cropped, as inputs of the model."""
+        joined = ConcatDataset[Any](sets)
+        labels = np.concatenate([images.labels for images in sets])
+        images = ImageDataset(Rows(len(joined), lambda row: joined[row][0]), labels, sets[0].class_names, sets[0].name)
+        return Prepared(images, replace(self.evaluation, crop_fraction=1.0))
 
     @property
     def preprocessing(self) -> Any:
@@ -142,9 +173,9 @@ class PaperTask(ClassifierTask):
 
 
 def methods_of_table(task: ClassifierTask) -> list[str]:
-    """The methods of the paper's table that can be run: all but those with a special pretraining."""
+    """The methods of the paper's table without a special pretraining, and D.2 of CIFAR-100 read the other way."""
     printed: Mapping[str, Any] = paper_numbers("classifier", task.plain["paper"])
-    return [method for method in task.methods if method in printed]
+    return [method for method in task.methods if method in printed or method == CLASSIFIER_ALONE]
 
 
 def folder_of(data: Path) -> PaperFolder:

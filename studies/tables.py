@@ -7,7 +7,7 @@ Every table is a header and lines, written as CSV: `NAME.csv` (every metric of e
 import csv
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from hydra_ensembles.files import write_atomically
 
 from . import paper
-from .measures import CONFIDENT, SEVERITIES, Difference, Number, further_numbers, numbers, shift_numbers
+from .measures import CONFIDENT, FEWEST, SEVERITIES, Difference, Number, further_numbers, numbers, shift_numbers
 from .rows import SINGLE, Array, Rows
 
 UNSEEN = "unseen"
@@ -69,7 +69,8 @@ class Study:
         """All metrics of a method's seed."""
         if (method, seed) not in self._plain:
             known = {key: number.value for key, number in self.numbers(method, seed).items()}
-            self._plain[method, seed] = known | self._by_task(further_numbers, method, seed, mean)
+            further = partial(further_numbers, fewest=int(self.rows.about.get("fewest", FEWEST)))
+            self._plain[method, seed] = known | self._by_task(further, method, seed, mean)
         return self._plain[method, seed]
 
     def _by_task(

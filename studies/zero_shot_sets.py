@@ -11,7 +11,7 @@ Parquet files. SUN397 comes from the Hugging Face hub.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from .sets import (
 from .suites import SetRef, Suite, given, overlapping, suite
 
 IMAGENET, CIFAR100 = "imagenet", "cifar100"
+TRAINED = (IMAGENET, CIFAR100, "cifar10", "food101", "sun397", "pets", "dtd")  # tasks of the paper with training images
 SEEN = ("tinyimagenet",)  # the task whose training images trained the dual encoder of the shared folder
 
 
@@ -109,6 +110,14 @@ class DualSets(ABC):
     def training(self) -> NamedImages:
         """Labelled training images of the main task; not used to fit temperatures."""
 
+    def taught(self, task: str) -> str:
+        """The task whose training images teach a method about a task."""
+        return self.main.id.name
+
+    def lessons(self, task: str) -> NamedImages:
+        """Labelled training images of a task that has them."""
+        return self.training()
+
     def image_circuits(self) -> CircuitImages:
         """Images for circuits of the image tower alone: both tasks as one (E.3.2), a fixed number of each."""
         (inside, outside), counts = self.circuits(), self.counts
@@ -181,17 +190,15 @@ class PaperSets(DualSets):
         return as_images(reference.load(self.root))
 
     def names(self, task: str, images: ImageDataset) -> tuple[str, ...]:
-        """Readable names; those of ImageNet are from CLIP's authors, by position."""
+        """The labels as they are, with spaces (C.3); those of ImageNet are from CLIP's authors, by position."""
         names = images.class_names
         if task == IMAGENET:
             if len(names) != IMAGENET_CLASSES:
                 raise DataError(f"{images.name} has {len(names)} classes; all {IMAGENET_CLASSES} folders must be there")
             return imagenet_names()
-        if task == "pets":  # some copies replace the set's underscores with spaces
-            names = tuple(name.replace(" ", "_") for name in names)
         if task == "sun397":  # some copies name classes by folder, such as /a/abbey
             names = tuple((name[3:] if name[:1] == "/" else name).replace("/", " ") for name in names)
-        return label_names(task, names)
+        return tuple(name.replace("_", " ") for name in names)
 
     def circuits(self) -> CircuitImages:
         """The validation hundredth of ImageNet-1K, and the validation part of OpenImage-O."""
@@ -215,6 +222,18 @@ class PaperSets(DualSets):
         """The other training images of ImageNet-1K."""
         rest = others(self._train.images, self.calibration().images)
         return NamedImages(at_most(rest, self.counts.pairs), self._train.names)
+
+    def taught(self, task: str) -> str:
+        """EuroSAT and Caltech101 have no training images apart from those that are reported: ImageNet-1K's serve."""
+        return task if task in TRAINED else IMAGENET
+
+    def lessons(self, task: str) -> NamedImages:
+        if task == IMAGENET:
+            return self.training()
+        (reference,) = (one for one in self.main.tasks if one.name == task)
+        own = given(suite("paper-cifar100"), "train") if task == CIFAR100 else replace(reference, split="train")
+        images = self.load(replace(own, class_names=reference.class_names))
+        return NamedImages(images, self.names(task, images))
 
     @cached_property
     def _train(self) -> NamedImages:

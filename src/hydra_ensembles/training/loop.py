@@ -204,12 +204,16 @@ class Validation:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: updates made, epochs finished, batches read in the current epoch, and all validations."""
+    """Where a run stands: updates made, epochs finished, batches read in the current epoch, and all validations.
+
+    `loss` is the mean training loss of the last tenth of the updates, as far as they are made.
+    """
 
     step: int = 0
     epoch: int = 0
     batch: int = 0
     evaluations: tuple[Validation, ...] = ()
+    loss: float = 0.0
 
     @property
     def best(self) -> Validation | None:
@@ -333,7 +337,13 @@ def train_best(
         raise DivergedError(f"all learning rates diverged ({', '.join(diverged)}): {next(iter(diverged.values()))}")
     for rate_name, message in diverged.items():
         warn(f"the learning rate {rate_name} diverged and is dropped; the best of the others is used: {message}")
-    best = max(results, key=lambda result: () if result.end.best is None else result.end.best.merit)
+
+    def merit(result: RunResult) -> tuple[float, ...]:
+        if job.recipe.select == "train":
+            return (-result.end.loss,)
+        return () if result.end.best is None else result.end.best.merit
+
+    best = max(results, key=merit)
     return replace(best, diverged=tuple(diverged))
 
 
@@ -405,7 +415,9 @@ class Training(Generic[BatchT]):
         except FloatingPointError as error:
             where = f"at step {step} (batch {batch} of epoch {epoch}, {self.title})"
             raise DivergedError(f"{error} {where}: look for bad values there, lower the rate, or clip") from error
-        self.at = replace(self.at, step=step + 1, batch=batch + len(group))
+        counted = max(step - int(0.9 * self.total), 0)  # updates of the last tenth before this one
+        mean = self.at.loss + (loss - self.at.loss) / (counted + 1)
+        self.at = replace(self.at, step=step + 1, batch=batch + len(group), loss=mean)
         bar.set_postfix({"loss": f"{loss:.4f}", "lr": f"{rate:.2e}"}, refresh=False)
         bar.update()
 

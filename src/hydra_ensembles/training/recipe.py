@@ -32,9 +32,11 @@ class Recipe(Checked):
         optimizer: `"sgd"` or `"adamw"` (decoupled weight decay).
         classifier_rate: Learning rate of the classifier, as a multiple of the others'; not for class embeddings.
         grid: Peak learning rates to try; the one with the best validation accuracy wins.
+        select: `"train"` takes that with the lowest training loss, the mean over the last tenth of the updates.
         steps: Number of weight updates; with `gradient_accumulation` each reads several batches.
         no_decay_on_bias_and_norm: Whether biases and norm weights are exempt from it.
         warmup: Updates (a whole number), or a fraction of all updates (a float below 1).
+        warmup_from: Share of the peak rate from which the warm-up rises.
         schedule: How the rate falls after the warm-up.
         floor: Final rate, as a fraction of the peak.
         dropout: Rate after attention projection, MLP activation and MLP output of every layer in training. 0
@@ -64,12 +66,14 @@ class Recipe(Checked):
     learning_rate: Positive | None = None
     classifier_rate: Positive = 1.0
     grid: tuple[Positive, ...] = ()
+    select: Literal["validation", "train"] = "validation"
     steps: Whole | None = None
     epochs: Whole | None = None
     momentum: Rate = 0.9
     weight_decay: NotNegative = 0.0
     no_decay_on_bias_and_norm: bool = True
     warmup: int | float = 0
+    warmup_from: Rate = 0.0
     schedule: Schedule = "cosine"
     floor: Share = 0.0
     label_smoothing: Rate = 0.0
@@ -134,7 +138,7 @@ class Recipe(Checked):
         """Raise if the recipe cannot train this model (or text tower) on these data; `build` calls this early."""
         if train is not None:
             self.plan(length_of(train))
-        needs = [f"grid={self.grid}"] * (len(self.grid) > 1)
+        needs = [f"grid={self.grid}"] * (len(self.grid) > 1 and self.select == "validation")
         needs += [f"patience={self.patience}"] * (self.patience is not None)
         if validation is None and needs:
             raise ConfigError(f"Recipe({', '.join(needs)}) needs validation data to judge by; give some, or change it")
@@ -164,10 +168,11 @@ class Recipe(Checked):
     def rate_factor(self, update: int, total: int, warmup: int) -> float:
         """Share of the peak learning rate that update number `update` (from 0) uses; see `plan`.
 
-        The k-th of W warm-up updates uses k / W. Then the rate falls to the floor, reached after `total` updates.
+        The k-th of W warm-up updates uses k / W of the way from `warmup_from` to 1. Then the rate falls to the floor,
+        reached after `total` updates.
         """
         if update < warmup:
-            return (update + 1) / warmup
+            return self.warmup_from + (1.0 - self.warmup_from) * (update + 1) / warmup
         if self.schedule == "constant":
             return 1.0
         progress = min((update - warmup) / (total - warmup), 1.0)

@@ -2,6 +2,7 @@
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -9,8 +10,9 @@ from statistics import mean
 
 import pytest
 
+from studies.claims import judged, verdict
 from studies.rows import COMPARED, MOST_OUTSIDE, MOST_SEEDS, SINGLE, Rows
-from studies.tables import Study, read_csv
+from studies.tables import Study, cell, read_csv
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "results"
@@ -234,3 +236,33 @@ def test_files_are_small_and_whole() -> None:
         assert len(widths) == 1, path.name
         known = path.stem.partition("_")[0] in STUDIES or path.stem.startswith("analysis_") or path.name in listed
         assert known, path.name
+
+
+def test_the_papers_claims_are_judged_by_the_stored_tables() -> None:
+    stored = (TABLES / "paper_claims.csv").read_text(encoding="utf-8").splitlines()
+    made = [[cell(value) for value in line] for line in judged(TABLES)]
+    assert list(csv.reader(stored)) == made
+    assert {line[6] for line in made[1:]} <= {"holds", "differs", "not decided", "not testable here"}
+    assert all(line[3] for line in made[1:] if line[6] in ("holds", "differs"))
+    assert len(read_csv(TABLES / "diversity.csv")) == 8
+    (shown,) = [table for table in tables_of("docs/paper.md") if "holds" in table[0]]
+    for row in shown:
+        found = Counter(line[6] for line in made if line[1] == row["section"])
+        assert {name: int(row[name]) for name in list(row)[1:]} == {name: found[name] for name in list(row)[1:]}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "claimed", "least", "said"),
+    [
+        (0.1, 0.2, "higher", 0.0, "holds"),
+        (-0.2, -0.1, "higher", 0.0, "differs"),
+        (-0.2, 0.1, "lower", 0.0, "not decided"),
+        (-0.004, 0.2, "not lower", -0.005, "holds"),
+        (-0.2, 0.004, "not higher", 0.005, "holds"),
+        (1.3, 1.4, "not higher", 1.07, "differs"),
+    ],
+)
+def test_a_claim_holds_if_its_interval_is_on_the_claimed_side(
+    low: float, high: float, claimed: str, least: float, said: str
+) -> None:
+    assert verdict((0.0, low, high, 3), {"study": "some", "is": claimed}, least) == said

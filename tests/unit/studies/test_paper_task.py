@@ -1,6 +1,8 @@
 """The paper's tables with a user's own data and model: from stand-in files to the table."""
 
+import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import hydra_ensembles as he
 from architectures import timm_model
 from architectures_transformers import TEXT, save_tokenizer, transformers_model
+from hydra_ensembles.heads.ranking import random_members
 from pictures import encoded, picture
 from studies import __main__ as command
 from studies import paper_task
@@ -22,6 +26,7 @@ from studies.tables import read_csv
 from studies.weights import own_backbone
 
 CPU = torch.device("cpu")
+STEPS = 2
 METHODS = ["Single", "Hydra (Circ)"]
 TEXTS = ("yelp", "amazon", "newsgroups20", "trec", "mnli", "rte", "wmt16")
 
@@ -46,10 +51,10 @@ def write_texts(root: Path) -> None:
     def table(name: str, split: str, count: int, **more: list[Any]) -> None:
         (root / name).mkdir(parents=True, exist_ok=True)
         rng = np.random.default_rng(count)
-        lines = [" ".join(rng.choice(list("abcdefgh"), 5)) for _ in range(count)]
+        lines = [" ".join(words) for words in rng.choice(list("abcdefgh"), (count, 5))]
         pq.write_table(pa.table({"text": lines, **more}), root / name / f"{split}.parquet")
 
-    table("sst2", "train", 3040, label=[number % 2 for number in range(3040)])
+    table("sst2", "train", 3100, label=[number % 2 for number in range(3100)])
     table("sst2", "validation", 12, label=[number % 2 for number in range(12)])
     table("ag_news", "whatever", 12)
     for name in TEXTS:
@@ -82,10 +87,13 @@ def shortened(model: str) -> dict[str, Any]:
     """The recipe with counts that run in seconds."""
     found = recipe(model)
     for name, plain in found["tasks"].items():
-        words = {"epochs": 1, "batch_size": 16} if "sst2" in name else {"steps": 2, "warmup": 1, "batch_size": 8}
+        words = {"epochs": 1, "batch_size": 32} if "sst2" in name else {"steps": STEPS, "warmup": 1, "batch_size": 8}
         plain["training"] |= words | ({} if "sst2" in name else {"evaluate_every": 1})
         plain["recovery"] |= words | {"prune": 2} | ({} if "sst2" in name else {"last_blocks": 1})
-    return found | {"circuits": 8, "taylor_batches": 1}
+    few = found["analyses"]
+    few |= {"noise": {"images": 15, "severity": 3, "batch": 15, "random": 2}, "overlap": {"draws": 3}}
+    few["members"] |= {"counts": [1, 3]}
+    return found | {"circuits": 8, "familiar": 32, "taylor_batches": 1}
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
@@ -113,14 +121,31 @@ def test_images_from_files_to_the_table(vit: Path, tmp_path: Path, monkeypatch: 
     assert [float(line["setting"].split(": ")[1].strip("}")) for line in choices] == [0.001, 0.003, 0.01, 0.03]
 
 
-def test_texts_from_files_to_the_table(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_2_runs_to_its_end_with_eight_seeds_in_every_row(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored = he.taylor
+
+    def taylor(model: he.Ensemble, *data: Any, budget: int, seed: int, **how: Any) -> Any:
+        """Scores, but heads by chance: a random model's are the same whatever it reads."""
+        (heads,) = random_members(model, budget, 1, seed)
+        return replace(scored(model, *data, budget=budget, seed=seed, **how), heads=heads)
+
+    monkeypatch.setattr(he, "taylor", taylor)
     write_texts(tmp_path / "data")
-    some = ("--methods", "Single;CircAcc", "--seeds", "0", "--share", "0.01", "--stages", "choose,report,tables")
+    some = ("--share", "0.01", "--stages", "choose,report,tables")
     run(monkeypatch, "sst2", "--model", bert, "--data", tmp_path / "data", *some, "-o", tmp_path / "run")
     rows = Rows.read(tmp_path / "run" / "paper-sst2" / "rows.parquet")
     assert rows.about["tasks"]["sst2"]["far"] == list(TEXTS[2:])
+    assert rows.runs == {method: list(range(8)) for method in paper_task.paper_numbers("classifier", "SST-2")}
     models = {line["method"]: line for line in read_csv(tmp_path / "run/paper-sst2/tables/paper-sst2_models.csv")}
-    assert int(models["CircAcc"]["parameters"]) < int(models["Single"]["parameters"])
+    assert int(models["CircAvg"]["parameters"]) < int(models["Single"]["parameters"])
+    found = [
+        line for line in read_csv(tmp_path / "run/paper-sst2/tables/paper-sst2.csv") if line["metric"] == "accuracy"
+    ]
+    assert {line["seeds"] for line in found} == {"8"}
+    counted = {line["metric"] for line in read_csv(tmp_path / "run/paper-sst2/tables/paper-sst2.csv")}
+    assert {"all.fpr95", "ood.rte.fpr95"} <= counted  # FPR95 of small sets counts, too
 
 
 @pytest.mark.parametrize(
@@ -128,13 +153,13 @@ def test_texts_from_files_to_the_table(bert: Path, tmp_path: Path, monkeypatch: 
     [
         ("imagenet", 120_000, 48, 8, {"Packed-Ensembles"}),
         ("cifar100", 10_000, 24, 8, {"Packed-Ensembles"}),
-        ("sst2", None, 72, 3, set()),
+        ("sst2", None, 72, 8, set()),
     ],
 )
 def test_the_recipe_is_the_papers(name: str, steps: int | None, heads: int, seeds: int, missing: set[str]) -> None:
     task = PaperTask(f"paper-{name}", recipe("timm:x"), PaperFolder(Path()), CPU)
     assert (task.recovery(learning_rate=0.1).steps, task.plain["recovery"]["prune"]) == (steps, heads)
-    assert len(task.plain["seeds"]) == seeds
+    assert {tuple(task.seeds_of(method)) for method in task.methods} == {tuple(range(seeds))}
     printed = set(paper_task.paper_numbers("classifier", task.plain["paper"]))
     assert printed - set(methods_of_table(task)) == missing
     assert (task.recovery(learning_rate=0.1).rand_augment is not None) == (name == "imagenet")
@@ -152,3 +177,34 @@ def test_models_of_ones_own(vit: Path, bert: Path, tmp_path: Path) -> None:
         assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     found.save_pretrained(tmp_path / "ours")
     assert own_backbone(f"ours:{tmp_path / 'ours'}", ("a", "b"), text=False).num_classes == 2
+
+
+def test_corruptions_and_analyses_of_the_papers_own_model(vit: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Tables 4 to 6 and 8 to 14 run on a model of one's own; D.2 keeps its length, at the rate that is chosen."""
+    write_images(tmp_path / "data")
+    own = ("--model", f"timm:local-dir:{vit}", "--data", tmp_path / "data", "-o", tmp_path / "run", "--share", "0.01")
+    run(monkeypatch, "cifar100", *own, "--methods", "Single", "--seeds", "0", "--stages", "choose,report,shift,tables")
+    folder = tmp_path / "run" / "paper-cifar100"
+    columns = Rows.read(folder / "rows.parquet").columns("Single", 0)
+    assert {"cifar100|fog 5|correct", "cifar100|jpeg_compression 1|brier"} <= set(columns)
+    names = "untrained,noise,separation,overlap,shares,diversity,members"
+    asked = ["studies", "analyse", names, "--task", "paper-cifar100", *map(str, own)]
+    monkeypatch.setattr(sys, "argv", asked)
+    command.app(standalone_mode=False)
+    for name in names.split(","):
+        assert read_csv(folder / "tables" / f"analysis_{name}.csv")
+    (chosen,) = {path.name for path in (folder / "choices").glob("circavg.json")}
+    assert chosen
+    trained = he.load(folder / "seed-0" / "models" / "shares-0")
+    assert f"for {STEPS} steps" in trained.metadata.history[-1]
+
+
+def test_pictures_of_imagenet_are_corrupted_as_the_model_sees_them(vit: Path, tmp_path: Path) -> None:
+    for split, label in itertools.product(("train", "val"), ("apple", "bear")):
+        save(tmp_path / "imagenet" / split / label / "0.png", len(label), 40)
+    task = PaperTask("paper-imagenet", recipe(f"timm:local-dir:{vit}"), PaperFolder(tmp_path), CPU)
+    pictures = task.pictures(None)
+    assert pictures[0][0].size == (16, 16)
+    seen, _ = task.changed([pictures]).batch(torch.arange(1), False)
+    usual, _ = task.inputs([task.source.images(task.suite.id)]).batch(torch.arange(1), False)
+    torch.testing.assert_close(seen, usual, atol=0.01, rtol=0)  # bytes

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from training_cases import LAYERS, batches, moved, own_batches, same, samples, shuffled, tiny
 
-from hydra_ensembles.errors import HydraWarning
+from hydra_ensembles.errors import ConfigError, HydraWarning
 from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.member_states import place_of
@@ -36,6 +36,15 @@ def test_training_learns_and_says_so():
     assert (trained(images)[0].argmax(-1) == labels).double().mean() > 0.8
     assert (trained.training, trained.config, trained.metadata.calibration) == (False, member.config, None)
     assert "learning rate 0.01, seed 0" in trained.metadata.history[1]
+
+
+def test_a_rate_can_be_chosen_by_the_training_loss():
+    """Without validation data: of rates of which the lowest hardly learns, and the highest blows up."""
+    recipe = replace(RECIPE, learning_rate=None, grid=(1e-6, 0.1, 30.0), steps=24, select="train")
+    with pytest.raises(ConfigError, match="needs validation"):
+        train(tiny(), batches(96), replace(recipe, select="validation"))
+    trained = train(tiny(), batches(96), recipe)
+    assert "learning rate 0.1, chosen of 3" in trained.metadata.history[1]
 
 
 @pytest.mark.parametrize("spared", [True, False])

@@ -7,7 +7,7 @@ import pytest
 from training_cases import LAYERS, batches, tiny
 
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.training.recipe import DataRecipe, Recipe, read_recipe
+from hydra_ensembles.training.recipe import DataRecipe, Recipe, presets, read_recipe
 
 
 def test_the_plan_counts_updates_and_warm_up():
@@ -25,6 +25,7 @@ def factors(steps, total, warmup, **settings):
 
 def test_warmup_is_linear_and_the_rate_falls_as_the_schedule_says():
     assert factors(range(5), 100, 4, schedule="cosine") == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors(range(3), 100, 2, schedule="constant", warmup_from=0.1) == pytest.approx([0.55, 1.0, 1.0])
     floor, total, warmup = 1e-5, 120_000, 5_000
     steps = (warmup, warmup + 1, 62_500, total - 1, total)
     shares = [(step - warmup) / (total - warmup) for step in steps]
@@ -61,6 +62,7 @@ def test_what_does_not_fit_model_and_data_is_refused(changes, token):
 
 def test_a_recipe_is_read_from_a_name_or_settings() -> None:
     assert read_recipe("none") is read_recipe(None) is None
+    assert {name for name in presets() if DataRecipe.preset(name).plan(10**6)} == set(presets())  # each is a recipe
     assert read_recipe("imagenet") == DataRecipe.preset("imagenet")
     read = read_recipe({"preset": "imagenet", "learning_rate": 0.01, "epochs": 2, "batch_size": 64, "warmup": 10})
     assert (read.grid, read.learning_rate, read.steps, read.epochs, read.batch_size) == ((), 0.01, None, 2, 64)
