@@ -9,7 +9,9 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -90,7 +92,9 @@ def side_by_side(lab: ClassifierLab, name: str, members: Callable[[], Sequence[h
     """Train members by D.2 on the same batches, in one pass if they fit: each gets the gradient it would get alone."""
     training = few_steps(lab, seed=lab.derived(name))
     if lab.task.letter:  # of the paper's size, one after another
-        return [lab.trained(f"{name}-{index}", lambda one=one: one, training) for index, one in enumerate(members())]
+        pruned = members()
+        starts = [partial(itemgetter(index), pruned) for index in range(len(pruned))]
+        return [lab.trained(f"{name}-{index}", start, training) for index, start in enumerate(starts)]
     trained = lab.trained(f"{name}-{marked(lab, name)}", lambda: he.Ensemble.stack(members()), training)
     return [trained.member(index) for index in range(trained.num_members)]
 

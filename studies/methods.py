@@ -81,7 +81,7 @@ def paper_rates(task: ClassifierTask) -> list[Setting]:
 def mimo_settings(task: ClassifierTask) -> list[Setting]:
     """The paper's setting, and one where members share images more often; a higher rate if the stem is pretrained."""
     faster = 1 if task.scratch else 3
-    both = [{"rho": 0.5, "repeat": 4, "faster": faster}, {"rho": 0.9, "repeat": 2, "faster": faster}]
+    both: list[Setting] = [{"rho": 0.5, "repeat": 4, "faster": faster}, {"rho": 0.9, "repeat": 2, "faster": faster}]
     return both[:1] if task.letter else both
 
 

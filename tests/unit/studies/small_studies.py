@@ -26,7 +26,9 @@ CPU = torch.device("cpu")
 CLASSES = ("one", "two", "three")
 IMAGES_A_CLASS = 5
 UNSEEN = ["cifar100", "caltech101", "pets", "cifar10"]
-_NAMES = [" ".join(pair) for pair in itertools.product(WORDS[6:], WORDS[6:])]  # names the small tokenizer distinguishes
+NAMES = tuple(
+    " ".join(pair) for pair in itertools.product(WORDS[6:], WORDS[6:])
+)  # names the small tokenizer distinguishes
 OVERLAPPING = {
     "cifar10": overlapping("cifar10, tinyimagenet", "cifar10"),
     "cifar100": overlapping("cifar100, tinyimagenet", "cifar100"),
@@ -94,14 +96,14 @@ class ManyClasses(SmallFolder):
         self.opened.append(f"{reference.source}/{reference.split}")
         name = reference.source.rpartition("/")[2].removesuffix("_full")
         start = {"tinyimagenet": 0, "cifar100": 22}.get(name, 30 + zlib.crc32(name.encode()) % 10)
-        names = (*_NAMES[start : start + (8 if name == "pets" else 22)], *OVERLAPPING.get(name, ()))
+        names = (*NAMES[start : start + (8 if name == "pets" else 22)], *OVERLAPPING.get(name, ()))
         labels = np.arange(IMAGES_A_CLASS * len(names)) % len(names)
         pictures = Pictures(labels % 4, zlib.crc32(f"{name} {reference.split} {reference.rows}".encode()))
         data = ImageDataset(pictures, labels, names, reference.name)
         return without_classes(data, reference.without) if reference.without else data
 
     def captions(self, source: str, split: str) -> list[list[str]]:
-        return [[f"a {one}", f"the photo of {one}"] for one in _NAMES * 3]
+        return [[f"a {one}", f"the photo of {one}"] for one in NAMES * 3]
 
 
 class SmallZeroShot(ZeroShotTask):

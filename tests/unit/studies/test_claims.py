@@ -109,9 +109,9 @@ def test_a_cascade_is_nearly_as_good_as_its_last_stage() -> None:
         assert len(found) == 5
         return sum(float(one[column]) for one in found) / len(found)
 
-    for cell in (("known", "nothing", ""), ("half foreign", "nothing", ""), ("half foreign", "nothing", "0.2")):
-        assert mean("nll", *cell) - mean("deep_nll", *cell) < 0.003
-        assert mean("deep_accuracy", *cell) - mean("accuracy", *cell) < 0.003
+    for place in (("known", "nothing", ""), ("half foreign", "nothing", ""), ("half foreign", "nothing", "0.2")):
+        assert mean("nll", *place) - mean("deep_nll", *place) < 0.003
+        assert mean("deep_accuracy", *place) - mean("accuracy", *place) < 0.003
     told = ((0.10, 1.30, "known", ""), (0.34, 2.03, "half foreign", ""), (0.20, 1.62, "half foreign", "0.2"))
     for asked, price, traffic, limit in told:  # docs/how-to/escalate.md
         assert mean("asked", traffic, "nothing", limit) == pytest.approx(asked, abs=0.006)
