@@ -95,6 +95,7 @@ def test_factors_are_fewer_numbers_and_counted(tmp_path: Path) -> None:
     expected = multiply_adds(hydra.config, 80) - multiply_adds(alone.config, 80)
     assert counted["factors"] - counted["alone"] == expected
     alike(he.Ensemble.stack([hydra])(texts()), hydra(texts()))
+    alike(hydra.with_prefix([5, 6])(texts()), alone.with_prefix([5, 6])(texts()))
 
 
 def test_gradients_are_those_of_the_adapters_together(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ class _InFloat32(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.embedding:
             return _wide(func(*args, **kwargs))
-        if func is F.linear and len(args) == 2 and args[1].numel() > _LARGE:  # the words of a language model
+        biased = any(isinstance(one, Tensor) for one in args[2:])
+        if func is F.linear and len(args) > 1 and not biased and args[1].numel() > _LARGE:  # words of a language model
             rows = args[1].split(max(1, _LARGE // args[1].shape[1]))
             return torch.cat([F.linear(_wide(args[0]), _wide(some)) for some in rows], dim=-1)
         return func(*_wide(args), **_wide(kwargs))
@@ -122,7 +123,7 @@ def _wide(given: Any) -> Any:
     return type(given)(map(_wide, given)) if type(given) in (list, tuple) else given
 
 
-_LARGE = 1 << 25
+_LARGE = 1 << 23
 _VIEWS = {"__get__", "__getitem__", "size", "dim", "numel", "t", "transpose", "unflatten", "flatten", "view"}
 
 
