@@ -90,6 +90,13 @@ def text_case(
     )
 
 
+def _mae_features(model: Any, inputs: Inputs) -> Tensor:
+    """The class token of an encoder that sees all patches in order."""
+    batch, _, height, width = inputs["pixel_values"].shape
+    order = torch.arange(height // 8 * (width // 8)).expand(batch, -1).float()
+    return model(**inputs, noise=order, interpolate_pos_encoding=True).last_hidden_state[:, 0]
+
+
 def save_tokenizer(folder: Path, words: Sequence[str] = "abcdefgh") -> None:
     """Save a tokenizer of a few words, as `save_pretrained` does next to a model."""
     import transformers
@@ -138,6 +145,12 @@ CASES: list[ArchitectureCase] = [
     vision_case("vit-bare", "ViTModel", {**_VIT, "qkv_bias": False}, answer=_POOLED),
     vision_case("deit", "DeiTForImageClassification", _VIT),
     vision_case("deit-teacher", "DeiTForImageClassificationWithTeacher", _VIT),
+    ArchitectureCase(
+        name="transformers-vit-mae",
+        build=lambda: transformers_model("ViTMAEModel", {**_VIT, "mask_ratio": 0.0}).requires_grad_(),
+        logits=_mae_features,
+        other_inputs=(partial(images, 48, 48), partial(images, 16, 64)),
+    ),
     vision_case("vit-msn", "ViTMSNForImageClassification", _VIT),
     vision_case("ijepa", "IJepaForImageClassification", _VIT),
     vision_case("dinov2", "Dinov2ForImageClassification", _DINOV2, resize=False),

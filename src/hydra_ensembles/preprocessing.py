@@ -1,7 +1,9 @@
 """Preprocessing of images and texts for a model."""
 
 import html
+import re
 import string
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -276,7 +278,18 @@ def _is_rotated(image: "Image") -> bool:
 
 # --- cleaning texts ------------------------------------------------------------------------------------------
 
+_TERMINAL_ESCAPE = re.compile("\x1b\\[[0-9;]*[a-zA-Z]")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CONTROLS = (*range(0x09), 0x0B, *range(0x0E, 0x20), 0x7F, *range(0x206A, 0x2070), *range(0xFFF9, 0xFFFD), 0xFEFF)
+_REPAIRS: dict[int, str | None] = {
+    # ligatures and full-width or half-width characters become the letters they stand for
+    **{ord(letter): unicodedata.normalize("NFKC", letter) for letter in "ĲĳŉǱǲǳǄǅǆǇǈǉǊǋǌﬀﬁﬂﬃﬄﬆ"},
+    ord("ﬅ"): "ſt",
+    **{code: unicodedata.normalize("NFKC", chr(code)) for code in (0x3000, *range(0xFF01, 0xFFF0))},
+    **{ord(quote): "'" for quote in "\u02bc\u2018\u2019\u201a\u201b"},
+    **{ord(quote): '"' for quote in "\u201c\u201d\u201e\u201f"},
+    **dict.fromkeys(_CONTROLS),
+}
 
 
 def clean_text(text: str, cleaning: TextCleaning) -> str:
@@ -287,7 +300,8 @@ def clean_text(text: str, cleaning: TextCleaning) -> str:
     """
     if cleaning == "none":
         return text
-    text = html.unescape(html.unescape(library("ftfy", extra="open-clip").fix_text(text)))
+    text = _TERMINAL_ESCAPE.sub("", html.unescape(html.unescape(text)))
+    text = unicodedata.normalize("NFC", text.translate(_REPAIRS))
     if cleaning == "canonicalize":
         text = text.replace("_", " ").translate(_PUNCTUATION)
     text = " ".join(text.split())

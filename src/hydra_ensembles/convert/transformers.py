@@ -31,6 +31,7 @@ from .core import (
     below,
     block,
     concatenated,
+    either,
     pair,
 )
 from .processors import read_processor
@@ -138,10 +139,14 @@ _PATCHES: Weights = {
     "stem.position": "embeddings.position_embeddings",
     "readout.norm": "layernorm",
 }
+# Releases of transformers 5 differ in the names of attention parameters, and of the layers of ViT.
 _ATTENTION = ("attention.o_proj", *(f"attention.{part}_proj.*" for part in "qkv"))
 WORDS = ("query", "key", "value")
-_VIT_LAYER = block(_ATTENTION, ("layernorm_before", "layernorm_after"), ("mlp.fc1", "mlp.fc2"))
-_VIT: Weights = {**_PATCHES, **below("layers.{i}.", _VIT_LAYER)}
+_OLD_ATTENTION = ("attention.output.dense", *(f"attention.attention.{part}.*" for part in WORDS))
+_VIT_NORMS = ("layernorm_before", "layernorm_after")
+_VIT_LAYER = block(_ATTENTION, _VIT_NORMS, ("mlp.fc1", "mlp.fc2"))
+_OLD_VIT_LAYER = block(_OLD_ATTENTION, _VIT_NORMS, ("intermediate.dense", "output.dense"))
+_VIT: Weights = {**_PATCHES, **either(below("layers.{i}.", _VIT_LAYER), below("encoder.layer.{i}.", _OLD_VIT_LAYER))}
 
 
 def gated(*names: str) -> Weights:
@@ -156,7 +161,7 @@ def gated(*names: str) -> Weights:
 
 
 DINO_LAYER: Weights = {
-    **attention(*_ATTENTION),
+    **either(attention(*_ATTENTION), attention(*_OLD_ATTENTION)),
     "encoder.layers.{i}.norm1": "norm1",
     "encoder.layers.{i}.norm2": "norm2",
     "encoder.layers.{i}.attention.scale": "layer_scale1.lambda1",
@@ -197,6 +202,20 @@ def _image_readout(found: Found, num_labels: int | None, pool: Pool) -> ReadoutC
     return ReadoutConfig(pool, norm_eps=float(config.layer_norm_eps), hidden=hidden, **classifier)
 
 
+def _mae_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
+    """Return the class token of an encoder that sees all patches in order: none is masked, unlike in pre-training."""
+    images = inputs["pixel_values"]
+    ratio = model.config.mask_ratio
+    patch = pair(model.config.patch_size)
+    order = torch.arange(images.shape[2] // patch[0] * (images.shape[3] // patch[1]), device=images.device)
+    model.config.mask_ratio = 0.0
+    try:
+        tokens: Tensor = model(images, noise=order.expand(len(images), -1).float()).last_hidden_state
+    finally:
+        model.config.mask_ratio = ratio
+    return tokens[:, 0]
+
+
 _DINOV3_LAYER: Weights = {
     **DINO_LAYER,
     "encoder.layers.{i}.attention.qkv_bias": (
@@ -222,7 +241,7 @@ _DINOV3: Weights = {
     "stem.patch_bias": "embeddings.patch_embeddings.bias",
     "stem.class_token": "embeddings.cls_token",
     "stem.register_tokens": "embeddings.register_tokens",
-    **below("model.layer.{i}.", _DINOV3_LAYER),
+    **either(below("model.layer.{i}.", _DINOV3_LAYER), below("layer.{i}.", _DINOV3_LAYER)),  # releases differ
     "readout.norm": "norm",
 }
 _IMAGES = ("ForImageClassification",)
@@ -236,6 +255,7 @@ _TEACHER = (*_IMAGES, "ForImageClassificationWithTeacher")
 _IMAGE_ENCODERS: tuple[Architecture, ...] = (
     *declare("ViT", "ViT", _vit_config, _VIT, _IMAGES, _UNREAD),
     *declare("DeiT", "DeiT", _vit_config, _VIT, _TEACHER, _UNREAD),
+    declare("ViT-MAE", "ViTMAE", _vit_config, _VIT, (), _UNREAD, "vit_mae", _mae_answer)[1],
     *declare("ViT-MSN", "ViTMSN", _vit_config, _VIT, _IMAGES, _UNREAD, module="vit_msn", inside="vit"),
     *declare("I-JEPA", "IJepa", _vit_config, _VIT, _IMAGES, _UNREAD, answer=_MEAN),
     *declare("DINOv2", "Dinov2", _dinov2_config, _DINOV2, _IMAGES, _UNREAD, answer=_WITH_MEAN),
