@@ -45,6 +45,14 @@ def test_rows_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert ran(inference, tmp_path, *options) == found
 
 
+def test_half_of_berts_heads_and_a_whole_test(tmp_path: Path) -> None:
+    options = [*TINY, "--shape", "bert-tiny-6", "--whole", "5", "--contenders", "single", "pruned", "hydra-k0"]
+    rows = {row["contender"]: row for row in ran(inference, tmp_path, *options)}
+    assert float(rows["hydra-k0"]["error"]) < 1e-5
+    assert all(float(row["whole_test_s"]) > 0 for row in rows.values())
+    assert float(rows["pruned"]["limit"]) < 1 < float(rows["hydra-k0"]["limit"])
+
+
 def test_every_contender_is_counted(tmp_path: Path) -> None:
     found = ran(inference, tmp_path, "--shape", "tiny", "--device", "cpu", "--counts", "--methods")
     rows = {row["contender"]: row for row in found}
