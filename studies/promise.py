@@ -8,8 +8,8 @@ what becomes of a cascade's quality and price when half of the rows are foreign.
 import copy
 import math
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import numpy.typing as npt
 import scipy
 import torch
 from scipy.stats import norm
-from tqdm import tqdm
 
 from hydra_ensembles.metrics.conformal import conformal_threshold
 from hydra_ensembles.promise import Curve
@@ -152,7 +151,7 @@ def simulate(folder: Path, draws: int = DRAWS, processes: int = 1) -> Path:
     kinds.append(("calibrated, by label", "label"))
     todo = [(*kind, rows, risk, draws) for kind in kinds for rows in SIZES for risk in RISKS]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        lines = list(tqdm(pool.imap(partial(starred, cell), todo, chunksize=4), total=len(todo), unit="cell"))
+        lines = pool.starmap(cell, todo, chunksize=4)
     spread = norm.ppf(1.0 - 0.05 / len(todo)) * math.sqrt(LEVEL * (1.0 - LEVEL) / draws)
     head = ["population", "rule", "rows", "risk", "draws", "broken", "accepted", "accepted 95 % half-width"]
     head += ["nothing promised", "allowed with Monte Carlo error", "verdict", "seed", "numpy", "scipy"]
@@ -160,11 +159,6 @@ def simulate(folder: Path, draws: int = DRAWS, processes: int = 1) -> Path:
     about = [SEED, np.__version__, scipy.__version__]
     rated = [[*line, allowed, "kept" if line[5] <= allowed else "BROKEN", *about] for line in lines]
     return write_csv(folder / SIMULATION, [head, *rated])
-
-
-def starred(function: Callable[..., list[Any]], arguments: Sequence[Any]) -> list[Any]:
-    """A call with a sequence of arguments, for a pool."""
-    return function(*arguments)
 
 
 # --- methods on stored rows ------------------------------------------------------------------------------------------

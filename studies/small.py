@@ -115,7 +115,7 @@ def demo(root: Path, output: Path, results: Path, processes: int = 1) -> Path:
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         parts = pool.map(partial(demo_seed, root, output), range(SEEDS))
     times = demo_times(output)
-    lines = [["method", "time"], *([name, time_of / times[SINGLE]] for name, time_of in times.items())]
+    lines: list[list[Any]] = [["method", "time"], *([name, one / times[SINGLE]] for name, one in times.items())]
     write_csv(results / "tables" / "demo_costs.csv", lines)
     by_run = {(method, seed): columns for seed, part in enumerate(parts) for method, columns in part.items()}
     about = {"name": "demo", "tasks": {"eurosat": {"near": [*NEAR], "far": [*FAR]}}}
