@@ -84,6 +84,19 @@ def test_bets_are_fair_and_jump_as_the_referee_does() -> None:
     assert wealth.log[0, 0] == pytest.approx(math.log(referee.current_martingale_value))
 
 
+def test_the_audit_agrees_with_mapies_monitor_of_a_risk() -> None:
+    """Both stay silent while the rate is the promised one, and both notice that it has doubled."""
+    mapie = pytest.importorskip("mapie.exchangeability_testing")
+    draws, risk, level = np.random.default_rng(3), 0.05, 0.01
+    for rate, alarms in ((risk, False), (2 * risk, True)):
+        wrong = draws.random(4000) < rate
+        audit = Wealth.of(1, len(RATIOS), 200, math.log(1 / level))
+        audit.bet(error_bets(wrong[None].astype(float), risk))
+        referee = mapie.RiskMonitoring("accuracy", test_level=2 * level, threshold=risk, warn=False)  # half is online
+        referee.update(np.ones(len(wrong), dtype=int), (~wrong).astype(int))
+        assert (audit.alarm_row[0] >= 0, referee.harmful_shift_detected) == (alarms, alarms)
+
+
 def of_uniform(p: Any, block: int = 1000, level: float = 0.05) -> Wealth:
     bets = input_bets(p)
     wealth = Wealth.of(len(p), bets.shape[1], block, math.log(1 / level), JUMP)
