@@ -7,7 +7,9 @@ DEMO   := $(or $(wildcard $(STAMP)),$(VENV)/.demo)  # the full environment if it
 
 .PHONY: demo serve-demo test test-ci slow attack notebooks docs lint release format clean
 
+# Beside what the demo installed pip searches for a very long time: the whole list goes into an empty environment.
 $(STAMP): pyproject.toml constraints.txt
+	test ! -e $(VENV)/.demo || rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	touch $@
