@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_paper_task import save, write_texts
+from test_paper_task import save, save_vit, write_texts
 
 import hydra_ensembles as he
-from architectures import timm_model
 from architectures_transformers import TEXT, save_tokenizer, transformers_model
 from hydra_ensembles import baselines
 from hydra_ensembles.heads.masking import heads_in
@@ -100,14 +99,7 @@ class Received:
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Layers and heads of ViT-B/16, and nothing else of it."""
-    from timm.models import save_for_hf
-
-    folder = tmp_path_factory.mktemp("vit")
-    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 12, "num_heads": 12}
-    model = timm_model("vit_base_patch16_224", **sizes, num_classes=7)
-    model.pretrained_cfg |= {"input_size": (3, 16, 16)}
-    save_for_hf(model, folder, model_args=sizes, safe_serialization=True)
-    return f"timm:local-dir:{folder}"
+    return f"timm:local-dir:{save_vit(tmp_path_factory.mktemp('vit'), 12, 12)}"
 
 
 @pytest.fixture(scope="module")

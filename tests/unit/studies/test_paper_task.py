@@ -61,17 +61,20 @@ def write_texts(root: Path) -> None:
         table(name, "test", 9)
 
 
-@pytest.fixture(scope="module")
-def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_vit(folder: Path, depth: int, heads: int) -> Path:
     """A tiny ViT checkpoint as timm saves it."""
     from timm.models import save_for_hf
 
-    folder = tmp_path_factory.mktemp("vit")
-    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 6}
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": depth, "num_heads": heads}
     model = timm_model("vit_base_patch16_224", **sizes, num_classes=7)
     model.pretrained_cfg |= {"input_size": (3, 16, 16)}
     save_for_hf(model, folder, model_args=sizes, safe_serialization=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vit(tmp_path_factory.mktemp("vit"), 2, 6)
 
 
 @pytest.fixture(scope="module")
