@@ -2,7 +2,8 @@
 
 *Hydra (Circ)*, *Hydra (Taylor)*, *CircAvg*, *CircAcc*, *CircOOD* and *Taylor* follow the paper: its share of heads, and
 D.2 as printed for the task. *Hydra* is our default, one setting for all tasks; *Hydra, tuned* is what half B of the
-task chose. Nothing else is called Hydra.
+task chose; in *Hydra, distilled* the default's members then learned, without labels, to answer like the fine-tunings
+that they came from. Nothing else is called Hydra.
 
 Methods by other authors are trained on Single's data for as many epochs. Each has a few settings, including its
 authors' where known. Learning rates are relative to Single's: a method that trains few weights needs higher ones.
@@ -16,6 +17,7 @@ import hydra_ensembles as he
 from hydra_ensembles import baselines
 from hydra_ensembles.fuse import Fusion
 from hydra_ensembles.heads.ranking import CIRCUIT_ORDER
+from hydra_ensembles.training.distill import RECIPE as DISTILLING
 from hydra_ensembles.training.recipe import DataRecipe
 
 from .classifiers import ClassifierLab, ClassifierTask, Heads
@@ -24,6 +26,7 @@ from .rows import SINGLE as SINGLE
 
 DEEP, SOUP = "Deep Ensembles", "Soup"
 HYDRA, TUNED, HYDRA_CIRC, HYDRA_TAYLOR = "Hydra", "Hydra, tuned", "Hydra (Circ)", "Hydra (Taylor)"
+DISTILLED = "Hydra, distilled"
 CIRC_AVG, MC_DROPOUT = "CircAvg", "MC Dropout"
 LORA, BATCH_ENSEMBLE, MIMO, PACKED = "LoRA-Ensemble", "BatchEnsemble", "MIMO", "Packed-Ensembles"
 OBA, LAPLACE = "OBA", "Laplace (last layer)"
@@ -124,6 +127,28 @@ def branches(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
     if not trunk:
         return he.fuse(models, mlp=setting["mlp"], stem="separate")
     return he.fuse(models, mlp=setting["mlp"], average=trunk)
+
+
+def distilled(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
+    """A Hydra whose members learned the answers of their own fine-tunings, on Single's training data without labels."""
+    how = {**lab.task.settings["hydra"], **lab.task.settings["distilled"], **setting}
+    usual = lab.training(seed=lab.derived("distilled"))
+    training = DataRecipe(
+        learning_rate=how["faster"] * usual.rates[0],
+        epochs=how["epochs"],
+        train_groups=DISTILLING.train_groups,
+        seed=usual.seed,
+        precision=usual.precision,
+        compile=usual.compile,
+        batch_size=usual.batch_size,
+        rand_augment=usual.rand_augment,
+    )
+
+    def make() -> he.Ensemble:
+        lessons = lab.task.lessons(training)
+        return he.distill(branches(lab, how), lab.singles, lessons, training, progress=False)
+
+    return lab.kept(slug(f"distilled {dict(setting)}"), make)
 
 
 def of_paper(kind: Heads, index: int) -> Making:
@@ -293,6 +318,7 @@ ROWS: Mapping[str, Row] = {
     "Hydra (Circ) and the whole model": paper_row(fused("circuits", whole=True), 5, kinds=PRETRAINED),
     "Branches, heads pruned": Row(lambda lab, _: branches(lab, {**lab.task.settings["hydra"], "share": 0.1}), 3),
     HYDRA: Row(lambda lab, _: branches(lab, lab.task.settings["hydra"]), 3),
+    DISTILLED: Row(distilled, 4),
     TUNED: Row(branches, 3, lambda task: list(task.settings["candidates"])),
 }
 """Methods in the order of the tables."""

@@ -27,7 +27,10 @@ from hydra_ensembles.files import write_atomically
 
 Array = npt.NDArray[Any]
 SINGLE = "Single"  # the method with the model a user has
-COMPARED = (SINGLE, "Soup", "Deep Ensembles", "Hydra", "Hydra (Taylor)", "Hydra (Circ)", "BayesVLM")
+COMPARED = (
+    *(SINGLE, "Soup", "Deep Ensembles", "Hydra", "Hydra, distilled"),
+    *("Hydra (Taylor)", "Hydra (Circ)", "BayesVLM"),
+)
 STORED = ("correct", "doubt", "calibrated_doubt", "calibrated_nll", "nll", "mahalanobis", "entropy")
 MOST_SEEDS, MOST_OUTSIDE = 5, 1000
 FORMAT = "hydra_ensembles.rows 1"

@@ -18,7 +18,7 @@ from studies.rows import SINGLE, Rows, published
 from studies.tables import Study, read_csv
 
 IMAGES, SCRATCH = "vision-cifar100", "vision-eurosat-scratch"
-SOME = [SINGLE, "MC Dropout", "Soup", "Hydra (Circ)", "Hydra"]
+SOME = [SINGLE, "MC Dropout", "Soup", "Hydra (Circ)", "Hydra", "Hydra, distilled"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_a_study_ends_in_rows_and_tables(finished: Path) -> None:
     assert rows.about["tasks"] == {"cifar100": {"near": ["cifar10"], "far": ["dtd10", "miniplaces", "mnist", "svhn"]}}
     columns = rows.columns("Hydra", 0)
     stored = published(rows)  # a part of it
-    assert [method for method, _ in stored] == [SINGLE, "Soup", "Hydra", "Hydra (Circ)"]
+    assert [method for method, _ in stored] == [SINGLE, "Soup", "Hydra", "Hydra, distilled", "Hydra (Circ)"]
     assert "cifar100|cifar100|brier" not in stored["Hydra", 0]
     assert {"cifar100|svhn|mahalanobis", "cifar100|gaussian_noise 5|correct"} <= set(columns)
     assert "cifar100|svhn|correct" not in columns
