@@ -247,7 +247,7 @@ def prepare_server(folder: str) -> Measure:
     return dict
 
 
-def work() -> None:
+def work(cases: Mapping[str, Callable[..., Measure]]) -> None:
     """Answer commands from the parent, a JSON line each; only answers go to its pipe."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints goes to the error stream
@@ -265,7 +265,7 @@ def work() -> None:
                 prepared = None
                 gc.collect()
                 torch.cuda.empty_cache()
-                prepared = globals()[f"prepare_{order['case']}"](**order["with"])
+                prepared = cases[order["case"]](**order["with"])
                 said: dict[str, Any] = {"torch": str(torch.__version__)}
             else:
                 assert prepared is not None
@@ -281,11 +281,11 @@ def work() -> None:
 
 
 class Worker:
-    """The process of a checkout."""
+    """The process of a checkout, which runs a script that calls `work`."""
 
-    def __init__(self, checkout: Path) -> None:
+    def __init__(self, checkout: Path, script: str = __file__) -> None:
         self.environment = environment(checkout)
-        command = [sys.executable, __file__, "--worker"]
+        command = [sys.executable, script, "--worker"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, env=self.environment, stdin=pipe, stdout=pipe, text=True)
 
@@ -310,10 +310,10 @@ def environment(checkout: Path) -> dict[str, str]:
 
 
 def in_turn(measures: Mapping[str, Callable[[], Numbers]], turns: int) -> dict[str, list[Numbers]]:
-    """What both sides measure, alternately; the first to go changes each time."""
-    found: dict[str, list[Numbers]] = {side: [] for side in SIDES}
+    """What all sides measure, alternately; the order turns round each time."""
+    found: dict[str, list[Numbers]] = {side: [] for side in measures}
     for turn in range(turns):
-        for side in SIDES if turn % 2 == 0 else SIDES[::-1]:
+        for side in [*measures][:: 1 if turn % 2 == 0 else -1]:
             found[side].append(measures[side]())
     return found
 
@@ -589,6 +589,7 @@ def write(path: Path, measured: Sequence[Sequence[Any]]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--worker"]:
-        work()
+        names = ("predict", "fused", "circuit", "server")
+        work({name: globals()[f"prepare_{name}"] for name in names})
     else:
         main()
