@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_ensembles._distributed import Ranks
 from hydra_ensembles.circuit.cache import CachedTower, Work, WorkingModel
 from hydra_ensembles.circuit.exact import Exact, Naive
 from hydra_ensembles.circuit.extract import extract_circuit
@@ -61,8 +60,8 @@ def searches(
     samples = read_samples(model, problem.id_batches, None if score == "acc" else problem.ood_batches, 0)
     objective = Objective(score, samples.id_count, tuple(samples.ood_sources.values()))
     heads = heads_in(model, layers)
-    tower = CachedTower(WorkingModel(model, [], Work()), samples, heads, heads, 64, 10**9)
-    return Naive(model, samples, objective, Ranks(), Work(), 64, []), Exact(tower, objective, Ranks()), heads
+    tower = CachedTower(WorkingModel(model, [], Work()), samples, heads, 64, 10**9)
+    return Naive(model, samples, objective, Work(), 64, []), Exact(tower, objective), heads
 
 
 def evidence(ranking: HeadRanking) -> dict[str, object]:

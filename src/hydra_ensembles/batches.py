@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ._distributed import check_unsharded
 from ._utils import all_seeded, derive_seed
 from .errors import DataError
 from .settings import short
@@ -147,9 +146,8 @@ def iterate(
 ) -> Iterator[tuple[int, Any, Tensor | None]]:
     """Read all batches with `read_batch`, each with its number in the source; raise an error that names an empty one.
 
-    Batches without samples are skipped; a source of which each process has only a part is refused.
+    Batches without samples are skipped.
     """
-    check_unsharded(batches, name)
     require_batches(batches, name)
     empty = True
     for index, batch in enumerate(batches):

@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from . import files
-from ._distributed import launched_rank
 from .errors import CheckpointError, StorageError
 from .settings import short, to_plain
 
@@ -56,7 +55,7 @@ class Store:
     """The folder of one piece of work, locked while the `with` block runs; with None as folder nothing is kept.
 
     `identity` is plain data on which the products depend: a folder with another identity is refused. `what` names the
-    work in messages, such as "a build". Of several cooperating processes, rank 0 locks and writes.
+    work in messages, such as "a build".
     """
 
     def __init__(self, folder: str | Path | None, identity: Mapping[str, Any], what: str = "a run") -> None:
@@ -64,21 +63,19 @@ class Store:
         self._identity = json.loads(json.dumps(to_plain(identity)))
         self._what = what
         self._open = ExitStack()
-        self._writes = folder is not None and launched_rank() == 0
 
     def __enter__(self) -> "Store":
         if self.folder is None:
             return self
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file; {self._what} needs a folder, which is made if missing")
-        if self._writes:
-            with files.writing(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                try:
-                    self._open.enter_context(FileLock(self.folder / LOCK, timeout=0))
-                except Timeout:
-                    problem = f"another process is using {self.folder}"
-                    raise StorageError(f"{problem}; wait until it ends, or give another folder") from None
+        with files.writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._open.enter_context(FileLock(self.folder / LOCK, timeout=0))
+            except Timeout:
+                problem = f"another process is using {self.folder}"
+                raise StorageError(f"{problem}; wait until it ends, or give another folder") from None
         try:
             self._require_own()
         except BaseException:
@@ -97,14 +94,12 @@ class Store:
         """Refuse the folder of other work; take an empty one, and remove what a kill left in ours."""
         assert self.folder is not None
         path = self.folder / IDENTITY
-        found = files.read_object(path) if path.exists() else self._identity  # rank 0 may be about to write it
+        found = files.read_object(path) if path.exists() else self._identity
         for key in sorted(found.keys() | self._identity.keys()):
             was, now = found.get(key), self._identity.get(key)
             if was != now:
                 problem = f"{self.folder} holds {self._what} of another run"
                 raise CheckpointError(f"{problem} ({key} was {short(was)} and is {short(now)}); give another folder")
-        if not self._writes:
-            return
         if not path.exists():
             names = sorted(entry.name for entry in self.folder.iterdir() if not entry.name.startswith("."))
             if foreign := [name for name in names if name != IDENTITY]:
@@ -132,7 +127,7 @@ class Store:
         if path is not None and self.has(name, form):
             return _read(path, form)
         product = make() if form is not JSON else json.loads(json.dumps(to_plain(make())))
-        if path is not None and self._writes:
+        if path is not None:
             with files.writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.remove(path)  # left over from a kill

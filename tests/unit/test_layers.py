@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "hydra_ensembles"
 LAYERS = (
-    "errors files settings store _utils _distributed",
+    "errors files settings store _utils",
     "batches digest metrics preprocessing prediction promise",
     "model model_card checkpoint",
     "heads fuse convert",

@@ -16,7 +16,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..settings import END, Checked, Range, Share, Whole
 from ..training.finetune import EnsembleLearner, train_classifier, trained_metadata
-from ..training.loop import Job, Runtime, TrainOptions, trains
+from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
 from .building_blocks import fresh, joined, warn_equal
 
@@ -94,8 +94,8 @@ def summed(start: Ensemble, state: dict[str, Tensor], model: Ensemble, metadata:
 class MimoLearner(EnsembleLearner):
     """Trains a wide network: every member sees its own image, or, in a share of the examples, all see the same."""
 
-    def __init__(self, single: Ensemble, start: Ensemble, settings: MIMO, recipe: Recipe, runtime: Runtime) -> None:
-        super().__init__(start, recipe, runtime, index=0)
+    def __init__(self, single: Ensemble, start: Ensemble, settings: MIMO, recipe: Recipe, device: torch.device) -> None:
+        super().__init__(start, recipe, device, index=0)
         self.single, self.settings, self.dtype = single, settings, next(iter(self.trained.values())).dtype
 
     def prepared(self, inputs: Inputs) -> Inputs:
@@ -114,4 +114,4 @@ class MimoLearner(EnsembleLearner):
 
     def _images(self, inputs: Inputs) -> Tensor:
         """Images `[B, channels, H, W]`, checked like inputs of the single model."""
-        return cast(Tensor, move(self.single.unpack(inputs)[0], self.runtime.device, self.dtype))
+        return cast(Tensor, move(self.single.unpack(inputs)[0], self.device, self.dtype))

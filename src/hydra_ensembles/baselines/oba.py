@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .._utils import derive_seed
+from .._utils import derive_seed, require_device
 from ..batches import Batches, Inputs, epoch_of, in_model_order, labelled, require_rereadable, restored
 from ..errors import ConfigError, DataError
 from ..metrics.probabilities import class_logits
@@ -20,7 +20,7 @@ from ..model.layers import dropping
 from ..model.member_states import place_of
 from ..settings import Checked, Rate, Whole
 from ..training.finetune import Parametrised, train_parametrised
-from ..training.loop import Job, TrainOptions, training_runtime, trains
+from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe, trainable_state
 
 _SMALL = 1e-6  # added to the divisor of importances
@@ -143,10 +143,10 @@ def kept(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], count: int) 
 def pruned_masks(
     model: Ensemble, train: Batches, settings: OBA, seed: int, device: torch.device | str | None
 ) -> dict[str, Tensor]:
-    """Prune step by step; returns the mask of every removable tensor, on all ranks that of rank 0."""
-    with restored(train), training_runtime(device, model.device) as runtime:
-        ranks = runtime.ranks
-        copy = Ensemble.from_state(model.config, trainable_state(model, runtime.device))
+    """Prune step by step; returns the mask of every removable tensor."""
+    place = require_device(device or model.device)
+    with restored(train):
+        copy = Ensemble.from_state(model.config, trainable_state(model, place))
         weights = removable_weights(copy)
         masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
         total = sum(parameter.numel() for parameter in copy.parameters())
@@ -155,14 +155,12 @@ def pruned_masks(
             rest = f"norms, embeddings and classifier, which stay, are {fixed / total:.3f} of all parameters"
             raise ConfigError(f"OBA.keep is {settings.keep}, but {rest}; keep more")
         for step in range(settings.steps):
-            with epoch_of(train, step, seed, runtime.device):
+            with epoch_of(train, step, seed, place):
                 batches = islice(labelled(train, copy.num_classes, "train"), settings.batches)
                 curved = curvature(copy, batches, weights)
             scores = importances(curved, {name: weight.detach() for name, weight in weights.items()})
             count = round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed
-            masks = {
-                name: ranks.gather(mask.cpu())[0].to(mask.device) for name, mask in kept(scores, masks, count).items()
-            }
+            masks = kept(scores, masks, count)
             with torch.no_grad():
                 for name, weight in weights.items():
                     weight *= masks[name]

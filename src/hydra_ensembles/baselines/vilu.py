@@ -13,12 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from .._utils import derive_seed
 from ..batches import Batches
-from ..errors import ConfigError
 from ..familiarity import answers
 from ..metrics.distance import log_odds
 from ..model.ensemble import Ensemble
 from ..settings import Checked, Whole
-from ..training.loop import Job, Learner, Runtime, TrainOptions, train_best, trains
+from ..training.loop import Job, Learner, TrainOptions, train_best, trains
 from ..training.recipe import Recipe
 from .building_blocks import embedding_statistics, scored
 
@@ -104,10 +103,8 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
 
     by_nll = True
 
-    def __init__(self, rows: Tensor, settings: ViLU, recipe: Recipe, runtime: Runtime) -> None:
-        if runtime.ranks.size > 1:
-            raise ConfigError(f"vilu trains a small network; start it in one process instead of {runtime.ranks.size}")
-        self.rows = rows.to(runtime.device)  # [M, C, e]
+    def __init__(self, rows: Tensor, settings: ViLU, recipe: Recipe, device: torch.device) -> None:
+        self.rows = rows.to(device)  # [M, C, e]
         self.texts = F.normalize(self.rows, dim=-1)
         members, _, width = rows.shape
         self.model = nn.ParameterDict()
@@ -115,8 +112,8 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
         for layer, (inputs, outputs) in enumerate(pairwise((3 * width, *settings.hidden, 1))):
             for name, shape in ((f"weight{layer}", (outputs, inputs)), (f"bias{layer}", (outputs,))):
                 values = (2 * torch.rand(members, *shape, generator=generator) - 1) * inputs**-0.5  # as of nn.Linear
-                self.model[name] = nn.Parameter(values.to(runtime.device))
-        super().__init__(self.model, recipe, runtime, {})
+                self.model[name] = nn.Parameter(values.to(device))
+        super().__init__(self.model, recipe, device, {})
 
     def read(self, raw: Any, index: int) -> tuple[Tensor, ...]:
         """Return the cached batch unchanged."""
@@ -124,7 +121,7 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
 
     def odds(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Log-odds of being right, and whether the member is right, `[M, B]` each."""
-        embedded, right = (part.to(self.runtime.device).transpose(0, 1) for part in batch)
+        embedded, right = (part.to(self.device).transpose(0, 1) for part in batch)
         probs = (embedded @ self.rows.mT).softmax(dim=-1)  # [M, B, C]; unaffected by a bias common to all logits
         with self.autocast():
             odds = log_odds({"texts": self.texts, **self.model}, embedded, probs)
@@ -133,7 +130,7 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
     def backward(self, group: list[tuple[Tensor, ...]], seed: int) -> Tensor:
         """Cross-entropy of right and wrong; the more accurate a member, the higher the weight of its mistakes."""
         samples = sum(len(batch[0]) for batch in group)
-        total = torch.zeros((), device=self.runtime.device)
+        total = torch.zeros((), device=self.device)
         for batch in group:
             odds, right = self.odds(batch)
             weight = mistake_weights(right)

@@ -5,7 +5,6 @@ are cached. A candidate (the current model without one more head) starts at the 
 model's activations. What it computes above is cached too, and stays valid after a head of a later layer is removed.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -172,8 +171,7 @@ def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking
 class CachedTower:
     """A transformer whose heads are removed step by step, with cached activations of it and of its candidates.
 
-    `of_rank` are the candidates that only this rank evaluates. At most `max_memory` bytes of activations are cached in
-    addition to the output of the stem.
+    At most `max_memory` bytes of activations are cached in addition to the output of the stem.
     """
 
     def __init__(
@@ -181,13 +179,11 @@ class CachedTower:
         model: WorkingModel,
         samples: CircuitData,
         candidates: Sequence[Head],
-        of_rank: Sequence[Head],
         batch_size: int,
         max_memory: int,
     ) -> None:
         self.model, self.samples, self.batch_size = model, samples, batch_size
         self.candidates = list(candidates)
-        self.of_rank = frozenset(of_rank)
         self.index_of = {head: index for index, head in enumerate(candidates)}
         self.layer_of: IntArray = np.array([head.layer for head in candidates], np.int64)
         self.head_of: IntArray = np.array([head.head for head in candidates], np.int64)
@@ -195,9 +191,8 @@ class CachedTower:
             self.base = [BaseActivations(model, group, batch_size) for group in samples.groups]
             self._levels, room = plan_memory(max_memory, [group.levels[0] for group in self.base], model.layers)
             self.features = [base.recompute(0, self._levels, batch_size) for base in self.base]  # pooled, [g, d] each
-        carried_layers = np.array([head.layer if head in self.of_rank else -1 for head in candidates], np.int64)
         self.carried = [
-            CandidateActivations(carried_layers, model.layers, group.levels[0], slots)
+            CandidateActivations(self.layer_of, model.layers, group.levels[0], slots)
             for group, slots in zip(self.base, room, strict=True)
         ]
 
@@ -337,14 +332,13 @@ class BaseActivations:
 class CandidateActivations:
     """Cached activations of (candidate, level, sample) for one group of samples, in a pool of slots.
 
-    `layer_of` `[K]` is the layer of each candidate, -1 for those that another rank evaluates; `like` `[g, T, d]` are
-    activations of the group; `capacity` is the maximum number of slots, each for one sample at one level.
+    `layer_of` `[K]` is the layer of each candidate; `like` `[g, T, d]` are activations of the group; `capacity` is the
+    maximum number of slots, each for one sample at one level.
     """
 
     def __init__(self, layer_of: IntArray, layers: int, like: Tensor, capacity: int) -> None:
-        candidates = layer_of[layer_of >= 0]
         rows = len(like)
-        below = [int((candidates < level).sum()) for level in range(layers)]  # per level, candidates of lower layers
+        below = [int((layer_of < level).sum()) for level in range(layers)]  # per level, candidates of lower layers
         self.levels = frozenset(worthwhile_levels(below, capacity // max(rows, 1)))
         needed = rows * sum(below[level] for level in self.levels)
         self._pool = like.new_empty(min(capacity, needed), *like.shape[1:])
@@ -414,10 +408,10 @@ def plan_memory(max_memory: int, groups: Sequence[Tensor], layers: int) -> tuple
 
 
 def default_max_memory(device: torch.device) -> int:
-    """Half of the free GPU memory; on the CPU a quarter of the free host memory, divided among the local ranks."""
+    """Half of the free GPU memory; on the CPU a quarter of the free host memory."""
     if device.type == "cuda":
         return _free_on_gpu(device) // 2
-    return (free_memory() or 4 << 30) // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return (free_memory() or 4 << 30) // 4
 
 
 def fitting_batch_size(model: Ensemble, samples: CircuitData) -> int:

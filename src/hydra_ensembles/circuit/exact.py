@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._distributed import Ranks
 from ..heads.masking import Head, masked, working_copy
 from ..model.dual_encoder import DualEncoder, average_templates, prompts_of
 from ..model.ensemble import Ensemble
@@ -24,7 +23,6 @@ class Naive:
     model: Ensemble
     samples: CircuitData
     objective: Objective
-    ranks: Ranks
     work: Work
     batch_size: int
     off: Sequence[Head]  # removed so far
@@ -36,8 +34,7 @@ class Naive:
 
     def choose(self, candidates: Sequence[Head]) -> Result:
         """The candidate whose removal leaves the best score."""
-        results = map(self.evaluate, self.ranks.share(candidates))
-        return min(filter(None, self.ranks.gather(min(results, default=None))))
+        return min(map(self.evaluate, candidates))
 
     def remove(self, head: Head) -> None:
         """Remove a head permanently."""
@@ -72,14 +69,14 @@ _PAIRS = {"cuda": 1024, "cpu": 32}  # pairs of candidate and sample that are wor
 
 
 class Exact:
-    """Branch and bound over the candidates of this rank, in step with the other ranks.
+    """Branch and bound over the candidates.
 
     All candidates see the samples in the same order, hardest first. The integers of a candidate on the samples seen so
     far are a lower bound of its result. A candidate is dropped once its bound exceeds a complete result.
     """
 
-    def __init__(self, tower: CachedTower, objective: Objective, ranks: Ranks) -> None:
-        self.tower, self.objective, self.ranks = tower, objective, ranks
+    def __init__(self, tower: CachedTower, objective: Objective) -> None:
+        self.tower, self.objective = tower, objective
         dtype, device = tower.model.ensemble.dtype, tower.model.ensemble.device
         self._current = Tally(tower.samples, objective, [NO_HEAD], dtype)
         self._answers = Tally(tower.samples, objective, tower.candidates, dtype)
@@ -103,7 +100,7 @@ class Exact:
     def choose(self, candidates: Sequence[Head], known: Result | None = None) -> Result:
         """The candidate whose removal leaves the best score; `known` is a result that is already complete."""
         self._answers.clear()
-        heads = [head for head in candidates if head in self.tower.of_rank and (known is None or head != known.head)]
+        heads = [head for head in candidates if known is None or head != known.head]
         seen = dict.fromkeys(heads, 0)  # number of samples each candidate was evaluated on
         bounds: dict[Head, Result] = {}
         self._advance(seen, bounds, dict.fromkeys(heads, self._chunk))
@@ -111,10 +108,8 @@ class Exact:
             done = {head for head, count in seen.items() if count == self.objective.samples}
             complete = [bounds[head] for head in heads if head in done]
             waiting = [bounds[head] for head in heads if head not in done]
-            of_ranks = self.ranks.gather((min(complete, default=None), min(waiting, default=None)))
-            best = min(filter(None, (known, *(result for result, _ in of_ranks))), default=None)
-            lowest_bound = min(filter(None, (bound for _, bound in of_ranks)), default=None)
-            if best is not None and (lowest_bound is None or best <= lowest_bound):
+            best = min(filter(None, (known, *complete)), default=None)
+            if best is not None and all(best <= bound for bound in waiting):
                 return best
             self._advance(seen, bounds, self._next(sorted(waiting), best))
 
@@ -226,12 +221,11 @@ class JointExact:
     @torch.no_grad()
     def choose(self, candidates: Sequence[Head]) -> Result:
         """The candidate whose removal leaves the best score."""
-        heads = [head for head in of_tower(candidates, text=True) if head in self.tower.of_rank]
+        heads = of_tower(candidates, text=True)
         for layer in sorted({head.layer for head in heads if head not in self._classes}):
             self._run_prompts([head for head in heads if head.layer == layer and head not in self._classes])
-        results = self.images.ranks.gather(min(map(self._judge, heads), default=None))
+        best = min(map(self._judge, heads), default=None)
         use_classes(self._classifier, self._current)
-        best = min(filter(None, results), default=None)
         return self.images.choose(of_tower(candidates, text=False), best)
 
     def remove(self, head: Head) -> None:

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from .._distributed import Ranks, all_ranks, local_device
 from .._utils import require_device, without_autocast
 from ..batches import Batches, Sources, in_model_order
 from ..data.synthetic import synthetic_ood
@@ -77,10 +75,9 @@ def extract_circuit(
     summed log-likelihood of the labels, rounded to 1e-6; then, or at once with `"order"` (the paper's way), the first.
 
     For a dual encoder, the heads of both towers are candidates together, and images are classified by `class_names`
-    (in the order of the labels) in sentences, as in `zero_shot`. Under `torchrun` or `accelerate launch` the heads are
-    divided among the ranks, and every rank returns the same ranking.
+    (in the order of the labels) in sentences, as in `zero_shot`.
 
-    `layers` limits the candidates. It runs on the device of the model, or on another; `"cuda"` is the GPU of the rank.
+    `layers` limits the candidates. It runs on the device of the model, or on another.
     `max_memory` bytes of activations are kept besides the embedded samples (None: half of the
     free memory of a GPU, or a quarter of that of the host or container). `batch_size` counts samples, or pairs of head
     and sample. `seed` is set while the batches are read, for loaders that shuffle. The folder `output` records every
@@ -108,7 +105,7 @@ def extract_circuit(
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" needs OOD samples; give ood_batches, or "synthetic", or use score="acc"')
 
-    device = local_device(require_device(device or ensemble.device))
+    device = require_device(device or ensemble.device)
     model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences)
     require_ensemble(model, "extract_circuit", classifies=True)
     if getattr(model.config.stem, "prefix", ()):
@@ -117,21 +114,18 @@ def extract_circuit(
     if isinstance(ood_batches, str) and score != "acc":
         id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches
         ood_batches = synthetic_ood(id_batches, seed=seed, model=model)
-    with all_ranks(device) as ranks, ExitStack() as stack:
-        model = working_copy(model, device)
-        samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
-        identity = {
-            "model": digest([to_plain(ensemble.config), ensemble]),
-            "data": samples.digest(),
-            "score": score,
-            "method": method,
-            "ties": ties,
-            "dtype": str(model.dtype),
-            "candidates": {"heads": [str(head) for head in candidates], "names": names, "templates": sentences},
-        }
-        ranks.require_same(identity["data"], "data")
-        ranks.require_same((identity, budget), "model or settings")
-        store = stack.enter_context(Store(output, identity, "a circuit"))
+    model = working_copy(model, device)
+    samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
+    identity = {
+        "model": digest([to_plain(ensemble.config), ensemble]),
+        "data": samples.digest(),
+        "score": score,
+        "method": method,
+        "ties": ties,
+        "dtype": str(model.dtype),
+        "candidates": {"heads": [str(head) for head in candidates], "names": names, "templates": sentences},
+    }
+    with Store(output, identity, "a circuit") as store:
         run = Extraction(
             method=method,
             candidates=candidates,
@@ -139,7 +133,6 @@ def extract_circuit(
             texts=None if dual is None else read_texts(dual, names, sentences, device),
             samples=samples,
             objective=Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties),
-            ranks=ranks,
             batch_size=batch_size or fitting_batch_size(model, samples),
             max_memory=default_max_memory(device) if max_memory is None else int(max_memory),  # users write 2e9
         )
@@ -171,7 +164,7 @@ def extract_circuit(
 
 @dataclass(frozen=True)
 class Step:
-    """A removed head, the integers of the model without it, and the work of all ranks; the first step removes none."""
+    """A removed head, the integers of the model without it, and the work; the first step removes none."""
 
     head: Head | None
     errors: int
@@ -189,15 +182,14 @@ class Extraction:
     texts: Texts | None  # for a dual encoder, if heads of the text tower are candidates
     samples: CircuitData
     objective: Objective
-    ranks: Ranks
     batch_size: int
     max_memory: int
-    work: Work = field(default_factory=Work)  # of this rank so far
+    work: Work = field(default_factory=Work)  # so far
 
     def steps(self, store: Store, budget: int, progress: bool) -> list[Step]:
         """Take the steps that are not in the store yet, and return all up to the budget, after that of the start."""
         kept = takewhile(store.has, map("heads/{}".format, count()))
-        steps = self.ranks.gather([from_plain(Step, store.step(name, dict), "step") for name in kept])[0]
+        steps = [from_plain(Step, store.step(name, dict), "step") for name in kept]
         done = [step.head for step in steps if step.head is not None]
         if len(done) >= budget:
             return steps[: budget + 1]
@@ -211,21 +203,19 @@ class Extraction:
         if not steps:
             start = search.result
             take(Step(None, start.errors, start.discordance))
-        shown = progress and self.ranks.rank == 0
         begun, spent = time.monotonic(), 0
         name = f"circuit/{self.method} {self.objective.score}"
-        with tqdm(total=budget, initial=len(done), desc=name, unit="head", disable=not shown) as bar:
+        with tqdm(total=budget, initial=len(done), desc=name, unit="head", disable=not progress) as bar:
             while len(steps) <= budget:
                 choice = search.choose(removable(self.model, left))
                 search.remove(choice.head)
                 left.remove(choice.head)
-                total = sum(self.ranks.gather(self.work.blocks))
-                take(Step(choice.head, choice.errors, choice.discordance, total - spent))
-                spent = total
+                take(Step(choice.head, choice.errors, choice.discordance, self.work.blocks - spent))
+                spent = self.work.blocks
                 reached = self.objective.achieved(choice.errors, choice.discordance)
                 bar.set_postfix(score=f"{reached:.4f}", refresh=False)
                 bar.update()
-                if shown and len(steps) == len(done) + 2:  # after the first step: the others have fewer candidates
+                if progress and len(steps) == len(done) + 2:  # after the first step: the others have fewer candidates
                     most = tqdm.format_interval((time.monotonic() - begun) * (budget - len(done)))
                     tqdm.write(f"{name}: {budget} heads take up to {most} (minutes:seconds)", file=sys.stderr)
         return steps
@@ -234,14 +224,14 @@ class Extraction:
         """Start the search with these candidates, after the heads in `off` were removed."""
         model, samples, texts = self.model, self.samples, self.texts
         if self.method == "naive":
-            common = model, samples, self.objective, self.ranks, self.work, self.batch_size, off
+            common = model, samples, self.objective, self.work, self.batch_size, off
             return Naive(*common) if texts is None else JointNaive(*common, texts)
 
         def cached(model: Ensemble, samples: CircuitData, of_text: bool, share: float) -> CachedTower:
             """A copy of a tower without the heads in `off`, with a share of the memory for cached activations."""
             working, own = WorkingModel(model, of_tower(off, of_text), self.work), of_tower(left, of_text)
             room = int(share * self.max_memory)
-            return CachedTower(working, samples, own, self.ranks.share(own), self.batch_size, room)
+            return CachedTower(working, samples, own, self.batch_size, room)
 
-        images = Exact(cached(model, samples, False, 1.0 if texts is None else 0.75), self.objective, self.ranks)
+        images = Exact(cached(model, samples, False, 1.0 if texts is None else 0.75), self.objective)
         return images if texts is None else JointExact(images, texts, cached(texts.tower, texts.prompts, True, 0.25))

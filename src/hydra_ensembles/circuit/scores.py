@@ -91,7 +91,7 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
     """Read all batches, check them, and move them to the device and dtype of the model.
 
     Generators of PyTorch and of the sources are seeded with `seed` and restored afterwards: a shuffling loader gives
-    the same samples when a run is resumed, and on every rank.
+    the same samples when a run is resumed.
     """
     groups: dict[tuple[object, ...], list[SampleGroup]] = {}  # by the shape of the inputs
     labels: list[Tensor] = []

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from .._distributed import check_unsharded, with_batches
 from .._utils import torch_seeded, without_autocast
 from ..batches import Batches, Inputs, begin_epoch, in_model_order, length_of, read_batch, require_labels, restored
 from ..digest import digest
@@ -182,6 +181,12 @@ def _steps(
 # --- calibration data --------------------------------------------------------------------------------------
 
 
+_LOADING = (  # settings of a `DataLoader` besides what it reads in which order
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("prefetch_factor", "persistent_workers"),
+)
+
+
 class CalibrationBatches:
     """Labelled batches of a source, checked and counted while they are read. Iterate only once.
 
@@ -190,7 +195,6 @@ class CalibrationBatches:
     """
 
     def __init__(self, source: Batches, count: int | None, seed: int, classes: int) -> None:
-        check_unsharded(source, NAME)
         self._source, self._count, self._seed, self._classes = source, count, seed, classes
         self.indices: list[int] = []  # positions in the source of the batches read
         self.digests: list[str] = []  # of these batches
@@ -231,6 +235,6 @@ def drawn(source: Batches, count: int | None, seed: int) -> Iterator[tuple[int, 
         yield from ((index, batch) for _, index, batch in smallest)
         return
     torch.default_generator.manual_seed(seed)  # random transforms must not depend on the sampler's draws
-    fewer = with_batches(loader, [samples for _, _, samples in smallest])
-    fewer.generator = None
+    same = {name: getattr(loader, name) for name in _LOADING}
+    fewer = DataLoader(loader.dataset, batch_sampler=[samples for _, _, samples in smallest], **same)
     yield from zip((index for _, index, _ in smallest), fewer, strict=True)

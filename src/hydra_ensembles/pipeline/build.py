@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from .._distributed import all_ranks
 from .._utils import derive_seed, warn, without_autocast
 from ..batches import (
     Batches,
@@ -99,12 +98,10 @@ def build(
     used = {"train": train if config.reads_train else None, "ood": ood if config.extracts_circuits else None}
     data = read_for_build(config.seed, base, id=id, validation=validation, **used)
     config.check(base, data)
-    with all_ranks(base.device) as ranks:  # one process group for circuits and fine-tuning
-        identity = {"config": to_plain(config), "model": model_identity(base), "data": data_identity(data)}
-        ranks.require_same(identity, "model, data or settings")
-        with Store(output, identity, "a build") as run:
-            chain = Chain(base, config, data, run, progress=progress)
-            return chain.step(RESULT, lambda: compare_with_base(chain.assembled(), chain))
+    identity = {"config": to_plain(config), "model": model_identity(base), "data": data_identity(data)}
+    with Store(output, identity, "a build") as run:
+        chain = Chain(base, config, data, run, progress=progress)
+        return chain.step(RESULT, lambda: compare_with_base(chain.assembled(), chain))
 
 
 @dataclass(frozen=True, eq=False)

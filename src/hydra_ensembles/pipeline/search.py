@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .._distributed import launched
 from .._utils import warn, without_autocast
 from ..batches import Batches, Sources, changed, size_of
 from ..cascade import CHOOSE_LEAST, Cascade, CascadeSettings, cascade, common_layers
@@ -209,8 +208,6 @@ def search(
         ['planned', 'planned']
     """
     cost = require("cost", cost, Annotated[float, Range(1)])
-    if launched():
-        raise ConfigError("a search runs in one process; start it without torchrun or accelerate launch")
     base = starting_model(model, device, "search")
     data, judges = read_for_search(seed, base, train=train, id=id, ood=ood)
     proposed = usual_candidates(base, train is not None, seed) if candidates is None else candidates

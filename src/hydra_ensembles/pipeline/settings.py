@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .._distributed import local_device
 from .._utils import require_device, warn
 from ..batches import Batches, Inputs
 from ..circuit.scores import Ties
@@ -40,7 +39,7 @@ def starting_model(model: nn.Module, device: torch.device | str | None, caller: 
     require_single(base, caller)
     if base.num_classes < 2:
         raise ConfigError(f"{caller} starts from a trained classifier, but this model has {base.num_classes} classes")
-    target = base.device if device is None else local_device(require_device(device))
+    target = base.device if device is None else require_device(device)
     if base is model and base.device != target:
         base = copy.deepcopy(base)
     moved: Ensemble = base.to(target)

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from .finetune import EnsembleLearner, LabelledBatch, train_classifier, trained_metadata
-from .loop import Job, Runtime, TrainOptions, trains
+from .loop import Job, TrainOptions, trains
 from .recipe import Recipe, trainable_state
 
 RECIPE = Recipe(learning_rate=2e-5, epochs=2, train_groups=("attention", "mlp", "norms", "readout"))
@@ -33,10 +33,10 @@ class DistillLearner(EnsembleLearner):
     by_nll: ClassVar[bool] = True
 
     def __init__(
-        self, start: Ensemble, models: Sequence[Ensemble], recipe: Recipe, runtime: Runtime, index: int = 0
+        self, start: Ensemble, models: Sequence[Ensemble], recipe: Recipe, device: torch.device, index: int = 0
     ) -> None:
-        super().__init__(start, recipe, runtime, index)
-        self.teachers = [Ensemble.from_state(one.config, trainable_state(one, runtime.device)) for one in models]
+        super().__init__(start, recipe, device, index)
+        self.teachers = [Ensemble.from_state(one.config, trainable_state(one, device)) for one in models]
 
     def read(self, raw: Any, index: int) -> LabelledBatch:
         """Inputs, and a place for labels: they are not looked at."""

@@ -2,17 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded, with_float64
 from ..batches import (
@@ -29,7 +26,7 @@ from ..metrics.probabilities import class_logits, log_mean_probs
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
-from .loop import Job, Learner, RunResult, Runtime, TrainOptions, train_best, trains
+from .loop import Job, Learner, RunResult, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state
 
 LabelledBatch = tuple[Inputs, Tensor]
@@ -82,11 +79,11 @@ class EnsembleLearner(Learner[LabelledBatch]):
         self,
         start: Ensemble,
         recipe: Recipe,
-        runtime: Runtime,
+        device: torch.device,
         index: int,
         arrange: Callable[[Ensemble], Parametrised] | None = None,
     ) -> None:
-        copy = Ensemble.from_state(recipe.with_dropout(start.config), trainable_state(start, runtime.device))
+        copy = Ensemble.from_state(recipe.with_dropout(start.config), trainable_state(start, device))
         generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "classifier", index))
         rates: dict[str, float] = {}
         for name, parameter in copy.named_parameters():
@@ -103,14 +100,8 @@ class EnsembleLearner(Learner[LabelledBatch]):
             self.model = arranged = arrange(copy)
             rates = {Parametrised.INNER + name: rate for name, rate in rates.items()} | arranged.rates
             spared = arranged.spared
-        super().__init__(self.model, recipe, runtime, rates, spared)
-        self.parallel: nn.Module = self.model
-        if runtime.ranks.size > 1:
-            layers = zip(*start.config.heads, strict=True)
-            headless = any(not any(heads) for heads in layers)  # then the layer's norm, or query, gets no gradient
-            devices = [runtime.device] if runtime.device.type == "cuda" else None
-            self.parallel = DistributedDataParallel(self.model, devices, find_unused_parameters=headless)
-        self.parallel.train()
+        super().__init__(self.model, recipe, device, rates, spared)
+        self.model.train()
 
     def read(self, raw: Any, index: int) -> LabelledBatch:
         """Inputs and labels, on the loader's device."""
@@ -131,18 +122,15 @@ class EnsembleLearner(Learner[LabelledBatch]):
         The loss is the sum over members of their mean cross-entropy: a parameter of one member gets the same gradient
         as if the member trained alone.
         """
-        device = self.runtime.device
+        device = self.device
         samples = sum(len(labels) for _, labels in group)
         total = torch.zeros((), device=device)
         for index, (inputs, labels) in enumerate(group):
-            wrapped = self.parallel
-            last = index + 1 == len(group)
-            sync = nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
-            with sync, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # sync in the last only
+            with torch_seeded(derive_seed(seed, index, 0), device):  # 0: stored results depend on it
                 prepared, targets = self.training_batch(inputs, labels)
                 prepared = changed(prepared, lambda x: x.clone() if x.is_inference() else x)  # autograd rejects them
                 with self.autocast():
-                    logits = class_logits(wrapped(prepared))  # [M, B, C]
+                    logits = class_logits(self.model(prepared))  # [M, B, C]
                 logits = logits if logits.dtype == torch.float64 else logits.float()
                 flat, classes = logits.flatten(0, 1), targets.to(device).flatten(0, 1)  # [M·B, C], [M·B] or [M·B, C]
                 loss = F.cross_entropy(flat, classes, label_smoothing=self.recipe.label_smoothing) * len(logits)
@@ -153,12 +141,11 @@ class EnsembleLearner(Learner[LabelledBatch]):
 
     @torch.no_grad()
     def measure(self, validation: Batches) -> tuple[float, float]:
-        """Accuracy and NLL of the mean member probabilities; ranks share the batches."""
-        ranks, device = self.runtime.ranks, with_float64(self.runtime.device)
+        """Accuracy and NLL of the mean member probabilities."""
+        device = with_float64(self.device)
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # correct, NLL, samples
         with evaluation_mode(self.model):
-            batches = labelled(validation, self.model.num_classes, "validation")
-            for _, inputs, labels in islice(batches, ranks.rank, None, ranks.size):
+            for _, inputs, labels in labelled(validation, self.model.num_classes, "validation"):
                 target = labels.to(device)
                 with self.autocast():
                     logits = class_logits(self.model(self.prepared(inputs)))  # [M, B, C]
@@ -166,7 +153,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
                 correct = (log_probs.argmax(1) == target).sum()
                 nll = -log_probs.gather(1, target[:, None]).sum()
                 sums += torch.stack([correct.double(), nll, torch.ones_like(nll) * len(target)])
-        correct_sum, nll_sum, samples = ranks.total(sums).tolist()
+        correct_sum, nll_sum, samples = sums.tolist()
         return correct_sum / samples, nll_sum / samples
 
 
@@ -196,9 +183,6 @@ def finetune(
     recognised by their length and first batch. The result is on the device of its input, in evaluation mode, and has
     no calibration.
 
-    Several processes (accelerate launch, torchrun) share the batches equally and average gradients; what is left over
-    at the end of an epoch is not used. Give every process the plain loader.
-
     Examples:
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=2)
         >>> tuned = he.finetune(he.prune(base, [(5, 0)]), batches, recipe, progress=False)
@@ -212,7 +196,9 @@ def finetune(
     return Ensemble.from_state(member.config, result.state_like(member), trained_metadata(member, train, result, line))
 
 
-def train_classifier(make_learner: Callable[[Runtime], Learner[LabelledBatch]], start: Ensemble, job: Job) -> RunResult:
+def train_classifier(
+    make_learner: Callable[[torch.device], Learner[LabelledBatch]], start: Ensemble, job: Job
+) -> RunResult:
     """Check that recipe, model and data fit together, then run `train_best` on a classifier."""
     job.recipe.check(start, job.train, job.validation)
     sets = {"train": job.train, "validation": job.validation}

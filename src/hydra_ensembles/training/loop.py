@@ -1,4 +1,4 @@
-"""The training loop: updates, validation, the best of several learning rates, and resuming, on one process or several.
+"""The training loop: updates, validation, the best of several learning rates, and resuming.
 
 A finished training is a product of the store in `output`. While one runs, its whole state is one safetensors file
 there, rewritten every `checkpoint_every` updates; a run that was killed continues from it to the same bits.
@@ -7,8 +7,8 @@ there, rewritten every `checkpoint_every` updates; a run that was killed continu
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -21,7 +21,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .._distributed import SINGLE_PROCESS, Ranks, all_ranks, check_unsharded, launched, local_device
 from .._utils import derive_seed, require_device, unlimited_recompiles, warn, without_autocast
 from ..batches import Batches, epoch_of, length_of, require_rereadable, restored
 from ..digest import digest, source_digest
@@ -39,25 +38,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """Where a run computes: its device, and the ranks that share the batches and average gradients."""
-
-    device: torch.device
-    ranks: Ranks = SINGLE_PROCESS
-
-
-@contextmanager
-def training_runtime(device: torch.device | str | None, fallback: torch.device) -> Iterator[Runtime]:
-    """Train on `device` or `fallback`; if several processes were launched, each uses its own GPU, if there are any."""
-    chosen = require_device(device or fallback)
-    if launched():
-        on_gpu = torch.cuda.is_available() if device is None else chosen.type == "cuda"
-        chosen = local_device(torch.device("cuda")) if on_gpu else torch.device("cpu")
-    with all_ranks(chosen) as ranks:
-        yield Runtime(chosen, ranks)
-
-
 class Learner(ABC, Generic[BatchT]):
     """A model in training; parameters with `requires_grad` train. `shares` and `spared`: see `make_optimizer`.
 
@@ -70,11 +50,11 @@ class Learner(ABC, Generic[BatchT]):
         self,
         model: nn.Module,
         recipe: Recipe,
-        runtime: Runtime,
+        device: torch.device,
         shares: Mapping[str, float],
         spared: Collection[str] = (),
     ) -> None:
-        self.recipe, self.runtime = recipe, runtime
+        self.recipe, self.device = recipe, device
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.optimizer = make_optimizer(self.trained, recipe, shares, spared)
         if recipe.compile:
@@ -89,7 +69,7 @@ class Learner(ABC, Generic[BatchT]):
     def backward(self, group: list[BatchT], seed: int) -> Tensor:
         """Accumulate the gradients of `group`, whose batches count as one; return the mean loss.
 
-        `seed` is for the dropout of this update; every rank derives its own.
+        `seed` is for the dropout of this update.
         """
 
     @abstractmethod
@@ -99,17 +79,13 @@ class Learner(ABC, Generic[BatchT]):
     def autocast(self) -> torch.autocast:
         """Autocast with the precision of the recipe."""
         enabled = self.recipe.precision == "bf16"
-        return torch.autocast(self.runtime.device.type, dtype=torch.bfloat16 if enabled else None, enabled=enabled)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16 if enabled else None, enabled=enabled)
 
     def update(self, group: list[BatchT], rate: float, seed: int) -> float:
-        """One step on batches that count as one; return the mean loss, or raise `FloatingPointError` before the step.
-
-        The loss is the mean over ranks, so that all ranks see the same value and stop together.
-        """
+        """One step on batches that count as one; return the loss, or raise `FloatingPointError` before the step."""
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate * parameters["share"]
-        ranks = self.runtime.ranks
-        loss = ranks.total(self.backward(group, seed)).item() / ranks.size
+        loss = self.backward(group, seed).item()
         gradients = [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if not math.isfinite(loss) or not math.isfinite(norm.item()):
@@ -178,10 +154,8 @@ class Job:
     def __post_init__(self) -> None:
         """Check what `Recipe.check` does not."""
         require_rereadable(self.train, "train")
-        check_unsharded(self.train, "train")
         if self.validation is not None:
             require_rereadable(self.validation, "validation")
-            check_unsharded(self.validation, "validation")
 
 
 # --- where a run stands, and its result ------------------------------------------------------------------------
@@ -282,7 +256,7 @@ class RunResult:
 
 
 def train_best(
-    make_learner: Callable[[Runtime], Learner[BatchT]], start: Ensemble | DualEncoder, job: Job
+    make_learner: Callable[[torch.device], Learner[BatchT]], start: Ensemble | DualEncoder, job: Job
 ) -> RunResult:
     """Train copies of `start`, one per learning rate; return the best result, of equal ones that of the lowest rate.
 
@@ -291,8 +265,7 @@ def train_best(
     """
     with ExitStack() as stack:
         stack.enter_context(restored(job.train, job.validation))
-        runtime = stack.enter_context(training_runtime(job.device, start.device))
-        ranks, data = runtime.ranks, dict[str, Any]()
+        device = require_device(job.device or start.device)
         folder = None if job.output is None else expanded(job.output) / f"member-{job.index}"
         plain = to_plain(job.recipe)
         identity = {
@@ -300,17 +273,12 @@ def train_best(
             "method": type(job.settings).__name__,
             "settings": to_plain(job.settings),
             "member": job.index,
-            "processes": ranks.size,
         }
-        if folder is not None or ranks.size > 1:
+        if folder is not None:
             seed = derive_seed(job.recipe.seed, "fingerprint")
             held_out = None if job.validation is None else source_digest(job.validation, "validation", seed)
-            data = {"train": source_digest(job.train, "train", seed), "validation": held_out}
-            identity |= {"model": digest([to_plain(start.config), start]), **data}
-        shared = replace(job, train=ranks.share_batches(job.train))
-        # ranks with different steps would deadlock, or end with different weights
-        ranks.require_same((data, length_of(shared.train)), "training or validation data")
-        ranks.require_same((identity, job.recipe.rates, job.checkpoint_every), "model or recipe")
+            identity |= {"train": source_digest(job.train, "train", seed), "validation": held_out}
+            identity["model"] = digest([to_plain(start.config), start])
         store = stack.enter_context(Store(folder, identity, "a training"))
         if job.recipe.compile:
             stack.enter_context(unlimited_recompiles())
@@ -318,9 +286,9 @@ def train_best(
         def trained(rate: float) -> RunResult:
             state = store.path(f"rate-{rate!r}.state")
             form = Form(".safetensors", _read_state, _write_state)
-            run = partial(Training, make_learner, runtime, shared, rate)
+            run = partial(Training, make_learner, device, job, rate)
             end, weights = store.step(f"rate-{rate!r}", lambda: run().finish(state), form)
-            if state is not None and ranks.rank == 0:
+            if state is not None:
                 remove(state)
             return RunResult(weights, end, rate)
 
@@ -350,8 +318,10 @@ def train_best(
 class Training(Generic[BatchT]):
     """A run at one learning rate: its state, and its loop."""
 
-    def __init__(self, make: Callable[[Runtime], Learner[BatchT]], runtime: Runtime, job: Job, rate: float) -> None:
-        self.learner, self.runtime, self.job, self.recipe, self.rate = make(runtime), runtime, job, job.recipe, rate
+    def __init__(
+        self, make: Callable[[torch.device], Learner[BatchT]], device: torch.device, job: Job, rate: float
+    ) -> None:
+        self.learner, self.device, self.job, self.recipe, self.rate = make(device), device, job, job.recipe, rate
         self.seed = derive_seed(job.recipe.seed, "member", job.index)
         order_seed = job.recipe.order_seed
         self.order = self.seed if order_seed is None else derive_seed(order_seed, "order")
@@ -370,12 +340,12 @@ class Training(Generic[BatchT]):
             self.at, tensors = _read_state(path)
             self.learner.restore(tensors)
             best = {name: tensor for name, tensor in tensors.items() if name.startswith("best/")}
-            self.best_weights = {name[5:]: tensor.to(self.runtime.device) for name, tensor in best.items()}
+            self.best_weights = {name[5:]: tensor.to(self.device) for name, tensor in best.items()}
             del tensors, best
-        quiet = not self.job.progress or self.runtime.ranks.rank > 0
+        quiet = not self.job.progress
         with tqdm(total=self.total, initial=self.at.step, desc=self.title, unit="step", disable=quiet) as bar:
             while not self._done():
-                with epoch_of(self.job.train, self.at.epoch, self.order, self.runtime.device):
+                with epoch_of(self.job.train, self.at.epoch, self.order, self.device):
                     self._run_epoch(bar)
         self._validate()
         return self.at, self.best_weights or self.learner.weights()
@@ -395,7 +365,7 @@ class Training(Generic[BatchT]):
             group = list(islice(batches, self.recipe.gradient_accumulation))
             if not group:
                 if self.at.batch == 0:
-                    raise DataError("train has no batches in an epoch; every process needs one, check the loader")
+                    raise DataError("train has no batches in an epoch; check the loader")
                 self.at = replace(self.at, epoch=self.at.epoch + 1, batch=0)
                 break
             self._update(group, bar)
@@ -426,7 +396,7 @@ class Training(Generic[BatchT]):
         data, evaluations = self.job.validation, self.at.evaluations
         if data is None or (evaluations and evaluations[-1].step == self.at.step):
             return
-        with epoch_of(data, 0, derive_seed(self.seed, "validation"), self.runtime.device):
+        with epoch_of(data, 0, derive_seed(self.seed, "validation"), self.device):
             measured = self.learner.measure(data)
         if not all(map(math.isfinite, measured)):
             at = f"after step {self.at.step} ({self.title})"
@@ -437,8 +407,7 @@ class Training(Generic[BatchT]):
             self.best_weights = self.learner.weights()
 
     def _save(self) -> None:
-        """Rewrite the state, from rank 0."""
-        if self.path is not None and self.runtime.ranks.rank == 0:
+        """Rewrite the state."""
+        if self.path is not None:
             best = {f"best/{name}": tensor for name, tensor in self.best_weights.items()}
             _write_state(self.path, (self.at, {**self.learner.tensors(), **best}))
-        self.runtime.ranks.wait()

@@ -17,7 +17,7 @@ from ..model.config import output_width
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import dropping
-from .loop import Job, Learner, Runtime, TrainOptions, train_best, trains
+from .loop import Job, Learner, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state
 
 LARGEST_SCALE = 4.605170185988092  # log(100), open_clip's maximum of the logit scale
@@ -106,13 +106,11 @@ class TextLearner(Learner[Pairs]):
     """
 
     def __init__(
-        self, start: DualEncoder, recipe: Recipe, image_projection: bool, projection_rate: float, runtime: Runtime
+        self, start: DualEncoder, recipe: Recipe, image_projection: bool, projection_rate: float, device: torch.device
     ) -> None:
-        if runtime.ranks.size > 1:
-            raise ConfigError(f"tune_text compares pairs within one process, and was started in {runtime.ranks.size}")
         config = replace(start.config, text=recipe.with_dropout(start.config.text))
         metadata = start.image.metadata, start.text.metadata
-        self.model = DualEncoder.from_state(config, trainable_state(start, runtime.device), *metadata)
+        self.model = DualEncoder.from_state(config, trainable_state(start, device), *metadata)
         rates = {"logit_scale": projection_rate}
         for name, parameter in self.model.named_parameters():
             side, _, inner = name.partition(".")
@@ -124,7 +122,7 @@ class TextLearner(Learner[Pairs]):
                 learns = name == "logit_scale" or (image_projection and side == "projections")
                 rates[name] = projection_rate
             parameter.requires_grad_(learns)
-        super().__init__(self.model, recipe, runtime, rates)
+        super().__init__(self.model, recipe, device, rates)
         scale = self.model.logit_scale.item()  # SigLIP's exceeds log(100): clamping would change probabilities at once
         self.bounds = min(0.0, scale), max(LARGEST_SCALE, scale)
         self.model.eval()
@@ -136,7 +134,7 @@ class TextLearner(Learner[Pairs]):
 
     def backward(self, group: list[Pairs], seed: int) -> Tensor:
         """Gradients of the mean loss of the batches, each of which is compared within itself."""
-        total = torch.zeros((), device=self.runtime.device)
+        total = torch.zeros((), device=self.device)
         for index, batch in enumerate(group):
             images, texts = self._embed(batch, f"batch {index} of the update", derive_seed(seed, index, 0))
             labels = None if batch[2] is None else batch[2].to(images.device)
@@ -170,7 +168,7 @@ class TextLearner(Learner[Pairs]):
     def _embed(self, batch: Pairs, where: str, seed: int) -> tuple[Tensor, Tensor]:
         """Normalised embeddings of the images and the texts of a batch, `[B, e]` each."""
         projections, dtype = self.model.projections, self.model.dtype
-        with torch_seeded(seed, self.runtime.device), self.autocast():
+        with torch_seeded(seed, self.device), self.autocast():
             with torch.no_grad():
                 images, prepared = features_of(self.model.image, batch[0], where), self.model.text.prepare(batch[1])
             features = images[None], self.model.text(prepared)  # [1, B, d] each

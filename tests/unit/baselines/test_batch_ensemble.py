@@ -14,7 +14,6 @@ from hydra_ensembles.baselines.building_blocks import joined
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.member_states import member_state
 from hydra_ensembles.training.finetune import EnsembleLearner
-from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 
 SMALL = BatchEnsemble(members=2, deviation=0.3)
@@ -76,7 +75,7 @@ def test_training_moves_scales_shared_weights_and_own_biases(kind, tmp_path):
 def test_scales_never_decay_and_learn_at_their_own_rate_as_classifiers_do():
     recipe, start = replace(RECIPE, weight_decay=0.1, classifier_rate=4.0), joined([single()] * 2, ALL)
     faster = partial(Scaled, settings=replace(SMALL, rate=2.0), recipe=recipe, seed=0)
-    learner = EnsembleLearner(start, recipe, Runtime(torch.device("cpu")), 0, faster)
+    learner = EnsembleLearner(start, recipe, torch.device("cpu"), 0, faster)
     groups = learner.optimizer.param_groups
     found = {id(one): (group["weight_decay"], group["share"]) for group in groups for one in group["params"]}
     for name, one in learner.trained.items():

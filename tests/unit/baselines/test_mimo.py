@@ -7,10 +7,9 @@ import torch
 from baseline_cases import QUICK, assert_an_ensemble, single, some
 
 from hydra_ensembles.baselines.mimo import MIMO, MimoLearner, mimo, summed, wide
-from hydra_ensembles.training.loop import Runtime
 
 SMALL = MIMO(members=3, batch_repeat=2)
-CPU = Runtime(torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 def train(model, settings=SMALL, recipe=QUICK, **options):

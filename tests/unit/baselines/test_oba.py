@@ -1,19 +1,14 @@
 """OBA: curvature by double backward equals finite differences, counts are exact, zeros stay zero."""
 
-import os
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from baseline_cases import KINDS, QUICK, assert_an_ensemble, single, some, weights
-from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.oba import OBA, curvature, importances, oba, removable_weights
-from processes import launch
 from random_ensembles import ALL_SHAPES
 
 SMALL = OBA(keep=0.8, steps=3, batches=2)
@@ -55,19 +50,6 @@ def test_the_rule_as_published():
 
 
 TWICE = replace(SMALL, steps=2)
-
-
-def prune_as_a_rank(folder):
-    rank, model = int(os.environ["RANK"]), single()
-    loader = DataLoader(TensorDataset(*some(model, (12,))[0]), 3)
-    pruned = oba(model, loader, QUICK, TWICE, progress=False, device="cpu")
-    save_file(pruned.state_dict(), folder / f"{rank}.safetensors")
-
-
-def test_processes_prune_the_same_weights(tmp_path):
-    assert launch(partial(prune_as_a_rank, tmp_path)) == [0, 0]
-    first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in (0, 1))
-    assert all(torch.equal(tensor, second[key]) for key, tensor in first.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)

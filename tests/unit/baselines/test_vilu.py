@@ -9,7 +9,6 @@ import hydra_ensembles as he
 from hydra_ensembles.baselines.vilu import ViLU, ViLULearner, mistake_weights, vilu
 from hydra_ensembles.metrics.distance import log_odds
 from hydra_ensembles.training import loop
-from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 from unit.training.training_cases import NAMES, pair_samples, tiny_dual
 
@@ -72,7 +71,7 @@ def test_the_loss_is_the_published_one():
     assert weight[1].tolist() == pytest.approx([1, *[torch.tensor(1 + 1 / 3).log().item()] * 3])
     assert weight[2].tolist() == [1, 1, 1, 1]
     rows = torch.randn(3, 6, 5)
-    learner = ViLULearner(rows, SMALL, RECIPE, Runtime(torch.device("cpu")))
+    learner = ViLULearner(rows, SMALL, RECIPE, torch.device("cpu"))
     embedded = F.normalize(torch.randn(4, 3, 5), dim=-1)
     loss = learner.backward([(embedded, right.T)], seed=0)
     odds = log_odds(

@@ -9,7 +9,7 @@ import torch
 from circuit_models import evidence, random_problem
 from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.store import Store
-from processes import by_two_ranks, count_calls
+from processes import count_calls
 
 
 @pytest.mark.parametrize("method", ["naive", "exact"])
@@ -46,14 +46,3 @@ def test_the_folder_of_another_run_is_refused(tmp_path: Path) -> None:
         problem.model.encoder.layers[0].mlp.up.bias[0, 0] += 1e-9
     with pytest.raises(CheckpointError, match="model"):
         problem.extract(budget=2, output=tmp_path)
-
-
-@pytest.mark.parametrize("method", ["naive", "exact"])
-def test_two_ranks_give_the_ranking_of_one(tmp_path: Path, method: str) -> None:
-    problem, options = random_problem(), {"budget": 3, "method": method}
-    expected = evidence(problem.extract(**options))
-    for found in (
-        *(one.result() for one in by_two_ranks(lambda rank: problem.extract(**options, output=tmp_path))),
-        problem.extract(**options, output=tmp_path),  # what two ranks stored serves one
-    ):
-        assert evidence(found) == expected

@@ -14,7 +14,6 @@ from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.member_states import place_of
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune
-from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, steps=4, schedule="constant")
@@ -95,7 +94,7 @@ def test_frozen_parameters_that_train_all_the_same_are_said():
 def test_the_classifier_starts_at_zero_and_dropout_applies_while_training():
     member = tiny()
     recipe = replace(RECIPE, reinit_classifier="zeros", train_groups=("readout",))
-    assert not EnsembleLearner(member, recipe, Runtime(torch.device("cpu")), 0).model(samples(4)[0]).any()
+    assert not EnsembleLearner(member, recipe, torch.device("cpu"), 0).model(samples(4)[0]).any()
     assert member.readout.classifier.weight.any()
     dropped = train(member, recipe=replace(RECIPE, dropout=0.1))
     assert dropped.config == member.config

@@ -10,7 +10,6 @@ from training_cases import NAMES, largest_gap, moved, pair_samples, pairs, same,
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import TextLearner, contrastive_loss, image_features, retrieval, tune_text
 
@@ -85,7 +84,7 @@ def test_features_computed_before_train_as_the_images_do():
 def test_accumulated_batches_have_the_mean_of_their_gradients():
     data, found = pairs(24, 8, dtype=torch.float64), []
     for groups in ([data], [[batch] for batch in data]):
-        learner = TextLearner(tiny_dual(dtype=torch.float64), QUICK, True, 1.0, Runtime(torch.device("cpu")))
+        learner = TextLearner(tiny_dual(dtype=torch.float64), QUICK, True, 1.0, torch.device("cpu"))
         losses = [learner.backward(group, seed=0) for group in groups]
         gradients = [one.grad / len(groups) for one in learner.trained.values()]
         found.append([torch.stack(losses).mean(), *gradients])
