@@ -84,7 +84,9 @@ def fuse(
         (3, 5)
     """
     if adapters is not None:
-        return _fuse_adapters(read_adapters(members, listed(adapters, "fuse"), **options))
+        prefix = options.pop("prefix", None)
+        hydra = _fuse_adapters(read_adapters(members, listed(adapters, "fuse"), **options))
+        return hydra if prefix is None else hydra.with_prefix(prefix)
     if options:
         raise ConfigError(f"fuse has no settings {sorted(options)}; those of convert go with adapters=")
     models: list[Ensemble | DualEncoder] = [convert_if_needed(model) for model in listed(members, "fuse")]

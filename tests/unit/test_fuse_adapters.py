@@ -115,7 +115,9 @@ def test_gradients_are_those_of_the_adapters_together(tmp_path: Path) -> None:
 def test_a_folder_and_its_adapters_are_enough(tmp_path: Path) -> None:
     folders, expected = saved(tmp_path, llama, {"target_modules": ["q_proj"], **SEQUENCES})
     llama().save_pretrained(tmp_path / "classifier")
-    alike(he.fuse(tmp_path / "classifier", adapters=folders)(texts()), expected)
+    hydra = he.fuse(tmp_path / "classifier", adapters=folders)
+    alike(hydra(texts()), expected)
+    alike(he.fuse(llama(), adapters=folders, prefix=[5, 7])(texts()), hydra.with_prefix([5, 7])(texts()))
     language = llama("LlamaForCausalLM")
     language.model.load_state_dict(llama().model.state_dict())
     language.save_pretrained(tmp_path / "language")

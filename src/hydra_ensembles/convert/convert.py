@@ -74,6 +74,7 @@ def convert(
     tokenizer: Any = None,
     template: str | None = None,
     empty: Sequence[str] = (),
+    prefix: str | Sequence[int] | None = None,
     declaration: Declaration | None = None,
     probe: bool = True,
 ) -> Ensemble | Any:  # Any: a dual encoder, by its class; use `isinstance`
@@ -100,6 +101,8 @@ def convert(
             user, if the tokenizer has a chat template.
         empty: Texts without content, such as `["", "N/A"]`: the mean answer of label words to them is taken out of all
             answers (contextual calibration, Zhao et al. 2021), so that no label is preferred from the start.
+        prefix: What stands before every text of a decoder, read once for all of them, as by `Ensemble.with_prefix`; an
+            empty text stands for the beginning of the template alone.
         declaration: Where the parts of your own model are.
         probe: Compare the answers of both models. False skips the comparison, for a model that cannot be run
             here or whose difference is known and intended.
@@ -130,7 +133,7 @@ def convert(
     probe = probe and not any(parameter.is_meta for parameter in model.parameters())  # these cannot be run
     with prefix_errors(architecture.name):
         if isinstance(architecture, DualArchitecture):
-            if (num_labels, labels) != (None, None):
+            if (num_labels, labels, prefix) != (None, None, None):
                 raise ConversionError("it has two towers and no classifier; give nothing but processor=")
             pairs = _convert_dual(architecture, model, processor)
         else:
@@ -139,7 +142,8 @@ def convert(
         for pair in pairs if probe else ():
             require_same_answers(pair)
     if not isinstance(architecture, DualArchitecture):
-        return evened(pairs[0].ensemble, empty) if empty else pairs[0].ensemble
+        ensemble = pairs[0].ensemble if prefix is None else pairs[0].ensemble.with_prefix(prefix)
+        return evened(ensemble, empty) if empty else ensemble
     scale, bias = (getattr(model, name, None) for name in _SCALES)
     projections = Projections(pairs[0].projection, pairs[1].projection)
     return DualEncoder(pairs[0].ensemble, pairs[1].ensemble, projections, scale, bias).eval()  # type: ignore[arg-type]

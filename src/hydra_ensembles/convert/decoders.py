@@ -343,8 +343,13 @@ def _answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
 
 def _at_the_end(tokens: Tensor, inputs: NamedTensors) -> Tensor:
     """What `[B, T, …]` has at the last real token of each text."""
+    return tokens[torch.arange(len(tokens)), _ends(inputs)]
+
+
+def _ends(inputs: NamedTensors) -> Tensor:
+    """Position `[B]` of the last real token of each text."""
     mask = inputs["attention_mask"]
-    return tokens[torch.arange(len(tokens)), mask.shape[1] - 1 - mask.flip(1).argmax(1)]
+    return mask.shape[1] - 1 - mask.flip(1).argmax(1)
 
 
 def _declared(name: str, module: str, stem: str) -> Architecture:
@@ -396,7 +401,8 @@ def with_label_words(model: Any, labels: LabelWords, tokenizer: Any, template: s
         return {**_table(model), **sources}
 
     def answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
-        logits = _at_the_end(model(**inputs).logits, inputs)[:, chosen]
+        ends = _ends(inputs)  # [B]; the logits of all words of all tokens would be large
+        logits = model(**inputs, logits_to_keep=ends).logits.diagonal(dim1=0, dim2=1).T[:, chosen]
         return torch.stack([one.logsumexp(-1) for one in logits.split(words, dim=-1)], dim=-1)
 
     def metadata(model: Any) -> Metadata:

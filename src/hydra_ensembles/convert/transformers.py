@@ -448,7 +448,8 @@ def opened(model: Any, table_of: Callable[[type], Any]) -> tuple[Architecture, n
         return replace(base, preprocessing=tokenizer, preprocessing_from="the tokenizer of the model")
 
     if not behind:
-        return replace(architecture, name=name, metadata=metadata), inner
+        own = partial(_several, architecture.config) if _sigmoids(model) else architecture.config
+        return replace(architecture, name=name, config=own, metadata=metadata), inner
     pooling: Any = behind[0]
     pool = _POOLS[pooling.pooling_mode]
 
@@ -475,6 +476,17 @@ def opened(model: Any, table_of: Callable[[type], Any]) -> tuple[Architecture, n
     return replace(declared, answer=answer, metadata=metadata), inner
 
 
+def _sigmoids(model: Any) -> bool:
+    """Whether it is a CrossEncoder whose labels are each right or not."""
+    return isinstance(getattr(model, "activation_fn", None), nn.Sigmoid) and int(getattr(model, "num_labels", 1)) > 1
+
+
+def _several(config: Callable[[Found, int | None], EnsembleConfig], found: Found, labels: int | None) -> EnsembleConfig:
+    """The configuration of a classifier, with a sigmoid for each label."""
+    read = config(found, labels)
+    return replace(read, readout=replace(read.readout, outputs="labels"))
+
+
 def _require_plain(model: Any, first: Any, behind: Sequence[Any]) -> None:
     """Raise if a model processes texts before its encoder, or tokens after it, in a way that is not converted."""
     prompt = (getattr(model, "prompts", None) or {}).get(getattr(model, "default_prompt_name", None))
@@ -484,8 +496,7 @@ def _require_plain(model: Any, first: Any, behind: Sequence[Any]) -> None:
     if getattr(first, "do_lower_case", False):
         raise core.refuse("it lower-cases texts before its tokenizer does anything (do_lower_case)")
     activation = getattr(model, "activation_fn", None)  # of a CrossEncoder
-    several = isinstance(activation, nn.Sigmoid) and getattr(model, "num_labels", 1) > 1
-    if several or not isinstance(activation, nn.Identity | nn.Softmax | nn.Sigmoid | None):
+    if not isinstance(activation, nn.Identity | nn.Softmax | nn.Sigmoid | None):
         way = "if exactly one class is right, set model.activation_fn = torch.nn.Identity()"
         raise ConversionError(f"it answers with the {type(activation).__name__} of each class, not a softmax; {way}")
     kinds = [type(part).__name__ for part in behind]

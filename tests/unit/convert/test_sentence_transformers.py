@@ -66,7 +66,9 @@ def test_a_cross_encoder_keeps_its_tokenizer_and_its_classes(folder: Path, tmp_p
     model.activation_fn = nn.Softmax(dim=-1)
     near(he.convert(model).predict(pairs).probs, base.predict(pairs).probs)
     model.activation_fn = nn.Sigmoid()  # several classes may be correct
-    refused(model, "Sigmoid")
+    near(he.convert(model).predict(pairs).probs, model.predict(pairs, convert_to_tensor=True))
+    model.activation_fn = nn.Tanh()
+    refused(model, "Tanh")
 
 
 def test_a_reranker_keeps_its_sigmoid(folder: Path, tmp_path: Path) -> None:

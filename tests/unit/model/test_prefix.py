@@ -83,6 +83,10 @@ def test_a_judge_reads_its_template_once_and_stays_calibrated(tmp_path: Path) ->
     more = judge.with_prefix("w30 w31 w32 ")
     assert more.metadata.calibration is None
     assert len(more.config.stem.prefix) == 12
+    settings: Any = {"labels": labels, "tokenizer": word_tokenizer(chat=True), "template": template}
+    asked = he.convert(language_model(), prefix="w30 w31 w32 ", empty=["", "w9"], **settings)
+    divided = more.predict(words).probs / more.predict(["", "w9"]).probs.mean(0)
+    assert apart(asked.predict(words).probs, divided / divided.sum(1, keepdim=True)) <= 2e-5
     with pytest.raises(DataError, match="longer"):
         short.predict("bad " * 512)
 
