@@ -61,6 +61,9 @@ def build(
     strategy: Annotated[str | None, typer.Option(help="circuit, taylor, sampled, random or branches.")] = None,
     shared_layers: Annotated[int | None, typer.Option(help="First layers that all members share.")] = None,
     recipe: Recipe = None,
+    distill: Annotated[
+        bool | None, typer.Option("--distill", help="Members then learn back what pruning or fusing took from them.")
+    ] = None,
     column: Column = None,
     limit: Limit = None,
     config: Config = None,
@@ -129,7 +132,7 @@ def search(
     given |= {"model": models[0], "models": models[1:]} if models else {}
     given["candidates"] = None if candidates is None else common.read_yaml(candidates)
     sources, options = common.read_settings([Sources, SearchOptions], config, given, changes)
-    usual = HydraConfig(recipe=options.recipe, seed=options.seed)
+    usual = HydraConfig(recipe=options.recipe, training="apart", seed=options.seed)  # reads the training data
     ensemble, sets = model_and_sets(sources, usual)
     folder = Path(sources.output)
     more = [common.load_model(name, sources.device) for name in sources.models]
@@ -162,8 +165,9 @@ def model_and_sets(sources: Sources, hydra: Any) -> tuple[Any, dict[str, Any]]:
             size = math.ceil(recipe.batch_size / recipe.gradient_accumulation)
         elif hydra.strategy == "taylor" and role in ("train", "id"):
             size = max(1, min(size, len(data) // (PER_RANKING * hydra.calibration_batches)))
-        if recipe is not None and (recipe.augment or recipe.rand_augment) and ensemble.kind == "image":
-            transform = TrainTransform(transform, rand_augment=recipe.rand_augment)
+        augment = recipe.augment or recipe.rand_augment if recipe is not None else role == "train" and hydra.distill
+        if augment and ensemble.kind == "image":
+            transform = TrainTransform(transform, rand_augment=None if recipe is None else recipe.rand_augment)
         sets[role] = batches(data, transform, size, shuffle=role == "train", seed=hydra.seed)
     if SYNTHETIC in sources.ood and len(sources.ood) > 1:
         raise DataError(f"ood is either {SYNTHETIC} or data that you give, not both")

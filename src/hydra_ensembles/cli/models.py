@@ -190,6 +190,9 @@ def fuse(
     ask: Annotated[
         list[float] | None, typer.Option(help="Of a cascade: share of rows that goes on, for each model but the last.")
     ] = None,
+    distill: Annotated[
+        str | None, typer.Option("--distill", help="Of a hydra: data, without labels, to learn its models back from.")
+    ] = None,
     column: Column = None,
     limit: Limit = None,
 ) -> None:
@@ -197,11 +200,12 @@ def fuse(
 
     A hydra runs in one pass, a soup is their mean, a stack is a Deep Ensemble. Fine-tunings of one model differ in
     every layer: average 0.8 with separate MLPs averages the first four fifths of the layers, which then run once.
-    A cascade, of any models from cheap to good, asks the next one where it is unsure; it needs --data.
+    With --distill its members then learn to answer like the models that they came from; stopped, the same command
+    resumes. A cascade, of any models from cheap to good, asks the next one where it is unsure; it needs --data.
 
     \b
     Example:
-      hydra-ensembles fuse seed-0 seed-1 seed-2 --average 0.8 --mlp separate -o my-hydra
+      hydra-ensembles fuse seed-0 seed-1 seed-2 --average 0.8 --mlp separate --distill train/ -o my-hydra
       hydra-ensembles fuse small large --as cascade --data val/ --ask 0.1 -o chain
       hydra-ensembles fuse my-llama/ --adapter lora-0 --adapter lora-1 -o members
     """
@@ -211,7 +215,7 @@ def fuse(
     from ..model.ensemble import Ensemble
 
     folder = common.new_folder(output)
-    loaded = [] if adapter else [common.load_model(name, "cpu") for name in models]
+    loaded = [] if adapter else [common.load_model(name, "auto" if distill else "cpu") for name in models]
     if adapter:
         made = fused(models[0], adapters=adapter)
     elif how == "hydra":
@@ -226,7 +230,21 @@ def fuse(
         made = cascade(loaded, reading.batches(data), ask=ask[0] if ask and len(ask) == 1 else ask)
     else:
         made = soup(loaded) if how == "soup" else Ensemble.stack(loaded)
-    _save(made, folder, "calibrate")
+    if distill is None:
+        _save(made, folder, "calibrate")
+        return
+    from ..data.dataset import TrainTransform, batches
+    from ..files import remove
+    from ..training.distill import distill as distilled
+
+    reading = common.Reading(made, columns=common.named_columns(column), limit=limit)
+    rows, prepare = reading.data(distill, labelled=False), common.preprocessing_of(made)
+    if made.kind == "image":
+        prepare = TrainTransform(made.metadata.preprocessing, rand_augment=None)
+    state = folder.with_name(f"{folder.name}.training")
+    lessons = batches(rows, prepare, reading.batch_size, shuffle=True)
+    _save(distilled(made, loaded, lessons, output=state), folder, "calibrate")
+    remove(state)
 
 
 def _save(model: Any, folder: Path, *commands: str) -> None:

@@ -49,6 +49,7 @@ from ..metrics.probabilities import at_labels, weighted_mean
 from ..model.ensemble import ENSEMBLE, Ensemble
 from ..settings import to_plain
 from ..store import Store
+from ..training.distill import RECIPE, distill
 from ..training.finetune import finetune
 from .settings import BuildData, HydraConfig, ReadBatch, pruned, removable, starting_model
 
@@ -128,6 +129,7 @@ class Chain:
         else:
             members = [self.step(f"members/{i}", partial(self.member, i, *choice)) for i, choice in enumerate(heads)]
             fused = fuse(members, **self.config.fusions, average=self.config.average_trunk * self.config.trunk)
+            fused = self.distilled(fused, members) if self.config.distill else fused
         return calibrated(fused, self.config, self.data)
 
     def heads(self) -> list[tuple[str, list[Head]]]:
@@ -209,6 +211,16 @@ class Chain:
         place = self.run.path(f"{self.at}finetune")
         more: dict[str, Any] = {"output": place, "progress": self.progress, "index": index}
         return finetune(ensemble, data.train, recipe, data.validation, **more)
+
+    def distilled(self, fused: Ensemble, members: Sequence[Ensemble]) -> Ensemble:
+        """Members that learned back what fusing took from trained ones, and pruning from others; this resumes, too."""
+        recipe, train, chosen = self.config.recipe, self.data.train, RECIPE
+        assert train is not None  # `HydraConfig.check`
+        models = members if recipe is not None else [self.base] * len(members)
+        if recipe is not None:
+            chosen = replace(chosen, precision=recipe.precision, compile=recipe.compile, seed=recipe.seed)
+        place = self.run.path(f"{self.at}distill")
+        return distill(fused, models, train, chosen, output=place, progress=self.progress)
 
 
 def model_identity(base: Ensemble) -> dict[str, Any]:

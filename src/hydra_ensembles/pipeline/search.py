@@ -32,6 +32,7 @@ from ..model.ensemble import Ensemble
 from ..report.compare import Cell, Column, Comparison, tabulated, to_markdown
 from ..settings import Range, from_plain, require
 from ..store import Form, Store
+from ..training.distill import distill
 from ..training.recipe import Recipe
 from .build import (
     RESULT,
@@ -48,6 +49,7 @@ from .build import (
 from .settings import BuildData, HydraConfig, ReadBatch, pruned, starting_model, usual_trunk
 
 YOURS, SOUP, FUSED, DEEP = "yours", "soup", "fused above a mean trunk", "deep ensemble"
+TAUGHT = f"{FUSED}, distilled"
 CHAINS = {f"{SOUP}, then {name}": name for name in (FUSED, DEEP)}  # cascades, and their second stages
 ASK = 0.1  # share of rows that goes on in them
 MODEL: Form[Any] = Form("", load, lambda folder, model: model.save_pretrained(folder))
@@ -187,8 +189,8 @@ def search(
         candidates: `HydraConfig`s, or mappings of their fields; None takes trunks of different depth, with and without
             pruned heads, trained in different ways.
         models: Further trainings of the model: candidates are also their soup, their Deep Ensemble, all of them
-            fused above the mean of their first five sixths of the layers, and, if `id` has 1,600 rows, cascades: the
-            soup first, then one of the other two for a tenth of the rows.
+            fused above the mean of their first five sixths of the layers (with `train` also distilled), and, if `id`
+            has 1,600 rows, cascades: the soup first, then one of the other two for a tenth of the rows.
         recipe: How to train candidates that have no recipe of their own; None takes `Recipe.preset("hydra")`.
         familiarity: Feature score to judge by, in addition to the maximum softmax probability; None for none.
         price: How cost is measured: time of a batch, optimized, or multiply-adds.
@@ -288,7 +290,7 @@ class Search:
             numbers = self.run.step(f"{at}/numbers", lambda: self.numbers(self.final(row.name)))
         except (SameMembersError, DivergedError) as error:
             return replace(row, state="not possible", note=str(error))
-        for name in ("members", "finetune"):  # once it is judged, nothing reads them
+        for name in ("members", "finetune", "distill"):  # once it is judged, nothing reads them
             if (place := self.run.path(f"{at}/{name}")) is not None:
                 remove(place)
         return replace(row, state="judged", numbers=numbers)
@@ -327,6 +329,9 @@ class Search:
         make = {YOURS: lambda: self.base, **self.of_models()}[name]
         if name in CHAINS:
             make = partial(self.chain, name)
+        if name == TAUGHT:
+            every, train, place = [self.base, *self.models], self.data.train or (), self.run.path(f"{at}distill")
+            make = lambda: distill(self.fused(), every, train, output=place, progress=self.progress)  # noqa: E731
         ensemble: Ensemble = self.run.step(f"{at}{RESULT}", lambda: self.ready(make()), MODEL)
         return ensemble.to(self.base.device)
 
@@ -351,15 +356,20 @@ class Search:
         if not self.models:
             return {}
         every = [self.base, *self.models]
-        trunk = usual_trunk(self.base.num_layers)
         one: dict[str, Callable[[], Any]] = {
             SOUP: lambda: soup(every),
-            FUSED: lambda: fuse(every, mlp="separate", average=trunk),
+            FUSED: self.fused,
+            **({} if self.data.train is None else {TAUGHT: self.fused}),  # at the same price
             DEEP: lambda: Ensemble.stack(every),
         }
         if samples_in(self.data.validation or []) < 2 * CHOOSE_LEAST:  # some choose, the others calibrate
             return one
         return one | {name: partial(_for_price, one[SOUP], one[last]) for name, last in CHAINS.items()}
+
+    def fused(self) -> Ensemble:
+        """All given models above the mean of their first layers."""
+        made: Ensemble = fuse([self.base, *self.models], mlp="separate", average=usual_trunk(self.base.num_layers))
+        return made
 
     def with_significance(self, chosen: SearchResult) -> SearchResult:
         """Add to the reason whether the NLL of the choice is significantly lower than the model's; warn if it is not.

@@ -22,7 +22,7 @@ from ..metrics.distance import FamiliarityChoice
 from ..model.dual_encoder import DualEncoder, require_single
 from ..model.ensemble import Ensemble
 from ..settings import Checked, Count, PositiveShare, Seed, Whole
-from ..training.recipe import Recipe
+from ..training.recipe import DataRecipe, Recipe
 
 ReadBatch = tuple[Inputs, Tensor | None]
 Strategy = Literal["circuit", "taylor", "sampled", "random", "branches"]
@@ -102,6 +102,8 @@ class HydraConfig(Checked):
         recipe: How to fine-tune; None trains nothing, or by `Recipe.preset("hydra")` if `training` is set.
         shared_layers: First layers that run once for all members; None takes five sixths, or none if `prune` is given.
         average_trunk: Members that train apart also train these layers and the stem, and the trunk is their mean.
+        distill: Whether fused members then learn back, from the training data without labels, what they answered
+            before: trained ones before they were fused, others before they were pruned; see `distill`.
         stem: How the stems are fused; see `fuse`, also for `mlp`, `norms` and `readout`.
         mlp: How the MLPs are fused.
         norms: How the norms are fused.
@@ -129,6 +131,7 @@ class HydraConfig(Checked):
     recipe: Recipe | None = None
     shared_layers: Count | None = None
     average_trunk: bool = False
+    distill: bool = False
     stem: StemFusion = "shared"
     mlp: Fusion = "mean"
     norms: Fusion = "separate"
@@ -144,10 +147,12 @@ class HydraConfig(Checked):
         if self.strategy == "branches" and (self.prune or (self.training is None and self.recipe is None)):
             raise ConfigError("branches keep all heads and differ by training: give no prune, but training or a recipe")
         if self.training is not None and self.recipe is None:
-            object.__setattr__(self, "recipe", Recipe.preset("hydra"))
+            object.__setattr__(self, "recipe", DataRecipe.preset("hydra"))
         recipe = self.recipe
         if self.average_trunk and (recipe is None or self.training == "together" or self.shared_layers == 0):
             raise ConfigError("average_trunk is for members trained 'apart', with a recipe and shared_layers above 0")
+        if self.distill and self.training == "together":
+            raise ConfigError("distill is for members made one by one: what trains together has not answered before")
         one_stem = self.stem == "shared" and self.members > 1 and self.training != "together"
         moves = recipe is not None and "stem" in recipe.train_groups and recipe.last_blocks is None
         no_trunk = self.shared_layers == 0 or (self.shared_layers is None and self.prune is not None)
@@ -185,14 +190,15 @@ class HydraConfig(Checked):
     @property
     def reads_train(self) -> bool:
         """Whether some step reads training data if they are given."""
-        return self.recipe is not None or self.strategy == "taylor"
+        return self.recipe is not None or self.distill or self.strategy == "taylor"
 
     def in_words(self) -> str:
         """Name of such an ensemble in tables, once settled."""
         parts = [f"{self.strategy}{' + whole' if self.whole else ''} ×{self.members}", f"trunk {self.trunk}"]
         parts += [f"{self.lost} heads off"] if self.lost else []
         parts += [f"trained {self.training}{', trunk averaged' if self.average_trunk else ''}"] if self.training else []
-        return ", ".join([*parts, *(["MLPs apart"] if self.mlp == "separate" else [])])
+        parts += ["MLPs apart"] if self.mlp == "separate" else []
+        return ", ".join([*parts, *(["distilled"] if self.distill else [])])
 
     def settled(self, base: Ensemble) -> "HydraConfig":
         """Fill in all open numbers for this model; warn if giving `prune` alone disables the default trunk."""
@@ -254,8 +260,8 @@ class HydraConfig(Checked):
             raise DataError(f"{need}; without OOD data give 'synthetic' for ood, or use the strategy 'taylor'")
         if self.strategy == "taylor" and data.for_taylor is None:
             raise DataError("the strategy 'taylor' needs labelled batches; give train or id")
-        if self.recipe is not None and data.train is None:
-            raise DataError("the recipe is for fine-tuning, which needs data: give train")
+        if (self.recipe is not None or self.distill) and data.train is None:
+            raise DataError("fine-tuning by a recipe, and distilling, need data: give train")
         if self.calibrate and data.validation is None:
             raise DataError("calibration needs held-out data: give id or validation, or turn calibrate off")
         if (recipe := self.training_recipe(base)) is not None:

@@ -36,7 +36,10 @@ class DistillLearner(EnsembleLearner):
         self, start: Ensemble, models: Sequence[Ensemble], recipe: Recipe, device: torch.device, index: int = 0
     ) -> None:
         super().__init__(start, recipe, device, index)
-        self.teachers = [Ensemble.from_state(one.config, trainable_state(one, device)) for one in models]
+        different = {id(one): one for one in models}  # the members of a pruned model have one teacher
+        states = {key: (one.config, trainable_state(one, device)) for key, one in different.items()}
+        self.teachers = {key: Ensemble.from_state(*state) for key, state in states.items()}
+        self.order = [*map(id, models)]
 
     def read(self, raw: Any, index: int) -> LabelledBatch:
         """Inputs, and a place for labels: they are not looked at."""
@@ -50,8 +53,8 @@ class DistillLearner(EnsembleLearner):
             share = 0.5 + 0.5 * torch.rand(()).item()
             prepared = changed(prepared, lambda x: share * x + (1 - share) * x.flip(0) if x.is_floating_point() else x)
         with torch.no_grad(), self.autocast():
-            logits = [teacher(prepared)[0] for teacher in self.teachers]  # of each [B, C]
-        return prepared, torch.stack(logits).float().softmax(-1)  # [M, B, C]
+            logits = {key: teacher(prepared)[0] for key, teacher in self.teachers.items()}  # of each [B, C]
+        return prepared, torch.stack([logits[key] for key in self.order]).float().softmax(-1)  # [M, B, C]
 
 
 @trains

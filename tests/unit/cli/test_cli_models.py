@@ -1,6 +1,7 @@
 """Commands that make folders and files of models."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import hydra_ensembles as he
 from checkpoint_models import same_state
 from cli_cases import COLOURS, fail, save_reviews, small_vit, succeed
 from hydra_ensembles.data import batches, load
+from hydra_ensembles.model.member_states import place_of
 
 
 def test_a_converted_folder_answers_as_its_library_does(world: Path) -> None:
@@ -100,6 +102,15 @@ def test_trainings_become_one_model(world: Path, tmp_path: Path) -> None:
         output = tmp_path / "-".join(how)
         succeed("fuse", *models, *how, "-o", output)
         assert same_state(he.load(output), expected)
+    (tmp_path / "loose").mkdir()
+    for number, path in enumerate(sorted((world / "val").rglob("*.png"))[:6]):  # without labels
+        shutil.copy(path, tmp_path / "loose" / f"{number}.png")
+    options = ["--average", "2", "--mlp", "separate", "--distill", tmp_path / "loose", "-o", tmp_path / "taught"]
+    assert "distilled" in succeed("fuse", *models, *options)
+    taught, plain = (he.load(tmp_path / name).state_dict() for name in ("taught", "--average-2---mlp-separate"))
+    layers = {place_of(name)[1] for name in plain if not torch.equal(plain[name], taught[name])}
+    assert layers == {2, None}
+    assert not list(tmp_path.glob("*.training"))
 
 
 def test_a_cascade_works_in_every_command(world: Path, tmp_path: Path) -> None:

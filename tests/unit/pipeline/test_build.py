@@ -182,6 +182,21 @@ def test_a_mean_trunk_is_trained_by_every_member(tmp_path: Path) -> None:
     assert hydra.config.trunk == 2
 
 
+def test_pruned_members_learn_their_heads_back_without_labels() -> None:
+    base, data = image_model(), sets()
+    settings = config(strategy="random", members=2, prune=4, shared_layers=1, calibrate=False)
+    plain = he.build(base, settings, **data).state_dict()
+    taught = he.build(base, replace(settings, distill=True), **data)
+    assert taught.metadata.history[-1].startswith("distilled ")
+    moved = {place_of(name) for name, tensor in taught.state_dict().items() if not torch.equal(tensor, plain[name])}
+    assert {layer for _, layer in moved} == {1, 2, None}
+    assert "stem" not in {group for group, _ in moved}
+    mislabelled = [(images, 0 * labels) for images, labels in data["train"]]
+    assert same_state(taught, he.build(base, replace(settings, distill=True), **{**data, "train": mislabelled}))
+    with pytest.raises(DataError, match="distilling"):
+        he.build(base, replace(settings, distill=True), **{**data, "train": None})
+
+
 def test_what_is_left_open_follows_the_model() -> None:
     """By default five sixths of the layers are shared and few heads pruned; with prune given, no trunk (the paper)."""
     hydra = he.build(image_model(), he.HydraConfig(strategy="random", members=2), **sets())

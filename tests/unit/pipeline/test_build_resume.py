@@ -7,13 +7,16 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from build_cases import batches, image_model, recipe, same, shuffled
 
 import hydra_ensembles as he
+from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.pipeline import build as chain
+from hydra_ensembles.training.distill import RECIPE
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
 
@@ -91,6 +94,21 @@ def test_a_finished_build_is_not_touched_and_the_folder_makes_no_difference(
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
     run(folder)
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_distillation_goes_on_with_the_members_there_are(tmp_path: Path, work: Counter[str], monkeypatch) -> None:
+    together = {"strategy": "branches", "prune": None, "average_trunk": True, "training": "apart", "distill": True}
+    config = replace(CONFIG, **together, recipe=recipe(steps=3, train_groups=("stem", "attention", "readout")))
+    with monkeypatch.context() as patched:
+        patched.setattr(chain, "compare_with_base", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, config=config)
+    updates = work["update"]
+    taught, members = run(tmp_path, config=config), [he.load(tmp_path / "members" / name) for name in "01"]
+    assert (work["finetune"], work["update"]) == (2, updates)
+    trained, fused = recipe(steps=3), he.fuse(members, average=1)
+    expected = he.distill(fused, members, GIVEN["train"], replace(RECIPE, seed=trained.seed), progress=False)
+    assert same_state(taught, expected)
 
 
 def test_a_kill_between_any_two_writes_can_be_resumed(tmp_path: Path, expected: he.Ensemble, monkeypatch) -> None:

@@ -17,9 +17,10 @@ from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, TooFewSamplesError
 from hydra_ensembles.metrics.bootstrap import paired
 from hydra_ensembles.metrics.probabilities import weighted_mean
+from hydra_ensembles.model.member_states import place_of
 from hydra_ensembles.pipeline import build as chain
 from hydra_ensembles.pipeline import search as searching
-from hydra_ensembles.pipeline.search import CHAINS, DEEP, FUSED, SOUP, YOURS, SearchResult, SearchRow, _slug
+from hydra_ensembles.pipeline.search import CHAINS, DEEP, FUSED, SOUP, TAUGHT, YOURS, SearchResult, SearchRow, _slug
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
 
@@ -31,6 +32,7 @@ SETS: dict[str, Any] = {
     "id": batches(248, size=124, seed=2),
     "ood": batches(48, size=24, seed=3, shift=1.5),
 }
+TOP = "encoder.layers.2.mlp.up.weight"
 STEPS = 5  # of each training
 
 
@@ -160,7 +162,10 @@ def test_soup_mean_trunk_and_deep_ensemble_of_given_models(tmp_path: Path) -> No
     assert (prices[SOUP], prices[DEEP]) == (1.0, pytest.approx(3.0))
     kept = he.load(tmp_path / "candidates" / "fused-above-a-mean-trunk" / "ensemble")
     assert same_state(kept, he.fuse([image_model(), *models], mlp="separate", average=2))  # five sixths of 3, rounded
-    assert prices[FUSED] < prices[DEEP]
+    assert prices[FUSED] == prices[TAUGHT] < prices[DEEP]
+    taught, plain = he.load(tmp_path / "candidates" / _slug(TAUGHT) / "ensemble").state_dict(), kept.state_dict()
+    assert {place_of(name)[1] for name in plain if not torch.equal(plain[name], taught[name])} <= {2, None}
+    assert not torch.equal(plain[TOP], taught[TOP])
 
 
 def test_cascades_of_given_models_are_tried_if_there_are_rows_for_their_thresholds(tmp_path: Path) -> None:
