@@ -28,6 +28,7 @@ from .settings import Rate, require
 FEW_PER_CLASS = 20  # samples per class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # added to each eigenvalue, as a share of their mean
 MAX_HELD_OUT = 4096  # maximum number of samples held out for p-values
+STORED = 10_000  # maximum number of features, drawn at random, that `knn` compares with
 KEPT_ROWS = 64  # samples by whose digests the data of a fit are recognised
 _NULL = 1e-10  # eigenvalues below this share of the largest are directions without variance
 _AT_ONCE = 8192  # samples converted to float64 at a time
@@ -53,9 +54,6 @@ def fit_familiarity(
     score: FamiliarityName | Sequence[FamiliarityName] = "mahalanobis",
     *,
     held_out: float = 0.2,
-    shrinkage: float | None = None,
-    neighbours: int | None = None,
-    stored: int = 10_000,
     seed: int = 0,
 ) -> Ensemble:
     """Fit how familiar inputs are, `p.score("mahalanobis")` and `p.familiarity`; returns a copy of the ensemble.
@@ -71,10 +69,6 @@ def fit_familiarity(
         id_batches: In-distribution batches, labelled for scores that use classes; may be training data. Read once.
         score: One score, or several, of which the first decides; see `hydra_ensembles.metrics.distance`.
         held_out: Share to hold out, at most 4,096 samples; 0 for none.
-        shrinkage: What is added to every eigenvalue of a covariance, as a share of their mean; None takes 0.01, or
-            0.1 if there are fewer than 20 samples per class.
-        neighbours: For `knn`, which neighbour counts; None takes one in 50 of those stored, at most 50.
-        stored: Maximum number of features to keep, drawn at random, for `knn` to compare with.
         seed: Seed for drawing what is held out and what is stored, and for the order of a loader that shuffles.
 
     Raises:
@@ -106,7 +100,7 @@ def fit_familiarity(
         held = draws.permutation(held)[:MAX_HELD_OUT]
     fits = torch.ones(len(samples.labels), dtype=torch.bool).index_fill(0, torch.from_numpy(held), False)
     fitted, others = samples.pick(fits), samples.pick(~fits)
-    familiarity = fit_on(ensemble, fitted, names, draws, shrinkage, neighbours, stored)
+    familiarity = fit_on(ensemble, fitted, names, draws)
     if len(others.labels):
         scores = familiarity.scores(others.features, others.logits)[0].mean(dim=0)
         familiarity = Familiarity(replace(familiarity.settings, reference=Reference.of(scores)), familiarity.state)
@@ -146,8 +140,7 @@ def with_earlier(
     old, new = earlier.settings, familiarity.settings
     others = tuple(score for score in old.scores if score not in (*new.scores, *replaced))
     state = {key: tensor for key, tensor in earlier.state.items() if key.rpartition(".")[0] in others}
-    neighbours = old.neighbours if "knn" in others else new.neighbours
-    together = replace(new, scores=(*new.scores, *others), neighbours=neighbours)
+    together = replace(new, scores=(*new.scores, *others))
     return Familiarity(together, {**familiarity.state, **state})
 
 
@@ -206,60 +199,35 @@ def fit_on(
     samples: Answered,
     scores: Sequence[FamiliarityName],
     draws: np.random.Generator,
-    shrinkage: float | None = None,
-    neighbours: int | None = None,
-    stored: int = 10_000,
 ) -> Familiarity:
-    """The statistics of every score, in float32; settings as for `fit_familiarity`."""
+    """The statistics of every score, in float32."""
     count, width = samples.features.shape[1:]
     if not width:
         raise TooFewSamplesError("a function, which comes first, has no features")
     if not count:
         raise TooFewSamplesError("there are no samples to fit familiarity on; give more, or hold out fewer")
-    shrunk = 0.0
-    if not set(scores).isdisjoint(BY_CLASS):
-        shrunk = _shrinkage(samples, ensemble.num_classes, shrinkage)
-    kept = samples
-    if count > stored:
-        kept = samples.pick(torch.from_numpy(np.sort(draws.permutation(count)[:stored])))
+    classes, kept = ensemble.num_classes, samples
+    if count < 2 * classes and not set(scores).isdisjoint(BY_CLASS):
+        raise TooFewSamplesError(f"{count} samples of {classes} classes are too few; give two of each, or use 'knn'")
+    if count > STORED:
+        kept = samples.pick(torch.from_numpy(np.sort(draws.permutation(count)[:STORED])))
     state = dict[str, Tensor]()
-    settings: dict[str, Any] = {"rows": some_rows(samples.digests)}
     for name in scores:
         if name == "knn":
-            bank = prepared(name, kept.features.double())  # [M, N, d]
-            most = bank.shape[1]
-            chosen = neighbours or min(50, max(1, most // 50))
-            if chosen > most:
-                raise ConfigError(f"neighbours is {chosen}, but {most} features are stored; lower it")
-            settings["neighbours"] = chosen
-            tensors = {"bank": bank}
+            tensors = {"bank": prepared(name, kept.features.double())}  # [M, N, d]
         else:
-            tensors = _mahalanobis(name, samples, ensemble.num_classes, shrunk)
+            tensors = _mahalanobis(name, samples, classes)
         state |= {f"{name}.{key}": tensor.float().contiguous() for key, tensor in tensors.items()}
-    return Familiarity(FamiliaritySettings(tuple(scores), width, count, **settings), state)
+    return Familiarity(FamiliaritySettings(tuple(scores), width, count, rows=some_rows(samples.digests)), state)
 
 
-def _shrinkage(samples: Answered, classes: int, asked: float | None) -> float:
-    """How much to shrink covariances; raises if the samples are too few for any covariance."""
-    total, width = samples.features.shape[1:]
-    if total < 2 * classes:
-        raise TooFewSamplesError(f"{total} samples of {classes} classes are too few; give two of each, or use 'knn'")
-    if asked == 0.0 and total - classes < width:
-        raise TooFewSamplesError(
-            f"{total} samples of {classes} classes do not determine all {width} directions of the features; give "
-            f"{width + classes} or more, or leave out shrinkage=0"
-        )
-    if asked is not None:
-        return asked
-    return SHRINKAGE_OF_FEW if total < FEW_PER_CLASS * classes else SHRINKAGE
-
-
-def _mahalanobis(name: FamiliarityName, samples: Answered, classes: int, shrinkage: float) -> dict[str, Tensor]:
+def _mahalanobis(name: FamiliarityName, samples: Answered, classes: int) -> dict[str, Tensor]:
     """Overall mean, whitening of the within-class covariance, and whitened class means, per member, in float64.
 
     A class without samples has the mean of another: nothing is near to it.
     """
     members, count, width = samples.features.shape
+    shrinkage = SHRINKAGE_OF_FEW if count < FEW_PER_CLASS * classes else SHRINKAGE
     counts = samples.labels.bincount(minlength=classes).double()  # [C]
     known = torch.where(counts > 0, torch.arange(classes), counts.argmax())  # [C]
     sums = torch.zeros(members, classes, width, dtype=torch.float64)

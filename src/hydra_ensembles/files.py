@@ -4,7 +4,6 @@ What is written is complete or not there: bytes go to a temporary file beside th
 and renamed. `store` has locks and resuming, `checkpoint` folders of several files.
 """
 
-import errno
 import json
 import os
 import secrets
@@ -17,8 +16,6 @@ from typing import Any
 from safetensors import SafetensorError
 
 from .errors import CheckpointError, StorageError
-
-_GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EINVAL}
 
 
 def expanded(path: str | Path) -> Path:
@@ -70,19 +67,21 @@ def remove(path: Path) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a regular file; a `StorageError` (the disk failed) may be retried, a `CheckpointError` not."""
-    if path.exists() and not path.is_file():  # opening a named pipe would wait forever
-        raise CheckpointError(f"{path} is not a plain file; give the path of one")
+    """The content of a file."""
     try:
         return path.read_bytes()
     except OSError as error:
-        kind = CheckpointError if error.errno in _GONE else StorageError
-        raise kind(f"{path} cannot be read ({error.strerror or error}); check the path and its permissions") from error
+        why = error.strerror or error
+        raise CheckpointError(f"{path} cannot be read ({why}); check the path and its permissions") from error
 
 
 def read_json(path: Path) -> Any:
     """Read a JSON file."""
-    return parse_json(read_file(path), str(path))
+    content = read_file(path)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:  # includes text that is not Unicode
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -91,11 +90,3 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise CheckpointError(f"{path} holds a {type(plain).__name__}, not an object with named fields")
     return plain
-
-
-def parse_json(content: bytes, name: str) -> Any:
-    """Parse the JSON text of the file `name`."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:  # includes text that is not Unicode
-        raise CheckpointError(f"{name} is not valid JSON: {error}") from error

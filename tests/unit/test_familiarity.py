@@ -13,7 +13,7 @@ import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from checkpoint_models import ensemble, hydra, labelled, ragged, single, text
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
-from hydra_ensembles.familiarity import Answered, fit_familiarity, fit_on
+from hydra_ensembles.familiarity import SHRINKAGE, Answered, fit_familiarity, fit_on
 from hydra_ensembles.metrics.distance import BY_CLASS, FAMILIARITY_NAMES
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
@@ -21,7 +21,6 @@ from hydra_ensembles.model.metadata import Metadata
 from zero_shot_models import NAMES, dual_of
 
 CONFIG = single()
-EXACT: dict[str, Any] = {"held_out": 0.0, "shrinkage": 0.0}
 
 
 def model(config: EnsembleConfig) -> Ensemble:
@@ -56,15 +55,13 @@ def distances(name: str, fit: np.ndarray, labels: np.ndarray, new: np.ndarray, s
     return nearest - distance(fit.mean(0), np.cov(fit.T, bias=True)) if name.startswith("relative") else nearest
 
 
-@pytest.mark.parametrize(("name", "shrinkage"), [*((name, 0.0) for name in BY_CLASS), ("mahalanobis", None)])
-def test_distances_are_those_of_the_definition(name, shrinkage) -> None:
+@pytest.mark.parametrize("name", BY_CLASS)
+def test_distances_are_those_of_the_definition(name) -> None:
     one, data = model(RAGGED), labelled(RAGGED)
     inputs, labels = joined(data)
-    exact = {"held_out": 0.0, "shrinkage": shrinkage}
-    p = fit_familiarity(one, data, name, **exact).predict(NEW)
-    added = 0.01 if shrinkage is None else shrinkage  # times the mean eigenvalue, for 40 samples per class
+    p = fit_familiarity(one, data, name, held_out=0.0).predict(NEW)
     pairs = zip(features_of(one, inputs).numpy(), features_of(one, NEW).numpy(), strict=True)
-    by_member = [distances(name, fit, labels.numpy(), new, added) for fit, new in pairs]
+    by_member = [distances(name, fit, labels.numpy(), new, SHRINKAGE) for fit, new in pairs]
     atol = 5e-4 if name.startswith("relative") else 1e-4  # a difference of large numbers
     np.testing.assert_allclose(p.unfamiliarity.member_scores[0].numpy(), by_member, rtol=1e-4, atol=atol)
     np.testing.assert_allclose(p.score(name).numpy(), np.mean(by_member, axis=0), rtol=1e-4, atol=atol)
@@ -75,11 +72,11 @@ def test_pytorch_ood_agrees() -> None:
     detector = pytest.importorskip("pytorch_ood.detector")
     one, data = model(RAGGED), labelled(RAGGED)
     inputs, labels = joined(data)
-    ours = fit_familiarity(one, data, "knn", **EXACT, neighbours=3).predict(NEW)
+    ours = fit_familiarity(one, data, "knn", held_out=0.0).predict(NEW)
     for member, (fit, new) in enumerate(zip(features_of(one, inputs), features_of(one, NEW), strict=True)):
         torch.set_default_dtype(torch.float64)  # it computes statistics in torch's default dtype
         try:
-            theirs = detector.KNN(None, k=3).fit_features(fit, labels).predict_features(new)
+            theirs = detector.KNN(None, k=len(fit) // 50).fit_features(fit, labels).predict_features(new)
         finally:
             torch.set_default_dtype(torch.float32)
         scores = ours.unfamiliarity.member_scores[0, member].double()
@@ -122,7 +119,7 @@ def test_a_zero_shot_ensemble_learns_what_is_familiar() -> None:
 def test_a_shuffling_loader_gives_the_same_every_time() -> None:
     inputs, labels = joined(labelled(CONFIG, 120, seed=1))
     loader = DataLoader(TensorDataset(inputs, labels), 16, shuffle=True)
-    for fit in (partial(he.fit_familiarity, score=["mahalanobis", "knn"], stored=30), he.calibrate):
+    for fit in (partial(he.fit_familiarity, score=["mahalanobis", "knn"]), he.calibrate):
         first, again = (fit(model(CONFIG), loader).predict(inputs) for _ in range(2))
         assert torch.equal(first.familiarity, again.familiarity)
         assert torch.equal(first.score("mahalanobis"), again.score("mahalanobis"))
@@ -175,8 +172,9 @@ def test_what_fitted_familiarity_does_not_certify() -> None:
     assert again.metadata.familiarity == he.calibrate(model(CONFIG), data).metadata.familiarity
 
 
-def test_a_bank_is_drawn_from_all_samples() -> None:
-    fitted = fit_familiarity(model(CONFIG), labelled(CONFIG, 90), "knn", held_out=0.0, stored=40)
+def test_a_bank_is_drawn_from_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hydra_ensembles.familiarity.STORED", 40)
+    fitted = fit_familiarity(model(CONFIG), labelled(CONFIG, 90), "knn", held_out=0.0)
     assert fitted.metadata.familiarity.state["knn.bank"].shape == (1, 40, 8)
 
 
@@ -185,8 +183,6 @@ def test_a_bank_is_drawn_from_all_samples() -> None:
     [
         (lambda c: [(x[y != 2], y[y != 2]) for x, y in labelled(c)], {}, DataError, "classes 2 have no samples.*'knn'"),
         (lambda c: labelled(c, 4), {"held_out": 0.0}, DataError, "4 samples of 3 classes"),
-        (lambda c: labelled(c, 9), EXACT, DataError, "shrinkage=0"),
-        (labelled, {"score": "knn", "neighbours": 1000}, ConfigError, "neighbours is 1000"),
     ],
 )
 def test_what_cannot_be_fitted_is_named(data, settings, error, token) -> None:

@@ -28,7 +28,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
         write_atomically(tmp_path / "new", b"a folder is there")
 
 
-def test_json_comes_back_and_only_plain_files_are_read(tmp_path: Path) -> None:
+def test_json_comes_back_and_a_missing_file_is_named(tmp_path: Path) -> None:
     path, value = tmp_path / "a.json", {"a": [1, None, "é", {"b": 0.1}]}
     write(path, value)
     assert read_json(path) == read_object(path) == value
@@ -37,7 +37,5 @@ def test_json_comes_back_and_only_plain_files_are_read(tmp_path: Path) -> None:
     write(path, [1])
     with pytest.raises(CheckpointError, match="list"):
         read_object(path)
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("pipe", "missing"):
-        with pytest.raises(CheckpointError, match=name):
-            read_file(tmp_path / name)
+    with pytest.raises(CheckpointError, match="missing"):
+        read_file(tmp_path / "missing")

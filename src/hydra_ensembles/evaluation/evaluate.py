@@ -132,7 +132,7 @@ def _identity(model: Any, output: object) -> dict[str, Any]:
     if not isinstance(model, Answering) or not isinstance(model, nn.Module):
         raise ConfigError(f"output needs an Ensemble or a cascade, got a {type(model).__name__}; leave output out")
     fitted = model.metadata.familiarity
-    statistics = None if fitted is None else [fitted.settings.scores, fitted.settings.neighbours, fitted.state]
+    statistics = None if fitted is None else [fitted.settings.scores, fitted.state]
     kind = model.device.type
     autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
     return {"model": digest([model.config, model, statistics]), "autocast": autocast}

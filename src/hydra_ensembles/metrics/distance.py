@@ -35,14 +35,12 @@ def ready(statistics: Statistics) -> Statistics:
     return {**statistics, "lengths": statistics["classes"].square().sum(dim=-1)}
 
 
-def unfamiliarity(
-    name: FittedName, statistics: Statistics, features: Tensor, logits: Tensor, neighbours: int = 1
-) -> Tensor:
+def unfamiliarity(name: FittedName, statistics: Statistics, features: Tensor, logits: Tensor) -> Tensor:
     """The score of each member for each sample, `[M, B]`, in the dtype of the statistics (float32 when fitted).
 
     * `mahalanobis`: squared Mahalanobis distance to the nearest class mean, with one covariance for all classes; with
       `++` on features of length one; `relative_`: minus the distance to the mean of all data with its covariance.
-    * `knn`: distance to the k-th nearest of the stored features, all of length one.
+    * `knn`: distance to the k-th nearest of the N stored features, all of length one; k is N / 50, from 1 to 50.
     * `vilu`: minus the log-odds of being right that a small network gives for image, classes and predicted class.
 
     `features` are `[M, B, d]`, `logits` `[M, B, C]`; the statistics of every member come through `ready`.
@@ -53,6 +51,7 @@ def unfamiliarity(
         return -log_odds(statistics, _embedded(statistics, x), logits.to(dtype).softmax(dim=-1))
     if name == "knn":
         bank = statistics["bank"]  # [M, N, d]
+        neighbours = min(50, max(1, bank.shape[1] // 50))
         neighbour = (x @ bank.mT).topk(neighbours, dim=-1).indices[..., -1]  # [M, B]
         return (x - _picked(bank, neighbour)).norm(dim=-1)
     centred = x - statistics["mean"][:, None]

@@ -117,13 +117,12 @@ class FamiliaritySettings(Checked):
     """Settings of fitted familiarity scores, without their tensors; `threshold` and p-values are for the first score.
 
     `samples` fitted the statistics, and `rows` are digests of some of them; `reference` has the scores of others.
-    `neighbours` is for `knn`. `own` says that `calibrate` fitted them on rows of its own, as it will again.
+    `own` says that `calibrate` fitted them on rows of its own, as it will again.
     """
 
     scores: tuple[FittedName, ...]
     width: int
     samples: int
-    neighbours: int = 0
     threshold: float | None = None
     reference: Reference | None = None
     rows: tuple[str, ...] = field(default=(), repr=False)
@@ -163,11 +162,11 @@ class Familiarity:
 
     def scores(self, features: Tensor, logits: Tensor) -> Tensor:
         """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
-        names, neighbours, statistics = self.settings.scores, self.settings.neighbours, self._on(features.device)
+        names, statistics = self.settings.scores, self._on(features.device)
         kind = features.device.type  # distances need full precision, whatever the layers use
         exact = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
         with exact:
-            scores = [unfamiliarity(name, statistics[name], features, logits, neighbours) for name in names]
+            scores = [unfamiliarity(name, statistics[name], features, logits) for name in names]
         return torch.stack(scores)
 
     def about(self, scores: Tensor) -> Unfamiliarity:

@@ -188,16 +188,12 @@ class Readout(nn.Module):
             return (self.classifier(x[:, :, 0]) + self.distillation_classifier(x[:, :, 1])) / 2
         if self.classifier is None:
             return x
-        logits = self._of_words(self.classifier(x))
-        return class_logits(logits) if self.config.outputs == "odds" else logits
-
-    def _of_words(self, logits: Tensor) -> Tensor:
-        """Logits of classes `[N, B, C]` from those of their words: the logarithm of their summed probabilities."""
+        logits = self.classifier(x)
         if (cap := self.config.softcap) is not None:
             logits = (logits / cap).tanh() * cap
-        if not self.config.words:
-            return logits
-        return torch.stack([one.logsumexp(-1) for one in logits.split(self.config.words, dim=-1)], dim=-1)
+        if self.config.words:  # their probabilities are summed
+            logits = torch.stack([one.logsumexp(-1) for one in logits.split(self.config.words, dim=-1)], dim=-1)
+        return class_logits(logits) if self.config.outputs == "odds" else logits
 
     def embedding(self, pooled: Tensor) -> Tensor:
         """Input of the class embeddings: pooled features `[N, B, d]` projected, of unit length, `[N', B, e]`."""
@@ -294,7 +290,6 @@ class Projections(nn.Module):
     @classmethod
     def fresh(cls, image_width: int, text_width: int, outputs: int, bias: bool = False) -> "Projections":
         """Create maps for both towers, from their feature widths to an embedding of width `outputs`."""
-        ProjectionConfig(outputs, bias)  # validates the width
         zeros = torch.zeros(1, outputs) if bias else None
         widths = (image_width, text_width)
         return cls(*(linear(torch.randn(1, outputs, width) * width**-0.5, zeros) for width in widths))
