@@ -280,25 +280,20 @@ def renumbered(sets: Mapping[str, Batches | None], labels: Sequence[str], classe
                 if all(map(str.isdecimal, names)):  # folders sort as 0, 1, 10, 2
                     raise DataError(f"{name} has the classes {a_few(names)}, not in their places; order them: {_WAYS}")
                 owner, reference = name, names
-            result[name] = _numbered(result[name], names, reference, owner, name)
+            numbers = same_names(names, reference)
+            moved = next((place for place in range(len(names)) if numbers.get(place) != place), None)
+            if moved is None:
+                continue
+            if not hasattr(result[name], "with_classes"):
+                where = f"class {moved} of {name} is {names[moved]!r}, which {owner} has as class {numbers.get(moved)}"
+                raise DataError(f"{where}; number them in the order {a_few(reference)}: {_WAYS}")
+            result[name] = result[name].with_classes(reference)
     return result
 
 
 def in_model_order(batches: Any, name: str, model: Any) -> Any:
     """One labelled set, called `name` in messages, with classes numbered as in an ensemble; see `renumbered`."""
     return renumbered({name: batches}, model.metadata.labels, model.num_classes)[name]
-
-
-def _numbered(source: Any, names: tuple[str, ...], reference: tuple[str, ...], owner: str, name: str) -> Any:
-    """A source with its classes numbered as in the reference; raises if they are not all there, or it cannot be."""
-    numbers = same_names(names, reference)
-    moved = next((place for place in range(len(names)) if numbers.get(place) != place), None)
-    if moved is None:
-        return source
-    if hasattr(source, "with_classes"):
-        return source.with_classes(reference)
-    where = f"class {moved} of {name} is {names[moved]!r}, which {owner} has as class {numbers.get(moved)}"
-    raise DataError(f"{where}; number them in the order {a_few(reference)}: {_WAYS}")
 
 
 def same_names(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:

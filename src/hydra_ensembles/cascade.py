@@ -74,10 +74,9 @@ class CascadeInputs:
     def rows(self, places: Tensor, prepared: bool) -> Any:
         """Some rows, from what was prepared for the first stage or from what came."""
         given = self.first if prepared else self.raw
-        if isinstance(given, Prepared):
-            return Prepared({name: tensor[places.to(tensor.device)] for name, tensor in given.items()})
         if isinstance(given, Mapping):
-            return {name: tensor[places.to(tensor.device)] for name, tensor in given.items()}
+            kept = {name: tensor[places.to(tensor.device)] for name, tensor in given.items()}
+            return Prepared(kept) if isinstance(given, Prepared) else kept
         return given[places.to(given.device)] if isinstance(given, Tensor) else [given[row] for row in places.tolist()]
 
 
@@ -527,11 +526,12 @@ def cascade(
     return Cascade(chain.stages, settings, metadata)
 
 
-class _Chosen:
+class _Chosen(NamedTuple):
     """The rows that choose the thresholds, as batches with labels."""
 
-    def __init__(self, inputs: list[Inputs], labels: list[Tensor], digests: list[int]) -> None:
-        self.inputs, self.labels, self.digests = inputs, labels, digests
+    inputs: list[Inputs]
+    labels: list[Tensor]
+    digests: list[int]
 
     @classmethod
     def of(cls, chain: Cascade, held_out: Batches) -> "_Chosen":

@@ -22,7 +22,8 @@ def model_card(name: str, model: "Ensemble") -> str:
     members = "one member" if model.num_members == 1 else f"{model.num_members} members that answer in one forward pass"
     summary = f"An ensemble with {members}{_origin(model.metadata)}"
     call = f"{'predict' if model.num_classes else 'features'}({model.kind}s)"
-    return _card(name, "Ensemble", call, task, summary, _sections("model", "", model))
+    sections = _sections("model", "", model.metadata, *_facts(model))
+    return _card(name, "Ensemble", call, task, summary, sections)
 
 
 def dual_model_card(name: str, model: "DualEncoder") -> str:
@@ -30,7 +31,9 @@ def dual_model_card(name: str, model: "DualEncoder") -> str:
     summary = f"A dual encoder of {model.num_members} members{_origin(model.image.metadata)}: images and texts in one "
     summary += f"embedding of width {model.embedding_width}"
     towers = (("image", model.image), ("text", model.text))
-    sections = "\n\n".join(_sections(f"{tower} tower", f", {tower} tower", one) for tower, one in towers)
+    sections = "\n\n".join(
+        _sections(f"{tower} tower", f", {tower} tower", one.metadata, *_facts(one)) for tower, one in towers
+    )
     return _card(name, "DualEncoder", "encode_image(images)", "zero-shot-image-classification", summary, sections)
 
 
@@ -39,14 +42,9 @@ def cascade_card(name: str, model: "Cascade") -> str:
     stages = [one.metadata.source or type(one).__name__ if hasattr(one, "metadata") else one for one in model.stages]
     shares = [1.0, *model.settings.asked]
     rows = [(index, str(one), f"{share:.1%}") for index, (one, share) in enumerate(zip(stages, shares, strict=True))]
-    metadata = model.metadata
-    texts = {
-        "Stages": _table(("stage", "model", "rows like the held-out that reach it"), *rows),
-        "Calibration": _calibration(metadata),
-        "History": "\n".join(f"{i}. {one_line(line)}" for i, line in enumerate(metadata.history, start=1)),
-    }
-    sections = "\n\n".join(f"## {heading}\n\n{text}" for heading, text in texts.items() if text)
+    head = ("stage", "model", "rows like the held-out that reach it")
     summary = f"A cascade of {len(stages)} models: a later one answers only where the earlier ones are unsure"
+    sections = _sections("stages", "", model.metadata, head, *rows)
     return _card(name, "Cascade", f"predict({model.kind}s)", f"{model.kind}-classification", summary, sections)
 
 
@@ -70,13 +68,12 @@ def _table(*rows: Sequence[object]) -> str:
     return "\n".join("| " + " | ".join(one_line(cell) for cell in line) + " |" for line in lines)
 
 
-def _sections(title: str, which: str, model: "Ensemble") -> str:
-    """All sections about an ensemble, or about one tower (`which`); unknown facts are left out."""
-    metadata = model.metadata
+def _sections(title: str, which: str, metadata: Metadata, *facts: Sequence[object]) -> str:
+    """All sections about a model, or about one tower (`which`); unknown facts are left out."""
     more = f" and {len(metadata.labels) - 20} more" if len(metadata.labels) > 20 else ""
     metrics = [(name, f"{value:.6g}") for name, value in metadata.metrics.items()]
     texts = {
-        f"The {title}": _table(("", ""), *_facts(model)),
+        f"The {title}": _table(*facts),
         f"Labels{which}": ", ".join(one_line(label) for label in metadata.labels[:20]) + more,
         f"Calibration{which}": _calibration(metadata),
         f"Metrics{which}": _table(("metric", "value"), *metrics) if metrics else "",
@@ -88,6 +85,7 @@ def _sections(title: str, which: str, model: "Ensemble") -> str:
 def _facts(model: "Ensemble") -> Iterable[tuple[str, object]]:
     """Rows of the table about a model: what it is, what it costs, how it reads its inputs."""
     config, encoder, metadata, cost = model.config, model.config.encoder, model.metadata, model.describe()
+    yield "", ""  # the table has no headings
     yield "source", metadata.source or "unknown"
     yield "members", config.members
     yield "encoder", f"{encoder.layers} layers, width {encoder.width}, {encoder.heads} heads of {encoder.head_dim}"

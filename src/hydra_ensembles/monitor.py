@@ -179,12 +179,6 @@ class Rate(NamedTuple):
     high: float
     rows: int
 
-    @classmethod
-    def of(cls, errors: float, rows: int, asked: float = 1.0, level: float = 0.95) -> "Rate":
-        """From weighted errors among rows, each weight `asked` over the probability of being asked."""
-        low, high = confidence_sequence(errors, rows, level)
-        return cls(errors / rows / asked, low / asked, min(1.0, high / asked), rows)
-
 
 def confidence_sequence(hits: float, rows: int, level: float = 0.95) -> tuple[float, float]:
     """Anytime-valid interval of the mean of rows in [0, 1] that sum to `hits` (mixture of likelihoods, Robbins 1970).
@@ -236,9 +230,12 @@ class Audit:
             self.before, self.now = self.now, (0, 0.0)
 
     def rate(self, asked: float) -> Rate | None:
-        """The error rate of the last one to two blocks; None without rows."""
-        rows = self.before[0] + self.now[0]
-        return Rate.of(self.before[1] + self.now[1], rows, asked) if rows else None
+        """The error rate of the last one to two blocks, whose errors are weighted by `asked`; None without rows."""
+        rows, errors = self.before[0] + self.now[0], self.before[1] + self.now[1]
+        if not rows:
+            return None
+        low, high = confidence_sequence(errors, rows)
+        return Rate(errors / rows / asked, low / asked, min(1.0, high / asked), rows)
 
 
 class Monitor:
@@ -329,7 +326,11 @@ class Monitor:
         if prediction.unfamiliarity is not None:
             scores["familiarity"] = prediction.score(prediction.unfamiliarity.score_names[0])
         self.update_scores(scores)
-        return self._held_back(prediction) if self.alarm else prediction
+        if not self.alarm or self.on_alarm is None:
+            return prediction
+        passes = reaches(self._after, prediction.certainty, prediction.label)
+        forced = torch.zeros_like(prediction.label) if prediction.forced is None else prediction.forced
+        return replace(prediction, forced=torch.where(passes, forced, _ALARM))
 
     def update_scores(self, scores: Mapping[str, Any]) -> None:
         """The same from columns of answers, whose names are the values of `columns`, by the names of the tests."""
@@ -506,13 +507,6 @@ class Monitor:
         if calibration != self.identity:
             got = f"calibration {calibration}" if calibration else "no calibration"
             raise DataError(f"the prediction has {got}, the monitor watches {self.identity}: make one for each model")
-
-    def _held_back(self, prediction: Prediction) -> Prediction:
-        if self.on_alarm is None:
-            return prediction
-        passes = reaches(self._after, prediction.certainty, prediction.label)
-        forced = torch.zeros_like(prediction.label) if prediction.forced is None else prediction.forced
-        return replace(prediction, forced=torch.where(passes, forced, _ALARM))
 
     def _note(self) -> None:
         """One more point of the plot, once a hundredth more rows have come: a thousand points for a million rows."""

@@ -339,20 +339,11 @@ class Prediction:
     def __getitem__(self, index: SupportsIndex | slice | Sequence[int] | Tensor) -> "Prediction":
         if index is None:
             raise DataError("None selects no samples; if it came from `accept`, calibrate the ensemble first")
-        if isinstance(index, slice):
-            return self._of(tensor[..., index] for tensor in self._per_sample())
-        rows = torch.as_tensor(index, device=None if isinstance(index, Tensor) else "cpu")
-        # a mask of numbers (`accept.float()`) would be taken as the indices 0 and 1
-        is_places = rows.dtype in (torch.int64, torch.int32) or not rows.numel()
-        if rows.ndim > 1 or not (is_places or (rows.dtype == torch.bool and rows.shape == (len(self),))):
-            got = f"{rows.dtype} {list(rows.shape)} for {len(self)} samples"
-            raise DataError(f"select samples by a slice, indices or a boolean mask with one axis; got {got}")
-        if rows.ndim == 0:  # one sample: keep its axis
-            if not -len(self) <= int(rows) < len(self):
-                raise IndexError(f"sample {int(rows)} does not exist: the prediction has {len(self)} samples")
-            rows = rows[None]
-        rows = rows if rows.dtype == torch.bool else rows.long()  # an empty list has no integer dtype
-        return self._of(tensor[..., rows] for tensor in self._per_sample())
+        if not isinstance(index, slice):
+            rows = torch.as_tensor(index, device=None if isinstance(index, Tensor) else "cpu")
+            rows = rows[None] if rows.ndim == 0 else rows  # one sample keeps its axis
+            index = rows if rows.numel() else rows.long()  # an empty list has no integer dtype
+        return self._of(tensor[..., index] for tensor in self._per_sample())
 
     def __repr__(self) -> str:
         sizes = f"{len(self)} samples, {self.members} members, {self.classes} classes"
@@ -489,12 +480,10 @@ PLAIN = tuple(name for name in OUTPUTS if name not in ("member_logits", "probs",
 
 def own_logits(member_logits: Tensor, check_finite: bool = True) -> Tensor:
     """Checked member logits `[M, B, C]` in at least float32: a copy, whatever the caller does with its buffer later."""
-    if not isinstance(member_logits, Tensor) or member_logits.ndim != 3 or not member_logits.is_floating_point():
-        got = list(member_logits.shape) if isinstance(member_logits, Tensor) else type(member_logits).__name__
+    if member_logits.ndim != 3 or not member_logits.is_floating_point():
+        got = f"got {member_logits.dtype} {list(member_logits.shape)}"
         advice = "add a member axis to a single model's logits with .unsqueeze(0)"
-        raise DataError(f"member logits must be floating point [members, samples, classes], got {got}; {advice}")
-    if member_logits.shape[0] < 1 or member_logits.shape[2] < 1:
-        raise DataError(f"member logits need at least 1 member and 1 output, got {list(member_logits.shape)}")
+        raise DataError(f"member logits must be floating point [members, samples, classes], {got}; {advice}")
     logits = class_logits(at_least_float32(member_logits))
     if check_finite:
         require_finite(logits, "member logits [M, B, C]")

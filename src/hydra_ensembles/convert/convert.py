@@ -13,7 +13,7 @@ from ..model.config import EnsembleConfig, PatchStemConfig
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import OurModel, linear
-from ..model.metadata import Metadata
+from ..model.metadata import Metadata, invalid_names
 from ..model.stem_readout import Projections
 from ..preprocessing import TextPreprocessing
 from . import clip, decoders, timm_torchvision, transformers
@@ -247,19 +247,15 @@ def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> t
     if labels is None:
         return theirs
     names = tuple(labels)
-    if len(names) != classes or not all(isinstance(name, str) and name.strip() for name in names) or _twice(names):
+    if len(names) != classes or any(invalid_names(names)):
         raise ConversionError(f"labels must be {classes} names that tell the classes apart, got {names[:6]}")
     return names
 
 
-def _twice(names: Sequence[str]) -> set[str]:
-    return {name for name in names if names.count(name) > 1}
-
-
 def _disambiguate(names: tuple[str, ...]) -> tuple[str, ...]:
     """Add the class number to names that are blank or occur twice (ImageNet has two classes `crane`)."""
-    again = _twice(names)
-    return tuple(f"{name} ({i})".strip() if name in again or not name.strip() else name for i, name in enumerate(names))
+    blank, again = invalid_names(names)
+    return tuple(f"{name} ({i})".strip() if name in again or i in blank else name for i, name in enumerate(names))
 
 
 # --- dual encoders -------------------------------------------------------------------------------------------

@@ -114,12 +114,6 @@ def _reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor.reshape(shape)
 
 
-def plain_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
-    """Call a model that takes one tensor and returns one."""
-    answer: Tensor = model(next(iter(inputs.values())))
-    return answer
-
-
 @dataclass(frozen=True)
 class Architecture:
     """The table of one foreign architecture.
@@ -137,7 +131,7 @@ class Architecture:
     weights: Weights
     ignored: tuple[str, ...] = ()  # prefixes of foreign tensors that do not affect the logits
     metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()  # read from the live model
-    answer: Callable[[nn.Module, NamedTensors, bool], Tensor] = plain_answer
+    answer: Callable[[nn.Module, NamedTensors, bool], Tensor] = lambda model, inputs, fresh: model(*inputs.values())
     masks: bool = True  # whether a text model gets an attention mask
     variant: Callable[[nn.Module], Weights] = lambda model: {}  # overrides of `weights` for this model
     rounds: bool = False  # whether weights are computed with, and so rounded again in half precision
@@ -471,11 +465,6 @@ def activation_of(module: Any) -> Activation:
 def dropout_rate(module: Any) -> float:
     """Rate of a dropout (or drop-path) module; 0 for one of another kind, such as an identity."""
     return float(getattr(module, "p", None) or getattr(module, "drop_prob", None) or 0.0)
-
-
-def is_identity(module: Any) -> bool:
-    """Whether a module does nothing."""
-    return module is None or type(module) is nn.Identity
 
 
 def pair(size: Any) -> tuple[int, int]:

@@ -6,13 +6,14 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import nn
 
 from .._utils import library
 from ..model.config import EnsembleConfig, ReadoutConfig, RotaryConfig
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from . import core
-from .core import Architecture, Found, Source, Weights, activation_of, attention, below, dropout_rate, is_identity, pair
+from .core import Architecture, Found, Source, Weights, activation_of, attention, below, dropout_rate, pair
 from .processors import with_images_of
 
 # --- timm ----------------------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ def _config(found: Found, num_labels: int | None, distilled: bool = False) -> En
     classifier = found.classifier(num_labels)
     if distilled and not classifier["num_classes"]:
         raise core.refuse("it has two classifiers without classes")
-    norm = next((norm for norm in (model.norm, model.fc_norm) if not is_identity(norm)), None)
+    norm = next((norm for norm in (model.norm, model.fc_norm) if not isinstance(norm, nn.Identity)), None)
     readout = ReadoutConfig(
         pool=pools[model.global_pool],  # type: ignore[arg-type]
         norm="none" if norm is None else "tokens" if norm is model.norm else "pooled",

@@ -1,7 +1,7 @@
 """transformers: what its tables share, its image and text encoders, and sentence-transformers around the latter."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -61,10 +61,8 @@ def read_classifier(found: Found, num_labels: int | None) -> dict[str, Any]:
 
 def metadata_of_classifier(model: Any) -> Metadata:
     """Read class names from the configuration, if numbered 0, 1, … and not placeholders like `LABEL_0`."""
-    found: Any = getattr(model.config, "id2label", None) or {}
-    pairs = found.items() if isinstance(found, Mapping) else enumerate(found)
-    by_number = {str(number): "" if name is None else str(name) for number, name in pairs}
-    names = [by_number.get(str(number)) for number in range(len(by_number))]
+    found = {int(number): name for number, name in (getattr(model.config, "id2label", None) or {}).items()}
+    names = [found.get(number) for number in range(len(found))]
     if None in names or all(re.fullmatch(r"LABEL_\d+", str(name)) for name in names):
         return Metadata()
     return Metadata(labels=tuple(map(str, names)))

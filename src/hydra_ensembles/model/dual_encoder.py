@@ -19,7 +19,7 @@ from ..preprocessing import TextPreprocessing
 from ..settings import from_plain, short, to_plain
 from . import LATER
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
-from .ensemble import Answering, Ensemble, build_with_state, copied
+from .ensemble import Answering, Ensemble, build_with_state, copied, stored_metadata
 from .layers import GroupedLinear, OurModel, dropping
 from .member_states import copies_of, member_index, place_of, rows_of
 from .metadata import Metadata, invalid_names
@@ -119,7 +119,7 @@ class DualEncoder(OurModel, Saved):
         return cls(*towers, Projections(*linears), scale, scale if config.logit_bias else None)
 
     def _contents(self, name: str) -> Contents:
-        metadata = {"image": self.image.stored().metadata, "text": self.text.stored().metadata}
+        metadata = {"image": stored_metadata(self.image.metadata)[0], "text": stored_metadata(self.text.metadata)[0]}
         return Contents(self._kind, to_plain(self.config), metadata, self.state_dict(), dual_model_card(name, self))
 
     @classmethod
@@ -253,8 +253,7 @@ _PROMPTS_AT_ONCE = 256
 def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
     """Class names, checked: at least two, all different."""
     names = tuple(class_names)
-    blank, twice = invalid_names(names)
-    if len(names) < 2 or blank is not None or twice:
+    if len(names) < 2 or any(invalid_names(names)):
         raise DataError(f"class_names needs two names or more, none blank or twice, got {short(names)}")
     return names
 

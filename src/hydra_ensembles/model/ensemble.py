@@ -462,14 +462,10 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
 
     # --- saving and loading ------------------------------------------------------------------------------
 
-    def stored(self) -> Contents:
-        """Configuration, metadata and tensors as they are saved."""
-        plain, tensors = stored_metadata(self.metadata)
-        return Contents(self._kind, to_plain(self.config), plain, self.state_dict() | tensors)
-
     def _contents(self, name: str) -> Contents:
         warn_if_edited(self)
-        return replace(self.stored(), card=model_card(name, self))
+        plain, tensors = stored_metadata(self.metadata)
+        return Contents(self._kind, to_plain(self.config), plain, self.state_dict() | tensors, model_card(name, self))
 
     @classmethod
     def _restored(cls, contents: Contents, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":

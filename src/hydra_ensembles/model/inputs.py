@@ -49,8 +49,6 @@ def read_inputs(config: EnsembleConfig, inputs: Given | None, named: Mapping[str
     names = READ[config.kind]
     given: dict[str, Any] = {names[0]: inputs} if isinstance(inputs, Tensor) else dict(inputs or {})
     named = {name: value for name, value in named.items() if value is not None}
-    if twice := sorted(name for name in named if given.get(name) is not None):
-        raise DataError(f"{twice} are given twice, in the inputs and as arguments; give each once")
     given |= named
     for name, value in given.items():
         harmless = name not in named and (not isinstance(value, Tensor) or value.dim() <= 1)  # names, texts, numbers
@@ -101,8 +99,6 @@ def _checked_tokens(stem: TextStemConfig, ids: Tensor, mask: Tensor | None, segm
             raise DataError(f"{name} must be like the token ids, {list(ids.shape)}; got {list(tensor.shape)}")
     ids = _in_range(ids, stem.vocabulary, "token ids", "the vocabulary; use the tokenizer of this model")
     if segments is not None:
-        if not _is_whole(segments):
-            raise DataError(f"token_type_ids must be integers, got {segments.dtype}")
         segments = _in_range(segments, max(stem.segments, 1), "token_type_ids", "the segments this model knows")
     return ids, None if mask is None else _checked_mask(mask), segments
 

@@ -220,9 +220,6 @@ class Metadata(Checked):
             raise ConfigError(f"{labels} labels for {classes} classes; give one label per class, or none")
         if self.calibration is not None:
             require_members_for(self.calibration.score, config.members)
-            limit = self.calibration.threshold
-            if isinstance(limit, tuple) and len(limit) != classes:
-                raise ConfigError(f"{len(limit)} thresholds for {classes} classes; calibrate this model itself")
         for name, tensor in (self.familiarity.state if self.familiarity is not None else {}).items():
             of_classes = name.endswith((".classes", ".texts"))  # [M, C, …]
             if len(tensor) != config.members or (of_classes and tensor.shape[1] != classes):
@@ -264,8 +261,7 @@ def _common(values: Sequence[T], name: str) -> T:
     return known[0][1] if known else values[0]
 
 
-def invalid_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
-    """Problems of class names: the index of the first that is blank or no string, and all duplicates."""
-    blank = next((index for index, name in enumerate(names) if not isinstance(name, str) or not name.strip()), None)
-    counts = Counter(name for name in names if isinstance(name, str))
-    return blank, sorted(name for name, count in counts.items() if count > 1)
+def invalid_names(names: Sequence[object]) -> tuple[list[int], list[object]]:
+    """Problems of class names: the places of those that are blank or no string, and those that occur twice."""
+    blank = [index for index, name in enumerate(names) if not isinstance(name, str) or not name.strip()]
+    return blank, [name for name, count in Counter(names).items() if count > 1]
