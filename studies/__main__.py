@@ -9,6 +9,7 @@ import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
 
+from . import adversarial as of_adversarial
 from . import analyses, paper_settings, paper_task
 from . import monitor as of_monitor
 from . import promise as of_promise
@@ -216,6 +217,40 @@ def promise(
         return
     for make in (of_promise.shares, of_promise.mixed_traffic):
         print(f"wrote {make(results)}")
+
+
+@app.command()
+def adversarial(
+    task: Annotated[str, typer.Argument(help="demo, or a task of recipes/classifiers.yaml.")] = "demo",
+    data: Data = Path("shared"),
+    output: Output = RUNS,
+    seeds: Seeds = "0",
+    images: Annotated[int, typer.Option(help="Test images.")] = of_adversarial.IMAGES,
+    results: Annotated[Path, typer.Option(help="Folder with tables/.")] = RESULTS,
+    device: Device = None,
+    cifar: Cifar = None,
+) -> None:
+    """Attack the pixels of test images: accuracy, and what passes under a promise; missing models are made."""
+    for seed in seed_numbers(seeds):
+        if task == "demo":
+            lines = of_adversarial.of_demo(seed, images, torch_device(device))
+        else:
+            loaded: Any = of_recipe(task, data, cifar, device, 1.0, output)
+            lines = of_adversarial.of_task(loaded, output / task, seed, images)
+        print(f"wrote {of_adversarial.write_lines(results / 'tables' / of_adversarial.TABLE, lines)}")
+
+
+@app.command()
+def int8(
+    data: Data = Path("shared"),
+    output: Output = RUNS,
+    results: Annotated[Path, typer.Option(help="Folder with tables/.")] = RESULTS,
+) -> None:
+    """Quantise exported models to 8 bits on a CPU: likelihood, promise and time of images and of texts."""
+    from . import int8 as of_int8  # needs onnx, which no other study does
+
+    text: Any = of_recipe("text-sst2", data, None, "cpu", 1.0, output)
+    print(f"wrote {of_int8.write_table(data, text, output / 'int8', results)}")
 
 
 @app.command()
