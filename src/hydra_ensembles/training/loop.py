@@ -57,7 +57,11 @@ class Learner(ABC, Generic[BatchT]):
         self.recipe, self.device = recipe, device
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.optimizer = make_optimizer(self.trained, recipe, shares, spared)
-        if recipe.compile:
+        self.compiled(model)
+
+    def compiled(self, model: nn.Module) -> None:
+        """Compile the blocks of a model if the recipe says so."""
+        if self.recipe.compile:
             for block in (module for module in model.modules() if isinstance(module, Block)):
                 block.compile()
 
