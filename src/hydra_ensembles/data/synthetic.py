@@ -24,7 +24,7 @@ _BLUR = 1 / 8  # standard deviation of the blur, relative to the shorter side
 _NOISE = 2.0  # standard deviation of the noise, relative to that of each channel
 _REPLACED = 0.5  # share of the words of a text
 
-Distortion = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # image [C, H, W], another image, generator
+Distortion = Callable[[Tensor, torch.Generator], Tensor]  # image [C, H, W], generator
 Draws = Iterator[tuple[int, torch.Generator]]  # for each sample its index and its own generator
 
 
@@ -32,9 +32,8 @@ def synthetic_ood(id_batches: Batches, *, seed: int = 0, model: Ensemble | None 
     """Make OOD batches from ID batches: as many samples, with the same shapes and dtypes.
 
     Images `[B, C, H, W]`, in turn: patches shuffled, phases scrambled (the spectrum is kept), a strong blur, strong
-    noise, and half of the patches taken from the previous image. Texts, token ids `[B, T]`, in turn: words shuffled,
-    half of them replaced by others of the vocabulary, all replaced by words that occur in no text. Special tokens and
-    padding are kept.
+    noise. Texts, token ids `[B, T]`, in turn: words shuffled, half of them replaced by others of the vocabulary.
+    Special tokens and padding are kept.
 
     The result depends only on the samples, their order and the seed, and is held in memory. For texts, `model` gives
     vocabulary and special tokens; without one, replacement words have ids up to the largest that occurs, and tokens
@@ -73,29 +72,33 @@ def _main_input(inputs: Inputs, index: int) -> tuple[str, Tensor]:
 
 def _distort_images(batches: Iterable[Tensor], draws: Draws) -> Iterator[Tensor]:
     """Yield batches `[B, C, H, W]` with every image distorted."""
-    previous = torch.empty(0)
     for batch in batches:
         distorted = batch.cpu().clone()
         for image in distorted:  # [C, H, W]
             number, draw = next(draws)
             precise = image.to(torch.float64 if image.dtype == torch.float64 else torch.float32, copy=True)
-            before = previous if previous.shape == precise.shape else precise.flip(-1)
-            changed = IMAGE_DISTORTIONS[number % len(IMAGE_DISTORTIONS)](precise, before, draw)
+            changed = IMAGE_DISTORTIONS[number % len(IMAGE_DISTORTIONS)](precise, draw)
             if not image.is_floating_point():
                 limits = torch.iinfo(image.dtype)
                 changed = changed.round().clamp(limits.min, limits.max)
             image.copy_(changed)
-            previous = precise
         yield distorted.to(batch.device)
 
 
-def shuffle_patches(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
-    """Shuffle the patches of a four by four grid."""
-    patches = _to_patches(image)
-    return _joined(image, patches[torch.randperm(len(patches), generator=draw)])
+def shuffle_patches(image: Tensor, draw: torch.Generator) -> Tensor:
+    """Shuffle the patches of a four by four grid; pixels that are left over stay."""
+    height, width = image.shape[-2:]
+    rows, columns = min(_CELLS, height), min(_CELLS, width)
+    shuffled = image.clone()
+    inner = shuffled[:, : height // rows * rows, : width // columns * columns]
+    cells = inner.unflatten(2, (columns, -1)).unflatten(1, (rows, -1))  # a view [C, rows, h, columns, w]
+    patches = cells.permute(1, 3, 0, 2, 4).flatten(0, 1)  # [rows · columns, C, h, w]
+    patches = patches[torch.randperm(len(patches), generator=draw)].unflatten(0, (rows, columns))
+    cells.copy_(patches.permute(2, 0, 3, 1, 4))
+    return shuffled
 
 
-def scramble_phases(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
+def scramble_phases(image: Tensor, draw: torch.Generator) -> Tensor:
     """Randomise the phases of an image; its mean and amplitude spectrum are kept."""
     noise = torch.randn(image.shape[-2:], generator=draw, dtype=image.dtype)
     turned = torch.fft.rfft2(noise).angle()  # phases of a real field, so that the result is real
@@ -104,7 +107,7 @@ def scramble_phases(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
     return torch.fft.irfft2(spectrum * torch.polar(torch.ones_like(turned), turned), s=image.shape[-2:])
 
 
-def blur(image: Tensor, _: Tensor, __: torch.Generator) -> Tensor:
+def blur(image: Tensor, _: torch.Generator) -> Tensor:
     """Blur an image so strongly that only the coarsest shapes remain."""
     height, width = image.shape[-2:]
     squares = torch.fft.fftfreq(height)[:, None] ** 2 + torch.fft.rfftfreq(width) ** 2
@@ -112,47 +115,16 @@ def blur(image: Tensor, _: Tensor, __: torch.Generator) -> Tensor:
     return torch.fft.irfft2(torch.fft.rfft2(image) * passed, s=image.shape[-2:])
 
 
-def add_noise(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
+def add_noise(image: Tensor, draw: torch.Generator) -> Tensor:
     """Add noise of twice the standard deviation of each channel."""
     spread = image.std(dim=(1, 2), keepdim=True, correction=0)
     return image + _NOISE * spread * torch.randn(image.shape, generator=draw, dtype=image.dtype)
 
 
-def paste(image: Tensor, other: Tensor, draw: torch.Generator) -> Tensor:
-    """Replace half of the patches by those of another image."""
-    patches, foreign = _to_patches(image), _to_patches(other)
-    chosen = torch.randperm(len(patches), generator=draw)[: (len(patches) + 1) // 2]
-    patches[chosen] = foreign[chosen]
-    return _joined(image, patches)
-
-
-IMAGE_DISTORTIONS: tuple[Distortion, ...] = (shuffle_patches, scramble_phases, blur, add_noise, paste)  # in turn
-
-
-def _patches(image: Tensor) -> Tensor:
-    """A view of a four by four grid of patches of equal size `[C, rows, h, columns, w]`, without leftover pixels."""
-    height, width = image.shape[-2:]
-    rows, columns = min(_CELLS, height), min(_CELLS, width)
-    inner = image[:, : height // rows * rows, : width // columns * columns]
-    return inner.unflatten(2, (columns, -1)).unflatten(1, (rows, -1))
-
-
-def _to_patches(image: Tensor) -> Tensor:
-    """Cut into patches `[rows · columns, C, h, w]`."""
-    return _patches(image).permute(1, 3, 0, 2, 4).flatten(0, 1)
-
-
-def _joined(image: Tensor, patches: Tensor) -> Tensor:
-    """Return the image with these patches in place of its own."""
-    joined = image.clone()
-    cells = _patches(joined)
-    cells.copy_(patches.unflatten(0, (cells.shape[1], cells.shape[3])).permute(2, 0, 3, 1, 4))
-    return joined
+IMAGE_DISTORTIONS: tuple[Distortion, ...] = (shuffle_patches, scramble_phases, blur, add_noise)  # in turn
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
-
-TEXT_DISTORTIONS = ("shuffled", "replaced", "foreign")  # in turn
 
 
 def _distort_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, model: Ensemble | None) -> list[Tensor]:
@@ -167,23 +139,17 @@ def _distort_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, mod
         size = model.config.stem.vocabulary
     usable = torch.ones(size, dtype=torch.bool)
     usable[[token for token in special if token < size]] = False
-    unseen = usable.clone()
-    for text in texts:
-        unseen[text[text < size]] = False
-    anything = usable.nonzero()[:, 0]
-    if not len(anything):
+    words = usable.nonzero()[:, 0]
+    if not len(words):
         raise DataError(f"all {size} tokens of the vocabulary are special; none is left to replace words with")
-    foreign = unseen.nonzero()[:, 0] if unseen.any() else anything
     fixed = torch.tensor(sorted(special), dtype=torch.long)
     for (ids, is_token), (number, draw) in zip(samples, draws, strict=False):
-        way = TEXT_DISTORTIONS[number % len(TEXT_DISTORTIONS)]
         positions = (is_token & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of the words
         order = positions[torch.randperm(len(positions), generator=draw)]
-        if way == "shuffled" and not torch.equal(ids[positions], ids[order]):
+        if number % 2 == 0 and not torch.equal(ids[positions], ids[order]):
             ids[positions] = ids[order]
         else:  # also if shuffling left the text unchanged
-            words = foreign if way == "foreign" else anything
-            count = len(order) if way == "foreign" else math.ceil(_REPLACED * len(order))
+            count = math.ceil(_REPLACED * len(order))
             ids[order[:count]] = words[torch.randint(len(words), (count,), generator=draw)].to(ids.dtype)
     return [new.to(batch.device) for new, batch in zip(distorted, batches, strict=True)]
 

@@ -80,16 +80,19 @@ def evaluate(
     """
     if not callable(ensemble):
         require_model(ensemble, "evaluate", Ensemble)  # raises
-    model, metadata, calibration = _read_model(ensemble, calibration)
+    inner = unwrapped(ensemble) if isinstance(ensemble, nn.Module) else ensemble
+    model: Any = inner if isinstance(inner, Answering) else ensemble  # what lies around an ensemble changes no answer
+    if calibration is None and isinstance(model, Answering) and isinstance(model, nn.Module):
+        warn_if_edited(model)
+    stored = getattr(model, "metadata", None)
+    metadata = stored if isinstance(stored, Metadata) else Metadata()
+    calibration = calibration or metadata.calibration
     classes = model.num_classes if isinstance(model, Answering) else None  # of others unknown
     if classes is not None:
         require_classifier(model, "evaluate")
     familiarity = None if classes is None else metadata.familiarity
     fitted: tuple[AnyScore, ...] = () if familiarity is None else familiarity.settings.scores
     reported = tuple(dict.fromkeys((score, *scores, *fitted)))
-    if unknown := [one for one in reported if one not in (*get_args(ScoreName), *fitted)]:
-        choices = ", ".join((*get_args(ScoreName), *fitted))
-        raise ConfigError(f"scores {unknown} are not known; choose from {choices}; fit_familiarity adds scores")
     source = getattr(id_data, "dataset", id_data)  # of a loader
     id_name = id_name or (source.name if isinstance(source, Dataset) else "id")
     groups = read_groups(ood)
@@ -110,19 +113,6 @@ def evaluate(
     brief = calibration and replace(calibration, reference=None, watched={}, weights="", rows=())
     about = _described(model, logits, brief)
     return Evaluation(name or UNNAMED, id_name, score, convention, answers, about, _provenance(model, logits.dtype))
-
-
-def _read_model(model: Any, calibration: Calibration | None) -> tuple[Any, Metadata, Calibration | None]:
-    """What to run for a model, its metadata, and the calibration to apply: the given one, or its own if it has one."""
-    inner = unwrapped(model) if isinstance(model, nn.Module) else model
-    if isinstance(inner, Answering) and isinstance(inner, nn.Module):
-        if calibration is None:
-            warn_if_edited(inner)
-        fitted = inner.metadata.familiarity is not None
-        model = inner if fitted or not hasattr(model, "metadata") else model  # a wrapper forwards only logits
-    stored = getattr(model, "metadata", None)
-    metadata = stored if isinstance(stored, Metadata) else Metadata()
-    return model, metadata, calibration or metadata.calibration
 
 
 def _identity(model: Any, output: object) -> dict[str, Any]:
@@ -225,7 +215,7 @@ class _Pass:
             prepared = self.model.prepare(inputs)
         except DataError as problem:
             raise DataError(f"{where}: {problem}") from problem
-        if not isinstance(self.model, Answering):  # compiled
+        if not isinstance(self.model, Answering):  # a view, such as MC Dropout
             return self.model(prepared), {}
         logits, scores, rows = self.model.answered(prepared)
         return logits, {**rows, **({} if scores is None else {"scores": scores})}
