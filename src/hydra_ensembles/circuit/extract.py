@@ -113,7 +113,7 @@ def extract_circuit(
     id_batches = in_model_order(id_batches, "id_batches", model)
     if isinstance(ood_batches, str) and score != "acc":
         id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches
-        ood_batches = synthetic_ood(id_batches, seed=seed, model=model)
+        ood_batches = synthetic_ood(id_batches, seed=seed)
     model = working_copy(model, device)
     samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
     identity = {

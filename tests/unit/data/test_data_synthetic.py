@@ -6,7 +6,6 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles.data.synthetic import IMAGE_DISTORTIONS, blur
-from random_ensembles import random_ensemble
 
 CLS, SEP, PAD = 1, 2, 0
 
@@ -74,11 +73,3 @@ def test_texts_keep_special_tokens_and_padding() -> None:
             assert before.sort().values.tolist() == after.sort().values.tolist()
         else:
             assert (before == after).any()
-
-
-def test_the_vocabulary_of_a_model_is_used() -> None:
-    model, batch = random_ensemble("text-post-norm"), texts(length=8)
-    ((made,),) = he.data.synthetic_ood([batch], model=model)
-    assert made["input_ids"].max() < model.config.stem.vocabulary
-    assert made["input_ids"].max() > 14
-    assert model(made["input_ids"], made["attention_mask"]).isfinite().all()
