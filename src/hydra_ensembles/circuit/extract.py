@@ -38,7 +38,7 @@ from ..model.ensemble import Ensemble
 from ..settings import from_plain, require, to_plain
 from ..store import Store
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size
-from .exact import Exact, JointExact, JointNaive, Naive, Search, Texts, of_tower, read_texts
+from .exact import Exact, JointExact, Naive, Search, Texts, of_tower, read_texts
 from .scores import CircuitData, Method, Objective, Ties, read_samples
 
 
@@ -224,8 +224,7 @@ class Extraction:
         """Start the search with these candidates, after the heads in `off` were removed."""
         model, samples, texts = self.model, self.samples, self.texts
         if self.method == "naive":
-            common = model, samples, self.objective, self.work, self.batch_size, off
-            return Naive(*common) if texts is None else JointNaive(*common, texts)
+            return Naive(model, samples, self.objective, self.work, self.batch_size, off, texts)
 
         def cached(model: Ensemble, samples: CircuitData, of_text: bool, share: float) -> CachedTower:
             """A copy of a tower without the heads in `off`, with a share of the memory for cached activations."""
