@@ -28,6 +28,7 @@ STYLE = """<style>
   .base { fill: #5b6675; } .mlp { fill: #c9cfd8; } .line { stroke: #5b6675; fill: none; stroke-width: 1.6; }
   .thin { stroke: #aab1bd; fill: none; } .dash { stroke: #5b6675; fill: none; stroke-dasharray: 5 4; }
   .tip { fill: #5b6675; } .m0 { fill: #2563c9; } .m1 { fill: #d1571b; } .m2 { fill: #14866d; } .m3 { fill: #8b3fb5; }
+  .m4 { fill: #8a6d1a; }
   .s0 { stroke: #2563c9; } .s1 { stroke: #d1571b; } .s2 { stroke: #14866d; }
   .curve { fill: none; stroke-width: 2.6; } .wash { fill: #d1571b; opacity: .08; }
   text { font: 15px ui-sans-serif, system-ui, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif;
@@ -36,6 +37,7 @@ STYLE = """<style>
     .card { fill: #1a1e25; stroke: #39414d; } .page { fill: #13161b; } .off, .thin { stroke: #5c6673; }
     .base { fill: #aab4c0; } .mlp { fill: #3a424e; } .line, .dash { stroke: #aab4c0; } .tip { fill: #aab4c0; }
     .m0 { fill: #6ea8ff; } .m1 { fill: #ff9a5c; } .m2 { fill: #3ecfaf; } .m3 { fill: #d194f5; }
+    .m4 { fill: #e0be5a; }
     .s0 { stroke: #6ea8ff; } .s1 { stroke: #ff9a5c; } .s2 { stroke: #3ecfaf; } .wash { fill: #ff9a5c; }
     text { fill: #e8eaef; } .soft { fill: #b6bfcc; }
   }
@@ -61,6 +63,13 @@ class Drawing:
     def dot(self, x: float, y: float, kind: str, radius: float = 6) -> None:
         """A disc."""
         self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" class="{kind}"/>')
+
+    def mark(self, x: float, y: float, kind: str, square: bool, _: str) -> None:
+        """The mark of a method."""
+        if square:
+            self.box(x - 5, y - 5, 10, 10, kind, 1)
+        else:
+            self.dot(x, y, kind)
 
     def say(self, x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> None:
         """A line of text."""
@@ -268,46 +277,66 @@ def lines(table: str) -> Iterator[dict[str, str]]:
         yield from csv.DictReader(file)
 
 
-PANELS = {"cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet-200", "sst2": "SST-2"}
-MARKS = {  # methods of the table of shares: their colour, and how they are called
-    "single": ("base", "one model"),
-    "soup": ("m0", "soup"),
-    "hydra": ("m1", "Hydra"),
-    "cascade soup-hydra": ("m2", "cascade"),
-    "deep": ("m3", "Deep Ensemble"),
+PANELS = {  # tasks with their backbones, and how they are called; others follow under their own names
+    "cifar100 dinov2-s": "CIFAR-100",
+    "tinyimagenet dinov2-s": "TinyImageNet-200",
+    "cifar10 dinov2-s": "CIFAR-10",
+    "sst2 minilm-l6": "SST-2, MiniLM",
+    "sst2 nomic-12x768": "SST-2, 12 x 768",
 }
+MARKS = {  # methods of the table of shares: their colour, whether they are squares, and how they are called
+    "single softmax": ("off", False, "one model, plain threshold: no promise"),
+    "single": ("base", False, "one model"),
+    "laplace": ("base", True, "Laplace"),
+    "soup": ("m0", False, "soup"),
+    "hydra": ("m1", False, "Hydra"),
+    "hydra distilled": ("m1", True, "Hydra, distilled"),
+    "cascade soup-hydra": ("m2", False, "soup, then Hydra"),
+    "cascade soup-deep": ("m2", True, "soup, then Deep"),
+    "deep": ("m3", False, "Deep Ensemble"),
+    "hydra taylor": ("m4", True, "the paper's, Taylor"),
+    "hydra circ": ("m4", False, "the paper's, circuits"),
+}
+RISK, DEAREST = "0.05", 3.3
 
 
 def shares() -> None:
     """Share that may be answered with at most 5 % errors, against price, one point a method, one panel a task."""
-    drawing = Drawing(330, "Share that each method may answer with at most 5 % errors, against its inference time.")
-    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}  # by task and method: price and share of each seed
     for line in lines("promise_shares"):
-        if line["risk"] == "0.05" and line["rule"] == "confidence and familiarity":
-            found.setdefault((line["task"], line["method"]), []).append(line)
-    for place, (task, title) in enumerate(PANELS.items()):
-        left, top, wide, tall = 56 + 187 * place, 44, 140, 190
-        means = {
-            name: sum(float(one["accepted"]) for one in found[task, name]) / len(found[task, name]) for name in MARKS
-        }
-        low = 0.05 * math.floor(20 * min(means.values()) - 0.4)
-        drawing.say(left + wide / 2, 30, title, "title")
+        if line["risk"] == RISK and line["rule"] != "confidence" and line["price"]:
+            point = float(line["price"]), float(line["accepted"])
+            found.setdefault(f"{line['task']} {line['backbone']}", {}).setdefault(line["method"], []).append(point)
+    tasks = [task for task in (*PANELS, *(task for task in found if task not in PANELS)) if task in found]
+    foot = 262 * -(-len(tasks) // 3)
+    drawing = Drawing(
+        foot + 110, "Share that each method may answer with at most 5 % errors, against its inference time."
+    )
+    for place, task in enumerate(tasks):
+        left, top, wide, tall = 56 + 187 * (place % 3), 44 + 262 * (place // 3), 140, 190
+        means = {name: [sum(one) / len(one) for one in zip(*found[task][name], strict=True)] for name in found[task]}
+        shown = {name: (price, share) for name, (price, share) in means.items() if name in MARKS and price <= DEAREST}
+        low, high = (end(share for _, share in shown.values()) for end in (min, max))
+        step = next(one for one in (0.025, 0.05, 0.1, 0.25) if high <= one * math.floor(low / one) + 4 * one)
+        low = step * math.floor(low / step)
+        drawing.say(left + wide / 2, top - 14, PANELS.get(task, task), "title")
         drawing.box(left, top, wide, tall, "card", 6)
-        for step in range(5):
-            share = low + 0.05 * step
-            y = top + tall * (1 - step / 4)
-            drawing.say(left - 5, y + 4, f"{100 * share:.0f} %", "soft", "end")
-            if 0 < step < 4:
+        for number in range(5):
+            y = top + tall * (1 - number / 4)
+            drawing.say(left - 5, y + 4, f"{100 * (low + step * number):.3g} %", "soft", "end")
+            if 0 < number < 4:
                 drawing.path([(left, y), (left + wide, y)], "thin")
-        for name, (kind, _) in MARKS.items():
-            price = float(found[task, name][0]["price"])
-            drawing.dot(left + wide * (price - 0.8) / 2.5, top + tall * (1 - (means[name] - low) / 0.2), kind, 6)
+        for name in (name for name in MARKS if name in shown):
+            price, share = shown[name]
+            drawing.mark(left + wide * (price - 0.8) / 2.5, top + tall * (1 - (share - low) / (4 * step)), *MARKS[name])
         for price in (1, 2, 3):
             drawing.say(left + wide * (price - 0.8) / 2.5, top + tall + 18, f"{price}x", "soft")
-    drawing.say(300, 276, "inference time, relative to one model →", "soft")
-    for x, (kind, label) in zip((40, 158, 236, 326, 428), MARKS.values(), strict=True):
-        drawing.dot(x, 305, kind, 6)
-        drawing.say(x + 13, 310, label, "", "start")
+    drawing.say(300, foot + 10, "inference time, relative to one model →", "soft")
+    used = [name for name in MARKS if any(name in found[task] for task in tasks)]
+    for place, name in enumerate(used):
+        x, y = 24 + 192 * (place % 3), foot + 36 + 22 * (place // 3)
+        drawing.mark(x, y, *MARKS[name])
+        drawing.say(x + 13, y + 5, MARKS[name][2], "soft", "start")
     drawing.save("shares")
 
 

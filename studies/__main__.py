@@ -16,7 +16,6 @@ from . import promise as of_promise
 from . import small as of_small
 from .claims import write_claims
 from .classifiers import ClassifierTask
-from .distilled import write_distilled
 from .engine import Task, opened
 from .engine import run as run_study
 from .fetch import SETS
@@ -103,6 +102,16 @@ def run(
     The first seed chooses the settings; after it, seeds may run in several processes at once.
     """
     ran(of_recipe(name, data, cifar, device, share, output), output, methods, seeds, stages)
+
+
+@app.command()
+def pack(
+    name: Annotated[str, typer.Argument(help="Text task of recipes/classifiers.yaml.")],
+    data: Data = Path("shared"),
+) -> None:
+    """Write all sets of a task as tokens into DATA/packed, which it then reads: for a machine without texts."""
+    path = of_recipe(name, data, None, "cpu", 1.0, RUNS).write_pack()  # type: ignore[attr-defined]
+    print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 @app.command()
@@ -252,16 +261,6 @@ def int8(
 
     text: Any = of_recipe("text-sst2", data, None, "cpu", 1.0, output)
     print(f"wrote {of_int8.write_table(data, text, output / 'int8', results)}")
-
-
-@app.command()
-def distilled(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of vision-cifar100-distilled.")],
-    results: Annotated[Path, typer.Option(help="Folder with tables/.")] = RESULTS,
-) -> None:
-    """Write the tables of distilled Hydras: settings on held-out rows, the best at each price on the test set."""
-    for path in write_distilled(run, results):
-        print(f"wrote {path}")
 
 
 @app.command()

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 
 import hydra_ensembles as he
@@ -27,16 +28,16 @@ from hydra_ensembles.training.recipe import DataRecipe
 
 from .corruptions import CORRUPTIONS, SEVERITIES, corrupted
 from .engine import Lab, Method, Set, Setting, Stage, Task
-from .rows import SINGLE
-from .samples import Drawn, ImageSamples, SampleBatches, Samples, TextSamples, resized
+from .rows import HELD_OUT, SINGLE
+from .samples import Drawn, ImageSamples, SampleBatches, Samples, TextSamples
 from .sets import SPLIT_SEED, DataFolder, apart_by_sentences, at_most, foreign_halves, halves, read_recipe
 from .suites import SetRef, given, suite
-from .weights import SCRATCH, fresh_classifier, pretrained, redrawn, small_vit, tokenizer
+from .weights import BACKBONES, SCRATCH, fresh_classifier, pretrained, redrawn, small_vit, tokenizer
 
+INSIDE = ("rank", "calibrate", "B")
 SPARE = 3  # extra heads that a circuit ranks, for members that would otherwise be equal
 Heads = Literal["circuits", "taylor", "random"]
 APART = ("methods", "seeds", "seeds_of", "held_out", "corruptions", "most")  # settings that decide no model
-LISTS = "Hydra, distilled"  # nor do lists of settings to choose from
 
 
 def recipe() -> dict[str, Any]:
@@ -59,20 +60,21 @@ class ClassifierTask(Task):
         share: float = 1.0,
         cache: Path | None = None,
     ) -> None:
-        self.name, self.settings, self.plain = name, settings, settings["tasks"][name]
+        self.name, self.plain = name, settings["tasks"][name]
+        self.settings = {**settings, **{key: value for key, value in self.plain.items() if key in settings}}
         self.source, self.device, self.share, self.cache = source, device, share, cache
         self.suite = suite(self.plain["suite"])
         self.kind = "text" if self.suite.id.source.startswith("text/") else "image"
         self.scratch = self.plain["backbone"] == SCRATCH
         self._read: dict[str, Samples] = {}
+        self.pack = source.root / "packed" / f"{name}.npz"
 
     @property
     def identity(self) -> dict[str, Any]:
         """All settings that decide its models."""
         keys = ("members", "circuits", "ties", "taylor_batches", "familiar", "oba_size")
         common = {key: self.settings[key] for key in keys}
-        own = {key: value for key, value in self.plain.items() if key not in APART and not key.startswith(LISTS)}
-        return {**common, "task": own, "share": self.share}
+        return {**common, "task": {k: v for k, v in self.plain.items() if k not in APART}, "share": self.share}
 
     @property
     def letter(self) -> bool:
@@ -96,12 +98,22 @@ class ClassifierTask(Task):
         """The OOD sets of the task, and the paper's task that it stands for."""
         groups = {group: [one.name for one in sets] for group, sets in self._foreign("report").items()}
         fewest = {"fewest": self.settings["fewest"]} if "fewest" in self.settings else {}
-        return {"tasks": {self.suite.id.name: groups}, "paper": self.plain["paper"], **fewest}
+        backbone = BACKBONES.get(self.plain["backbone"], self.plain["backbone"])
+        return {"tasks": {self.suite.id.name: groups}, "paper": self.plain["paper"], "backbone": backbone, **fewest}
+
+    @property
+    def ranking_precision(self) -> str:
+        return str(self.plain.get("ranking_precision", "highest"))
 
     def lab(self, number: int, store: Store, choices: Path) -> "ClassifierLab":
         return ClassifierLab(self, number, store, choices)
 
     # --- samples -----------------------------------------------------------------------------------------------------
+
+    @property
+    def alike(self) -> int:
+        """Batches that are filled by length together; 0 leaves texts in the order of their data set."""
+        return int(self.plain.get("alike", 0))
 
     def samples(self, *sets: Any) -> Samples:
         """Sets of one kind joined, as inputs of the task's backbone; a trial has some samples of every class."""
@@ -114,15 +126,61 @@ class ClassifierTask(Task):
         """All samples of the sets as inputs of the task's backbone."""
         images = [data for data in sets if isinstance(data, ImageDataset)]
         if not images:
-            tokens = tokenizer(self.source.root, self.plain["input_size"])
-            return TextSamples.read(cast(TextDataset, sets[0]), tokens, self.device, self.cache)
+            tokens = tokenizer(self.source.root, self.plain["input_size"], self.plain["backbone"])
+            texts = TextSamples.read(cast(TextDataset, sets[0]), tokens, self.device, self.cache)
+            return texts.by_length() if self.alike else texts
         parts = [ImageSamples.read(data, self.plain["input_size"], self.device, self.cache) for data in images]
         pixels, labels = torch.cat([part.pixels for part in parts]), torch.cat([part.labels for part in parts])
         return ImageSamples(pixels, labels, parts[0].size)
 
     @cached_property
+    def _packed(self) -> Mapping[str, Mapping[str, Any]]:
+        """The sets of a text task as tokens, if a file has them, so that no text is read; by name."""
+        if not self.pack.is_file():
+            return {}
+        found: dict[str, dict[str, Any]] = {}
+        with np.load(self.pack) as file:
+            for key in file.files:
+                name, _, part = key.partition("|")
+                found.setdefault(name, {})[part] = file[key]
+        return found
+
+    def read(self, name: str, make: Callable[[], Samples]) -> Samples:
+        """A set by name, read once; from the file with tokens if there is one."""
+        if name not in self._read:
+            tokens = self._packed.get(name)
+            self._read[name] = make() if tokens is None else TextSamples.packed(tokens, self.device, self.share)
+        return self._read[name]
+
+    def write_pack(self) -> Path:
+        """Write the tokens of all sets of a text task into one file of the data folder, for a machine without them."""
+        stages: tuple[Stage, ...] = ("report", "held_out")
+        references = [one for stage in stages for sets in self._foreign(stage).values() for one in sets]
+        sets = {"train": self.train, "foreign": self.foreign, **self.inside}
+        sets |= {one.name: self.reported(one) for one in (self.suite.id, *references)}
+        arrays = {"classes|names": np.array(self.class_names)}
+        for name, samples in sets.items():
+            texts = cast(TextSamples, samples)
+            widest = int(texts.widths.max())
+            tokens = {part: one[:, :widest].cpu().numpy().astype(np.uint16) for part, one in texts.inputs.items()}
+            arrays |= {f"{name}|{part}": one for part, one in tokens.items()} | {f"{name}|labels": texts.labels.numpy()}
+        self.pack.parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(self.pack, **arrays)
+        return self.pack
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the task's classes."""
+        if "classes" in self._packed:
+            return tuple(map(str, self._packed["classes"]["names"]))
+        return self.source.load(given(self.suite, "train")).class_names
+
+    @property
     def train(self) -> Samples:
         """Training data."""
+        return self.read("train", self._train)
+
+    def _train(self) -> Samples:
         if "sentences" in self.plain:
             return self.samples(self._by_sentences[1])
         reference = given(self.suite, "train")
@@ -132,19 +190,7 @@ class ClassifierTask(Task):
     @property
     def validation(self) -> Any:
         """Held-out ID data."""
-        if "sentences" in self.plain:
-            return self._by_sentences[0]
-        reference = given(self.suite, "validation")
-        return self.source.load(replace(reference, rows=self.plain.get("validation_rows", reference.rows)))
-
-    @cached_property
-    def with_others(self) -> Samples:
-        """Training images, and unlabelled ones of another source at their size."""
-        train, other = cast(ImageSamples, self.train), self.source.load(_held_out(self.plain["others"]))
-        pixels = cast(ImageSamples, self.samples(other)).pixels.float() / 255
-        small = (255 * resized(pixels, train.pixels.shape[-1]).clamp(0, 1)).round().byte()
-        labels = torch.cat([train.labels, torch.zeros(len(small), dtype=torch.long)])
-        return ImageSamples(torch.cat([train.pixels, small]), labels, train.size)
+        return self._by_sentences[0] if "sentences" in self.plain else self.source.load(given(self.suite, "validation"))
 
     @cached_property
     def _by_sentences(self) -> tuple[TextDataset, TextDataset]:
@@ -155,14 +201,21 @@ class ClassifierTask(Task):
     @cached_property
     def inside(self) -> dict[str, Samples]:
         """Held-out ID samples: `rank` and `calibrate` (half A) rank heads and calibrate, `B` chooses settings."""
+        return {name: self.read(name, lambda name=name: self.samples(self._halves[name])) for name in INSIDE}
+
+    @cached_property
+    def _halves(self) -> dict[str, Any]:
         half_a, half_b = halves(self.validation)
         count = min(self.settings["circuits"], len(half_a) // 2)
         ranks, calibrates = split(half_a, count / len(half_a), SPLIT_SEED, stratified=True)
-        return {name: self.samples(data) for name, data in (("rank", ranks), ("calibrate", calibrates), ("B", half_b))}
+        return dict(zip(INSIDE, (ranks, calibrates, half_b), strict=True))
 
-    @cached_property
+    @property
     def foreign(self) -> Samples:
         """OOD samples that rank heads; they are not reported."""
+        return self.read("foreign", self._ranking_foreign)
+
+    def _ranking_foreign(self) -> Samples:
         half, _ = foreign_halves(self.source.load(self.suite.circuit_ood))
         return self.samples(at_most(half, self.settings["circuits"]))
 
@@ -170,12 +223,14 @@ class ClassifierTask(Task):
         return Set(self.suite.id.name, "calibration", "id", self.inside["calibrate"])
 
     def sets(self, stage: Stage) -> Iterator[Set]:
-        """Half B and held-out OOD sets; or the test sets; or corrupted test images."""
+        """Half B and held-out OOD sets; or the test sets, and what calibrates; or corrupted test images."""
         task = self.suite.id.name
         if stage == "shift":
             yield from self._corrupted() if "corruptions" in self.plain else ()
             return
         yield Set(task, task, "id", self.inside["B"] if stage == "held_out" else self.reported(self.suite.id))
+        if stage == "report":
+            yield Set(task, HELD_OUT, "held-out", self.inside["calibrate"])
         for group, references in self._foreign(stage).items():
             for reference in references:
                 yield Set(task, reference.name, group, self.reported(reference))
@@ -187,10 +242,8 @@ class ClassifierTask(Task):
 
     def reported(self, reference: SetRef) -> Samples:
         """A test set, read once."""
-        most = None if reference == self.suite.id else self.plain.get("most", self.settings["most"])
-        if reference.name not in self._read:
-            self._read[reference.name] = self.samples(at_most(self.source.load(reference), most))
-        return self._read[reference.name]
+        most = None if reference == self.suite.id else self.settings["most"]
+        return self.read(reference.name, lambda: self.samples(at_most(self.source.load(reference), most)))
 
     def _corrupted(self) -> Iterator[Set]:
         """Some test images under every corruption and severity."""
@@ -215,7 +268,7 @@ class ClassifierTask(Task):
 
     def lessons(self, training: DataRecipe) -> Any:
         """Training batches for a recipe, with its augmentation."""
-        return SampleBatches(self.train, training.batch_size or 128, training.rand_augment or True)
+        return SampleBatches(self.train, training.batch_size or 128, training.rand_augment or True, self.alike)
 
     def training(self, **changes: Any) -> DataRecipe:
         """Single's recipe, possibly a preset, with changes; in float32 and not compiled without a GPU."""
@@ -239,8 +292,7 @@ class ClassifierTask(Task):
 
     def start(self) -> he.Ensemble:
         """The pretrained model; from scratch, a model whose weights are still to be drawn."""
-        classes = self.source.load(given(self.suite, "train")).class_names
-        size = self.plain["input_size"]
+        classes, size = self.class_names, self.plain["input_size"]
         if self.scratch:
             return small_vit(size, classes).to(self.device)
         return pretrained(self.source.root, self.plain["backbone"], size, classes).to(self.device)
@@ -324,16 +376,6 @@ class ClassifierLab(Lab):
     def singles(self) -> list[he.Ensemble]:
         """As many fine-tunings as an ensemble has members; the first is Single."""
         return [self.base, *(self.single(index) for index in range(1, self.members))]
-
-    def fine_tunings(self, count: int) -> list[he.Ensemble]:
-        """As many; beyond this seed's own those of the other seeds, which must be finished: first the first of each."""
-        seeds, folder = self.task.seeds_of(SINGLE), self.store.path("")
-        others = [(number, index) for index in range(self.members) for number in seeds if number != self.number]
-        turned = sorted(others, key=lambda one: (one[1], (one[0] - self.number) % len(seeds)))
-        assert folder is not None
-        paths = [folder.parent / f"seed-{number}" / "models" / f"single-{index}" for number, index in turned]
-        more = [he.load(path).to(self.task.device).eval() for path in paths[: max(0, count - self.members)]]
-        return [*self.singles[:count], *more]
 
     # --- heads -------------------------------------------------------------------------------------------------------
 

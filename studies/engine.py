@@ -49,7 +49,7 @@ class Set:
 
     task: str
     name: str
-    group: str  # `id`, `near`, `far` or `shift`
+    group: str  # `id`, `held-out`, `near`, `far` or `shift`
     samples: Samples
     classes: tuple[str, ...] = ()
 
@@ -61,7 +61,7 @@ class Set:
     @property
     def labelled(self) -> bool:
         """Whether its labels are the task's."""
-        return self.group in ("id", "shift")
+        return self.group in ("id", "held-out", "shift")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Task(ABC):
 
     name: str
     device: torch.device
+    ranking_precision = "highest"  # of products, while heads are ranked: small differences decide
 
     @property
     @abstractmethod
@@ -145,8 +146,8 @@ class Lab(ABC):
         return self.store.step(f"models/{name}", make, MODELS).to(self.task.device).eval()
 
     def ranked(self, name: str, rank: Callable[[], HeadRanking]) -> HeadRanking:
-        """A ranking by name; computed in full float32, because small differences decide it."""
-        return self.store.step(f"rankings/{name}", lambda: precise_products()(rank)(), RANKINGS)
+        """A ranking by name; computed in full float32 unless the task says otherwise."""
+        return self.store.step(f"rankings/{name}", lambda: products(self.task.ranking_precision)(rank)(), RANKINGS)
 
     def extracted(self, name: str, sides: Callable[[], tuple[Any, ...]], **how: Any) -> HeadRanking:
         """An exact circuit by name; `sides` returns the model, ID and OOD batches, and optionally class names."""
@@ -161,10 +162,11 @@ class Lab(ABC):
         return self.ranked(name, extract)
 
     def setting(self, method: str) -> Setting:
-        """The setting that held-out data chose for a method; an empty one if there was nothing to choose."""
+        """The setting that held-out data chose for a method; the only one, or none, if there was nothing to choose."""
         name = self.task.methods[method].like or method
-        if not self.task.methods[name].settings(self.task):
-            return {}
+        options = self.task.methods[name].settings(self.task)
+        if len(options) < 2:
+            return options[0] if options else {}
         path = self.choices / f"{slug(name)}.json"
         if not path.exists():
             raise DataError(f"no setting of {name!r} is chosen yet for {self.task.name}; run its first seed")
@@ -177,10 +179,10 @@ def slug(name: str) -> str:
 
 
 @contextmanager
-def precise_products() -> Iterator[None]:
-    """Multiply in full float32 where studies otherwise use TF32."""
+def products(precision: str) -> Iterator[None]:
+    """Multiply with another precision: `highest` is full float32, where studies otherwise use TF32 (`high`)."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
@@ -312,7 +314,7 @@ def choose(lab: Lab, method: str, _: str = "") -> None:
     """
     name = lab.task.methods[method].like or method
     options = lab.task.methods[name].settings(lab.task)
-    if not options:
+    if len(options) < 2:
         return
     if name != SINGLE and lab.task.methods[SINGLE].settings(lab.task):
         choose(lab, SINGLE)

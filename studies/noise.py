@@ -24,7 +24,7 @@ from hydra_ensembles.model.layers import gating
 
 from .classifiers import ClassifierLab, ClassifierTask
 from .corruptions import CORRUPTIONS, corrupted
-from .engine import precise_products
+from .engine import products
 from .samples import SampleBatches
 
 DRAWS = 10_000  # random sets of heads
@@ -136,7 +136,7 @@ def experiment(
     seed: int,
 ) -> dict[str, dict[str, Any]]:
     """All results for a model without `prune` heads, on `clean` and `noisy` samples; `ranked` are steps by ranking."""
-    with precise_products():
+    with products("highest"):
         expansions = {name: expand(model, some) for name, some in batches.items()}
         steps = random_steps(model, prune, seed)
         facts, meeting = conditions(expansions["clean"], expansions["noisy"], steps)

