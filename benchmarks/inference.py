@@ -46,12 +46,14 @@ from hydra_ensembles.model.cost import multiply_adds  # noqa: E402
 from hydra_ensembles.model.layers import Context  # noqa: E402
 from studies.tables import read_csv, write_csv  # noqa: E402
 
-NAMES = (  # `hydra-kN`: pruned members above a trunk of N layers; `-last`: the last quarter of the layers
+NAMES = (  # `hydra-kN`: pruned members above a trunk of N layers; `-last`: the last quarter of the layers; `top-kN`:
+    # fine-tunings above a trunk, with their own MLPs or (`-mean`) shared ones, with all heads or less in a layer
     *("single", "ours", "pruned", "mc-dropout", "lora", "lora-last", "batch-ensemble", "batch-ensemble-last"),
     *("batch-ensemble-inputs", "mimo", "packed", "oba", "laplace", "classifiers", "deep-last"),
     *("deep-in-turn", "deep-stacked", "hydra-k0", "hydra-k4", "hydra-k6", "hydra-k8", "hydra-k10"),
+    *("top-k9", "top-k10", "top-k11", "top-k10-mean", "top-k10-lost4", "top-k10-mean-lost4", "top-k10-lost2"),
 )
-USUAL = ("single", "ours", "pruned", "mc-dropout", *NAMES[15:])
+USUAL = ("single", "ours", "pruned", "mc-dropout", *NAMES[15:22])
 GROWING = ("single", "hydra-k0", "hydra-k8", "deep-in-turn", "deep-stacked")
 MEMBERS = {"single": 1, "ours": 1, "pruned": 1, "oba": 1, "laplace": 20}  # of contenders with a fixed number of members
 APART = {  # parameter groups that a baseline's members do not share; each has its own classifier
@@ -224,6 +226,12 @@ class Workshop:
         if name == "packed":
             model = fresh(baselines.Packed(members).narrow(self.base.config), self.seed, self.base.metadata)
             return model.to(self.device)
+        if name.startswith("top-"):
+            trunk, *how = name.removeprefix("top-k").split("-")
+            lost = next((int(part.removeprefix("lost")) for part in how if part.startswith("lost")), 0)
+            whole = [he.prune(self.base, self._heads(int(trunk), member, lost)) for member in range(members)]
+            tops = [self._tuned(model, int(trunk), member) for member, model in enumerate(whole)]
+            return cast(he.Ensemble, he.fuse(tops, mlp="mean" if "mean" in how else "separate"))
         if not name.startswith("hydra-"):  # members share what a baseline does not train separately
             layers, apart = self.base.num_layers, APART.get(name.removesuffix(LAST), ())
             trunk = layers - layers // 4 if name.endswith(LAST) else 0
@@ -251,10 +259,10 @@ class Workshop:
                     parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator, device=device))
         return model
 
-    def _heads(self, trunk: int, member: int) -> list[tuple[int, int]]:
-        """A third of the heads of every layer above the trunk, or all but those that the shape keeps."""
+    def _heads(self, trunk: int, member: int, lost: int | None = None) -> list[tuple[int, int]]:
+        """A third of the heads of every layer above the trunk, or as many, or all but those that the shape keeps."""
         generator, heads = self._generator("even", member), self.base.num_heads
-        lost = heads - self.settings.get("kept", heads - heads // 3)
+        lost = heads - self.settings.get("kept", heads - heads // 3) if lost is None else lost
         draws = [torch.randperm(heads, generator=generator)[:lost].tolist() for _ in range(self.base.num_layers)]
         return [(layer, head) for layer, drawn in enumerate(draws) if layer >= trunk for head in drawn]
 

@@ -26,7 +26,7 @@ def best_ensemble(model: Any, sets: dict[str, Any], options: argparse.Namespace)
         for depth in options.depths
         for kind in (
             {"strategy": "circuit"},
-            {"strategy": "circuit", "whole": True, "training": "together"},
+            {"strategy": "circuit", "training": "together"},
             {"strategy": "branches", "training": "together"},
         )
     ]

@@ -16,6 +16,7 @@ from . import promise as of_promise
 from . import small as of_small
 from .claims import write_claims
 from .classifiers import ClassifierTask
+from .distilled import write_distilled
 from .engine import Task, opened
 from .engine import run as run_study
 from .fetch import SETS
@@ -261,6 +262,16 @@ def int8(
 
     text: Any = of_recipe("text-sst2", data, None, "cpu", 1.0, output)
     print(f"wrote {of_int8.write_table(data, text, output / 'int8', results)}")
+
+
+@app.command()
+def distilled(
+    run: Annotated[Path, typer.Argument(help="Folder of a run of vision-cifar100-distilled.")],
+    results: Annotated[Path, typer.Option(help="Folder with tables/.")] = RESULTS,
+) -> None:
+    """Write the tables of distilled Hydras: settings on held-out rows, the best at each price on the test set."""
+    for path in write_distilled(run, results):
+        print(f"wrote {path}")
 
 
 @app.command()

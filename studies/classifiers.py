@@ -29,7 +29,7 @@ from hydra_ensembles.training.recipe import DataRecipe
 from .corruptions import CORRUPTIONS, SEVERITIES, corrupted
 from .engine import Lab, Method, Set, Setting, Stage, Task
 from .rows import HELD_OUT, SINGLE
-from .samples import Drawn, ImageSamples, SampleBatches, Samples, TextSamples
+from .samples import Drawn, ImageSamples, SampleBatches, Samples, TextSamples, resized
 from .sets import SPLIT_SEED, DataFolder, apart_by_sentences, at_most, foreign_halves, halves, read_recipe
 from .suites import SetRef, given, suite
 from .weights import BACKBONES, SCRATCH, fresh_classifier, pretrained, redrawn, small_vit, tokenizer
@@ -38,6 +38,7 @@ INSIDE = ("rank", "calibrate", "B")
 SPARE = 3  # extra heads that a circuit ranks, for members that would otherwise be equal
 Heads = Literal["circuits", "taylor", "random"]
 APART = ("methods", "seeds", "seeds_of", "held_out", "corruptions", "most")  # settings that decide no model
+LISTS = "Hydra, distilled"  # nor do lists of settings to choose from
 
 
 def recipe() -> dict[str, Any]:
@@ -74,7 +75,8 @@ class ClassifierTask(Task):
         """All settings that decide its models."""
         keys = ("members", "circuits", "ties", "taylor_batches", "familiar", "oba_size")
         common = {key: self.settings[key] for key in keys}
-        return {**common, "task": {k: v for k, v in self.plain.items() if k not in APART}, "share": self.share}
+        own = {key: value for key, value in self.plain.items() if key not in APART and not key.startswith(LISTS)}
+        return {**common, "task": own, "share": self.share}
 
     @property
     def letter(self) -> bool:
@@ -190,7 +192,19 @@ class ClassifierTask(Task):
     @property
     def validation(self) -> Any:
         """Held-out ID data."""
-        return self._by_sentences[0] if "sentences" in self.plain else self.source.load(given(self.suite, "validation"))
+        if "sentences" in self.plain:
+            return self._by_sentences[0]
+        reference = given(self.suite, "validation")
+        return self.source.load(replace(reference, rows=self.plain.get("validation_rows", reference.rows)))
+
+    @cached_property
+    def with_others(self) -> Samples:
+        """Training images, and unlabelled ones of another source at their size."""
+        train, other = cast(ImageSamples, self.train), self.source.load(_held_out(self.plain["others"]))
+        pixels = cast(ImageSamples, self.samples(other)).pixels.float() / 255
+        small = (255 * resized(pixels, train.pixels.shape[-1]).clamp(0, 1)).round().byte()
+        labels = torch.cat([train.labels, torch.zeros(len(small), dtype=torch.long)])
+        return ImageSamples(torch.cat([train.pixels, small]), labels, train.size)
 
     @cached_property
     def _by_sentences(self) -> tuple[TextDataset, TextDataset]:
@@ -376,6 +390,16 @@ class ClassifierLab(Lab):
     def singles(self) -> list[he.Ensemble]:
         """As many fine-tunings as an ensemble has members; the first is Single."""
         return [self.base, *(self.single(index) for index in range(1, self.members))]
+
+    def fine_tunings(self, count: int) -> list[he.Ensemble]:
+        """As many; beyond this seed's own those of the other seeds, which must be finished: first the first of each."""
+        seeds, folder = self.task.seeds_of(SINGLE), self.store.path("")
+        others = [(number, index) for index in range(self.members) for number in seeds if number != self.number]
+        turned = sorted(others, key=lambda one: (one[1], (one[0] - self.number) % len(seeds)))
+        assert folder is not None
+        paths = [folder.parent / f"seed-{number}" / "models" / f"single-{index}" for number, index in turned]
+        more = [he.load(path).to(self.task.device).eval() for path in paths[: max(0, count - self.members)]]
+        return [*self.singles[:count], *more]
 
     # --- heads -------------------------------------------------------------------------------------------------------
 

@@ -23,10 +23,12 @@ from hydra_ensembles.training.recipe import DataRecipe
 from .classifiers import ClassifierLab, ClassifierTask, Heads
 from .engine import Method, Setting, slug
 from .rows import SINGLE as SINGLE
+from .samples import SampleBatches, Unchanged
 
 DEEP, SOUP = "Deep Ensembles", "Soup"
 HYDRA, TUNED, HYDRA_CIRC, HYDRA_TAYLOR = "Hydra", "Hydra, tuned", "Hydra (Circ)", "Hydra (Taylor)"
 DISTILLED = "Hydra, distilled"
+LOOKED_FOR = tuple(f"{DISTILLED}, {which}" for which in ("cheap", "dearer", "beside"))  # in a study of their own
 CIRC_AVG, MC_DROPOUT = "CircAvg", "MC Dropout"
 LORA, BATCH_ENSEMBLE, MIMO, PACKED = "LoRA-Ensemble", "BatchEnsemble", "MIMO", "Packed-Ensembles"
 OBA, LAPLACE = "OBA", "Laplace (last layer)"
@@ -113,8 +115,11 @@ def longer(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
 
 
 def branches(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
-    """The fine-tunings above the mean of their first layers, optionally without heads that circuits remove."""
-    models = lab.singles
+    """The fine-tunings above the mean of their first layers, optionally without heads.
+
+    Circuits remove a `share` of those above it; or of each layer so many `lost` ones by each model's own Taylor scores.
+    """
+    models = lab.fine_tunings(setting.get("members", lab.members))
     trunk = round(setting["trunk"] * models[0].num_layers)
     share = setting.get("share", 0.0)
     if share:
@@ -124,13 +129,24 @@ def branches(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
             he.prune(model, lab.circuit(score, count, layers).first(count))
             for model, score in zip(models, CIRCUIT_ORDER, strict=True)
         ]
+    if lost := setting.get("lost", 0) * (models[0].num_layers - trunk):
+        batches, above = SampleBatches(lab.task.train, 128, training=True), range(trunk, models[0].num_layers)
+        most = min(len(batches), lab.task.settings["taylor_batches"])
+        how: dict[str, Any] = {"layers": above, "seed": lab.number, "calibration_batches": most}
+        ranked = [he.taylor(model, batches, budget=lost, **how) for model in models]
+        models = [he.prune(model, ranking.first(lost)) for model, ranking in zip(models, ranked, strict=True)]
     if not trunk:
         return he.fuse(models, mlp=setting["mlp"], stem="separate")
     return he.fuse(models, mlp=setting["mlp"], average=trunk)
 
 
 def distilled(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
-    """A Hydra whose members learned the answers of their own fine-tunings, on Single's training data without labels."""
+    """A Hydra whose members learned the answers of their own fine-tunings, on Single's training data without labels.
+
+    `rows` are these `plain`, or with those of `others` beside them.
+    """
+    if "method" in setting:  # for comparison
+        return lab.model(setting["method"])
     how = {**lab.task.settings["hydra"], **lab.task.settings["distilled"], **setting}
     usual = lab.training(seed=lab.derived("distilled"))
     training = DataRecipe(
@@ -146,7 +162,11 @@ def distilled(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
 
     def make() -> he.Ensemble:
         lessons = lab.task.lessons(training)
-        return he.distill(branches(lab, how), lab.singles, lessons, training, progress=False)
+        if how.get("rows"):
+            samples = Unchanged(lab.task.train) if how["rows"] == "plain" else lab.task.with_others
+            lessons = SampleBatches(samples, lessons.batch_size, lessons.training)
+        models = lab.fine_tunings(how.get("members", lab.members))
+        return he.distill(branches(lab, how), models, lessons, training, progress=False)
 
     return lab.kept(slug(f"distilled {dict(setting)}"), make)
 
@@ -319,6 +339,7 @@ ROWS: Mapping[str, Row] = {
     "Branches, heads pruned": Row(lambda lab, _: branches(lab, {**lab.task.settings["hydra"], "share": 0.1}), 3),
     HYDRA: Row(lambda lab, _: branches(lab, lab.task.settings["hydra"]), 3),
     DISTILLED: Row(distilled, 4),
+    **{name: Row(distilled, 9, lambda task, name=name: task.plain[name], kinds=()) for name in LOOKED_FOR},
     TUNED: Row(branches, 3, lambda task: list(task.settings["candidates"])),
 }
 """Methods in the order of the tables."""
@@ -333,6 +354,7 @@ def methods_of(task: ClassifierTask) -> dict[str, Method]:
     methods = {name: row for name, row in ROWS.items() if kind in row.kinds}
     if not task.plain["recovery"]["preset"].startswith("cifar100"):
         methods.pop(CLASSIFIER_ALONE, None)
+    methods = {name: ROWS[name] for name in task.plain.get("methods", methods)}
     for name, settings in task.plain.get("settings", {}).items():
         methods[name] = replace(methods[name], settings=one_of(*settings))
-    return {name: methods[name] for name in task.plain.get("methods", methods)}
+    return methods

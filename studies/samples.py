@@ -151,6 +151,16 @@ def normalised(images: Tensor) -> Tensor:
     return (images.clamp(0, 1) - mean) / std
 
 
+class Unchanged(Samples):
+    """Samples that are never augmented."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples, self.labels = samples, samples.labels
+
+    def batch(self, rows: Tensor, augment: Augment) -> Any:
+        return self.samples.batch(rows, False)
+
+
 class TextSamples(Samples):
     """Labelled texts, tokenised once: each input is `[N, T]` on a device; a batch is as wide as its longest text."""
 

@@ -426,7 +426,8 @@ def vilu(lab: ZeroShotLab, names: Sequence[str]) -> he.Ensemble:
         def losses() -> dict[tuple[Any, ...], float]:
             found = {}
             for optimizer, rate in RATES:
-                recipe = baselines.ViLU.recipe(EPOCHS, rate, optimizer=optimizer, seed=lab.derived("vilu"))
+                changes = {"epochs": EPOCHS, "learning_rate": rate, "optimizer": optimizer}
+                recipe = he.Recipe.preset("vilu", **changes, seed=lab.derived("vilu"))
                 try:
                     one = baselines.vilu(model, train, recipe, settings, validation, progress=False)
                     answers = lab.asked(one, held_out)
@@ -451,7 +452,8 @@ def published_vilu(lab: ZeroShotLab, task: str) -> he.Ensemble:
     """ViLU's network for one data set, by the recipe of the public code."""
     plain, labelled = lab.task.settings["vilu"], lab.task.images_of.lessons(task)
     warmup = {"warmup": plain["warmup_epochs"] / plain["epochs"], "warmup_from": plain["warmup_from"]}
-    recipe = baselines.ViLU.recipe(plain["epochs"], plain["learning_rate"], seed=lab.derived("vilu"), **warmup)
+    changes = {"epochs": plain["epochs"], "learning_rate": plain["learning_rate"], **warmup}
+    recipe = he.Recipe.preset("vilu", **changes, seed=lab.derived("vilu"))
     train = SampleBatches(lab.task.samples(labelled.images), BATCH)
     settings = baselines.ViLU(batch_size=plain["batch_size"])
     return baselines.vilu(he.zero_shot(lab.dual, labelled.names), train, recipe, settings, progress=False)

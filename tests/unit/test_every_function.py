@@ -31,7 +31,7 @@ FUNCTIONS: dict[str, Function] = {
         for method in ("naive", "exact")
     },
     "build": lambda model, data: he.build(model, he.HydraConfig(**TAYLOR), id=data, progress=False),
-    "synthetic_ood": lambda model, data: he.data.synthetic_ood(data, model=model),
+    "synthetic_ood": lambda model, data: he.data.synthetic_ood(data),
 }
 LABELLED = [name for name in FUNCTIONS if name != "synthetic_ood"]
 AS_IT_COMES = ("evaluate", "calibrate", "fit_familiarity")  # use the loader's own order

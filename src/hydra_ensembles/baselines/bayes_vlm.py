@@ -270,7 +270,7 @@ def _inputs_of_projections(dual: DualEncoder, pairs: Batches) -> tuple[Tensor, T
         for index, raw in enumerate(pairs):
             images, texts, _ = read_pairs(raw, "pairs", index)
             parts["texts"].append(embed(dual.text, None, dual.text.prepare(texts), normalize=False)[0].cpu().double())
-            parts["images"].append(features_of(dual.image, images, f"batch {index} of pairs").cpu().double())
+            parts["images"].append(features_of(dual.image, images).cpu().double())
     if sum(map(len, parts["images"])) < 2:
         raise DataError("BayesVLM compares pairs with each other; give at least two")
     return torch.cat(parts["images"]), torch.cat(parts["texts"])

@@ -1,6 +1,6 @@
-"""Building blocks of the methods: joining copies of one model, fresh weights, views, scores of embeddings."""
+"""Building blocks of the methods: joining copies of one model, fresh weights, views."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,15 +9,11 @@ from torch import Tensor
 
 from .._utils import torch_seeded
 from ..batches import Inputs
-from ..errors import ConfigError
-from ..familiarity import with_score
-from ..metrics.distance import FittedName
 from ..model.config import GROUPS, EnsembleConfig, Sharing
-from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, singles
 from ..model.layers import GroupedLinear, OurModel
 from ..model.member_states import join_states, warn_if_equal
-from ..model.metadata import Calibration, Familiarity, FamiliaritySettings, Metadata
+from ..model.metadata import Calibration, Metadata
 from ..prediction import Prediction
 from ..training.recipe import Recipe
 
@@ -65,29 +61,6 @@ def fresh(config: EnsembleConfig, seed: int, metadata: Metadata) -> Ensemble:
     """An untrained ensemble, its weights drawn with the seed."""
     with torch_seeded(seed, torch.device("cpu")):
         return Ensemble(config, metadata).eval()
-
-
-def embedding_statistics(model: object, caller: str) -> dict[str, Tensor]:
-    """How a zero-shot ensemble projects features: `projection` `[M, e, d]` and `shift` `[M, e]`, on the CPU."""
-    ensemble = require_ensemble(model, caller)
-    readout = ensemble.readout
-    if readout.class_embeddings is None:
-        raise ConfigError(f"{caller} takes a zero-shot classifier, as he.zero_shot makes it from a dual encoder")
-    if readout.hidden is not None:
-        raise ConfigError(f"{caller} takes models that project features in a single layer; this one has a hidden layer")
-    members, width = ensemble.num_members, readout.features
-    weight, bias = torch.eye(width)[None], None
-    if readout.projection is not None:
-        weight, bias = readout.projection.weight.detach().float().cpu(), readout.projection.bias
-    shift = torch.zeros(1, weight.shape[1]) if bias is None else bias.detach().float().cpu()
-    return {"projection": weight.expand(members, -1, -1).contiguous(), "shift": shift.expand(members, -1).contiguous()}
-
-
-def scored(ensemble: Ensemble, name: FittedName, state: Mapping[str, Tensor], samples: int, line: str) -> Ensemble:
-    """A copy of a zero-shot ensemble with a fitted score; adds the score's name as prefix to the tensors of `state`."""
-    fitted = FamiliaritySettings((name,), ensemble.readout.features, samples)
-    tensors = {f"{name}.{part}": tensor.float().cpu().clone().contiguous() for part, tensor in state.items()}
-    return with_score(ensemble, Familiarity(fitted, tensors), line)
 
 
 # --- a linear map with its bias --------------------------------------------------------------------------------------

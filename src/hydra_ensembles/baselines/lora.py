@@ -117,7 +117,12 @@ class LowRank(Parametrised):
                 asked = len(projected) * config.encoder.head_dim
                 outputs = {"query": asked, "out": width}.get(projection, shared)
                 inputs = inside if projection == "out" else width
-                first = torch.stack([_drawn(settings, inputs, generator) for _ in range(copies)])  # [M, r, in]
+                first = torch.empty(copies, settings.rank, inputs)  # [M, r, in]
+                for one in first:
+                    if settings.gain is None:
+                        nn.init.kaiming_uniform_(one, a=math.sqrt(5), generator=generator)
+                    else:
+                        nn.init.xavier_uniform_(one, settings.gain, generator)
                 key = f"{layer}_{projection}"
                 self.down[key] = nn.Parameter(first.to(ensemble.device, ensemble.dtype))
                 zeros = torch.zeros(copies, outputs, settings.rank, device=ensemble.device, dtype=ensemble.dtype)
@@ -142,11 +147,3 @@ class LowRank(Parametrised):
         """Update `[M, out, in]` of a weight `[out, in]`, for every member."""
         key = f"{layer}_{projection}"
         return self.scale * (self.up[key] @ self.down[key])
-
-
-def _drawn(settings: LoRA, inputs: int, generator: torch.Generator) -> Tensor:
-    """Draw one A `[r, in]` from the uniform distribution of `nn.init`."""
-    first = torch.empty(settings.rank, inputs)
-    if settings.gain is not None:
-        return nn.init.xavier_uniform_(first, settings.gain, generator)
-    return nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)

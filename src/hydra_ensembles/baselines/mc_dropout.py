@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.config import EnsembleConfig
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, build_with_state
 from ..model.layers import dropping
@@ -14,33 +13,34 @@ from ..settings import Rate, Whole, require
 from .building_blocks import View
 
 
-def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCDropout":
-    """Use dropout passes as members: each drops a share `p` of the activations at random.
-
-    The ensemble, trained with dropout or without, is not changed; its weights are shared. All passes of every member
-    run in one batch. The same inputs always get the same answer, by the seed.
-
-    Examples:
-        >>> he.mc_dropout(base, p=0.1, passes=5)(torch.randn(2, 3, 64, 64)).shape
-        torch.Size([5, 2, 7])
-    """
-    return MCDropout(ensemble, p, passes, seed)
-
-
 class MCDropout(View):
-    """A view of an ensemble in which every pass is a member; `forward` returns `[M·passes, B, C]`.
+    """A view of an ensemble in which every dropout pass is a member; `forward` returns `[M·passes, B, C]`.
+
+    Each pass drops a share `p` of the activations at random, whether the ensemble was trained with dropout or without;
+    it is not changed, and its weights are shared. All passes of every member run in one batch.
 
     Dropout is applied where transformers have it in training: on the embedded tokens and, in each layer, after the
     attention projection, the MLP activation and the MLP output; on attention weights and the input of the classifier
     only if the model has dropout there. The ensemble's calibration is not used: it was fitted to other probabilities.
     Each call uses its own generator, seeded with `seed`, so batches of one size get the same masks.
+
+    Examples:
+        >>> he.mc_dropout(base, p=0.1, passes=5)(torch.randn(2, 3, 64, 64)).shape
+        torch.Size([5, 2, 7])
     """
 
     def __init__(self, ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> None:
         super().__init__()
         require_ensemble(ensemble, "mc_dropout")
         self.p, self.passes, self.seed = require("p", p, Rate), require("passes", passes, Whole), seed
-        config = _with_dropout(ensemble.config, p)
+        encoder, last = ensemble.config.encoder, ensemble.config.readout
+        dropped = replace(encoder, projection_dropout=p, activation_dropout=p, output_dropout=p, drop_path=())
+        config = replace(
+            ensemble.config,
+            stem=replace(ensemble.config.stem, dropout=p),
+            encoder=replace(dropped, attention_dropout=p if encoder.attention_dropout else 0.0),
+            readout=replace(last, dropout=p if last.dropout else 0.0, hidden_dropout=p if last.hidden_dropout else 0.0),
+        )
         self.metadata = replace(ensemble.metadata, calibration=None, familiarity=None)
         weights = ensemble.state_dict()  # shared, not copied
         self.model = build_with_state(lambda: Ensemble(config, self.metadata), weights, ensemble.frozen)
@@ -60,13 +60,5 @@ class MCDropout(View):
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
 
 
-def _with_dropout(config: EnsembleConfig, p: float) -> EnsembleConfig:
-    """The configuration with dropout `p` at the baseline's positions and wherever the model has its own."""
-    encoder, last = config.encoder, config.readout
-    dropped = replace(encoder, projection_dropout=p, activation_dropout=p, output_dropout=p, drop_path=())
-    return replace(
-        config,
-        stem=replace(config.stem, dropout=p),
-        encoder=replace(dropped, attention_dropout=p if encoder.attention_dropout else 0.0),
-        readout=replace(last, dropout=p if last.dropout else 0.0, hidden_dropout=p if last.hidden_dropout else 0.0),
-    )
+mc_dropout = MCDropout
+"""A model whose passes with dropout are members; see `MCDropout`."""

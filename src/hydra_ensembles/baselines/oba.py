@@ -57,8 +57,7 @@ def oba(
     remaining weights: zeros stay zeros (a `finetune` afterwards would change them). The result takes as much time and
     memory as the whole model.
 
-    Without a recipe the remaining weights are not trained. In several processes all prune by the batches of the first.
-    A resumed run prunes again.
+    Without a recipe the remaining weights are not trained. A resumed run prunes again.
     """
     require_single(model, "oba")
     require_rereadable(train, "train")

@@ -47,14 +47,15 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     if classifier is None or model.readout.distillation_classifier is not None or classifier.weight.shape[1] < 2:
         raise ConfigError("laplace takes a model with one linear classifier of several classes, no class embeddings")
     mean, biased = with_bias(classifier), classifier.bias is not None
-    curvature = Curvature(*mean.shape)
+    outputs, seen, samples = torch.zeros(()), torch.zeros(()), 0
     with dropping(False):
         for index, inputs, _ in iterate(batches, "batches", labelled=False):
             features, logits = model.features_and_logits(inputs)  # [1, B, d], [1, B, C]
             check_finite(logits, f"logits of batch {index}")
-            seen = append_one(model.readout.penultimate(features)[0].cpu().double(), biased)
-            curvature.add(seen, logits[0].cpu().double())
-    posterior = curvature.posterior(mean, settings.prior_precision)
+            ours = append_one(model.readout.penultimate(features)[0].cpu().double(), biased)
+            more = curvature(ours, logits[0].cpu().double())
+            outputs, seen, samples = outputs + more[0], seen + more[1], samples + len(ours)
+    posterior = Posterior.of(mean, outputs, seen / samples, settings.prior_precision)
     drawn = posterior.draw(settings.members, derive_seed(settings.seed, "laplace"))  # [S, C, d (+ 1)]
     many = joined([model] * settings.members, Sharing(stem=True, attention=True, mlp=True, norms=True))
     state, place = many.state_dict(), "readout.classifier."
@@ -62,36 +63,19 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     state |= {place + name: part.to(state[place + name]) for name, part in parts.items()}
     line = (
         f"{settings.members} classifiers of a last-layer Laplace approximation (kron, prior precision "
-        f"{posterior.prior:.4g}, {curvature.samples} samples)"
+        f"{posterior.prior:.4g}, {samples} samples)"
     )
     return Ensemble.from_state(many.config, state, model.metadata.after(line))
 
 
-class Curvature:
-    """Gauss-Newton curvature of the cross-entropy in a classifier `[C, d]`, added up batch by batch in float64.
+def curvature(inputs: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Gauss-Newton curvature of the cross-entropy of samples, in a classifier with inputs `[B, d]` and logits `[B, C]`.
 
-    For one sample it is the product of `diag(p) - p pᵀ` over classes and `a aᵀ` over inputs; the two factors are summed
-    separately.
+    For one sample it is the product of `diag(p) - p pᵀ` over classes and `a aᵀ` over inputs; these factors are summed
+    separately: `[C, C]` and `[d, d]`.
     """
-
-    def __init__(self, classes: int, inputs: int) -> None:
-        self.samples = 0
-        self.outputs = torch.zeros(classes, classes, dtype=torch.float64)
-        self.inputs = torch.zeros(inputs, inputs, dtype=torch.float64)
-
-    def add(self, inputs: Tensor, logits: Tensor) -> None:
-        """Add samples: inputs of the classifier `[B, d]`, and logits `[B, C]`."""
-        probs = logits.softmax(-1)
-        self.samples += len(inputs)
-        self.outputs += probs.sum(0).diag() - probs.T @ probs
-        self.inputs += inputs.T @ inputs
-
-    def posterior(self, mean: Tensor, prior: float | None) -> "Posterior":
-        """The normal distribution around `mean` `[C, d]`, with the prior (None: the likeliest)."""
-        outputs, left = torch.linalg.eigh(self.outputs)
-        inputs, right = torch.linalg.eigh(self.inputs / self.samples)
-        values = outputs.clamp(min=0)[:, None] * inputs.clamp(min=0)
-        return Posterior(mean, values, (left, right), likeliest_prior(values, mean) if prior is None else prior)
+    probs = logits.softmax(-1)
+    return probs.sum(0).diag() - probs.T @ probs, inputs.T @ inputs
 
 
 def likeliest_prior(values: Tensor, mean: Tensor) -> float:
@@ -116,6 +100,13 @@ class Posterior:
     values: Tensor  # [C, d]
     axes: tuple[Tensor, Tensor]  # eigenvectors of outputs and inputs
     prior: float
+
+    @classmethod
+    def of(cls, mean: Tensor, outputs: Tensor, inputs: Tensor, prior: float | None) -> "Posterior":
+        """From the factors of the curvature, `[C, C]` and `[d, d]`, and the prior (None: the likeliest)."""
+        (over_outputs, left), (over_inputs, right) = torch.linalg.eigh(outputs), torch.linalg.eigh(inputs)
+        values = over_outputs.clamp(min=0)[:, None] * over_inputs.clamp(min=0)
+        return cls(mean, values, (left, right), likeliest_prior(values, mean) if prior is None else prior)
 
     def draw(self, count: int, seed: int) -> Tensor:
         """Draw classifiers `[count, C, d]`."""

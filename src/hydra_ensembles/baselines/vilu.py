@@ -13,13 +13,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from .._utils import derive_seed
 from ..batches import Batches
-from ..familiarity import answers
+from ..errors import ConfigError
+from ..familiarity import answers, with_score
 from ..metrics.distance import log_odds
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
+from ..model.metadata import Familiarity, FamiliaritySettings
 from ..settings import Checked, Whole
 from ..training.loop import Job, Learner, TrainOptions, train_best, trains
 from ..training.recipe import Recipe
-from .building_blocks import embedding_statistics, scored
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,6 @@ class ViLU(Checked):
 
     hidden: tuple[Whole, ...] = (512, 256, 128)
     batch_size: Whole = 128
-
-    @staticmethod
-    def recipe(epochs: int = 300, learning_rate: float | None = 0.01, **changes: Any) -> Recipe:
-        """The recipe of the public code: SGD with momentum and weight decay, cosine schedule.
-
-        It needs hundreds of thousands of updates. The network's inputs are small and its layers shrink them further, so
-        after a few thousand at rate 0.01 it still outputs the same number for all images. With fewer images use AdamW:
-        `recipe(30, 1e-3, optimizer="adamw")`. To choose the rate on `validation=` of `vilu`:
-        `recipe(learning_rate=None, grid=(3e-4, 1e-3), optimizer="adamw")`.
-        """
-        plain = {"optimizer": "sgd", "weight_decay": 5e-4, "no_decay_on_bias_and_norm": False}
-        return Recipe(**{**plain, "epochs": epochs, "learning_rate": learning_rate, **changes})
 
 
 @trains
@@ -62,11 +52,11 @@ def vilu(
     score is minus the log-odds of being right, so `sigmoid(-score)` is a confidence.
 
     `ensemble` is made by `he.zero_shot`; every member gets its own network. `train` is read once. Settings of blocks
-    and groups of the recipe (None: `ViLU.recipe()`) are ignored. With `validation`, the best network, of all epochs and
-    rates, is the one whose confidence has the lowest NLL; it may be no better than a constant.
+    and groups of the recipe (None: the preset `"vilu"`) are ignored. With `validation`, the best network, of all epochs
+    and rates, is the one whose confidence has the lowest NLL; it may be no better than a constant.
     """
-    statistics = embedding_statistics(ensemble, "vilu")
-    recipe = ViLU.recipe() if recipe is None else recipe
+    statistics = projection_of(ensemble)
+    recipe = Recipe.preset("vilu") if recipe is None else recipe
     rows = ensemble.state_dict()["readout.class_embeddings.weight"].float().cpu()  # [G, C, e], times the logit scale
     rows = rows.expand(ensemble.num_members, -1, -1)
     statistics["texts"] = F.normalize(rows, dim=-1)
@@ -76,8 +66,24 @@ def vilu(
     recipe.check(ensemble, cached, held)
     result = train_best(partial(ViLULearner, rows, settings, recipe), ensemble, job)
     line, samples = f"ViLU: {result.described(recipe, 'a network')}", len(cached.dataset)  # type: ignore[arg-type]
-    state = statistics | result.weights
-    return scored(ensemble, "vilu", state, samples, line)
+    fitted = FamiliaritySettings(("vilu",), ensemble.readout.features, samples)
+    state = {
+        f"vilu.{part}": one.float().cpu().clone().contiguous() for part, one in (statistics | result.weights).items()
+    }
+    return with_score(ensemble, Familiarity(fitted, state), line)
+
+
+def projection_of(ensemble: Ensemble) -> dict[str, Tensor]:
+    """How a zero-shot ensemble projects features: `projection` `[M, e, d]` and `shift` `[M, e]`, on the CPU."""
+    readout = require_ensemble(ensemble, "vilu").readout
+    if readout.class_embeddings is None or readout.hidden is not None:
+        raise ConfigError("vilu takes a zero-shot classifier (he.zero_shot) that projects features in a single layer")
+    weight, bias = torch.eye(readout.features)[None], None
+    if readout.projection is not None:
+        weight, bias = readout.projection.weight.detach().float().cpu(), readout.projection.bias
+    shift = torch.zeros(1, weight.shape[1]) if bias is None else bias.detach().float().cpu()
+    members = ensemble.num_members
+    return {"projection": weight.expand(members, -1, -1).contiguous(), "shift": shift.expand(members, -1).contiguous()}
 
 
 def cache(
@@ -127,18 +133,15 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
             odds = log_odds({"texts": self.texts, **self.model}, embedded, probs)
         return odds.float(), right
 
-    def backward(self, group: list[tuple[Tensor, ...]], seed: int) -> Tensor:
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
         """Cross-entropy of right and wrong; the more accurate a member, the higher the weight of its mistakes."""
-        samples = sum(len(batch[0]) for batch in group)
-        total = torch.zeros((), device=self.device)
-        for batch in group:
-            odds, right = self.odds(batch)
-            weight = mistake_weights(right)
-            loss = F.binary_cross_entropy_with_logits(odds, right.float(), weight, reduction="none").mean(1).sum()
-            share = loss * (odds.shape[1] / samples)
-            share.backward()
-            total += share.detach()
-        return total
+        odds, right = self.odds(batch)
+        weight = mistake_weights(right)
+        return F.binary_cross_entropy_with_logits(odds, right.float(), weight, reduction="none").mean(1).sum()
+
+    def size(self, batch: tuple[Tensor, ...]) -> int:
+        """Number of images."""
+        return len(batch[0])
 
     @torch.no_grad()
     def measure(self, validation: Batches) -> tuple[float, float]:

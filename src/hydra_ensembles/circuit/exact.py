@@ -18,7 +18,7 @@ from .scores import NO_HEAD, CircuitData, IntArray, Objective, Result, SampleGro
 
 @dataclass(eq=False)
 class Naive:
-    """The reference: runs the whole model on all samples for each candidate."""
+    """The reference: runs the whole model on all samples for each candidate; of a dual encoder both towers."""
 
     model: Ensemble
     samples: CircuitData
@@ -26,6 +26,7 @@ class Naive:
     work: Work
     batch_size: int
     off: Sequence[Head]  # removed so far
+    texts: "Texts | None" = None  # of a dual encoder
 
     @property
     def result(self) -> Result:
@@ -48,7 +49,11 @@ class Naive:
 
     def answers(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, Tensor]]:
         """Yield sample numbers and logits in batches, for all samples, with the heads in `off` masked."""
-        return run_without(self.model, off, self.samples, self.batch_size, self.work)
+        if self.texts is not None:
+            of_text, prompts = of_tower(off, text=True), self.texts.prompts
+            embedded = run_without(self.texts.tower, of_text, prompts, self.batch_size, self.work)
+            use_classes(self.model, self.texts.classes(torch.cat([rows for _, rows in embedded])))
+        return run_without(self.model, of_tower(off, text=False), self.samples, self.batch_size, self.work)
 
 
 def run_without(
@@ -188,21 +193,6 @@ def use_classes(classifier: Ensemble, classes: Tensor) -> None:
 def of_tower(heads: Sequence[Head], text: bool) -> list[Head]:
     """Return the heads of the text tower, or (`text=False`) all others."""
     return [head for head in heads if (head.tower == "text") == text]
-
-
-@dataclass(eq=False)
-class JointNaive(Naive):
-    """The naive method over both towers: the class embeddings are recomputed for each candidate."""
-
-    texts: Texts
-
-    def answers(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, Tensor]]:
-        """Yield sample numbers and answers in batches, for all samples, with some heads of both towers masked."""
-        of_text = of_tower(off, text=True)
-        prompts = self.texts.prompts
-        embedded = run_without(self.texts.tower, of_text, prompts, self.batch_size, self.work)
-        use_classes(self.model, self.texts.classes(torch.cat([rows for _, rows in embedded])))
-        return super().answers(of_tower(off, text=False))
 
 
 class JointExact:

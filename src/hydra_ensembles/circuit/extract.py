@@ -38,7 +38,7 @@ from ..model.ensemble import Ensemble
 from ..settings import from_plain, require, to_plain
 from ..store import Store
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size
-from .exact import Exact, JointExact, JointNaive, Naive, Search, Texts, of_tower, read_texts
+from .exact import Exact, JointExact, Naive, Search, Texts, of_tower, read_texts
 from .scores import CircuitData, Method, Objective, Ties, read_samples
 
 
@@ -113,7 +113,7 @@ def extract_circuit(
     id_batches = in_model_order(id_batches, "id_batches", model)
     if isinstance(ood_batches, str) and score != "acc":
         id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches
-        ood_batches = synthetic_ood(id_batches, seed=seed, model=model)
+        ood_batches = synthetic_ood(id_batches, seed=seed)
     model = working_copy(model, device)
     samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
     identity = {
@@ -224,8 +224,7 @@ class Extraction:
         """Start the search with these candidates, after the heads in `off` were removed."""
         model, samples, texts = self.model, self.samples, self.texts
         if self.method == "naive":
-            common = model, samples, self.objective, self.work, self.batch_size, off
-            return Naive(*common) if texts is None else JointNaive(*common, texts)
+            return Naive(model, samples, self.objective, self.work, self.batch_size, off, texts)
 
         def cached(model: Ensemble, samples: CircuitData, of_text: bool, share: float) -> CachedTower:
             """A copy of a tower without the heads in `off`, with a share of the memory for cached activations."""

@@ -387,7 +387,7 @@ class _Pass:
     key: tuple[int, int]
 
     def __getitem__(self, positions: list[int]) -> CollatedBatch:
-        items, labels = zip(*(_pair(self.dataset[position]) for position in positions), strict=True)
+        items, labels = zip(*(self.dataset[position] for position in positions), strict=True)
         # Seed and restore only the CPU generator: `torch.manual_seed` would also reset the generators of the
         # GPUs, and with them the dropout of the model that is being trained.
         state = torch.get_rng_state()
@@ -398,15 +398,6 @@ class _Pass:
             torch.set_rng_state(state)
         targets = torch.tensor(labels, dtype=torch.int64)  # [B]
         return {**inputs, "labels": targets} if isinstance(inputs, Mapping) else (inputs, targets)
-
-
-def _pair(row: Any) -> tuple[Any, int]:
-    """An item and its label, which may be an array `[1]`; a label that would have to be rounded is refused."""
-    item, label = row if isinstance(row, tuple | list) else (row, None)
-    label = label.item() if hasattr(label, "item") else label
-    if not isinstance(label, int | float) or label != int(label):
-        raise DataError(f"the data set gives {short(row)}, no (item, class number)")
-    return item, int(label)
 
 
 def _identity(batch: Any) -> Any:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -31,8 +30,6 @@ from ..model.metadata import Calibration, Familiarity, Metadata
 from ..prediction import AnyScore, Prediction, ScoreName
 from ..store import TENSORS, Store
 from .evaluation import UNNAMED, Answers, Evaluation, ModelInfo, OodGroup, columns_of
-
-KEPT_AT_ONCE = 8  # batches whose answers are kept together
 
 
 def evaluate(
@@ -80,16 +77,19 @@ def evaluate(
     """
     if not callable(ensemble):
         require_model(ensemble, "evaluate", Ensemble)  # raises
-    model, metadata, calibration = _read_model(ensemble, calibration)
+    inner = unwrapped(ensemble) if isinstance(ensemble, nn.Module) else ensemble
+    model: Any = inner if isinstance(inner, Answering) else ensemble  # what lies around an ensemble changes no answer
+    if calibration is None and isinstance(model, Answering) and isinstance(model, nn.Module):
+        warn_if_edited(model)
+    stored = getattr(model, "metadata", None)
+    metadata = stored if isinstance(stored, Metadata) else Metadata()
+    calibration = calibration or metadata.calibration
     classes = model.num_classes if isinstance(model, Answering) else None  # of others unknown
     if classes is not None:
         require_classifier(model, "evaluate")
     familiarity = None if classes is None else metadata.familiarity
     fitted: tuple[AnyScore, ...] = () if familiarity is None else familiarity.settings.scores
     reported = tuple(dict.fromkeys((score, *scores, *fitted)))
-    if unknown := [one for one in reported if one not in (*get_args(ScoreName), *fitted)]:
-        choices = ", ".join((*get_args(ScoreName), *fitted))
-        raise ConfigError(f"scores {unknown} are not known; choose from {choices}; fit_familiarity adds scores")
     source = getattr(id_data, "dataset", id_data)  # of a loader
     id_name = id_name or (source.name if isinstance(source, Dataset) else "id")
     groups = read_groups(ood)
@@ -110,19 +110,6 @@ def evaluate(
     brief = calibration and replace(calibration, reference=None, watched={}, weights="", rows=())
     about = _described(model, logits, brief)
     return Evaluation(name or UNNAMED, id_name, score, convention, answers, about, _provenance(model, logits.dtype))
-
-
-def _read_model(model: Any, calibration: Calibration | None) -> tuple[Any, Metadata, Calibration | None]:
-    """What to run for a model, its metadata, and the calibration to apply: the given one, or its own if it has one."""
-    inner = unwrapped(model) if isinstance(model, nn.Module) else model
-    if isinstance(inner, Answering) and isinstance(inner, nn.Module):
-        if calibration is None:
-            warn_if_edited(inner)
-        fitted = inner.metadata.familiarity is not None
-        model = inner if fitted or not hasattr(model, "metadata") else model  # a wrapper forwards only logits
-    stored = getattr(model, "metadata", None)
-    metadata = stored if isinstance(stored, Metadata) else Metadata()
-    return model, metadata, calibration or metadata.calibration
 
 
 def _identity(model: Any, output: object) -> dict[str, Any]:
@@ -172,20 +159,17 @@ class _Pass:
         columns, rows = dict[str, list[Tensor]](), list[Tensor]()
         source = iterate(batches, title, labelled, getattr(self.model, "raw", False))
         with tqdm(desc=key, total=length_of(batches), leave=False, disable=not self.progress, unit="batch") as bar:
-            while chunk := list(islice(source, 1 if self.kept.folder is None else KEPT_AT_ONCE)):
-                contents = "" if self.kept.folder is None else digest([inputs for _, inputs, _ in chunk])
-                answer = partial(self._answers, [(index, inputs) for index, inputs, _ in chunk], title)
+            for index, inputs, given in source:
+                contents = "" if self.kept.folder is None else digest(inputs)
+                answer = partial(self._answers, inputs, f"{title}, batch {index}")
                 found = self.kept.step(f"answers/{contents[:32]}", answer, TENSORS)
                 raw = at_least_float32(found["logits"])  # [M, B, C]
-                labels = None
-                if labelled:
-                    wanted = (require_labels(one, raw.shape[2], title, index) for index, _, one in chunk)
-                    labels = torch.cat([one.cpu() for one in wanted])
+                labels = require_labels(given, raw.shape[2], title, index).cpu() if labelled else None
                 for name, column in columns_of(self._predicted(raw, found), self.scores, labels).items():
                     columns.setdefault(name, []).append(column)
                 first = found["logits"][:, :1].clone()
-                rows += [sample_digests(inputs) for _, inputs, _ in chunk]
-                bar.update(len(chunk))
+                rows.append(sample_digests(inputs))
+                bar.update()
         joined = {name: torch.cat(parts, dim=-1) for name, parts in columns.items()}
         samples = torch.cat(rows)
         answers = Answers(group, digest(samples.sort().values), joined)
@@ -198,23 +182,20 @@ class _Pass:
         rows: dict[str, Any] = {name: found[name] for name in ("stage", "forced") if name in found}
         return replace(prediction, **rows)
 
-    def _answers(self, chunk: Sequence[tuple[int, Inputs]], title: str) -> dict[str, Tensor]:
-        """Member logits `[M, B, C]` of some batches in the model's dtype; feature scores `[S, M, B]` and rows `[B]`."""
-        parts: list[dict[str, Tensor]] = []
-        for index, inputs in chunk:
-            answer, more = self._answer(inputs, f"{title}, batch {index}")
-            logits = getattr(answer, "logits", answer)
-            shape = list(logits.shape) if isinstance(logits, Tensor) else []
-            is_fit = len(shape) in (2, 3) and 0 not in shape and shape[-1] > 1 and shape[-2] == size_of(inputs)
-            if not is_fit or not logits.is_floating_point():
-                got = f"{logits.dtype} {shape}" if isinstance(logits, Tensor) else type(logits).__name__
-                expected = "floating point [M, B, C] (members, inputs, classes), or [B, C] of one member"
-                raise DataError(f"{title}, batch {index}: the model answered with {got}; expected {expected}")
-            if not bool(logits.isfinite().all()):
-                raise DataError(f"{title}, batch {index}: the answer has NaN or infinity; look for them in the inputs")
-            parts.append({"logits": logits.detach().reshape(-1, *shape[-2:]), **more})  # [B, C] -> [1, B, C]
-        axes = {"logits": 1, "scores": 2}  # of samples
-        return {name: torch.cat([one[name].cpu() for one in parts], dim=axes.get(name, 0)) for name in parts[0]}
+    def _answers(self, inputs: Inputs, where: str) -> dict[str, Tensor]:
+        """Of a batch member logits `[M, B, C]` in the model's dtype, feature scores `[S, M, B]`, and rows `[B]`."""
+        answer, more = self._answer(inputs, where)
+        logits = getattr(answer, "logits", answer)
+        shape = list(logits.shape) if isinstance(logits, Tensor) else []
+        is_fit = len(shape) in (2, 3) and 0 not in shape and shape[-1] > 1 and shape[-2] == size_of(inputs)
+        if not is_fit or not logits.is_floating_point():
+            got = f"{logits.dtype} {shape}" if isinstance(logits, Tensor) else type(logits).__name__
+            expected = "floating point [M, B, C] (members, inputs, classes), or [B, C] of one member"
+            raise DataError(f"{where}: the model answered with {got}; expected {expected}")
+        if not bool(logits.isfinite().all()):
+            raise DataError(f"{where}: the answer has NaN or infinity; look for them in the inputs")
+        found = {"logits": logits.detach().reshape(-1, *shape[-2:]), **more}  # [B, C] -> [1, B, C]
+        return {name: one.cpu() for name, one in found.items()}
 
     def _answer(self, inputs: Inputs, where: str) -> tuple[Any, dict[str, Tensor]]:
         """What the model answers to one batch; its feature scores, if wanted, and what a cascade says of its rows."""
@@ -225,7 +206,7 @@ class _Pass:
             prepared = self.model.prepare(inputs)
         except DataError as problem:
             raise DataError(f"{where}: {problem}") from problem
-        if not isinstance(self.model, Answering):  # compiled
+        if not isinstance(self.model, Answering):  # a view, such as MC Dropout
             return self.model(prepared), {}
         logits, scores, rows = self.model.answered(prepared)
         return logits, {**rows, **({} if scores is None else {"scores": scores})}

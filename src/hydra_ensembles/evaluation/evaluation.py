@@ -284,7 +284,7 @@ class Evaluation:
         shares = {why: answers.declined(why) for why in _DECLINED}
         found |= {f"{{}}.{why}": mean(rows) for why, rows in shares.items() if rows is not None}
         for score in self.scores:
-            fp, tp, _ = flagged(self.sets[self.id_name][f"score:{score}"], answers[f"score:{score}"])
+            fp, tp = flagged(self.sets[self.id_name][f"score:{score}"], answers[f"score:{score}"])
             form = "{}." if score == self.score else f"{score}:{{}}."
             found |= {form + key: of_counts(key, fp, tp, self.convention).item() for key in get_args(OodMetric)}
         return found

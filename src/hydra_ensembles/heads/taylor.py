@@ -86,7 +86,8 @@ def taylor(
     with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), restored(batches), ExitStack() as stack:
         model = working_copy(ensemble)
         batches = in_model_order(batches, NAME, ensemble)
-        data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes)
+        read: list[tuple[int, int, str]] = []
+        data = calibration(batches, calibration_batches, seed, ensemble.num_classes, read)
         samples = list(data) if len(steps) > 1 else data
         for step, (heads, count) in enumerate(steps, start=1):
             name, total = f"taylor {step}/{len(steps)}", calibration_batches or length_of(batches)
@@ -95,6 +96,7 @@ def taylor(
             order += lowest
             if len(steps) > 1:
                 stack.enter_context(masked(model, [head for _, head in lowest]))
+    indices, sizes, digests = zip(*read, strict=True)
     if scope == "global":  # attention pooling keeps its most important head
         stays = pooling_of(ensemble, [head for _, head in order])[-1:]
         order = [(importance, head) for importance, head in order if head not in stays]
@@ -105,9 +107,9 @@ def taylor(
         score="taylor",
         provenance={
             "model": digest([ensemble.config, ensemble]),
-            "data": digest(data.digests),
-            "samples": data.samples,
-            "batches": data.indices,
+            "data": digest(digests),
+            "samples": sum(sizes),
+            "batches": indices,
             "calibration_batches": calibration_batches,
             "seed": seed,
             "budget": budget,
@@ -187,31 +189,22 @@ _LOADING = (  # settings of a `DataLoader` besides what it reads in which order
 )
 
 
-class CalibrationBatches:
-    """Labelled batches of a source, checked and counted while they are read. Iterate only once.
+def calibration(
+    source: Batches, count: int | None, seed: int, classes: int, read: list[tuple[int, int, str]]
+) -> LabelledBatches:
+    """`count` labelled batches of a source, drawn with the seed (None: all), each with its position.
 
-    `count` batches are drawn with the seed; None takes all. A source with its own generator is seeded too; seeding
+    Position, size and digest of each are added to `read`. A source with its own generator is seeded too; seeding
     PyTorch's global generator is up to the caller.
     """
-
-    def __init__(self, source: Batches, count: int | None, seed: int, classes: int) -> None:
-        self._source, self._count, self._seed, self._classes = source, count, seed, classes
-        self.indices: list[int] = []  # positions in the source of the batches read
-        self.digests: list[str] = []  # of these batches
-        self.samples = 0
-
-    def __iter__(self) -> Iterator[tuple[int, Inputs, Tensor]]:
-        """Yield the position in the source, the inputs and the labels of each batch."""
-        begin_epoch(self._source, 0, self._seed)
-        for index, batch in drawn(self._source, self._count, self._seed):
-            inputs, labels = read_batch(batch, NAME, index)
-            labels = require_labels(labels, self._classes, NAME, index)
-            self.indices.append(index)
-            self.digests.append(digest([inputs, labels]))
-            self.samples += len(labels)
-            yield index, inputs, labels
-        if not self.samples:
-            raise DataError(f"{NAME} has no samples; check the loader, or that it was not consumed before")
+    begin_epoch(source, 0, seed)
+    for index, batch in drawn(source, count, seed):
+        inputs, labels = read_batch(batch, NAME, index)
+        labels = require_labels(labels, classes, NAME, index)
+        read.append((index, len(labels), digest([inputs, labels])))
+        yield index, inputs, labels
+    if not sum(samples for _, samples, _ in read):
+        raise DataError(f"{NAME} has no samples; check the loader, or that it was not consumed before")
 
 
 def drawn(source: Batches, count: int | None, seed: int) -> Iterator[tuple[int, Any]]:

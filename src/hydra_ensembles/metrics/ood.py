@@ -134,42 +134,31 @@ def fpr95(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch
     return _measured("fpr95", id_scores, ood_scores, convention)
 
 
-def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Shares of ID and of OOD samples flagged (at or above a threshold), and the thresholds, from infinity down.
-
-    Points between two others on a straight line are left out. In float64 on the CPU.
-    """
-    fp, tp, thresholds = (tensor.cpu().double().flatten() for tensor in flagged(id_scores, ood_scores))
-    if len(fp) > 2:
-        bends = (fp.diff(n=2) != 0) | (tp.diff(n=2) != 0)
-        kept = torch.cat([bends.new_ones(1), bends, bends.new_ones(1)])
-        fp, tp, thresholds = fp[kept], tp[kept], thresholds[kept]
-    zero = fp.new_zeros(1)
-    return torch.cat([zero, fp / fp[-1]]), torch.cat([zero, tp / tp[-1]]), torch.cat([zero + torch.inf, thresholds])
-
-
 def _measured(metric: OodMetric, id_scores: Tensor, ood_scores: Tensor, convention: Convention) -> float:
-    fp, tp, _ = flagged(id_scores, ood_scores)
+    fp, tp = flagged(id_scores, ood_scores)
     return of_counts(metric, fp.cpu(), tp.cpu(), convention).item()  # on the CPU: not every device has float64
 
 
-def flagged(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How many ID and OOD samples each threshold flags, `[1, K]` each, and the thresholds `[K]`, strictest first."""
-    scores = check_scores(id_scores, "ID scores"), check_scores(ood_scores, "OOD scores")
-    id_ranks, ood_ranks, distinct = joint_ranks(*scores)
-    counts = (torch.bincount(ranks, minlength=len(distinct)) for ranks in (id_ranks, ood_ranks))
-    fp, tp = (count.flip(0).cumsum(dim=0).unsqueeze(0) for count in counts)  # the highest score comes first
-    return fp, tp, distinct.flip(0)
+def flagged(
+    id_scores: Tensor, ood_scores: Tensor, weights: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """How many ID and OOD samples each distinct score flags, `[R, K]` each, strictest first.
 
-
-def joint_ranks(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Dense ranks of both sets among all their scores (equal scores share one), and the distinct scores, ascending."""
+    Each row of weights, of ID samples `[R, n]` and OOD samples `[R, m]`, says how often a sample counts (None: once).
+    """
     dtype = torch.promote_types(id_scores.dtype, ood_scores.dtype)
     if id_scores.is_floating_point() != ood_scores.is_floating_point():
         dtype = torch.float64  # exact for integers up to 2**53
-    scores = torch.cat([id_scores.to(dtype), ood_scores.to(id_scores.device, dtype)])
+    inside, outside = check_scores(id_scores, "ID scores"), check_scores(ood_scores, "OOD scores")
+    scores = torch.cat([inside.to(dtype), outside.to(inside.device, dtype)])
     distinct, ranks = torch.unique(scores, return_inverse=True)
-    return ranks[: len(id_scores)], ranks[len(id_scores) :], distinct
+    sides = (len(distinct) - 1 - ranks).split([len(inside), len(outside)])
+    counted = weights or tuple(torch.ones_like(side)[None] for side in sides)
+    fp, tp = (
+        counts.new_zeros(len(counts), len(distinct)).index_add(1, side, counts).cumsum(dim=1)
+        for side, counts in zip(sides, counted, strict=True)
+    )
+    return fp, tp
 
 
 def of_counts(metric: OodMetric, fp: Tensor, tp: Tensor, convention: Convention) -> Tensor:
@@ -220,15 +209,10 @@ def detection(metric: OodMetric, convention: Convention = "torch-uncertainty") -
     """
 
     def measured(weights: Tensor, scores: Tensor, sets: Tensor) -> Tensor:
-        values = []
+        inside, values = sets == 0, []
         for number in range(1, int(sets.max()) + 1):
-            inside, outside = sets == 0, sets == number
-            id_ranks, ood_ranks, thresholds = joint_ranks(scores[inside], scores[outside])
-            zeros = weights.new_zeros(len(weights), len(thresholds))
-            fp, tp = (
-                zeros.index_add(1, len(thresholds) - 1 - ranks, weights[:, rows]).cumsum(dim=1)
-                for ranks, rows in ((id_ranks, inside), (ood_ranks, outside))
-            )  # [R, K] each: how many are flagged, strictest threshold first
+            outside = sets == number
+            fp, tp = flagged(scores[inside], scores[outside], (weights[:, inside], weights[:, outside]))
             values.append(of_counts(metric, fp, tp, convention))
         return torch.stack(values).mean(dim=0)
 

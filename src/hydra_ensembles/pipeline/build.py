@@ -28,7 +28,7 @@ from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..data.synthetic import synthetic_ood
 from ..digest import digest, digest_batches, require_other_samples, row_digests, source_digest
-from ..errors import DataError, SameMembersError, TooFewSamplesError
+from ..errors import DataError, TooFewSamplesError
 from ..familiarity import fit_familiarity
 from ..fuse import fuse
 from ..heads.masking import Head
@@ -54,7 +54,7 @@ from ..training.finetune import finetune
 from .settings import BuildData, HydraConfig, ReadBatch, pruned, removable, starting_model
 
 RESULT = "ensemble"  # name of the finished ensemble in a run folder
-EXTRA_HEADS = 2  # extra heads that a circuit ranks if it repeats another member
+EXTRA_HEADS = 2  # extra heads that a circuit ranks, in case it repeats another member
 
 
 @torch.inference_mode(False)  # inference mode of the caller would leave Taylor scores and fine-tuning without gradients
@@ -156,22 +156,17 @@ class Chain:
             case "circuit":
                 names = [f"circuit {score}" for score in CIRCUIT_ORDER] + ["drawn from circuit avg"] * count
                 chosen = list(zip(names, self.circuits(pool), strict=False))
-        chosen += [("all heads", ())] * (config.members - count)
+            case "branches":
+                chosen = [("all heads", ())] * config.members
         return [{"origin": origin, "heads": lost} for origin, lost in chosen]
 
     def circuits(self, pool: int | None) -> Sequence[Sequence[Head]]:
         """One circuit for each of the first members; the ranking that other members are drawn from is longer."""
         lost, count = self.config.lost, self.config.pruned_members
-        needed = CIRCUIT_ORDER[:count]
-        rankings: dict[str, HeadRanking] = {
-            score: self.circuit(score, lost if score != "avg" else pool or lost) for score in needed
-        }
-        try:
-            return circuit_members(rankings, lost, count, pool, self.config.seed)
-        except SameMembersError:
-            more = min(lost + EXTRA_HEADS, removable(self.base, self.config.layers(self.base)))
-            rankings |= {score: self.circuit(score, more) for score in needed[1:]}
-            return circuit_members(rankings, lost, count, pool, self.config.seed)
+        more = min(lost + EXTRA_HEADS, removable(self.base, self.config.layers(self.base)))
+        sizes = {score: more if score != "avg" else pool or lost for score in CIRCUIT_ORDER[:count]}
+        rankings = {score: self.circuit(score, size) for score, size in sizes.items()}
+        return circuit_members(rankings, lost, count, pool, self.config.seed)
 
     def circuit(self, score: Score, budget: int) -> HeadRanking:
         """The circuit for a score; of builds that share a store, the first one extracts it."""
@@ -336,15 +331,13 @@ def read_for_build(
     ranking, checked = held_out["id"], held_out["validation"]
     if ranking is not None and checked is None:
         ranking, checked = halves(ranking, seed)
-    if isinstance(ood, str) and ranking is None:
-        raise DataError(f"ood is {ood!r}, which is made from the data of id, and there are none; give id")
-    circuits = {"ood": synthetic(ranking, seed, model)} if isinstance(ood, str) else outside
+    circuits = {"ood": synthetic(ranking, seed)} if isinstance(ood, str) and ranking else outside
     return BuildData(train, ranking, checked, circuits, seed)
 
 
-def synthetic(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
+def synthetic(batches: list[ReadBatch], seed: int) -> list[ReadBatch]:
     """Synthetic OOD data, one sample per ID sample."""
-    return [(inputs, None) for (inputs,) in synthetic_ood(batches, seed=seed, model=model)]
+    return [(inputs, None) for (inputs,) in synthetic_ood(batches, seed=seed)]
 
 
 def read_all(batches: Batches, name: str, seed: int, classes: int | None = None) -> list[ReadBatch]:

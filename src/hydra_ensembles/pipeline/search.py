@@ -268,9 +268,6 @@ class Search:
         for name, make in {**makers, **self.of_models()}.items():
             price = self.price(f"prices/{_slug(name)}", make)
             rows.append(SearchRow(name, price, "planned" if price <= cost else "too dear", self.built.get(name)))
-        if not any(row.state == "planned" for row in rows[1:]):
-            cheapest = min((row.price for row in rows[1:]), default=float("nan"))
-            raise ConfigError(f"no candidate costs at most {cost:g} times the model, the cheapest {cheapest:.2f} times")
         samples = {name: samples_in(batches) for name, batches in self.judges.items()}
         return SearchResult(tuple(rows), cost, self.measured, self.scores, samples)
 
@@ -401,7 +398,7 @@ def read_for_search(
     held_out, judged = halves(labelled["id"], seed)
     ranking, validation = halves(held_out, seed + 1)
     if isinstance(ood, str):
-        circuits, judges = {"ood": synthetic(ranking, seed, base)}, {ood: synthetic(judged, seed, base)}
+        circuits, judges = {"ood": synthetic(ranking, seed)}, {ood: synthetic(judged, seed)}
     else:
         cut = {name: halves(batches, seed) for name, batches in outside.items()}
         circuits = {name: first for name, (first, _) in cut.items()}
@@ -418,8 +415,7 @@ def usual_candidates(base: Ensemble, trained: bool, seed: int) -> Iterator[dict[
         if trained:
             together = {**plain, "training": "together"}
             more = 2 * HydraConfig(**plain).settled(base).lost
-            yield from ({**together, "strategy": "branches"}, {**together, "whole": True}, together)
-            yield {**together, "prune": more}
+            yield from ({**together, "strategy": "branches"}, together, {**together, "prune": more})
             yield {**plain, "strategy": "branches", "training": "apart", "average_trunk": True, "mlp": "separate"}
 
 
@@ -466,7 +462,7 @@ def _untrained(config: HydraConfig, base: Ensemble) -> Ensemble:
     heads: tuple[Any, ...] = ()
     if count:
         heads = random_members(base, lost, count, config.seed, config.layers(base))
-    members = [pruned(base, removed) for removed in (*heads, *[()] * (config.members - count))]
+    members = [pruned(base, removed) for removed in heads or [()] * config.members]
     ensemble = fuse(members, **config.fusions, trunk=config.trunk)
     if config.training is not None:  # make members differ, as after training: equal ones would be run once
         with torch.no_grad():

@@ -92,7 +92,6 @@ class HydraConfig(Checked):
         strategy: How heads are chosen: `"circuit"` (CircAvg, CircAcc, CircOOD, then drawn from CircAvg), `"taylor"` (a
             ranking per member), `"sampled"` (all drawn from the first `pool` heads of CircAvg), `"random"` (a control),
             `"branches"` (all heads; only training makes members differ).
-        whole: Whether the last member keeps all heads.
         training: `"together"`: the fused ensemble, trunk included; `"apart"`: each member before fusing (None: the same
             if there is a recipe).
         ties: Which head a circuit removes if several leave the same score; see `extract_circuit`.
@@ -115,14 +114,13 @@ class HydraConfig(Checked):
 
     Examples:
         >>> config = he.HydraConfig(members=3, prune=24, shared_layers=0, strategy="taylor")
-        >>> config.members, config.whole
-        (3, False)
+        >>> config.members, config.mlp
+        (3, 'mean')
     """
 
     prune: Whole | None = None
     members: Whole = 3
     strategy: Strategy = "circuit"
-    whole: bool = False
     training: TrainingMode | None = None
     ties: Ties = "likelihood"
     pool: Whole | None = None
@@ -175,7 +173,7 @@ class HydraConfig(Checked):
     @property
     def pruned_members(self) -> int:
         """Number of members that lose heads."""
-        return 0 if self.strategy == "branches" else self.members - self.whole
+        return 0 if self.strategy == "branches" else self.members
 
     @property
     def fusions(self) -> dict[str, Any]:
@@ -194,7 +192,7 @@ class HydraConfig(Checked):
 
     def in_words(self) -> str:
         """Name of such an ensemble in tables, once settled."""
-        parts = [f"{self.strategy}{' + whole' if self.whole else ''} ×{self.members}", f"trunk {self.trunk}"]
+        parts = [f"{self.strategy} ×{self.members}", f"trunk {self.trunk}"]
         parts += [f"{self.lost} heads off"] if self.lost else []
         parts += [f"trained {self.training}{', trunk averaged' if self.average_trunk else ''}"] if self.training else []
         parts += ["MLPs apart"] if self.mlp == "separate" else []

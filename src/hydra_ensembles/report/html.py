@@ -20,7 +20,7 @@ from .._utils import __version__, library
 from ..errors import ConfigError
 from ..evaluation.evaluation import Evaluation
 from ..files import expanded, write_atomically
-from ..metrics.ood import risk_coverage, roc_curve
+from ..metrics.ood import risk_coverage
 from ..metrics.probabilities import BINS, equal_width_groups
 from ..model.cost import Cost
 from .compare import Column, Comparison, Runs, columns_for, compare, group_runs, to_csv, to_markdown
@@ -106,7 +106,7 @@ def write_report(
             tiles=list(_tiles(comparison, methods, focus, baseline)),
             results=[_table(comparison, columns) for columns in parts if columns],
             notes=[*comparison.notes, *further],
-            figures={one.__name__: one for one in (reliability, histogram, roc, risk_by_coverage)},
+            figures={one.__name__: one for one in (reliability, histogram, risk_by_coverage)},
             runs=runs,
             detection={name: _detection(runs, name) for name in shown.foreign},
             shifted=[name for name, one in shown.sets.items() if one.group == "shift"],
@@ -231,19 +231,6 @@ def histogram(evaluation: Evaluation, set_name: str) -> str:
             axes.stairs(counts / len(scores), edges, fill=True, color=ink, alpha=0.28)
             axes.stairs(counts / len(scores), edges, color=ink, linewidth=1.5)
         axes.set(xlim=(edges[0], edges[-1]), ylim=(0, None), xlabel=f"uncertainty ({evaluation.score})", ylabel="share")
-        return _address(figure)
-
-
-def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str) -> str:
-    """ROC curves of all methods on one OOD set."""
-    with _drawn(340, 220) as (figure, (axes,)):
-        axes.plot((0, 1), (0, 1), color=_SOFT, linewidth=1, linestyle="--")
-        for series, (name, run) in enumerate(methods.items()):
-            if (outside := run.sets.get(set_name)) is not None:
-                score = f"score:{run.score}"
-                x, y, _ = roc_curve(run.sets[run.id_name][score], outside[score])
-                _line(axes, x, y, series, name == focus)
-        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="share of ID flagged", ylabel="share of OOD flagged")
         return _address(figure)
 
 

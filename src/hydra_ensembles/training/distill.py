@@ -40,6 +40,8 @@ class DistillLearner(EnsembleLearner):
         states = {key: (one.config, trainable_state(one, device)) for key, one in different.items()}
         self.teachers = {key: Ensemble.from_state(*state) for key, state in states.items()}
         self.order = [*map(id, models)]
+        for teacher in self.teachers.values():
+            self.compiled(teacher)
 
     def read(self, raw: Any, index: int) -> LabelledBatch:
         """Inputs, and a place for labels: they are not looked at."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from .._utils import derive_seed, evaluation_mode, torch_seeded, with_float64
+from .._utils import derive_seed, evaluation_mode, with_float64
 from ..batches import (
     Batches,
     Inputs,
@@ -116,28 +116,23 @@ class EnsembleLearner(Learner[LabelledBatch]):
         """Training inputs of the model, and the target classes of its members, `[M, B]`."""
         return self.prepared(inputs), labels.repeat(self.model.num_members, 1)
 
-    def backward(self, group: list[LabelledBatch], seed: int) -> Tensor:
-        """Accumulate the gradients of the batches, each weighted by its share of the samples.
+    def loss(self, batch: LabelledBatch) -> Tensor:
+        """The sum over members of their mean cross-entropy.
 
-        The loss is the sum over members of their mean cross-entropy: a parameter of one member gets the same gradient
-        as if the member trained alone.
+        So a parameter of one member gets the same gradient as if the member trained alone.
         """
-        device = self.device
-        samples = sum(len(labels) for _, labels in group)
-        total = torch.zeros((), device=device)
-        for index, (inputs, labels) in enumerate(group):
-            with torch_seeded(derive_seed(seed, index, 0), device):  # 0: stored results depend on it
-                prepared, targets = self.training_batch(inputs, labels)
-                prepared = changed(prepared, lambda x: x.clone() if x.is_inference() else x)  # autograd rejects them
-                with self.autocast():
-                    logits = class_logits(self.model(prepared))  # [M, B, C]
-                logits = logits if logits.dtype == torch.float64 else logits.float()
-                flat, classes = logits.flatten(0, 1), targets.to(device).flatten(0, 1)  # [M·B, C], [M·B] or [M·B, C]
-                loss = F.cross_entropy(flat, classes, label_smoothing=self.recipe.label_smoothing) * len(logits)
-                share = loss * (len(labels) / samples)
-                share.backward()
-                total += share.detach()
-        return total
+        prepared, targets = self.training_batch(*batch)
+        prepared = changed(prepared, lambda x: x.clone() if x.is_inference() else x)  # autograd rejects them
+        with self.autocast():
+            logits = class_logits(self.model(prepared))  # [M, B, C]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        # [M·B, C], and [M·B] or [M·B, C]
+        flat, classes = logits.flatten(0, 1), targets.to(self.device).flatten(0, 1)
+        return F.cross_entropy(flat, classes, label_smoothing=self.recipe.label_smoothing) * len(logits)
+
+    def size(self, batch: LabelledBatch) -> int:
+        """Number of labels."""
+        return len(batch[1])
 
     @torch.no_grad()
     def measure(self, validation: Batches) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .._utils import derive_seed, require_device, unlimited_recompiles, warn, without_autocast
+from .._utils import derive_seed, require_device, torch_seeded, unlimited_recompiles, warn, without_autocast
 from ..batches import Batches, epoch_of, length_of, require_rereadable, restored
 from ..digest import digest, source_digest
 from ..errors import CheckpointError, DataError, DivergedError
@@ -57,7 +57,11 @@ class Learner(ABC, Generic[BatchT]):
         self.recipe, self.device = recipe, device
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.optimizer = make_optimizer(self.trained, recipe, shares, spared)
-        if recipe.compile:
+        self.compiled(model)
+
+    def compiled(self, model: nn.Module) -> None:
+        """Compile the blocks of a model if the recipe says so."""
+        if self.recipe.compile:
             for block in (module for module in model.modules() if isinstance(module, Block)):
                 block.compile()
 
@@ -66,11 +70,12 @@ class Learner(ABC, Generic[BatchT]):
         """Check and return a training batch; `index` is its number, for messages."""
 
     @abstractmethod
-    def backward(self, group: list[BatchT], seed: int) -> Tensor:
-        """Accumulate the gradients of `group`, whose batches count as one; return the mean loss.
+    def loss(self, batch: BatchT) -> Tensor:
+        """The mean loss of the samples of a batch, with the dropout of torch's generators."""
 
-        `seed` is for the dropout of this update.
-        """
+    @abstractmethod
+    def size(self, batch: BatchT) -> int:
+        """Number of samples in a batch."""
 
     @abstractmethod
     def measure(self, validation: Batches) -> tuple[float, float]:
@@ -80,6 +85,20 @@ class Learner(ABC, Generic[BatchT]):
         """Autocast with the precision of the recipe."""
         enabled = self.recipe.precision == "bf16"
         return torch.autocast(self.device.type, dtype=torch.bfloat16 if enabled else None, enabled=enabled)
+
+    def backward(self, group: list[BatchT], seed: int) -> Tensor:
+        """Accumulate the gradients of `group`, whose batches count as one; return the mean loss.
+
+        `seed` is for the dropout of this update.
+        """
+        sizes = list(map(self.size, group))
+        total = torch.zeros((), device=self.device)
+        for index, batch in enumerate(group):
+            with torch_seeded(derive_seed(seed, index, 0), self.device):  # 0: stored results depend on it
+                share = self.loss(batch) * (sizes[index] / sum(sizes))
+            share.backward()
+            total += share.detach()
+        return total
 
     def update(self, group: list[BatchT], rate: float, seed: int) -> float:
         """One step on batches that count as one; return the loss, or raise `FloatingPointError` before the step."""
@@ -293,18 +312,15 @@ def train_best(
             return RunResult(weights, end, rate)
 
         results: list[RunResult] = []
-        diverged: dict[str, str] = {}  # messages only: the exceptions would keep models in memory
+        diverged: list[str] = []
         for rate in sorted(job.recipe.rates):
             try:
                 results.append(trained(rate))
             except DivergedError as error:
-                if len(job.recipe.rates) == 1:
+                if rate == max(job.recipe.rates) and not results:  # of one, or of all
                     raise
-                diverged[f"{rate:g}"] = str(error)
-    if not results:
-        raise DivergedError(f"all learning rates diverged ({', '.join(diverged)}): {next(iter(diverged.values()))}")
-    for rate_name, message in diverged.items():
-        warn(f"the learning rate {rate_name} diverged and is dropped; the best of the others is used: {message}")
+                diverged.append(f"{rate:g}")
+                warn(f"the learning rate {rate:g} diverged and is dropped: {error}")
 
     def merit(result: RunResult) -> tuple[float, ...]:
         if job.recipe.select == "train":

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import derive_seed, evaluation_mode, torch_seeded, with_float64
-from ..batches import Batches, read_labels
+from .._utils import evaluation_mode, with_float64
+from ..batches import Batches, read_labels, size_of
 from ..errors import ConfigError, DataError
-from ..model.config import output_width
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import dropping
@@ -33,21 +32,15 @@ def image_features(dual: DualEncoder, batches: Batches) -> Tensor:
     Batches are inputs of `encode_image`, without texts and labels; the tower runs in evaluation mode.
     """
     with dropping(False):
-        parts = [features_of(dual.image, images, f"batch {index}") for index, images in enumerate(batches)]
+        parts = [features_of(dual.image, images) for images in batches]
     return torch.cat(parts)
 
 
-def features_of(tower: Ensemble, images: Any, where: str) -> Tensor:
-    """Features `[B, d]` of a tower's inputs; precomputed features are checked and returned."""
-    if not (isinstance(images, Tensor) and images.dim() == 2):
-        return cast(Tensor, tower(tower.prepare(images)))[0]  # [1, B, d] to [B, d]
-    width = output_width(tower.config)
-    if images.shape[1] != width:
-        raise DataError(
-            f"the image features of {where} are {list(images.shape)}, but the image tower gives {width} each; compute "
-            "them with image_features and this dual encoder"
-        )
-    return images.to(tower.device, tower.dtype)
+def features_of(tower: Ensemble, images: Any) -> Tensor:
+    """Features `[B, d]` of a tower's inputs; of features that were computed before, these."""
+    if isinstance(images, Tensor) and images.dim() == 2:
+        return images.to(tower.device, tower.dtype)
+    return cast(Tensor, tower(tower.prepare(images)))[0]  # [1, B, d] to [B, d]
 
 
 def contrastive_loss(
@@ -132,17 +125,15 @@ class TextLearner(Learner[Pairs]):
         """Images, texts and optional labels."""
         return read_pairs(raw, "train", index)
 
-    def backward(self, group: list[Pairs], seed: int) -> Tensor:
-        """Gradients of the mean loss of the batches, each of which is compared within itself."""
-        total = torch.zeros((), device=self.device)
-        for index, batch in enumerate(group):
-            images, texts = self._embed(batch, f"batch {index} of the update", derive_seed(seed, index, 0))
-            labels = None if batch[2] is None else batch[2].to(images.device)
-            loss = contrastive_loss(images, texts, self.model.logit_scale, labels, self.recipe.label_smoothing)
-            share = loss / len(group)
-            share.backward()
-            total += share.detach()
-        return total
+    def loss(self, batch: Pairs) -> Tensor:
+        """The loss of a batch, compared within itself."""
+        images, texts = self._embed(batch)
+        labels = None if batch[2] is None else batch[2].to(images.device)
+        return contrastive_loss(images, texts, self.model.logit_scale, labels, self.recipe.label_smoothing)
+
+    def size(self, batch: Pairs) -> int:
+        """Number of pairs."""
+        return size_of(batch[1])
 
     def update(self, group: list[Pairs], rate: float, seed: int) -> float:
         """One optimizer step; the logit scale stays between 0 and log(100), or its initial value if that is outside."""
@@ -158,19 +149,19 @@ class TextLearner(Learner[Pairs]):
         with evaluation_mode(self.model):
             for index, raw in enumerate(validation):
                 batch = read_pairs(raw, "validation", index)
-                embeddings.append(self._embed(batch, f"batch {index} of validation", 0))
+                embeddings.append(self._embed(batch))
                 labels += [] if batch[2] is None else [batch[2]]
         if not embeddings or len(labels) not in (0, len(embeddings)):
             raise DataError(f"{len(labels)} of {len(embeddings)} batches of validation have labels; all must, or none")
         images, texts = (torch.cat(side) for side in zip(*embeddings, strict=True))  # [N, e] each
         return retrieval(images, texts, self.model.logit_scale, torch.cat(labels) if labels else None)
 
-    def _embed(self, batch: Pairs, where: str, seed: int) -> tuple[Tensor, Tensor]:
+    def _embed(self, batch: Pairs) -> tuple[Tensor, Tensor]:
         """Normalised embeddings of the images and the texts of a batch, `[B, e]` each."""
         projections, dtype = self.model.projections, self.model.dtype
-        with torch_seeded(seed, self.device), self.autocast():
+        with self.autocast():
             with torch.no_grad():
-                images, prepared = features_of(self.model.image, batch[0], where), self.model.text.prepare(batch[1])
+                images, prepared = features_of(self.model.image, batch[0]), self.model.text.prepare(batch[1])
             features = images[None], self.model.text(prepared)  # [1, B, d] each
             maps = projections.image, projections.text
             sides = [x if projection is None else projection(x) for x, projection in zip(features, maps, strict=True)]

@@ -123,7 +123,7 @@ def test_classifiers_of_a_posterior_and_zero_shot_methods_on_a_gpu():
     def answers(device):
         dual = tiny_dual().to(device)
         posterior = baselines.bayes_vlm(dual, pairs())
-        recipe, labelled = ViLU.recipe(epochs=2), [(images, pair_samples(5)[1])]
+        recipe, labelled = he.Recipe.preset("vilu", epochs=2), [(images, pair_samples(5)[1])]
         scored = baselines.vilu(he.zero_shot(dual, NAMES), labelled, recipe, ViLU(hidden=(8,)), progress=False)
         prediction = scored.predict(images.to(device))
         closed = posterior.probit(NAMES)

@@ -9,16 +9,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.baselines.building_blocks import append_one
-from hydra_ensembles.baselines.posterior import Curvature, Laplace, laplace
+from hydra_ensembles.baselines.posterior import Laplace, Posterior, curvature, laplace
 
 SMALL = Laplace(members=4)
 
 
 def posterior(seen, logits, mean, prior=None):
-    curvature = Curvature(*mean.shape)
-    for part in torch.arange(len(seen)).split(7):  # batches; the last is smaller
-        curvature.add(append_one(seen[part], mean.shape[1] > seen.shape[1]), logits[part])
-    return curvature.posterior(mean, prior)
+    outputs, inputs = curvature(append_one(seen, mean.shape[1] > seen.shape[1]), logits)
+    return Posterior.of(mean, outputs, inputs / len(seen), prior)
 
 
 def precision(found):

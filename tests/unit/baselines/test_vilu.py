@@ -85,7 +85,7 @@ def test_the_loss_is_the_published_one():
 def test_the_best_network_is_that_of_the_lowest_nll_on_held_out_samples(tmp_path):
     """Not the highest accuracy: a network that memorised its images is confident in its errors."""
     ensemble, held = zero_shot(), data(40, seed=2)
-    recipe = ViLU.recipe(epochs=40, learning_rate=0.01, optimizer="adamw")
+    recipe = Recipe.preset("vilu", epochs=40, optimizer="adamw")
     found = fitted(ensemble, recipe, ViLU(hidden=(32, 16), batch_size=8), validation=held, output=tmp_path)
     (file,) = tmp_path.rglob("*.safetensors")
     measured = loop._read_state(file)[0].evaluations

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.data.synthetic import IMAGE_DISTORTIONS, TEXT_DISTORTIONS, blur
-from random_ensembles import random_ensemble
+from hydra_ensembles.data.synthetic import IMAGE_DISTORTIONS, blur
 
 CLS, SEP, PAD = 1, 2, 0
 
@@ -36,19 +35,14 @@ def test_images_keep_their_shape_and_lose_their_sense(dtype: torch.dtype) -> Non
 
 
 def test_each_way_does_what_it_says() -> None:
-    image, other = pictures(2, (16, 16), torch.float64)
-    shuffled, turned, blurred, noisy, pasted = (
-        spoil(image, other, torch.Generator().manual_seed(3)) for spoil in IMAGE_DISTORTIONS
-    )
+    (image,) = pictures(1, (16, 16), torch.float64)
+    shuffled, turned, blurred, noisy = (spoil(image, torch.Generator().manual_seed(3)) for spoil in IMAGE_DISTORTIONS)
     assert torch.equal(shuffled.flatten().sort().values, image.flatten().sort().values)
     assert torch.allclose(torch.fft.rfft2(turned).abs(), torch.fft.rfft2(image).abs(), atol=1e-9)
     assert torch.allclose(blurred.mean((1, 2)), image.mean((1, 2)))
     fine = torch.randn(image.shape, generator=torch.Generator().manual_seed(4), dtype=image.dtype)
-    assert (blur(fine, other, torch.Generator()).std((1, 2)) < 0.3).all()
+    assert (blur(fine, torch.Generator()).std((1, 2)) < 0.3).all()
     assert ((noisy - image).std((1, 2)) / image.std((1, 2)) - 2).abs().max() < 0.5
-    from_other = ((pasted == other) & (other != image)).double().mean()
-    assert 0.4 < from_other < 0.6
-    assert ((pasted == other) | (pasted == image)).all()
 
 
 def texts(count: int = 12, length: int = 9) -> dict[str, Tensor]:
@@ -72,22 +66,10 @@ def test_texts_keep_special_tokens_and_padding() -> None:
     special = (ids == CLS) | (ids == SEP) | ~mask
     assert torch.equal(new[special], ids[special])
     assert not torch.isin(new[~special], torch.tensor([CLS, SEP, PAD])).any()
-    seen = set(ids[~special].tolist())
     for row in range(12):
         before, after = (one[row][~special[row]] for one in (ids, new))
-        way = TEXT_DISTORTIONS[row % 3]
         assert not torch.equal(before, after)
-        if way == "shuffled":
+        if row % 2 == 0:
             assert before.sort().values.tolist() == after.sort().values.tolist()
-        elif way == "replaced":
-            assert (before == after).any()
         else:
-            assert not seen & set(after.tolist())
-
-
-def test_the_vocabulary_of_a_model_is_used() -> None:
-    model, batch = random_ensemble("text-post-norm"), texts(length=8)
-    ((made,),) = he.data.synthetic_ood([batch], model=model)
-    assert made["input_ids"].max() < model.config.stem.vocabulary
-    assert made["input_ids"].max() > 14
-    assert model(made["input_ids"], made["attention_mask"]).isfinite().all()
+            assert (before == after).any()

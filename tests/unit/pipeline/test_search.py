@@ -149,8 +149,8 @@ def test_what_is_too_dear_is_never_built_and_a_plan_builds_nothing(work, tmp_pat
 
 def test_the_usual_candidates_fit_the_model_and_train_only_with_data() -> None:
     plan, untrained = (run(candidates=None, dry_run=True, **given).rows[1:] for given in ({}, {"train": None}))
-    kinds = {(row.config.strategy, row.config.training, row.config.whole) for row in plan if row.config}
-    assert {("circuit", None, False), ("branches", "together", False), ("circuit", "together", True)} <= kinds
+    kinds = {(row.config.strategy, row.config.training) for row in plan if row.config}
+    assert {("circuit", None), ("branches", "together"), ("circuit", "together")} <= kinds
     assert {row.config.training for row in untrained if row.config} == {None}
 
 

@@ -9,10 +9,12 @@ import torch
 from small_studies import SmallTask, SmallZeroShot
 
 import hydra_ensembles as he
+from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, DataError, DivergedError, SameMembersError
 from hydra_ensembles.files import read_json
 from studies import engine, methods
 from studies.classifiers import ClassifierLab
+from studies.distilled import write_distilled
 from studies.engine import Method, choose, opened, run
 from studies.rows import SINGLE, Rows, published
 from studies.tables import Study, read_csv
@@ -64,6 +66,28 @@ def test_a_folder_of_other_settings_is_refused(finished: Path) -> None:
     task.share = 0.5
     with pytest.raises(CheckpointError, match="share"):
         run(task, finished.parent, [SINGLE], [0])
+
+
+def test_settings_of_a_distilled_hydra_are_chosen_on_held_out_data(tmp_path: Path) -> None:
+    """Members beyond the seed's own three are fine-tunings of other seeds; unlabelled rows may be of another source."""
+    task = SmallTask(f"{IMAGES}-distilled")
+    cheap = methods.LOOKED_FOR[0]
+    task.plain[cheap] = [{"mlp": "mean", "lost": 1}, {"rows": "others"}, {"rows": "plain", "members": 5}]
+    run(task, tmp_path, [SINGLE, "Deep Ensembles"], [2, 1, 0], ["report"])
+    folder = run(task, tmp_path, [cheap], [0], ["choose", "report", "tables"])
+    measured = read_json(folder / "choices" / "hydra-distilled-cheap.json")["measured"]
+    assert [one["setting"] for one in measured] == task.plain[cheap]
+    assert len({one["calibrated.nll"] for one in measured}) == 3
+    with opened(task, folder, 0) as lab:
+        assert isinstance(lab, ClassifierLab)
+        five = [he.load(folder / f"seed-{seed}" / "models" / f"single-{index}") for seed, index in ((1, 0), (2, 0))]
+        assert [same_state(one, other) for one, other in zip(lab.fine_tunings(5)[3:], five, strict=True)] == [True] * 2
+        pruned = task.methods[cheap].make(lab, task.plain[cheap][0])
+    assert [len(layer) for layer in pruned.heads[0]] == [3, 3, 3, 2]
+    assert pruned.config.sharing.mlp
+    paths = write_distilled(folder, tmp_path)
+    assert [path.name for path in paths] == ["distill_settings.csv", "distill.csv"]
+    assert [line["members"] for line in read_csv(paths[0])] == ["3", "3", "5"]
 
 
 TUNED = [

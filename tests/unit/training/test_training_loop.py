@@ -87,7 +87,7 @@ def test_a_rate_that_diverges_is_left_out(tmp_path):
         chosen = train(data, recipe, data, output=tmp_path)
     assert "(10000 diverged)" in chosen.metadata.history[-1]
     assert same(chosen, train(data, replace(recipe, grid=(1e-4, 1e-2)), data))
-    with pytest.raises(DivergedError, match=r"\(10000, 100000\)"):
+    with pytest.raises(DivergedError, match="100000"), pytest.warns(HydraWarning, match="10000 "):
         train(data, replace(recipe, grid=(1e5, 1e4)), data)
 
 
