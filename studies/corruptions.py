@@ -3,7 +3,8 @@
 import io
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, distribution
 from operator import index
 from typing import Literal
 
@@ -13,6 +14,7 @@ from PIL import Image
 from scipy import ndimage
 
 from hydra_ensembles.data.dataset import ImageDataset, Rows, hash_key
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.preprocessing import to_rgb
 
 from .suites import read_yaml
@@ -23,6 +25,7 @@ Random = np.random.Generator
 Corruption = Callable[..., PixelArray]
 
 SEVERITIES = (1, 2, 3, 4, 5)
+FROST = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # the published code draws one of five
 
 
 def corrupt(
@@ -30,9 +33,10 @@ def corrupt(
 ) -> Image.Image:
     """Corrupt a PIL image as ImageNet-C does; the result is RGB, of the same size, and depends on the seed alone.
 
-    Motion blur and snow follow ImageMagick's definition of motion blur, because the original calls ImageMagick; frost
-    is drawn, not photographed; everything else follows the published code up to the stream of random numbers. Values
-    are truncated to integers, as in ImageNet-C. `parameters` are the published ones made for 224 pixels (`"imagenet"`),
+    Everything follows the published code up to the stream of random numbers; motion blur and snow, whose original calls
+    ImageMagick, as the package `imagecorruptions` does. That package cannot be called instead: it has the parameters
+    for 224 pixels only, one global stream of random numbers, and its fog and glass blur fail with NumPy 2. Values are
+    truncated to integers, as in ImageNet-C. `parameters` are the published ones made for 224 pixels (`"imagenet"`),
     64 (`"tinyimagenet"`) or 32 (`"cifar"`); they are not scaled to the image.
     """
     values = read_yaml("corruptions")[name][parameters][severity - 1]
@@ -129,8 +133,16 @@ def snow(image: PixelArray, rng: Random, *numbers: float) -> PixelArray:
 
 
 def frost(image: PixelArray, rng: Random, image_weight: float, frost_weight: float, scale: float) -> PixelArray:
-    """Ice crystals on the lens: drawn by `ice`, where the original overlays photographs of frost."""
-    return np.clip(image_weight * image + frost_weight * ice(image.shape[0], image.shape[1], scale, rng), 0, 255)
+    """Ice crystals on the lens: a part of one of ImageNet-C's photographs of frost is laid over the image."""
+    height, width = image.shape[:2]
+    picture = photograph(FROST[rng.integers(len(FROST))])
+    scale = max(scale, (height + 1) / picture.height, (width + 1) / picture.width)
+    size = round(picture.width * scale), round(picture.height * scale)
+    whole = (0, 0, *picture.size)
+    picture = picture.transform(size, Image.Transform.EXTENT, whole, Image.Resampling.BILINEAR)  # as OpenCV resizes
+    left, top = (int(rng.integers(max(1, much - little))) for much, little in zip(size, (width, height), strict=True))
+    ice = np.asarray(picture.crop((left, top, left + width, top + height)), dtype=np.float64)
+    return np.clip(image_weight * image + frost_weight * ice, 0, 255)
 
 
 def fog(image: PixelArray, rng: Random, strength: float, decay: float) -> PixelArray:
@@ -257,43 +269,14 @@ def plasma(height: int, width: int, decay: float, rng: Random) -> PixelArray:
     return np.asarray(field / field.max())[:height, :width]
 
 
-def ice(height: int, width: int, scale: float, rng: Random) -> PixelArray:
-    """Draw a picture of frost, `[height, width, 3]` in 0..255.
-
-    Needles lie along axes about 60 degrees apart and are brightest where a rough cloud field makes the ice thick. With
-    `scale` below one, for small images, a larger picture is drawn and downsampled.
-    """
-    rows, columns = math.ceil(height / scale), math.ceil(width / scale)
-    thickness = plasma(rows, columns, 1.7, rng)
-    thickness = 1.0 / (1.0 + np.exp(-12.0 * (thickness - np.median(thickness))))
-    first_angle = rng.uniform(0.0, 60.0)
-    crystals = np.zeros((rows, columns))
-    for density, length in ((0.0008, 80), (0.004, 30)):
-        needles = gaussian_blur(_needles(rows, columns, density, length, first_angle, rng), 0.8)
-        crystals += 0.4 * np.sqrt(needles / max(float(needles.max()), 1e-9))
-    light = 0.08 + 0.5 * thickness + crystals * (0.25 + 0.75 * thickness)
-    light += rng.normal(scale=0.03, size=light.shape)
-    picture: PixelArray = _ICE_DARK + np.clip(light, 0, 1)[..., None] * (_ICE_LIGHT - _ICE_DARK)
-    if (rows, columns) == (height, width):
-        return picture
-    reduced = Image.fromarray(picture.astype(np.uint8)).resize((width, height), Image.Resampling.BILINEAR)
-    return np.asarray(reduced, dtype=np.float64)
-
-
-def _needles(rows: int, columns: int, density: float, length: int, first_angle: float, rng: Random) -> PixelArray:
-    """Lines that start at random points and fade, each along one of six directions 60 degrees apart."""
-    count = max(1, round(6 * density * rows * columns))
-    axes = rng.integers(0, 6, count)
-    angles = np.radians(first_angle + 60.0 * axes + rng.uniform(-12.0, 12.0, count))[:, None]
-    steps = np.arange(length)[None, :]
-    # Pixels along each needle, [count, length]
-    row = np.rint(rng.uniform(0, rows, count)[:, None] + steps * np.sin(angles)).astype(np.int64)
-    column = np.rint(rng.uniform(0, columns, count)[:, None] + steps * np.cos(angles)).astype(np.int64)
-    brightness_along = np.broadcast_to(np.exp(-((steps / (0.35 * length)) ** 2) / 2.0), row.shape)
-    inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-    field = np.zeros((rows, columns))
-    np.maximum.at(field, (row[inside], column[inside]), brightness_along[inside])
-    return field
+@cache
+def photograph(name: str) -> Image.Image:
+    """A photograph of frost, from the package that publishes ImageNet-C's; its code is not imported."""
+    try:
+        path = distribution("imagecorruptions").locate_file(f"imagecorruptions/frost/{name}")
+    except PackageNotFoundError:
+        raise DataError("frost is photographed: pip install --no-deps imagecorruptions==1.1.2") from None
+    return Image.open(str(path)).convert("RGB")
 
 
 def _disc(radius: float, sigma: float) -> PixelArray:
@@ -316,8 +299,6 @@ def _sample(image: PixelArray, rows: PixelArray, columns: PixelArray, mode: str)
 
 
 _LUMA = np.array([0.299, 0.587, 0.114])
-_ICE_DARK = np.array([38.0, 58.0, 88.0])
-_ICE_LIGHT = np.array([232.0, 243.0, 255.0])
 _NOISE = (gaussian_noise, shot_noise, impulse_noise)
 _BLUR = (defocus_blur, glass_blur, motion_blur, zoom_blur)
 _WEATHER = (snow, frost, fog, brightness)
