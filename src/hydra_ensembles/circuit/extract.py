@@ -1,10 +1,9 @@
 """Algorithm 1: repeatedly remove the head whose removal hurts the score least."""
 
-import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count, takewhile
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -81,7 +80,7 @@ def extract_circuit(
     `max_memory` bytes of activations are kept besides the embedded samples (None: half of the
     free memory of a GPU, or a quarter of that of the host or container). `batch_size` counts samples, or pairs of head
     and sample. `seed` is set while the batches are read, for loaders that shuffle. The folder `output` records every
-    removed head: a run that was stopped, or has a larger budget, goes on. `progress` prints an estimate of the time.
+    removed head: a run that was stopped, or has a larger budget, goes on. `progress` shows a bar with the time left.
 
     Returns:
         The heads in removal order, with S after each removal; `provenance` holds the integers behind S, and the work in
@@ -125,19 +124,28 @@ def extract_circuit(
         "dtype": str(model.dtype),
         "candidates": {"heads": [str(head) for head in candidates], "names": names, "templates": sentences},
     }
+    texts = None if dual is None else read_texts(dual, names, sentences, device)
+    objective = Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties)
+    size, work = batch_size or fitting_batch_size(model, samples), Work()
+    memory = default_max_memory(device) if max_memory is None else int(max_memory)  # users write 2e9
     with Store(output, identity, "a circuit") as store:
-        run = Extraction(
-            method=method,
-            candidates=candidates,
-            model=model,
-            texts=None if dual is None else read_texts(dual, names, sentences, device),
-            samples=samples,
-            objective=Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties),
-            batch_size=batch_size or fitting_batch_size(model, samples),
-            max_memory=default_max_memory(device) if max_memory is None else int(max_memory),  # users write 2e9
-        )
-        start, *steps = run.steps(store, budget, progress)
-    objective, texts = run.objective, run.texts
+        kept = takewhile(store.has, map("heads/{}".format, count()))
+        steps = [from_plain(Step, store.step(name, dict), "step") for name in kept]
+        done = [step.head for step in steps if step.head is not None]
+        left = [head for head in candidates if head not in done]
+        if len(done) < budget:
+            search: Search = Naive(model, samples, objective, work, size, done, texts)
+            if method == "exact":
+                search = branch_and_bound(model, texts, samples, objective, work, size, memory, left, done)
+            taken = greedy(search, model, left, work, begun=bool(steps))
+            name = f"circuit/{method} {score}"
+            with tqdm(total=budget, initial=len(done), desc=name, unit="head", disable=not progress) as bar:
+                for step in islice(taken, budget + 1 - len(steps)):
+                    store.step(f"heads/{len(steps)}", partial(to_plain, step))
+                    steps.append(step)
+                    bar.set_postfix(score=f"{objective.achieved(step.errors, step.discordance):.4f}", refresh=False)
+                    bar.update(step.head is not None)
+    start, *steps = steps[: budget + 1]
     whole = len(samples.labels) * len(model.config.head_counts)  # blocks of one pass
     whole += 0 if texts is None else len(texts.prompts.labels) * len(texts.tower.config.head_counts)
     return HeadRanking(
@@ -172,65 +180,37 @@ class Step:
     blocks: int = 0
 
 
-@dataclass(eq=False)
-class Extraction:
-    """The greedy steps of one run; fields without a comment are as in `extract_circuit`."""
+def greedy(search: Search, model: Ensemble, left: list[Head], work: Work, begun: bool) -> Iterator[Step]:
+    """Remove the heads of `left`, each time that which is missed least; if not begun, the first step removes none."""
+    spent = 0
+    if not begun:
+        start = search.result
+        yield Step(None, start.errors, start.discordance)
+    while True:
+        choice = search.choose(removable(model, left))
+        search.remove(choice.head)
+        left.remove(choice.head)
+        yield Step(choice.head, choice.errors, choice.discordance, work.blocks - spent)
+        spent = work.blocks
 
-    method: Method
-    candidates: Sequence[Head]  # of the first step
-    model: Ensemble  # a private copy of the classifier
-    texts: Texts | None  # for a dual encoder, if heads of the text tower are candidates
-    samples: CircuitData
-    objective: Objective
-    batch_size: int
-    max_memory: int
-    work: Work = field(default_factory=Work)  # so far
 
-    def steps(self, store: Store, budget: int, progress: bool) -> list[Step]:
-        """Take the steps that are not in the store yet, and return all up to the budget, after that of the start."""
-        kept = takewhile(store.has, map("heads/{}".format, count()))
-        steps = [from_plain(Step, store.step(name, dict), "step") for name in kept]
-        done = [step.head for step in steps if step.head is not None]
-        if len(done) >= budget:
-            return steps[: budget + 1]
-        left = [head for head in self.candidates if head not in done]
-        search = self._search(left, done)
+def branch_and_bound(
+    model: Ensemble,
+    texts: Texts | None,
+    samples: CircuitData,
+    objective: Objective,
+    work: Work,
+    batch_size: int,
+    max_memory: int,
+    left: Sequence[Head],
+    off: Sequence[Head],
+) -> Search:
+    """The exact search among the heads in `left`, after those in `off` were removed."""
 
-        def take(step: Step) -> None:
-            store.step(f"heads/{len(steps)}", lambda: step)
-            steps.append(step)
+    def cached(model: Ensemble, samples: CircuitData, of_text: bool, share: float) -> CachedTower:
+        """A copy of a tower without the heads in `off`, with a share of the memory for cached activations."""
+        working = WorkingModel(model, of_tower(off, of_text), work)
+        return CachedTower(working, samples, of_tower(left, of_text), batch_size, int(share * max_memory))
 
-        if not steps:
-            start = search.result
-            take(Step(None, start.errors, start.discordance))
-        begun, spent = time.monotonic(), 0
-        name = f"circuit/{self.method} {self.objective.score}"
-        with tqdm(total=budget, initial=len(done), desc=name, unit="head", disable=not progress) as bar:
-            while len(steps) <= budget:
-                choice = search.choose(removable(self.model, left))
-                search.remove(choice.head)
-                left.remove(choice.head)
-                take(Step(choice.head, choice.errors, choice.discordance, self.work.blocks - spent))
-                spent = self.work.blocks
-                reached = self.objective.achieved(choice.errors, choice.discordance)
-                bar.set_postfix(score=f"{reached:.4f}", refresh=False)
-                bar.update()
-                if progress and len(steps) == len(done) + 2:  # after the first step: the others have fewer candidates
-                    most = tqdm.format_interval((time.monotonic() - begun) * (budget - len(done)))
-                    tqdm.write(f"{name}: {budget} heads take up to {most} (minutes:seconds)", file=sys.stderr)
-        return steps
-
-    def _search(self, left: Sequence[Head], off: Sequence[Head]) -> Search:
-        """Start the search with these candidates, after the heads in `off` were removed."""
-        model, samples, texts = self.model, self.samples, self.texts
-        if self.method == "naive":
-            return Naive(model, samples, self.objective, self.work, self.batch_size, off, texts)
-
-        def cached(model: Ensemble, samples: CircuitData, of_text: bool, share: float) -> CachedTower:
-            """A copy of a tower without the heads in `off`, with a share of the memory for cached activations."""
-            working, own = WorkingModel(model, of_tower(off, of_text), self.work), of_tower(left, of_text)
-            room = int(share * self.max_memory)
-            return CachedTower(working, samples, own, self.batch_size, room)
-
-        images = Exact(cached(model, samples, False, 1.0 if texts is None else 0.75), self.objective)
-        return images if texts is None else JointExact(images, texts, cached(texts.tower, texts.prompts, True, 0.25))
+    images = Exact(cached(model, samples, False, 1.0 if texts is None else 0.75), objective)
+    return images if texts is None else JointExact(images, texts, cached(texts.tower, texts.prompts, True, 0.25))

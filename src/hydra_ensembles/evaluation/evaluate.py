@@ -4,10 +4,10 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ from ..model.dual_encoder import require_classifier, require_model
 from ..model.ensemble import Answering, Ensemble, warn_if_edited
 from ..model.inputs import model_call
 from ..model.layers import evaluating
-from ..model.metadata import Calibration, Familiarity, Metadata
-from ..prediction import AnyScore, Prediction, ScoreName
+from ..model.metadata import Calibration, Metadata
+from ..prediction import AnyScore, ScoreName
 from ..store import TENSORS, Store
 from .evaluation import UNNAMED, Answers, Evaluation, ModelInfo, OodGroup, columns_of
 
@@ -104,8 +104,19 @@ def evaluate(
     answers, rows, logits = dict[str, Answers](), dict[str, Tensor](), torch.empty(0)
     with Store(output, _identity(model, output), "an evaluation") as kept, torch.no_grad(), evaluating(model):
         for key, group, data in sets:
-            one = _Pass(model, rule, familiarity, reported, kept, progress)
-            answers[key], rows[key], logits = one.over(data, key, group)
+            columns, digests = dict[str, list[Tensor]](), list[Tensor]()
+            for found, labels, samples in _over(model, data, key, group in ("id", "shift"), kept, progress):
+                about = familiarity.about(found["scores"]) if familiarity and "scores" in found else None
+                raw = at_least_float32(found["logits"])  # [M, B, C]
+                prediction = rule.prediction(raw, check_finite=False, unfamiliarity=about)
+                more: dict[str, Any] = {one: found[one] for one in ("stage", "forced") if one in found}
+                for title, column in columns_of(replace(prediction, **more), reported, labels).items():
+                    columns.setdefault(title, []).append(column)
+                digests.append(samples)
+                logits = found["logits"][:, :1].clone()  # of one sample
+            rows[key] = torch.cat(digests)
+            joined = {title: torch.cat(parts, dim=-1) for title, parts in columns.items()}
+            answers[key] = Answers(group, digest(rows[key].sort().values), joined)
     _require_fresh(id_name, rows, rule)
     brief = calibration and replace(calibration, reference=None, watched={}, weights="", rows=())
     about = _described(model, logits, brief)
@@ -140,76 +151,49 @@ def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]
     return {cast(OodGroup, group): dict(sets) for group, sets in ood.items() if sets}
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """How a model is run over a set."""
+def _over(
+    model: Any, batches: Batches, key: str, labelled: bool, kept: Store, progress: bool
+) -> Iterator[tuple[dict[str, Tensor], Tensor | None, Tensor]]:
+    """Of every batch of a set what `answered` returns, or returned before an interruption, labels and digests `[B]`."""
+    title = f"set {key.removeprefix('ood.').removeprefix('shift.')!r}"
+    source = iterate(batches, title, labelled, getattr(model, "raw", False))
+    with tqdm(desc=key, total=length_of(batches), leave=False, disable=not progress, unit="batch") as bar:
+        for index, inputs, given in source:
+            contents = "" if kept.folder is None else digest(inputs)
+            answer = partial(answered, model, inputs, f"{title}, batch {index}")
+            found = kept.step(f"answers/{contents[:32]}", answer, TENSORS)
+            labels = require_labels(given, found["logits"].shape[2], title, index).cpu() if labelled else None
+            yield found, labels, sample_digests(inputs)
+            bar.update()
 
-    model: Any
-    calibration: Calibration
-    familiarity: Familiarity | None
-    scores: tuple[AnyScore, ...]
-    kept: Store  # answers from before an interruption
-    progress: bool
 
-    def over(
-        self, batches: Batches, key: str, group: Literal["id", "shift"] | OodGroup
-    ) -> tuple[Answers, Tensor, Tensor]:
-        """Answers to one set, digests of its samples `[B]`, and member logits `[M, 1, C]` of one sample."""
-        labelled, title = group in ("id", "shift"), f"set {key.removeprefix('ood.').removeprefix('shift.')!r}"
-        columns, rows = dict[str, list[Tensor]](), list[Tensor]()
-        source = iterate(batches, title, labelled, getattr(self.model, "raw", False))
-        with tqdm(desc=key, total=length_of(batches), leave=False, disable=not self.progress, unit="batch") as bar:
-            for index, inputs, given in source:
-                contents = "" if self.kept.folder is None else digest(inputs)
-                answer = partial(self._answers, inputs, f"{title}, batch {index}")
-                found = self.kept.step(f"answers/{contents[:32]}", answer, TENSORS)
-                raw = at_least_float32(found["logits"])  # [M, B, C]
-                labels = require_labels(given, raw.shape[2], title, index).cpu() if labelled else None
-                for name, column in columns_of(self._predicted(raw, found), self.scores, labels).items():
-                    columns.setdefault(name, []).append(column)
-                first = found["logits"][:, :1].clone()
-                rows.append(sample_digests(inputs))
-                bar.update()
-        joined = {name: torch.cat(parts, dim=-1) for name, parts in columns.items()}
-        samples = torch.cat(rows)
-        answers = Answers(group, digest(samples.sort().values), joined)
-        return answers, samples, first
-
-    def _predicted(self, logits: Tensor, found: Mapping[str, Tensor]) -> Prediction:
-        """A prediction from finite logits `[M, B, C]` and feature scores."""
-        about = self.familiarity.about(found["scores"]) if self.familiarity and "scores" in found else None
-        prediction = self.calibration.prediction(logits, check_finite=False, unfamiliarity=about)
-        rows: dict[str, Any] = {name: found[name] for name in ("stage", "forced") if name in found}
-        return replace(prediction, **rows)
-
-    def _answers(self, inputs: Inputs, where: str) -> dict[str, Tensor]:
-        """Of a batch member logits `[M, B, C]` in the model's dtype, feature scores `[S, M, B]`, and rows `[B]`."""
-        answer, more = self._answer(inputs, where)
-        logits = getattr(answer, "logits", answer)
-        shape = list(logits.shape) if isinstance(logits, Tensor) else []
-        is_fit = len(shape) in (2, 3) and 0 not in shape and shape[-1] > 1 and shape[-2] == size_of(inputs)
-        if not is_fit or not logits.is_floating_point():
-            got = f"{logits.dtype} {shape}" if isinstance(logits, Tensor) else type(logits).__name__
-            expected = "floating point [M, B, C] (members, inputs, classes), or [B, C] of one member"
-            raise DataError(f"{where}: the model answered with {got}; expected {expected}")
-        if not bool(logits.isfinite().all()):
-            raise DataError(f"{where}: the answer has NaN or infinity; look for them in the inputs")
-        found = {"logits": logits.detach().reshape(-1, *shape[-2:]), **more}  # [B, C] -> [1, B, C]
-        return {name: one.cpu() for name, one in found.items()}
-
-    def _answer(self, inputs: Inputs, where: str) -> tuple[Any, dict[str, Tensor]]:
-        """What the model answers to one batch; its feature scores, if wanted, and what a cascade says of its rows."""
-        if not hasattr(self.model, "prepare"):  # not ours
-            one = next((one for one in _parameters(self.model) if one.is_floating_point()), None)
-            return model_call(self.model, inputs if one is None else move(inputs, one.device, one.dtype))(), {}
+def answered(model: Any, inputs: Inputs, where: str) -> dict[str, Tensor]:
+    """Member logits `[M, B, C]` in the model's dtype, feature scores `[S, M, B]`, rows `[B]` of a batch, on the CPU."""
+    more: dict[str, Tensor] = {}
+    if not hasattr(model, "prepare"):  # not ours
+        one = next((one for one in _parameters(model) if one.is_floating_point()), None)
+        answer = model_call(model, inputs if one is None else move(inputs, one.device, one.dtype))()
+    else:
         try:
-            prepared = self.model.prepare(inputs)
+            prepared = model.prepare(inputs)
         except DataError as problem:
             raise DataError(f"{where}: {problem}") from problem
-        if not isinstance(self.model, Answering):  # a view, such as MC Dropout
-            return self.model(prepared), {}
-        logits, scores, rows = self.model.answered(prepared)
-        return logits, {**rows, **({} if scores is None else {"scores": scores})}
+        if isinstance(model, Answering):
+            answer, scores, more = model.answered(prepared)
+            more = more if scores is None else {**more, "scores": scores}
+        else:  # a view, such as MC Dropout
+            answer = model(prepared)
+    logits = getattr(answer, "logits", answer)
+    shape = list(logits.shape) if isinstance(logits, Tensor) else []
+    is_fit = len(shape) in (2, 3) and 0 not in shape and shape[-1] > 1 and shape[-2] == size_of(inputs)
+    if not is_fit or not logits.is_floating_point():
+        got = f"{logits.dtype} {shape}" if isinstance(logits, Tensor) else type(logits).__name__
+        expected = "floating point [M, B, C] (members, inputs, classes), or [B, C] of one member"
+        raise DataError(f"{where}: the model answered with {got}; expected {expected}")
+    if not bool(logits.isfinite().all()):
+        raise DataError(f"{where}: the answer has NaN or infinity; look for them in the inputs")
+    found = {"logits": logits.detach().reshape(-1, *shape[-2:]), **more}  # [B, C] -> [1, B, C]
+    return {name: one.cpu() for name, one in found.items()}
 
 
 def _require_fresh(id_name: str, rows: Mapping[str, Tensor], calibration: Calibration) -> None:

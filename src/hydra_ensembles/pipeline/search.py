@@ -58,6 +58,7 @@ RESAMPLES = 10_000  # bootstrap resamples for the interval of a difference
 REPEATS = 10  # timed runs per model, alternating with the given one
 
 Judges = Mapping[str, list[ReadBatch]]  # held-out sets by name: the first is labelled ID data, the others are OOD
+Maker = Callable[[], Any]
 Price = Literal["latency", "multiply_adds"]
 CandidateState = Literal["planned", "too dear", "not possible", "judged"]
 
@@ -260,14 +261,11 @@ class Search:
 
     def plan(self) -> SearchResult:
         """Measure the price of every candidate, before any of them is built."""
-        makers: dict[str, Callable[[], Ensemble]] = {
-            name: partial(_untrained, config, self.base) for name, config in self.built.items()
-        }
-        rows = [SearchRow(YOURS, 1.0, "planned")]
-        cost = self.cost
-        for name, make in {**makers, **self.of_models()}.items():
-            price = self.price(f"prices/{_slug(name)}", make)
-            rows.append(SearchRow(name, price, "planned" if price <= cost else "too dear", self.built.get(name)))
+        rows, cost = [SearchRow(YOURS, 1.0, "planned")], self.cost
+        for name, (make, _) in self.ways().items():
+            if name != YOURS:
+                price = self.price(f"prices/{_slug(name)}", make)
+                rows.append(SearchRow(name, price, "planned" if price <= cost else "too dear", self.built.get(name)))
         samples = {name: samples_in(batches) for name, batches in self.judges.items()}
         return SearchResult(tuple(rows), cost, self.measured, self.scores, samples)
 
@@ -299,7 +297,7 @@ class Search:
         numbers = evaluate(model, id_set, ood_sets, scores=further, progress=False).numbers()
         return {key: numbers[key] for key in ("accuracy", "nll", "ece", "aurc", *self.scores)}
 
-    def price(self, name: str, make: Callable[[], Ensemble]) -> float:
+    def price(self, name: str, make: Maker) -> float:
         """Price of an ensemble relative to the given model; 1 if both have the same config."""
         base = self.base
 
@@ -319,25 +317,39 @@ class Search:
 
     def final(self, name: str) -> Ensemble:
         """A candidate, built or read back, ready for use."""
-        at = f"candidates/{_slug(name)}/"
-        if name in self.built:
-            chain = Chain(self.base, self.built[name], self.data, self.run, at, self.progress)
-            return chain.step(RESULT, chain.assembled)
-        make = {YOURS: lambda: self.base, **self.of_models()}[name]
-        if name in CHAINS:
-            make = partial(self.chain, name)
-        if name == TAUGHT:
-            every, train, place = [self.base, *self.models], self.data.train or (), self.run.path(f"{at}distill")
-            make = lambda: distill(self.fused(), every, train, output=place, progress=self.progress)  # noqa: E731
-        ensemble: Ensemble = self.run.step(f"{at}{RESULT}", lambda: self.ready(make()), MODEL)
-        return ensemble.to(self.base.device)
+        _, make = self.ways()[name]
+        made: Ensemble = self.run.step(f"candidates/{_slug(name)}/{RESULT}", make, MODEL)
+        return made.to(self.base.device)
 
-    def chain(self, name: str) -> Any:
+    def ways(self) -> dict[str, tuple[Maker, Maker]]:
+        """How to make every candidate: something as dear, to be timed before anything is built; and itself, ready."""
+        base, data = self.base, self.data
+        found: dict[str, tuple[Maker, Maker]] = {YOURS: (lambda: base, partial(self.ready, lambda: base))}
+        for name, config in self.built.items():
+            chain = Chain(base, config, data, self.run, f"candidates/{_slug(name)}/", self.progress)
+            found[name] = partial(_untrained, config, base), chain.assembled
+        if not self.models:
+            return found
+        every = [base, *self.models]
+        fused = partial(fuse, every, mlp="separate", average=usual_trunk(base.num_layers))
+        plain: dict[str, Maker] = {SOUP: partial(soup, every), FUSED: fused, DEEP: partial(Ensemble.stack, every)}
+        found |= {name: (make, partial(self.ready, make)) for name, make in plain.items()}
+        if (train := data.train) is not None:
+            more: Any = {"output": self.run.path(f"candidates/{_slug(TAUGHT)}/distill"), "progress": self.progress}
+            found[TAUGHT] = fused, partial(self.ready, lambda: distill(fused(), every, train, **more))
+        if samples_in(data.validation or []) >= 2 * CHOOSE_LEAST:  # some choose, the others calibrate
+            for name, last in CHAINS.items():
+                timed = partial(_for_price, plain[SOUP], plain[last])
+                found[name] = timed, partial(self.ready, partial(self.chain, last))
+        return found
+
+    def chain(self, last: str) -> Any:
         """A cascade of finished candidates, with its threshold."""
-        return cascade([self.final(SOUP), self.final(CHAINS[name])], self.data.validation or (), ask=ASK)
+        return cascade([self.final(SOUP), self.final(last)], self.data.validation or (), ask=ASK)
 
-    def ready(self, model: Ensemble) -> Ensemble:
-        """Calibrate a given model like the candidates."""
+    def ready(self, make: Maker) -> Ensemble:
+        """A model, calibrated like the candidates."""
+        model = make()
         # a cascade has the familiarity of its first stage
         data = self.data if model.front is model else replace(self.data, ranking=None)
         return calibrated(model, HydraConfig(familiarity=self.familiarity, seed=self.seed), data)
@@ -347,26 +359,6 @@ class Search:
         read = (self.judges["ID"], self.data.ranking or [], self.data.validation or [])
         rows = torch.cat([sample_digests(inputs) for batches in read for inputs, _ in batches])
         return self.final(name).with_metadata(chosen=tuple(map(str, rows.unique().tolist())))
-
-    def of_models(self) -> dict[str, Callable[[], Ensemble]]:
-        """Combinations of the model with the further trainings of it."""
-        if not self.models:
-            return {}
-        every = [self.base, *self.models]
-        one: dict[str, Callable[[], Any]] = {
-            SOUP: lambda: soup(every),
-            FUSED: self.fused,
-            **({} if self.data.train is None else {TAUGHT: self.fused}),  # at the same price
-            DEEP: lambda: Ensemble.stack(every),
-        }
-        if samples_in(self.data.validation or []) < 2 * CHOOSE_LEAST:  # some choose, the others calibrate
-            return one
-        return one | {name: partial(_for_price, one[SOUP], one[last]) for name, last in CHAINS.items()}
-
-    def fused(self) -> Ensemble:
-        """All given models above the mean of their first layers."""
-        made: Ensemble = fuse([self.base, *self.models], mlp="separate", average=usual_trunk(self.base.num_layers))
-        return made
 
     def with_significance(self, chosen: SearchResult) -> SearchResult:
         """Add to the reason whether the NLL of the choice is significantly lower than the model's; warn if it is not.
@@ -471,7 +463,7 @@ def _untrained(config: HydraConfig, base: Ensemble) -> Ensemble:
     return ensemble
 
 
-def _for_price(make_first: Callable[[], Ensemble], make_second: Callable[[], Ensemble]) -> Cascade:
+def _for_price(make_first: Maker, make_second: Maker) -> Cascade:
     """A cascade that sends on the usual share of any rows."""
     first, second = make_first(), make_second()
     made = Cascade([first, second], CascadeSettings((1.0,), (ASK,), layers=common_layers(first, second)))

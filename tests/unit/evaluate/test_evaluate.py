@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from hydra_ensembles import metrics
 from hydra_ensembles.calibrate import calibrate
 from hydra_ensembles.errors import CheckpointError, DataError, HydraError, HydraWarning
-from hydra_ensembles.evaluation.evaluate import _Pass, evaluate
+from hydra_ensembles.evaluation import evaluate as evaluating
+from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.familiarity import fit_familiarity
 from hydra_ensembles.model.config import Sharing
@@ -254,7 +255,7 @@ def test_an_interrupted_evaluation_goes_on_and_new_settings_use_the_same_answers
     model, data, calls = tiny_ensemble(), image_batches((2,) * 20), []
     other = {"score": "energy", "calibration": CALIBRATION, "progress": False}
     expected, by_energy = (evaluate(model, data, OOD, **about).numbers() for about in ({"progress": False}, other))
-    count_calls(monkeypatch, _Pass, "_answer", lambda: calls.append(1), lambda: len(calls) == 12)
+    count_calls(monkeypatch, evaluating, "answered", lambda: calls.append(1), lambda: len(calls) == 12)
     with pytest.raises(KeyboardInterrupt):
         evaluate(model, data, OOD, output=tmp_path, progress=False)
     assert evaluate(model, data, OOD, output=tmp_path, progress=False).numbers() == expected
