@@ -7,7 +7,7 @@ another range), only in training, or only on another device is not compared. Nor
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ _ROUNDED = 2e-2
 _ALLOWED = 1e-4  # of the largest output: covers sums in another order, and float32 angles of rotary positions
 
 
-Answers = Sequence[tuple[NamedTensors, Tensor]]  # inputs, and what the original answers
+Answers = list[tuple[NamedTensors, Tensor]]  # inputs, and what the original answers
 
 
 @dataclass(frozen=True)
@@ -51,49 +51,22 @@ class Original:
         return first
 
     def answers(self) -> Answers:
-        """All inputs with the answers to them."""
+        """All inputs with the answers: logits `[B, C]`, or features `[B, d]` if the classifier is new."""
+        found: Answers = []
         with _answering(self):
-            return list(self.in_turn())
-
-    def in_turn(self) -> Iterator[tuple[NamedTensors, Tensor]]:
-        """Yield the inputs with the answers to them."""
-        for number, inputs in enumerate(_inputs(self)):
-            try:
-                yield inputs, self.answer(inputs)
-            except ConversionError:
-                if not number:
-                    raise
-                return  # it takes only images of its own size
-
-    def answer(self, inputs: NamedTensors) -> Tensor:
-        """Call the original: logits `[B, C]`, or features `[B, d]` if the classifier is new."""
-        told = f"for a random batch {_shapes(inputs)} the model itself"
-        try:
-            batch = {name: tensor.clone() for name, tensor in inputs.items()}
-            answer = self.found.architecture.answer(self.found.model, batch, self.fresh)
-            assert answer.shape[0] == len(next(iter(inputs.values()))), "it does not answer every sample"
-        except Exception as error:  # a user's model may raise anything
-            why = f"cannot answer ({type(error).__name__}: {error})"
-            raise ConversionError(f"{told} {why}; repair it, or convert with probe=False") from error
-        return answer
-
-
-@dataclass(frozen=True)
-class ModelPair:
-    """An original model and the converted one, to compare their answers."""
-
-    original: Original
-    ensemble: Ensemble
-    projection: GroupedLinear | None = None  # of a dual encoder's tower, applied to its features
-    answers: Answers | None = None  # of an original that can no longer run
-
-    def converted(self, inputs: NamedTensors) -> Tensor:
-        """Call the converted model; the output is as in `Original.answer`."""
-        ensemble = self.ensemble
-        if not self.original.fresh:
-            return ensemble(inputs)[0] if self.projection is None else self.projection(ensemble(inputs))[0]
-        features = ensemble.features(inputs)[0]  # [B, d], twice as wide with a distillation token
-        return features.unflatten(1, (2, -1)).mean(1) if ensemble.config.readout.pool == "distilled" else features
+            for inputs in _inputs(self):
+                try:
+                    batch = {name: tensor.clone() for name, tensor in inputs.items()}
+                    answer = self.found.architecture.answer(self.found.model, batch, self.fresh)
+                    assert answer.shape[0] == len(next(iter(inputs.values()))), "it does not answer every sample"
+                except Exception as error:  # a user's model may raise anything
+                    if found:
+                        break  # it takes only images of its own size
+                    told = f"for a random batch {_shapes(inputs)} the model itself cannot answer"
+                    why = f"({type(error).__name__}: {error}); repair it, or convert with probe=False"
+                    raise ConversionError(f"{told} {why}") from error
+                found.append((inputs, answer))
+        return found
 
 
 class _InFloat32(TorchFunctionMode):
@@ -127,20 +100,24 @@ _LARGE = 1 << 23
 _VIEWS = {"__get__", "__getitem__", "size", "dim", "numel", "t", "transpose", "unflatten", "flatten", "view"}
 
 
-def require_same_answers(pair: ModelPair) -> None:
-    """Raise if the conversion changes an answer.
+def require_same_answers(
+    original: Original, answers: Answers, ensemble: Ensemble, projection: GroupedLinear | None = None
+) -> None:
+    """Raise if the conversion changes an answer; a tower of a dual encoder has a projection of its features.
 
     Models in half precision are compared in float32, so that no difference is mistaken for rounding.
     """
-    original = pair.original
-    half, rounds = pair.ensemble.dtype in _HALF, original.found.architecture.rounds
+    half, rounds = ensemble.dtype in _HALF, original.found.architecture.rounds
     allowed = _ROUNDED if half and rounds else _ALLOWED
     tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32  # ten bits, as float16
-    if tf32 and pair.ensemble.device.type == "cuda":
+    if tf32 and ensemble.device.type == "cuda":
         allowed = max(allowed, _ROUNDED)
     with _answering(original):
-        for inputs, expected in original.in_turn() if pair.answers is None else pair.answers:
-            apart = _difference(pair.converted(inputs), expected)
+        for inputs, expected in answers:
+            found = ensemble.features(inputs)[0] if original.fresh else ensemble(inputs)[0]
+            if original.fresh and ensemble.config.readout.pool == "distilled":
+                found = found.unflatten(1, (2, -1)).mean(1)  # of two tokens
+            apart = _difference(found if projection is None else projection(found[None])[0], expected)
             if not apart <= allowed:  # also if it is NaN
                 known = original.found.architecture.classes
                 said = "its class and configuration say" if known else "the declaration says"

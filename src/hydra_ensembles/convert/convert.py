@@ -12,13 +12,13 @@ from ..errors import ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from ..model.layers import OurModel, linear
+from ..model.layers import GroupedLinear, OurModel, linear
 from ..model.metadata import Metadata, invalid_names
 from ..model.stem_readout import Projections
 from ..preprocessing import TextPreprocessing
 from . import clip, decoders, timm_torchvision, transformers
 from .adapters import is_adapted, merged
-from .compare import ModelPair, Original, require_same_answers
+from .compare import Original, require_same_answers
 from .core import (
     WAYS,
     Architecture,
@@ -135,18 +135,11 @@ def convert(
         if isinstance(architecture, DualArchitecture):
             if (num_labels, labels, prefix) != (None, None, None):
                 raise ConversionError("it has two towers and no classifier; give nothing but processor=")
-            pairs = _convert_dual(architecture, model, processor)
-        else:
-            owned = folder is not None or adapted
-            pairs = [_converted(architecture, model, num_labels, labels, processor, probe, owned, folder)]
-        for pair in pairs if probe else ():
-            require_same_answers(pair)
-    if not isinstance(architecture, DualArchitecture):
-        ensemble = pairs[0].ensemble if prefix is None else pairs[0].ensemble.with_prefix(prefix)
-        return evened(ensemble, empty) if empty else ensemble
-    scale, bias = (getattr(model, name, None) for name in _SCALES)
-    projections = Projections(pairs[0].projection, pairs[1].projection)
-    return DualEncoder(pairs[0].ensemble, pairs[1].ensemble, projections, scale, bias).eval()  # type: ignore[arg-type]
+            return _convert_dual(architecture, model, processor, probe)
+        owned = folder is not None or adapted
+        ensemble = _converted(architecture, model, num_labels, labels, processor, probe, owned, folder)
+    ensemble = ensemble if prefix is None else ensemble.with_prefix(prefix)
+    return evened(ensemble, empty) if empty else ensemble
 
 
 def convert_if_needed(model: Any) -> Any:
@@ -199,8 +192,8 @@ def _converted(
     probe: bool,
     owned: bool,
     folder: Path | None,
-) -> ModelPair:
-    """Convert a model, without comparing answers.
+) -> Ensemble:
+    """Convert a model.
 
     If it is `owned`, nobody else has it: it answers first, and its weights are given up one after another, or read from
     the files of its folder, so that there is never more than one of two models in memory.
@@ -216,14 +209,17 @@ def _converted(
         labels=_labels(labels, stated, config.readout.num_classes),
         history=(line,),
     )
-    original, answers = Original(found, config, metadata, fresh), None
+    original = Original(found, config, metadata, fresh)
+    answers = original.answers() if probe and owned else []
+    if folder is not None:
+        found.tensors = stored_tensors(folder, found)
     if owned:
-        answers = original.answers() if probe else None
-        if folder is not None:
-            found.tensors = stored_tensors(folder, found)
         found.release()
     state, frozen = translate(found, config, may_be_fresh=num_labels is not None, owned=owned)
-    return ModelPair(original, Ensemble.from_state(config, state, metadata, frozen, copies=False), None, answers)
+    ensemble = Ensemble.from_state(config, state, metadata, frozen, copies=False)
+    if probe:
+        require_same_answers(original, answers or original.answers(), ensemble)
+    return ensemble
 
 
 def _read_metadata(found: Found, config: EnsembleConfig, processor: Any) -> Metadata:
@@ -261,16 +257,21 @@ def _disambiguate(names: tuple[str, ...]) -> tuple[str, ...]:
 # --- dual encoders -------------------------------------------------------------------------------------------
 
 
-def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any) -> list[ModelPair]:
+def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, probe: bool) -> DualEncoder:
     """Convert the image tower and the text tower, with their projections."""
     paths = tuple(f"{side}." for side in (dual.image, dual.text) if isinstance(side, str))
     if len(paths) == 2:  # a tower without a path of its own checks all tensors itself
         require_all_used((), [name for name in model.state_dict() if not name.startswith((*paths, *_SCALES))])
     origin = Metadata(source=f"{dual.name} ({qualified_name(model)})", history=(f"converted from {dual.name}",))
-    return [_convert_tower(side, model, origin, processor) for side in (dual.image, dual.text)]
+    towers = [_convert_tower(side, model, origin, processor, probe) for side in (dual.image, dual.text)]
+    (image, of_images), (text, of_texts) = towers
+    scale, bias = (getattr(model, name, None) for name in _SCALES)
+    return DualEncoder(image, text, Projections(of_images, of_texts), scale, bias).eval()  # type: ignore[arg-type]
 
 
-def _convert_tower(side: str | Architecture, model: nn.Module, origin: Metadata, processor: Any) -> ModelPair:
+def _convert_tower(
+    side: str | Architecture, model: nn.Module, origin: Metadata, processor: Any, probe: bool
+) -> tuple[Ensemble, GroupedLinear | None]:
     """Convert one tower without classifier, and the projection that is declared as its classifier."""
     if isinstance(side, str):
         model = model.get_submodule(side)
@@ -285,4 +286,7 @@ def _convert_tower(side: str | Architecture, model: nn.Module, origin: Metadata,
     config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))
     projection = None if weight is None else linear(weight, bias)
     ensemble = Ensemble.from_state(config, state, metadata, copies=False)
-    return ModelPair(Original(found, config, metadata), ensemble, projection)
+    original = Original(found, config, metadata)
+    if probe:
+        require_same_answers(original, original.answers(), ensemble, projection)
+    return ensemble, projection
