@@ -119,8 +119,6 @@ class Saved(ABC):
 def save_checkpoint(folder: str | Path, contents: Contents) -> None:
     """Write a checkpoint into `folder`, replacing an earlier one, all at once or not at all."""
     folder = files.expanded(folder)
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"cannot save to {folder}: it is a file; give a folder, which is created if missing")
     with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _move_up(folder)

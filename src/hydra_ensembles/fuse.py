@@ -302,8 +302,6 @@ def _stored_weights(
 ) -> tuple[Tensor, Tensor | None]:
     """Weight and bias as stored: one copy if all members are equal or averaged, else `[M, …]`."""
     biases = [bias for _, bias in members if bias is not None]
-    if len(biases) not in (0, len(members)):
-        raise ConfigError(f"{len(biases)} of {len(members)} members have a logit bias; all must, or none")
     tensors = [torch.cat([weight for weight, _ in members]), *([torch.cat(biases)] if biases else [])]
     if all(bool((tensor == tensor[:1]).all()) for tensor in tensors):
         tensors = [tensor[:1] for tensor in tensors]
