@@ -89,21 +89,71 @@ class _First(NamedTuple):
     tokens: Tensor | None = None  # after the layers that the second stage has in common, [1, B, T, d]
 
 
-class InTurn(Answering):
-    """How stages answer in turn; `Cascade` and its optimized form differ in what runs them."""
+class Cascade(OurModel, Answering, Saved):
+    """Stages that answer in turn; made by `cascade`. It predicts, calibrates, saves and serves like an `Ensemble`.
 
-    stages: Sequence[Stage]
-    settings: CascadeSettings
+    Attributes:
+        faults: For each stage, how many batches it failed on, its optimized form included.
+        by_share: Whether, to measure times, the share that was asked for goes on, whatever the thresholds.
+    """
+
+    _kind = "cascade"
     num_members = 1
     per_row = ("stage", "forced")
-    faults: list[int]  # for each stage, how many batches it failed on, its optimized form included
-    by_share = False  # whether, to measure times, the share that was asked for goes on, whatever the thresholds
-    _padded = False
+    by_share = False
+
+    def __init__(self, stages: Sequence[Stage], settings: CascadeSettings, metadata: Metadata | None = None) -> None:
+        super().__init__()
+        if len(stages) < 2 or len(settings.thresholds) != len(stages) - 1:
+            raise ConfigError(f"a cascade has two stages or more, and a threshold between them; got {len(stages)}")
+        self.stages = list(stages)
+        self.models = nn.ModuleList(stage for stage in stages if isinstance(stage, nn.Module))
+        self.settings = settings
+        ours = [stage for stage in stages if isinstance(stage, Answering)]
+        if not ours:
+            raise ConfigError("a cascade needs at least one stage that is an Ensemble; the others may be functions")
+        for stage in ours:
+            require_classifier(stage, "cascade")
+        known = next((one.metadata for one in ours if one.metadata.labels), ours[0].metadata)
+        self.num_classes, self.kind = ours[0].num_classes, ours[0].kind
+        if metadata is None:
+            familiarity = stages[0].metadata.familiarity if isinstance(stages[0], Ensemble) else None
+            metadata = Metadata(source=ours[0].metadata.source, familiarity=familiarity)
+        self.metadata = replace(metadata, labels=known.labels, preprocessing=ours[0].metadata.preprocessing)
+        self._orders = [self._order_of(index, stage) for index, stage in enumerate(stages)]
+        self.faults = [0] * len(stages)
+
+    def _order_of(self, index: int, stage: Stage) -> list[int] | None:
+        """Where a stage has each class of the cascade; None if in the same order. Refused if the classes differ."""
+        if not isinstance(stage, Answering):
+            return None
+        ours, theirs = self.metadata.labels, stage.metadata.labels
+        if stage.num_classes != self.num_classes:
+            raise ConfigError(f"stage {index} has {stage.num_classes} classes, others {self.num_classes}")
+        if not ours or not theirs or ours == theirs:
+            return None
+        places = same_names(ours, theirs)
+        if len(places) < len(ours):
+            missing = next(name for place, name in enumerate(ours) if place not in places)
+            raise ConfigError(f"stage {index} has no class {missing!r}; it has {a_few(theirs)}, others {a_few(ours)}")
+        return [places[place] for place in range(len(ours))]
+
+    # --- answering ---------------------------------------------------------------------------------------
 
     @property
     def front(self) -> Any:
         """The first ensemble, whose inputs it takes."""
         return next(stage for stage in self.stages if isinstance(stage, Answering)).front
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first ensemble."""
+        return self.front.device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the first ensemble."""
+        return self.front.dtype  # type: ignore[no-any-return]
 
     @property
     def raw(self) -> bool:  # type: ignore[override]
@@ -122,7 +172,7 @@ class InTurn(Answering):
         first = self.stages[0]
         if not isinstance(first, Answering):
             return CascadeInputs(given.raw, given.raw)
-        return CascadeInputs(given.raw, first.prepare(given if isinstance(first, InTurn) else given.first))
+        return CascadeInputs(given.raw, first.prepare(given if isinstance(first, Cascade) else given.first))
 
     def answered(self, prepared: CascadeInputs) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """What `answers` returns, with who answered (`stage`) and reasons to decline (`forced`)."""
@@ -204,7 +254,7 @@ class InTurn(Answering):
     def _later(self, index: int, given: CascadeInputs, first: _First, places: Tensor) -> Tensor:
         """Log-probabilities of one of the later stages for some rows."""
         stage, count = self.stages[index], len(places)
-        if self._padded and isinstance(stage, OptimizedEnsemble):  # to few sizes, each with its own plan and graph
+        if isinstance(stage, OptimizedEnsemble):  # to few sizes, each with its own plan and graph
             size = next(size for size in sizes_up_to(len(first.log_probs)) if size >= count)
             places = torch.cat([places, places[:1].expand(size - count)])
         rows = given.rows(places, self._reads_alike(index))
@@ -218,7 +268,7 @@ class InTurn(Answering):
         stage = self.stages[index]
         if isinstance(stage, Ensemble | OptimizedEnsemble):
             return self._ordered(index, log_probs_of(stage, stage(inputs)))
-        if isinstance(stage, InTurn):
+        if isinstance(stage, Cascade):
             return self._ordered(index, stage.predict(inputs).log_probs)
         probs = at_least_float32(torch.as_tensor(stage(inputs)))
         if probs.shape[1:] != (self.num_classes,) or not bool(((probs >= 0) & (probs.sum(-1, True) < 1.01)).all()):
@@ -230,8 +280,6 @@ class InTurn(Answering):
         order = self._orders[index]
         return log_probs if order is None else log_probs[:, order]
 
-    _orders: Sequence[list[int] | None]
-
     def _reads_alike(self, index: int) -> bool:
         """Whether a stage takes what was prepared for the first one."""
         first, stage = self.stages[0], self.stages[index]
@@ -239,48 +287,6 @@ class InTurn(Answering):
             return False
         alike = first.metadata.preprocessing == stage.metadata.preprocessing
         return alike and (first.device, first.dtype) == (stage.device, stage.dtype)
-
-
-class Cascade(InTurn, OurModel, Saved):
-    """Stages that answer in turn; made by `cascade`. It predicts, calibrates, saves and serves like an `Ensemble`."""
-
-    _kind = "cascade"
-
-    def __init__(self, stages: Sequence[Stage], settings: CascadeSettings, metadata: Metadata | None = None) -> None:
-        super().__init__()
-        if len(stages) < 2 or len(settings.thresholds) != len(stages) - 1:
-            raise ConfigError(f"a cascade has two stages or more, and a threshold between them; got {len(stages)}")
-        self.stages = list(stages)
-        self.models = nn.ModuleList(stage for stage in stages if isinstance(stage, nn.Module))
-        self.settings = settings
-        ours = [stage for stage in stages if isinstance(stage, Ensemble | Cascade)]
-        if not ours:
-            raise ConfigError("a cascade needs at least one stage that is an Ensemble; the others may be functions")
-        for stage in ours:
-            require_classifier(stage, "cascade")
-        known = next((one.metadata for one in ours if one.metadata.labels), ours[0].metadata)
-        self.num_classes, self.kind = ours[0].num_classes, ours[0].kind
-        if metadata is None:
-            familiarity = stages[0].metadata.familiarity if isinstance(stages[0], Ensemble) else None
-            metadata = Metadata(source=ours[0].metadata.source, familiarity=familiarity)
-        self.metadata = replace(metadata, labels=known.labels, preprocessing=ours[0].metadata.preprocessing)
-        self._orders = [self._order_of(index, stage) for index, stage in enumerate(stages)]
-        self.faults = [0] * len(stages)
-
-    def _order_of(self, index: int, stage: Stage) -> list[int] | None:
-        """Where a stage has each class of the cascade; None if in the same order. Refused if the classes differ."""
-        if not isinstance(stage, Ensemble | Cascade):
-            return None
-        ours, theirs = self.metadata.labels, stage.metadata.labels
-        if stage.num_classes != self.num_classes:
-            raise ConfigError(f"stage {index} has {stage.num_classes} classes, others {self.num_classes}")
-        if not ours or not theirs or ours == theirs:
-            return None
-        places = same_names(ours, theirs)
-        if len(places) < len(ours):
-            missing = next(name for place, name in enumerate(ours) if place not in places)
-            raise ConfigError(f"stage {index} has no class {missing!r}; it has {a_few(theirs)}, others {a_few(ours)}")
-        return [places[place] for place in range(len(ours))]
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
         """Log-probabilities as logits of one member, `[1, B, C]`."""
@@ -295,9 +301,29 @@ class Cascade(InTurn, OurModel, Saved):
         settings = replace(self.settings, limit=None if limit is None else require("limit", limit, Share))
         return Cascade(self.stages, settings, self.metadata)
 
-    def optimize(self, example_inputs: Any = None, **options: Any) -> "OptimizedCascade":
-        """A frozen, faster runner: every stage optimized, rows for later ones padded to a few sizes."""
-        return OptimizedCascade(self, example_inputs, **options)
+    def optimize(self, example_inputs: Any = None, **options: Any) -> "Cascade":
+        """The same with its ensembles optimized, for inference only; rows for later ones are padded to a few sizes."""
+        ours = (Ensemble, Cascade)
+        stages = [one.optimize(**options) if isinstance(one, ours) else one for one in self.stages]
+        fast = Cascade(stages, self.settings, self.metadata)
+        fast.by_share, fast.faults = self.by_share, self.faults
+        if example_inputs is not None:
+            fast.warm_up(example_inputs)
+        return fast
+
+    def warm_up(self, inputs: Any) -> None:
+        """Run every size that later stages may be sent of a batch like this one."""
+        given = self.prepare(inputs)
+        with torch.inference_mode():
+            first = self._first(given)
+            rows = len(first.log_probs)
+            for later in range(1, len(self.stages)):
+                stage = self.stages[later]
+                if isinstance(stage, Cascade):
+                    stage.warm_up(given.raw)
+                elif isinstance(stage, OptimizedEnsemble):
+                    for size in sizes_up_to(rows):
+                        self._later(later, given, first, torch.arange(size, device=first.log_probs.device))
 
     def describe(self) -> Description:
         """Parameters of all ensembles, and multiply-adds of a row, of which the shares asked for go on."""
@@ -338,6 +364,8 @@ class Cascade(InTurn, OurModel, Saved):
                 contents = stage._contents("stage")
                 known = digest([contents.model, contents.metadata, contents.tensors])
                 places.append(f"{STAGES}/{index}-{known[:16]}")
+            elif isinstance(stage, Answering):
+                raise ConfigError("an optimized cascade is not saved; save the one it was made of")
             else:
                 places.append(name_of(stage))
         return places
@@ -369,50 +397,9 @@ class Cascade(InTurn, OurModel, Saved):
         return cls(found, settings, restored_metadata(contents))
 
     def __repr__(self) -> str:
-        names = [type(one).__name__ if isinstance(one, nn.Module) else name_of(one) for one in self.stages]
+        names = [type(one).__name__ if isinstance(one, Answering) else name_of(one) for one in self.stages]
         asked = ", ".join(f"{share:.1%}" for share in self.settings.asked)
         return f"Cascade({' -> '.join(names)}, asked={asked}, classes={self.num_classes}{self.promised})"
-
-
-class OptimizedCascade(InTurn):
-    """A cascade for inference only: its ensembles optimized, rows that go on padded to a few sizes."""
-
-    def __init__(self, cascade: Cascade, example_inputs: Any = None, **options: Any) -> None:
-        self.settings, self.metadata, self.kind = cascade.settings, cascade.metadata, cascade.kind
-        self.num_classes, self._orders, self._padded = cascade.num_classes, cascade._orders, True
-        self.by_share = cascade.by_share
-        self.faults = cascade.faults
-        ours = (Ensemble, Cascade)
-        self.stages = [one.optimize(**options) if isinstance(one, ours) else one for one in cascade.stages]
-        self._cascade = cascade
-        first = next(one for one in self.stages if hasattr(one, "device"))
-        self.device, self.dtype = first.device, first.dtype
-        if example_inputs is not None:
-            self.warm_up(example_inputs)
-
-    def warm_up(self, inputs: Any) -> None:
-        """Run every size that later stages may be sent of a batch like this one."""
-        given = self.prepare(inputs)
-        with torch.inference_mode():
-            first = self._first(given)
-            rows = len(first.log_probs)
-            for later in range(1, len(self.stages)):
-                stage = self.stages[later]
-                if isinstance(stage, OptimizedCascade):
-                    stage.warm_up(given.raw)
-                elif isinstance(stage, OptimizedEnsemble):
-                    for size in sizes_up_to(rows):
-                        self._later(later, given, first, torch.arange(size, device=first.log_probs.device))
-
-    @torch.inference_mode()
-    @without_autocast()
-    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
-        """Log-probabilities as logits of one member, `[1, B, C]`."""
-        return self.answers(*inputs, **named)[0]
-
-    def describe(self) -> Description:
-        """Like `Cascade.describe`."""
-        return self._cascade.describe()
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -166,8 +166,10 @@ def measure_costs(
     for name, model in models.items():
         median = statistics.median(times[name])
         low, _, high = statistics.quantiles(times[name], method="inclusive") if repeats > 1 else (median,) * 3
-        parameters = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None
-        work = model.describe().multiply_adds if hasattr(model, "describe") else None
+        known: Any = model.describe() if hasattr(model, "describe") else None
+        parameters, work = (None, None) if known is None else (known.parameters, known.multiply_adds)
+        if known is None and isinstance(model, nn.Module):
+            parameters = sum(p.numel() for p in model.parameters())
         latency = (1e3 * median, 1e3 * low, 1e3 * high, median / reference)
         costs.append(Cost(name, parameters, work, *latency, memory[name], len(example), where, repeats))
     return tuple(costs)

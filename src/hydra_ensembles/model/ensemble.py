@@ -522,8 +522,8 @@ def weights_of(ensemble: Answering) -> str:
 
 def warn_if_edited(ensemble: Answering) -> None:
     """Warn if an ensemble has other weights than those it was calibrated with; another dtype only rounds them."""
-    calibration = ensemble.metadata.calibration
-    if calibration is None or calibration.weights.partition(":")[0] != str(ensemble.dtype):
+    calibration, state = ensemble.metadata.calibration, ensemble.state_dict()  # type: ignore[attr-defined]
+    if calibration is None or not state or calibration.weights.partition(":")[0] != str(ensemble.dtype):
         return
     if calibration.weights != weights_of(ensemble):
         warn(
