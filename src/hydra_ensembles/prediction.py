@@ -103,8 +103,15 @@ class Prediction:
             check_finite: Refuse NaN and infinity. On a GPU this waits for the logits, and nothing else here does.
             unfamiliarity: Feature scores of the same samples.
         """
+        if member_logits.ndim != 3 or not member_logits.is_floating_point():
+            got = f"got {member_logits.dtype} {list(member_logits.shape)}"
+            advice = "add a member axis to a single model's logits with .unsqueeze(0)"
+            raise DataError(f"member logits must be floating point [members, samples, classes], {got}; {advice}")
+        logits = class_logits(at_least_float32(member_logits))
+        if check_finite:
+            require_finite(logits, "member logits [M, B, C]")
+        logits = logits.clone() if logits is member_logits else logits  # whatever the caller does with its buffer
         names = None if class_names is None else tuple(class_names)
-        logits = own_logits(member_logits, check_finite)
         return cls(logits, threshold, score, names, unfamiliarity=unfamiliarity)
 
     def __post_init__(self) -> None:
@@ -476,18 +483,6 @@ OUTPUTS: Mapping[str, Output] = {
 }
 """All outputs of a prediction, by name; files, servers, tables and the command line select from them."""
 PLAIN = tuple(name for name in OUTPUTS if name not in ("member_logits", "probs", "p_value", "stage"))  # of `to_dict`
-
-
-def own_logits(member_logits: Tensor, check_finite: bool = True) -> Tensor:
-    """Checked member logits `[M, B, C]` in at least float32: a copy, whatever the caller does with its buffer later."""
-    if member_logits.ndim != 3 or not member_logits.is_floating_point():
-        got = f"got {member_logits.dtype} {list(member_logits.shape)}"
-        advice = "add a member axis to a single model's logits with .unsqueeze(0)"
-        raise DataError(f"member logits must be floating point [members, samples, classes], {got}; {advice}")
-    logits = class_logits(at_least_float32(member_logits))
-    if check_finite:
-        require_finite(logits, "member logits [M, B, C]")
-    return logits.clone() if logits is member_logits else logits
 
 
 def reaches(threshold: Threshold, certainty: Tensor, label: Tensor) -> Tensor:

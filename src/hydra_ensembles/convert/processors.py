@@ -44,7 +44,6 @@ def with_processor(metadata: Metadata, processor: Any, config: EnsembleConfig, m
 
 def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> ImagePreprocessing | TextPreprocessing:
     """Read the preprocessing that turns raw inputs into tensors for a stem; raise if it does not fit the stem."""
-    processor = part_for(isinstance(stem, PatchStemConfig), processor) or processor
     if isinstance(stem, TextStemConfig):
         text = _read_tokenizer(processor, stem)
         if text.max_length > stem.max_tokens:

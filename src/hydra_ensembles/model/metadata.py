@@ -16,7 +16,7 @@ from ..metrics.conformal import Bins, Reference
 from ..metrics.distance import FittedName, Statistics, ready, unfamiliarity
 from ..metrics.probabilities import at_least_float32
 from ..metrics.probabilities import check_finite as require_finite
-from ..prediction import LabelsPrediction, Prediction, ScoreName, Unfamiliarity, own_logits, require_members_for
+from ..prediction import LabelsPrediction, Prediction, ScoreName, Unfamiliarity, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..promise import Promise
 from ..settings import Checked, Positive, PositiveShare, short, to_plain
@@ -95,10 +95,10 @@ class Calibration(Checked):
         unfamiliarity: Unfamiliarity | None = None,
     ) -> Prediction:
         """Turn member logits `[M, B, C]` into a prediction, with this calibration applied."""
-        names = None if class_names is None else tuple(class_names)
-        rule = (self.threshold, self.score, names, self.temperature, self.reference, unfamiliarity)
+        rule = (self.threshold, self.score, class_names, check_finite, unfamiliarity)
         known = self.identity if self.weights else ""
-        return Prediction(own_logits(member_logits, check_finite), *rule, calibration=known)
+        found = Prediction.from_logits(member_logits, *rule)
+        return replace(found, temperature=self.temperature, reference=self.reference, calibration=known)
 
     def of_labels(
         self, member_logits: Tensor, names: Sequence[str] | None = None, check_finite: bool = True
