@@ -218,7 +218,7 @@ def fit_on(
         else:
             tensors = _mahalanobis(name, samples, classes)
         state |= {f"{name}.{key}": tensor.float().contiguous() for key, tensor in tensors.items()}
-    return Familiarity(FamiliaritySettings(tuple(scores), width, count, rows=some_rows(samples.digests)), state)
+    return Familiarity(FamiliaritySettings(tuple(scores), count, rows=some_rows(samples.digests)), state)
 
 
 def _mahalanobis(name: FamiliarityName, samples: Answered, classes: int) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ def vilu(
     recipe.check(ensemble, cached, held)
     result = train_best(partial(ViLULearner, rows, settings, recipe), ensemble, job)
     line, samples = f"ViLU: {result.described(recipe, 'a network')}", len(cached.dataset)  # type: ignore[arg-type]
-    fitted = FamiliaritySettings(("vilu",), ensemble.readout.features, samples)
+    fitted = FamiliaritySettings(("vilu",), samples)
     state = {
         f"vilu.{part}": one.float().cpu().clone().contiguous() for part, one in (statistics | result.weights).items()
     }

@@ -86,12 +86,10 @@ def info(model: Model, as_json: Json = False) -> None:
 
 def _facts(ensemble: Any) -> dict[str, Any]:
     """Everything about an ensemble, as plain data."""
-    from dataclasses import replace
-
+    from ..model.ensemble import stored_metadata
     from ..settings import to_plain
 
-    counts, fitted = ensemble.describe(), ensemble.metadata.familiarity
-    metadata = to_plain(replace(ensemble.metadata, familiarity=None))
+    counts, metadata = ensemble.describe(), stored_metadata(ensemble.metadata)[0]
     (metadata["preprocessing"] or {}).pop("tokenizer", None)  # a whole vocabulary
     return {
         "kind": ensemble.kind,
@@ -102,7 +100,6 @@ def _facts(ensemble: Any) -> dict[str, Any]:
         "parameters": counts.parameters,
         "multiply_adds": counts.multiply_adds,
         **metadata,
-        "familiarity": None if fitted is None else to_plain(fitted.settings),
         "config": to_plain(ensemble.config),
     }
 

@@ -121,7 +121,6 @@ class FamiliaritySettings(Checked):
     """
 
     scores: tuple[FittedName, ...]
-    width: int
     samples: int
     threshold: float | None = None
     reference: Reference | None = None
