@@ -117,11 +117,15 @@ def _formatted(answers: Sequence[dict[str, Any]], format: str) -> str:
 
 def score(
     model: Model,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Folder, table, tar file, lines of text.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the rows.")],
+    source: Annotated[str, typer.Argument(metavar="IN", help="Folder, file, pattern as 'photos/*.tar', or URL.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder for the rows, or the URL of one.")],
     column: Column = None,
     keep: Annotated[list[str] | None, typer.Option(help="Column of tables to copy to the output, repeatable.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="Write probabilities and member logits, too.")] = False,
+    precision: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the model.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Processes that decode; one for each core if not given.")] = None,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Ray cluster that does it: auto, local.")] = None,
     batch_size: BatchSize = BATCH,
     device: Device = "auto",
     quiet: Quiet = False,
@@ -134,15 +138,17 @@ def score(
     Example:
       hydra-ensembles score safe photos/ -o scores
       hydra-ensembles score my-bert reviews.parquet -o scores --column text=review --keep id
+      hydra-ensembles score safe s3://bucket/photos -o s3://bucket/scores --ray auto
     """
     from ..serve.scoring import score as scored
 
-    ensemble = common.load_model(model, device)
-    settings: dict[str, Any] = {"columns": common.named_columns(column), "keep": keep or (), "wide": wide}
-    found = scored(ensemble, source, output, **settings, batch_size=batch_size, progress=not quiet)
-    print(f"{found.rows} rows in {output / 'rows'}; {found.unreadable} have no answer: column `error` says why")
+    how: dict[str, Any] = {"precision": precision, "compile": compile, "workers": workers, "ray": ray}
+    settings = {"columns": common.named_columns(column), "keep": keep or (), "wide": wide, "batch_size": batch_size}
+    ensemble = common.load_model(model, device if ray is None else "cpu")
+    found = scored(ensemble, source, output, **settings, **how, progress=not quiet)
+    print(found)
     if found.alarms:
-        print(f"alarm: {', '.join(found.alarms)} changed; {output / 'monitor.json'} says where", file=sys.stderr)
+        print(f"alarm: {', '.join(found.alarms)} changed; {output}/monitor.json says where", file=sys.stderr)
     if found.rows and found.unreadable == found.rows:
         raise DataError(f"nothing in {source} could be read")
 

@@ -2,6 +2,7 @@
 
 from .app import make_app, ray_app, serve
 from .batcher import ServeSettings
+from .scorer import Scorer
 from .scoring import Scored, score
 
-__all__ = ["Scored", "ServeSettings", "make_app", "ray_app", "score", "serve"]
+__all__ = ["Scored", "Scorer", "ServeSettings", "make_app", "ray_app", "score", "serve"]

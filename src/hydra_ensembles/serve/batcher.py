@@ -26,7 +26,7 @@ from ..monitor import OnAlarm
 from ..optimize.runner import USUAL_SHAPES
 from ..prediction import Prediction
 from ..settings import Checked, Range
-from .protocol import Answer, columns
+from .protocol import Answer, Arrays, columns
 from .rows import Reader, Row, doubling
 from .telemetry import log
 
@@ -76,57 +76,76 @@ class ServeSettings(Checked):
             raise ConfigError("webhook and on_alarm need watch, a folder for the monitor")
 
 
-class Runner:
-    """A model as a function from rows to answers, in batches of a few sizes, for which plans are measured.
+@dataclass(frozen=True)
+class Batching:
+    """How rows become batches: those of equal shape together, in a few sizes, for which plans are measured.
 
-    On a GPU a batch is filled up to the next size, which takes no longer than a smaller one; on a CPU it is split.
+    Attributes:
+        sizes: Of batches, growing.
+        fills: Whether a batch is filled up to the next size, which on a GPU takes no longer; on a CPU it is split.
     """
 
-    def __init__(self, model: Any, most: int) -> None:
-        """Run `model` on at most so many rows at once."""
-        self.model, self.sizes = model, doubling(1, most)
-        self.watched: Callable[[Prediction], Prediction] = lambda prediction: prediction
-        self._fills = model.device.type != "cpu" and model.front is model  # a cascade would ask for rows twice
+    sizes: Sequence[int]
+    fills: bool
 
-    def warm_up(self, examples: Sequence[Row]) -> None:
-        """Run every size of every shape once."""
-        for row in examples:
-            for size in self.sizes:
-                self.model.warm_up(stacked([row] * size))
-
-    def answers(self, rows: Sequence[Row]) -> list[Answer | HydraError]:
-        """For each row its answer, or why it has none."""
-        found: list[Answer | HydraError | None] = [row.error for row in rows]
+    def batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], Any]]:
+        """Inputs of the rows that have no error, with the places of these rows; what fills a batch has no place."""
         groups: dict[Hashable, list[int]] = {}
         for index, row in enumerate(rows):
             if row.error is None:
                 groups.setdefault(row.shape, []).append(index)
         for piece in (piece for indices in groups.values() for piece in self._pieces(indices)):
-            for index, answer in zip(piece, self._run([rows[index] for index in piece]), strict=True):
-                found[index] = answer
-        return [one for one in found if one is not None]
+            size = next(size for size in self.sizes if size >= len(piece))
+            filled = [*piece, *piece[-1:] * (size - len(piece))]  # on a CPU there is nothing to fill
+            yield piece, stacked([rows[index] for index in filled])
 
     def _pieces(self, indices: list[int]) -> Iterator[list[int]]:
         while indices:
-            size = max(size for size in self.sizes if size <= len(indices))
-            if self._fills and len(indices) < self.sizes[-1]:
+            size = max((size for size in self.sizes if size <= len(indices)), default=len(indices))
+            if self.fills and len(indices) < self.sizes[-1]:
                 size = len(indices)
             yield indices[:size]
             indices = indices[size:]
 
-    def _run(self, rows: list[Row]) -> list[Answer | HydraError]:
-        size = next(size for size in self.sizes if size >= len(rows))
-        filled = [*rows, *rows[-1:] * (size - len(rows))]  # on a CPU there is nothing to fill
+
+class Runner:
+    """A model as a function from rows to answers, in batches."""
+
+    def __init__(self, model: Any, most: int, least: int = 1) -> None:
+        """Run `model` on at most `most` rows at once, in batches whose sizes double from `least`."""
+        self.model = model
+        fills = model.device.type != "cpu" and model.front is model  # a cascade would ask for rows twice
+        self.batching = Batching(doubling(least if fills else 1, most), fills)
+        self.watched: Callable[[Prediction], Prediction] = lambda prediction: prediction
+
+    def warm_up(self, examples: Sequence[Row]) -> None:
+        """Run every size of every shape once."""
+        for row in examples:
+            for size in self.batching.sizes:
+                self.model.warm_up(stacked([row] * size))
+
+    def answers(self, rows: Sequence[Row]) -> list[Answer | HydraError]:
+        """For each row its answer, or why it has none."""
+        found: list[Answer | HydraError | None] = [row.error for row in rows]
+        for places, inputs in self.batching.batches(rows):
+            arrays, finite = self.run(inputs, len(places))
+            for index, place in enumerate(places):
+                answer = {name: column[index] for name, column in arrays.items()}
+                found[place] = answer if finite[index] else self.overflown
+        return [one for one in found if one is not None]
+
+    def run(self, inputs: Any, rows: int) -> tuple[Arrays, Any]:
+        """The outputs of the first rows of a batch, and which of them are finite, `[rows]`; others have no answer."""
         with collect_warnings():  # what there is to say was noted when the rows were read
-            prediction = self.model.predict(stacked(filled), check_finite=False)[: len(rows)]
+            prediction = self.model.predict(inputs, check_finite=False)[:rows]
             arrays = columns(self.watched(prediction))
-        finite: Any = np.isfinite(arrays["member_logits"]).all(axis=(1, 2))  # [B]
+        return arrays, np.isfinite(arrays["member_logits"]).all(axis=(1, 2))
+
+    @property
+    def overflown(self) -> DataError:
+        """Why an answer that is not finite is none."""
         kind = str(self.model.dtype).removeprefix("torch.")
-        broken = DataError(f"its answer is NaN or infinite: its values are too large, or overflow in {kind}")
-        return [
-            {name: column[index] for name, column in arrays.items()} if finite[index] else broken
-            for index in range(len(rows))
-        ]
+        return DataError(f"its answer is NaN or infinite: its values are too large, or overflow in {kind}")
 
 
 def stacked(rows: Sequence[Row]) -> Any:

@@ -12,12 +12,16 @@ import re
 import tarfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import accumulate, count, groupby, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from fsspec import url_to_fs
+from fsspec.implementations.arrow import ArrowFSWrapper
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,6 +29,7 @@ from .._utils import collect_warnings, library
 from ..batches import READ
 from ..data.dataset import IMAGE_SUFFIXES, is_litter
 from ..data.loading import Columns
+from ..digest import digest
 from ..errors import DataError, HydraError, RequestError
 from ..files import expanded
 from ..model.config import PatchStemConfig
@@ -36,6 +41,7 @@ from ..settings import from_plain
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # not EPS and its like: decoding them starts programs
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # quota and period of the control group
 SHORTEST = 16  # minimum number of tokens that texts are padded to
+_CHANGES = ("mtime", "ETag", "etag", "LastModified", "created")  # what a file system says of a file's last change
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
@@ -188,11 +194,11 @@ class Reader:
 
     def _opened(self, raw: Any) -> Any:
         """An image of a path or of the content of a file, not yet decoded; anything else as it is."""
-        if self.kind == "image" and isinstance(raw, str | Path):
+        if self.kind == "image" and isinstance(raw, str | Path | Remote):
             try:
-                raw = Path(raw).read_bytes()
+                raw = raw.read_bytes() if isinstance(raw, Remote) else Path(raw).read_bytes()
             except OSError as error:
-                raise DataError(f"{raw} cannot be read: {error.strerror}") from error
+                raise DataError(f"{getattr(raw, 'path', raw)} cannot be read: {error.strerror or error}") from error
         if not isinstance(raw, bytes):
             return raw
         pillow = library("PIL.Image", extra="data")
@@ -221,7 +227,7 @@ class Reader:
         return {name: F.pad(x.long(), (0, length - tokens), value=fill.get(name, 0)) for name, x in inputs.items()}
 
 
-# --- files and folders of rows ---------------------------------------------------------------------------------------
+# --- files, folders and URLs of rows ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -235,27 +241,90 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Remote:
+    """A file that is not on a disk of this machine."""
+
+    files: Any  # of fsspec
+    path: str
+
+    def read_bytes(self) -> bytes:
+        """Its content."""
+        content: bytes = self.files.cat_file(self.path)
+        return content
+
+
+def file_system(url: str | Path) -> tuple[Any, str]:
+    """The file system of fsspec behind a path or a URL, and the path in it; without s3fs, S3 is pyarrow's."""
+    try:
+        found: tuple[Any, str] = url_to_fs(str(url) if is_url(url) else str(expanded(url).absolute()))
+        return found
+    except (ImportError, ValueError) as error:
+        if not str(url).startswith("s3://"):
+            raise DataError(f"{url} cannot be opened: {error}") from error
+    files, path = library("pyarrow.fs", extra="data").FileSystem.from_uri(str(url))
+    return ArrowFSWrapper(files), path
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether it is a URL, such as `s3://bucket/photos`, and no path."""
+    return "://" in str(path)
+
+
+def is_local(files: Any) -> bool:
+    """Whether a file system of fsspec is that of this machine."""
+    return isinstance(files, LocalFileSystem)
+
+
+@dataclass(frozen=True)
 class Source:
     """A table, a tar file, lines of text, or some images of one folder: its items are always in the same order.
 
     Attributes:
         name: Path of the file or of the folder, relative to what was given.
         part: Number of this part of a folder's images; 0 for a file.
-        files: What it reads.
+        state: Changes with its files.
+        size: Bytes of its files.
+        seeks: Whether items from any row on are read without those before.
     """
 
     name: str
     part: int
-    files: Sequence[Path]
-    _read: Callable[[], Iterator[Item]] = field(repr=False)
+    state: str
+    size: int
+    _read: Callable[[int], Iterator[Item]] = field(repr=False)
+    _count: Callable[[], int] = field(repr=False)
+    seeks: bool = False
 
     def __iter__(self) -> Iterator[Item]:
         """The items, the current one in memory; broken content is an item with its error."""
+        return self.items()
+
+    def items(self, first: int = 0) -> Iterator[Item]:
+        """The items from a row on."""
         try:
-            yield from self._read()
+            yield from self._read(first) if self.seeks else islice(self._read(0), first, None)
         except Exception as error:  # broken data can raise anything in a decoder
-            reason = " ".join(str(error).split()) or type(error).__name__
-            yield Item(self.name, error=f"the file, or the rest of it, cannot be read: {reason}")
+            yield Item(self.name, error=f"the file, or the rest of it, cannot be read: {_cause(error)}")
+
+    def count(self) -> int:
+        """About how many items there are, exactly if it seeks; 0 if only reading all of them would tell."""
+        try:
+            return self._count()
+        except Exception:  # broken, as `items` will say
+            return 0
+
+    def require_columns(self) -> None:
+        """Refuse a table that has not the columns that were named."""
+        try:
+            next(self._read(0), None)
+        except ColumnError:
+            raise
+        except Exception:  # broken: an item with its error
+            return
+
+
+def _cause(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def sources(
@@ -265,12 +334,13 @@ def sources(
     keep: Sequence[str] = (),
     *,
     images: int = 4096,
-    without: Path | None = None,
+    without: str | Path | None = None,
 ) -> list[Source]:
     """What a file or a folder holds for a model of this kind, in the order of the paths.
 
     Args:
-        path: A file, or a folder that is searched to any depth; hidden files and other kinds are skipped.
+        path: A file, a folder that is searched to any depth (hidden files and other kinds are skipped), a pattern such
+            as `photos/*.tar`, or the URL of one of these that fsspec knows.
         kind: `"image"` or `"text"`.
         columns: Names of the columns `image`, `text` and `text_pair` of tables, if they are others. A pair with
             another name must exist.
@@ -278,42 +348,77 @@ def sources(
         images: Maximum number of images of one folder that form a source.
         without: A folder inside it to skip.
     """
-    path, known = expanded(path), from_plain(Columns, columns or {}, "columns")
-    if not path.exists():
-        raise DataError(f"{path} does not exist; check the path")
-    root, files = (path, _files_below(path, without)) if path.is_dir() else (path.parent, [path])
-    readers: dict[str, Callable[[Path, str, Cells], Iterator[Item]]] = {
+    known = from_plain(Columns, columns or {}, "columns")
+    place, root, files = _listed(path, without)
+    readers: dict[str, _Table] = {
         ".parquet": _parquet,
+        ".arrow": _arrow,
         ".csv": _csv,
         ".jsonl": _json_lines,
         **dict.fromkeys(_TARS, _tar),
         **({".txt": _lines} if kind == "text" else {}),
     }
-    found = list[Source]()
+    found, tables = list[Source](), list[Source]()
     suffixes = IMAGE_SUFFIXES if kind == "image" else ()
-    for folder, beside in groupby(files, key=lambda file: file.parent):
-        names = {file: file.relative_to(root).as_posix() for file in beside}
-        pictures = [file for file in names if file.suffix.lower() in suffixes]
+    for folder, beside in groupby(files, key=lambda file: file.rpartition("/")[0]):
+        names = {file: file.removeprefix(root).lstrip("/") for file in beside}
+        pictures = [file for file in names if file.lower().endswith(suffixes)] if suffixes else []
         for start in range(0, len(pictures), images):
-            part = pictures[start : start + images]
-            items = [Item(names[file], file) for file in part]
-            found.append(Source(folder.relative_to(root).as_posix(), start // images, part, items.__iter__))
-        cells = Cells(kind, vars(known), tuple(keep), folder)
+            part = {names[file]: file for file in pictures[start : start + images]}
+            facts = [[file.rpartition("/")[2], *files[file]] for file in part.values()]
+            state, size = digest([start // images, facts])[:8], sum(files[file][0] for file in part.values())
+            name, read = folder.removeprefix(root).lstrip("/") or ".", partial(_pictures, place, part)
+            found.append(Source(name, start // images, state, size, read, partial(len, part)))
+        cells = Cells(kind, vars(known), tuple(keep), place, folder)
         for file, name in names.items():
-            tar = next((suffix for suffix in _TARS if file.name.lower().endswith(suffix)), None)
-            if read := readers.get(tar or file.suffix.lower()):
-                found.append(Source(name, 0, [file], partial(read, file, name, cells)))
+            tar = next((suffix for suffix in _TARS if file.lower().endswith(suffix)), None)
+            if read := readers.get(tar or PurePosixPath(file).suffix.lower()):
+                state, arguments = digest([0, [name.rpartition("/")[2], *files[file]]])[:8], (place, file, name, cells)
+                counted = partial(_counted, read, place, file, files[file][0])
+                one = Source(name, 0, state, files[file][0], partial(read, *arguments), counted, read is _parquet)
+                found.append(one)
+                tables += [one] if read in (_parquet, _arrow, _csv) else []
     if not found:
         kinds = ", ".join((*suffixes, *readers))
         raise DataError(f"{path} has no {kind}s, but {len(files)} other files; accepted are {kinds}")
+    for first in tables[:1]:
+        first.require_columns()
     return found
 
 
-def _files_below(folder: Path, without: Path | None) -> list[Path]:
-    """The files below a folder, sorted by path; hidden ones, and those below `without`, are left out."""
-    found = (file for file in folder.rglob("*") if file.is_file() and without not in file.parents)
-    shown = (file for file in found if not any(map(is_litter, file.relative_to(folder).parts)))
-    return sorted(shown, key=lambda file: (file.parent, file.name))
+def _listed(path: str | Path, without: str | Path | None) -> tuple[Any, str, dict[str, tuple[int, str]]]:
+    """The file system of a path, pattern or URL, the folder that names are relative to, and the files, sorted by path.
+
+    Each has its size and when or how it was last changed. Hidden ones, and those below `without`, are left out.
+    """
+    place, root = file_system(path)
+    pattern, alone = bool(re.search(r"[*?[]", root)) and not place.exists(root), False
+    try:
+        if pattern:
+            found = place.glob(root, detail=True)
+            root = re.split(r"[*?[]", root)[0].rpartition("/")[0]
+        elif (about := place.info(root))["type"] == "directory":
+            found = place.find(root, detail=True)
+        else:
+            found, root, alone = {about["name"]: about}, about["name"].rpartition("/")[0], True
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist, or cannot be reached; check it") from error
+    except Exception as error:  # of any library behind a URL
+        raise DataError(f"{path} cannot be reached: {_cause(error)}; check it, and the network") from error
+    if pattern and not found:
+        raise DataError(f"nothing is like {path}; check the pattern")
+    output = f"{file_system(without)[1]}/" if without is not None else None
+    files = dict[str, tuple[int, str]]()
+    for name, about in found.items():
+        litter = not alone and any(map(is_litter, name.removeprefix(root).split("/")))
+        if about["type"] != "directory" and not litter and not (output and name.startswith(output)):
+            change = next((about[key] for key in _CHANGES if about.get(key) is not None), "")
+            files[name] = int(about.get("size") or 0), str(change)
+    return place, root, dict(sorted(files.items(), key=lambda file: (file[0].split("/")[:-1], file[0])))
+
+
+class ColumnError(DataError):
+    """A table has no column of a name that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +428,8 @@ class Cells:
     kind: str
     columns: Mapping[str, str]
     keep: tuple[str, ...]
-    folder: Path  # of the table: images given by a path are relative to it
+    files: Any  # of fsspec
+    folder: str  # of the table: images given by a path are relative to it
 
     @property
     def needed(self) -> list[str]:
@@ -335,7 +441,10 @@ class Cells:
         """Refuse a table without a needed column."""
         for column in self.needed:
             if column not in known:
-                raise DataError(f"there is no column {column!r}, but {sorted(known)}; name the right one")
+                near = get_close_matches(column, known, 3, 0.5) or sorted(known)[:20]
+                role = next((role for role, name in self.columns.items() if name == column), None)
+                way = f"name it: columns={{{role!r}: …}}, in a shell --column {role}=…" if role else "correct keep"
+                raise ColumnError(f"there is no column {column!r}; there is {', '.join(near)}: {way}")
 
     def item(self, name: str, row: Mapping[str, Any]) -> Item:
         """The item of one row."""
@@ -346,7 +455,9 @@ class Cells:
                 main = main.get("path") if main.get("bytes") is None else main["bytes"]
             if main is None or (isinstance(main, str) and not main):
                 return Item(name, None, kept, f"there is no image in column {self.columns['image']!r}")
-            return Item(name, self.folder / main if isinstance(main, str) else main, kept)
+            if isinstance(main, str):
+                main = _located(self.files, main if is_url(main) else str(PurePosixPath(self.folder) / main))
+            return Item(name, main, kept)
         second = self.columns["text_pair"]
         parts = {self.columns["text"]: main, **({second: row.get(second)} if second in {*row, *self.needed} else {})}
         for column, text in parts.items():
@@ -355,27 +466,73 @@ class Cells:
         return Item(name, tuple(parts.values()) if len(parts) == 2 else main, kept)
 
 
-def _lines(file: Path, name: str, cells: Cells) -> Iterator[Item]:
-    with file.open(encoding="utf-8-sig", newline="") as lines:
+_Table = Callable[[Any, str, str, Cells, int], Iterator[Item]]
+
+
+def _located(files: Any, path: str) -> Path | Remote:
+    """A file as `Reader` takes it."""
+    if is_url(path):
+        return Remote(*file_system(path))
+    return Path(path) if is_local(files) else Remote(files, path)
+
+
+def _pictures(files: Any, names: Mapping[str, str], first: int) -> Iterator[Item]:
+    return (Item(name, _located(files, path)) for name, path in islice(names.items(), first, None))
+
+
+def _counted(read: _Table, files: Any, file: str, size: int) -> int:
+    """About how many rows a file has: as its footer says, or by the lines of its beginning."""
+    if read is _parquet:
+        with library("pyarrow.parquet", extra="data").ParquetFile(file, filesystem=files) as table:
+            return int(table.metadata.num_rows)
+    if read in (_arrow, _tar):
+        return 0
+    beginning = files.cat_file(file, 0, 1 << 20)
+    return int(beginning.count(b"\n") * size / max(len(beginning), 1))
+
+
+def _text(files: Any, file: str) -> Any:
+    return files.open(file, "r", encoding="utf-8-sig", newline="")
+
+
+def _lines(files: Any, file: str, name: str, cells: Cells, _: int) -> Iterator[Item]:
+    with _text(files, file) as lines:
         for number, line in enumerate(lines):
             if line.strip():
                 yield Item(f"{name}:{number}", line.strip())
 
 
-def _parquet(file: Path, name: str, cells: Cells) -> Iterator[Item]:
-    with library("pyarrow.parquet", extra="data").ParquetFile(file) as table:
+def _parquet(files: Any, file: str, name: str, cells: Cells, first: int) -> Iterator[Item]:
+    with library("pyarrow.parquet", extra="data").ParquetFile(file, filesystem=files) as table:
         known = table.schema_arrow.names
         cells.require(known)
         names = [one for one in known if one in {*cells.needed, *cells.columns.values()}]
-        rows = (row for batch in table.iter_batches(256, columns=names) for row in batch.to_pylist())
-        for number, row in enumerate(rows):
-            yield cells.item(f"{name}:{number}", row)
+        ends = list(accumulate(table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)))
+        groups = [group for group, end in enumerate(ends) if end > first]
+        number = ends[groups[0] - 1] if groups and groups[0] else 0
+        for batch in table.iter_batches(256, row_groups=groups, columns=names):
+            for row in batch.slice(max(first - number, 0)).to_pylist() if number + len(batch) > first else ():
+                yield cells.item(f"{name}:{max(number, first)}", row)
+                first += 1
+            number += len(batch)
 
 
-def _csv(file: Path, name: str, cells: Cells) -> Iterator[Item]:
+def _arrow(files: Any, file: str, name: str, cells: Cells, _: int) -> Iterator[Item]:
+    """A stream of record batches, as `save_to_disk` of Hugging Face `datasets` writes it."""
+    with files.open(file, "rb") as stream, library("pyarrow", extra="data").ipc.open_stream(stream) as batches:
+        cells.require(batches.schema.names)
+        names = [one for one in batches.schema.names if one in {*cells.needed, *cells.columns.values()}]
+        number = count()
+        for batch in batches:
+            for start in range(0, len(batch), 256):
+                for row in batch.select(names).slice(start, 256).to_pylist():
+                    yield cells.item(f"{name}:{next(number)}", row)
+
+
+def _csv(files: Any, file: str, name: str, cells: Cells, _: int) -> Iterator[Item]:
     """CSV with a header line, without empty lines."""
     csv.field_size_limit(1 << 27)  # characters; the usual limit is shorter than some texts
-    with file.open(encoding="utf-8-sig", newline="") as lines:
+    with _text(files, file) as lines:
         rows = csv.DictReader(lines)
         cells.require(rows.fieldnames or [])
         for number, row in enumerate(rows):
@@ -385,8 +542,8 @@ def _csv(file: Path, name: str, cells: Cells) -> Iterator[Item]:
                 yield cells.item(f"{name}:{number}", row)
 
 
-def _json_lines(file: Path, name: str, cells: Cells) -> Iterator[Item]:
-    with file.open(encoding="utf-8-sig", newline="") as lines:
+def _json_lines(files: Any, file: str, name: str, cells: Cells, _: int) -> Iterator[Item]:
+    with _text(files, file) as lines:
         for number, line in enumerate(filter(str.strip, lines)):
             try:
                 item = cells.item(f"{name}:{number}", json.loads(line))
@@ -395,9 +552,9 @@ def _json_lines(file: Path, name: str, cells: Cells) -> Iterator[Item]:
             yield item
 
 
-def _tar(file: Path, name: str, cells: Cells) -> Iterator[Item]:
+def _tar(files: Any, file: str, name: str, cells: Cells, _: int) -> Iterator[Item]:
     suffixes = IMAGE_SUFFIXES if cells.kind == "image" else (".txt",)
-    with tarfile.open(file) as members:
+    with files.open(file, "rb") as stream, tarfile.open(fileobj=stream) as members:
         for member in members:
             path = PurePosixPath(member.name)
             if is_litter(path.name) or path.suffix.lower() not in suffixes:
