@@ -82,13 +82,14 @@ def reviews(file: Path, count: int) -> Path:
     return file
 
 
-def vit(name: str, size: int) -> tuple[Any, he.Ensemble]:
+def vit(name: str, size: int, device: torch.device | str = "cpu") -> tuple[Any, he.Ensemble]:
     """A vision transformer of timm with random weights, and our calibrated copy."""
     torch.manual_seed(SEED)
     theirs = timm.create_model(name, img_size=size, num_classes=10).eval()
     processor = he.ImagePreprocessing((size, size), mean=(0.5,) * 3, std=(0.5,) * 3, crop_fraction=0.9)
     pictures = [Image.open(io.BytesIO(photograph(seed))) for seed in range(120)]
-    return theirs, calibrated(he.convert(theirs, processor=processor), processor(pictures))
+    base = he.convert(theirs, processor=processor).to(device)
+    return theirs.to(device), calibrated(base, processor(pictures).to(device))
 
 
 def calibrated(base: he.Ensemble, inputs: Any) -> he.Ensemble:
@@ -187,10 +188,10 @@ def texts(options: argparse.Namespace, folder: Path) -> Numbers:
 def gpu(options: argparse.Namespace, folder: Path) -> Numbers:
     """ViT-B/16 in bfloat16 on a folder of JPEG files: the model alone, the decoders alone, both, the loop."""
     batch, device = 128, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    theirs, ours = vit(options.model, options.size)
-    source = photographs(folder / "photos", options.rows or 24_576)
+    source = photographs(folder / "photos", options.rows or 24_576)  # its processes are forked before CUDA starts
     files, count = sorted(source.iterdir()), options.rows or 24_576
-    ours, theirs = ours.to(device), theirs.to(device, torch.bfloat16)
+    theirs, ours = vit(options.model, options.size, device)
+    theirs = theirs.to(torch.bfloat16)
     how: Any = {"batch_size": batch, "precision": "bfloat16", "compile": options.compile}
     found: Numbers = {"shared_memory_gb": shutil.disk_usage("/dev/shm").free / 1e9}
     scorer = Scorer(ours, **how)

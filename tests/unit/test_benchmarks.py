@@ -13,6 +13,7 @@ import circuit  # noqa: E402
 import convert  # noqa: E402
 import decoders  # noqa: E402
 import inference  # noqa: E402
+import score  # noqa: E402
 import serve  # noqa: E402
 
 from studies.tables import read_csv  # noqa: E402
@@ -98,3 +99,12 @@ def test_the_server_is_measured(tmp_path: Path) -> None:
     }
     assert float(found["throughput.ratio"]) > 0
     assert found["endurance.wrong"] == "0"
+
+
+@pytest.mark.slow
+def test_scoring_is_measured(tmp_path: Path) -> None:
+    small = ["--rows", "40", "--turns", "1", "--counts", "3", "--workers", "1", "--model", "vit_tiny_patch16_224"]
+    rows = ran(score, tmp_path, "images", "texts", "shards", "memory", "gpu", *small, "--size", "32")
+    found = {f"{row['part']}.{row['what']}": row["value"] for row in rows}
+    assert float(found["shards.resume_ms_of_3"]) > 0
+    assert float(found["gpu.score_per_second"]) > 0
