@@ -18,7 +18,7 @@ LAYERS = (
     "cli demo __main__",
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts.split()}
-LIGHT = {"torch", "numpy", "safetensors", "huggingface_hub", "tqdm", "filelock"}
+LIGHT = {"torch", "numpy", "safetensors", "huggingface_hub", "tqdm", "filelock", "fsspec"}
 FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 OURS = [name for name in FILES if not name.endswith("__init__")]
 
