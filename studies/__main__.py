@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -16,6 +16,7 @@ from . import promise as of_promise
 from . import small as of_small
 from .claims import write_claims
 from .classifiers import ClassifierTask
+from .controls import write_controls
 from .distilled import write_distilled
 from .engine import Task, opened
 from .engine import run as run_study
@@ -106,12 +107,24 @@ def run(
 
 
 @app.command()
+def controls(
+    name: Annotated[str, typer.Argument(help="Text task of recipes/classifiers.yaml with stored rows.")],
+    data: Data = Path("shared"),
+    results: Annotated[Path, typer.Option(help="Folder with rows/ and tables/.")] = RESULTS,
+) -> None:
+    """OOD sets matched in length, and test texts that training repeats: two tables of a text task, from stored rows."""
+    task = cast(ClassifierTask, of_recipe(name, data, None, "cpu", 1.0, RUNS))
+    for path in write_controls(task, results):
+        print(f"wrote {path}")
+
+
+@app.command()
 def pack(
     name: Annotated[str, typer.Argument(help="Text task of recipes/classifiers.yaml.")],
     data: Data = Path("shared"),
 ) -> None:
     """Write all sets of a task as tokens into DATA/packed, which it then reads: for a machine without texts."""
-    path = of_recipe(name, data, None, "cpu", 1.0, RUNS).write_pack()  # type: ignore[attr-defined]
+    path = cast(ClassifierTask, of_recipe(name, data, None, "cpu", 1.0, RUNS)).write_pack()
     print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 

@@ -168,6 +168,7 @@ def simulate(folder: Path, draws: int = DRAWS, processes: int = 1) -> Path:
 # --- methods on stored rows ------------------------------------------------------------------------------------------
 
 CONTROLS = ("vision-tinyimagenet-faster",)  # stored studies that are left out: the same task as another one
+ADDS = {"vision-cifar100-distilled": ("Hydra, distilled",)}  # studies of which only some methods are shown
 BACKBONES = {"demo": "vit-6x144", "text-sst2": "minilm-l6"}  # of rows that do not say it; otherwise:
 BACKBONE = "dinov2-s"
 METHODS = {"Single": "single", "Laplace (last layer)": "laplace", "MC Dropout": "dropout", "Soup": "soup"}
@@ -326,8 +327,11 @@ def draw_of(
             threshold, usual = (reached(curve, one) for one in (most, curve.on_average(risk)))
             numbers = answered(((sure >= threshold) & familiar)[new], wrong[new])
             let = stored.weights @ ((sure_there >= threshold) & familiar_there)
-            numbers |= {"foreign_accepted": float(let[0]), "nothing_promised": float(not most), **about}
+            numbers |= {"exceeded": float(numbers["errors"] > risk), "nothing_promised": float(not most), **about}
+            numbers["foreign_accepted"] = float(let[0])
             for group, one in zip(GROUPS, FOREIGN * let[1:], strict=True):
+                if not stored.groups.get(group):
+                    continue
                 share = (1.0 - FOREIGN) * numbers["accepted"]
                 numbers[f"{group}_accepted"] = share + float(one)
                 numbers[f"{group}_errors"] = (share * numbers["errors"] + float(one)) / max(share + float(one), 1e-9)
@@ -342,7 +346,7 @@ def answered(takes: npt.NDArray[np.bool_], wrong: Array) -> dict[str, float]:
 
 
 COLUMNS = ("accepted", "errors", "foreign_accepted", "near_accepted", "near_errors", "far_accepted", "far_errors")
-COLUMNS += ("nothing_promised", "average_accepted", "average_errors", "price", "asked", "accuracy", "nll")
+COLUMNS += ("exceeded", "nothing_promised", "average_accepted", "average_errors", "price", "asked", "accuracy", "nll")
 
 
 def lines(results: Path, name: str) -> list[list[Any]]:
@@ -351,7 +355,8 @@ def lines(results: Path, name: str) -> list[list[Any]]:
     for seed in stored.rows.runs["Single"]:
         known = stored.known(seed)
         chains = [chain for chain, both in stored.chains.items() if all(f"{one}|{INSIDE}" in known for one in both)]
-        for method in (TODAY, *(one for one in METHODS if f"{one}|{INSIDE}" in known), *chains):
+        methods = [TODAY, *(one for one in METHODS if f"{one}|{INSIDE}" in known), *chains]
+        for method in (one for one in methods if one in ADDS.get(name, methods)):
             drawn: dict[tuple[float, str], list[dict[str, float]]] = {}
             for number in range(CALIBRATIONS):
                 for risk, rule, numbers in draw_of(seed, number, known, stored, method):

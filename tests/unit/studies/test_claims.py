@@ -11,7 +11,7 @@ from statistics import mean
 import pytest
 
 from studies.claims import judged, verdict
-from studies.rows import COMPARED, MOST_OUTSIDE, MOST_SEEDS, SINGLE, Rows
+from studies.rows import COMPARED, HELD_OUT, MOST_OUTSIDE, MOST_SEEDS, SINGLE, Rows
 from studies.tables import Study, cell, read_csv
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -174,6 +174,16 @@ def test_pages_of_studies_show_the_numbers_of_the_tables(page: str) -> None:
                 assert same(row[column], unit * stored[row[""], metric]), (row[""], column)
 
 
+BOTH = "confidence and familiarity"
+COMPARED_SHARES = [("single softmax", "softmax threshold"), ("single", "confidence")]
+COMPARED_SHARES += [(one, BOTH) for one in ("single", "soup", "cascade soup-hydra", "hydra", "deep", "hydra circ")]
+IMAGES = ("cifar100", "dinov2-s")
+SHARES = {"CIFAR-100: answered ↑": (IMAGES, "accepted"), "wrong": (IMAGES, "errors")}
+SHARES |= {"a fifth near: wrong ↓": (IMAGES, "near_errors"), "a fifth far: wrong ↓": (IMAGES, "far_errors")}
+SHARES |= {"TinyImageNet-200: answered ↑": (("tinyimagenet", "dinov2-s"), "accepted")}
+SHARES |= {"SST-2: answered ↑": (("sst2", "minilm-l6"), "accepted")}
+
+
 def test_readme_and_results_show_the_numbers_of_the_tables() -> None:
     """Shares that may be answered under a promise, and gains over a single model."""
     lines = [one for one in read_csv(TABLES / "promise_shares.csv") if one["risk"] == "0.05"]
@@ -190,9 +200,12 @@ def test_readme_and_results_show_the_numbers_of_the_tables() -> None:
         assert same(row["answered"], stored("cifar100", place, "accepted"))
         assert same(row["of these wrong"], stored("cifar100", place, "errors"))
         assert same(row["foreign answered"], stored("cifar100", place, "foreign_accepted"))
-    for place, row in enumerate([one for one in first if "then" not in one[""]]):
-        for column, task in (("CIFAR-100", "cifar100"), ("TinyImageNet-200", "tinyimagenet"), ("SST-2", "sst2")):
-            assert same(row[f"{column}: answered ↑"], stored(task, place, "accepted"))
+    for row, (method, rule) in zip(first, COMPARED_SHARES, strict=True):
+        for column, (task, number) in SHARES.items():
+            wanted = (*task, method, rule)
+            keys = ("task", "backbone", "method", "rule")
+            found = [float(one[number]) for one in lines if tuple(one[key] for key in keys) == wanted]
+            assert same(row[column], 100 * mean(found)), (row[""], column)
     for row in gains:
         for column, study in (
             ("CIFAR-100", CIFAR100),
@@ -222,7 +235,7 @@ def test_the_stored_rows_give_the_numbers_of_the_tables(name: str) -> None:
                 near = 0.012 if key.endswith("auroc") else 2e-4
                 assert numbers[key].value == pytest.approx(float(stored[method, seed][key]), abs=near), (method, key)
     places = study.rows.places
-    outside = [place for place in places if len(set(place.split("|"))) == 2]
+    outside = [place for place in places if len({*place.split("|"), HELD_OUT}) == 3]
     assert max(len(places[place]) for place in outside) <= MOST_OUTSIDE
 
 
