@@ -227,10 +227,11 @@ class Workshop:
             model = fresh(baselines.Packed(members).narrow(self.base.config), self.seed, self.base.metadata)
             return model.to(self.device)
         if name.startswith("top-"):
-            trunk, *how = name.removeprefix("top-k").split("-")
+            layer, *how = name.removeprefix("top-k").split("-")
+            above = int(layer)
             lost = next((int(part.removeprefix("lost")) for part in how if part.startswith("lost")), 0)
-            whole = [he.prune(self.base, self._heads(int(trunk), member, lost)) for member in range(members)]
-            tops = [self._tuned(model, int(trunk), member) for member, model in enumerate(whole)]
+            whole = [he.prune(self.base, self._heads(above, member, lost)) for member in range(members)]
+            tops = [self._tuned(model, above, member) for member, model in enumerate(whole)]
             return cast(he.Ensemble, he.fuse(tops, mlp="mean" if "mean" in how else "separate"))
         if not name.startswith("hydra-"):  # members share what a baseline does not train separately
             layers, apart = self.base.num_layers, APART.get(name.removesuffix(LAST), ())

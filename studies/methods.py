@@ -62,6 +62,11 @@ def one_of(*settings: Setting) -> Settings:
     return lambda _: list(settings)
 
 
+def listed(name: str) -> Settings:
+    """The settings that a task lists under a name."""
+    return lambda task: list(task.plain[name])
+
+
 def rates(*values: float) -> Settings:
     """The same learning rates on every task."""
     return one_of(*({"rate": value} for value in values))
@@ -147,7 +152,8 @@ def distilled(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
     """
     if "method" in setting:  # for comparison
         return lab.model(setting["method"])
-    how = {**lab.task.settings["hydra"], **lab.task.settings["distilled"], **setting}
+    how = {**lab.task.settings["hydra"], **lab.task.settings["distilled"], **lab.task.plain.get("distilled", {})}
+    how |= setting
     usual = lab.training(seed=lab.derived("distilled"))
     training = DataRecipe(
         learning_rate=how["faster"] * usual.rates[0],
@@ -339,7 +345,7 @@ ROWS: Mapping[str, Row] = {
     "Branches, heads pruned": Row(lambda lab, _: branches(lab, {**lab.task.settings["hydra"], "share": 0.1}), 3),
     HYDRA: Row(lambda lab, _: branches(lab, lab.task.settings["hydra"]), 3),
     DISTILLED: Row(distilled, 4),
-    **{name: Row(distilled, 9, lambda task, name=name: task.plain[name], kinds=()) for name in LOOKED_FOR},
+    **{name: Row(distilled, 9, listed(name), kinds=()) for name in LOOKED_FOR},
     TUNED: Row(branches, 3, lambda task: list(task.settings["candidates"])),
 }
 """Methods in the order of the tables."""
