@@ -108,7 +108,7 @@ def data() -> str:
         (FOLDER / "pictures" / name).mkdir(parents=True)
         Image.new("RGB", (20, 20)).save(FOLDER / "pictures" / name / "0.png")
     assert load(FOLDER / "pictures").class_names == ("a", "b")
-    said = load_backbone().predict([load_sample().test[0][0]])
+    said = load_backbone().predict([load_sample()["test"][0][0]])
     return f"an image of the demo is {(said.class_names or ())[int(said.label[0])]}"
 
 

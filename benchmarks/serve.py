@@ -47,14 +47,14 @@ def make_model() -> he.Ensemble:
     """Three members of the demo's backbone, calibrated: an ensemble like the demo's, without its training."""
     backbone, sample = load_backbone(), load_sample()
     cut = [[he.Head(layer, (member + layer) % 6) for layer in (4, 5)] for member in range(3)]
-    images, labels = zip(*(sample.calibration[index] for index in range(len(sample.calibration))), strict=True)
+    images, labels = zip(*(sample["calibration"][index] for index in range(len(sample["calibration"]))), strict=True)
     held_out = [(backbone.prepare(list(images)), torch.tensor(labels))]
     return he.calibrate(he.fuse([he.prune(backbone, heads) for heads in cut]), held_out)
 
 
 def make_uploads(count: int) -> list[bytes]:
     """Images of the demo as JPEG files of a usual size."""
-    sample, uploads = load_sample().test, []
+    sample, uploads = load_sample()["test"], []
     for index in range(count):
         target = io.BytesIO()
         sample[index % len(sample)][0].resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(target, "JPEG", quality=90)

@@ -186,7 +186,7 @@ def two_reasons() -> None:
     preprocess: Any = base.metadata.preprocessing
 
     def batches(name: str) -> data.BatchLoader:
-        return data.batches(sample.sets[name], preprocess)
+        return data.batches(sample[name], preprocess)
 
     model = he.calibrate(he.fit_familiarity(base, batches("circuit_id"), held_out=0.0), batches("calibration"))
     answers = {
@@ -214,7 +214,7 @@ def two_reasons() -> None:
     x, y = across(1 - test.threshold), up(test.unfamiliarity.threshold)
     drawing.box(left, top, right - left, y - top, "wash", 0)
     drawing.box(x, y, right - x, foot - y, "wash", 0)
-    wrong = test.label != torch.tensor(sample.test.labels)
+    wrong = test.label != torch.tensor(sample["test"].labels)
     kinds = {"familiar": "base", "mistaken": "m1", "unknown land use": "m2", "clothes": "m0"}
     picked = {"familiar": ("test", ~wrong), "mistaken": ("test", wrong)}
     picked |= {label: (name, torch.ones(len(unsure[name])).bool()) for label, name in FOREIGN.items()}

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=96, help="test images of each set; twice as many calibrate")
     parser.add_argument("--output", type=Path, default=Path("hydra-abstain"), help="folder for the saved model")
     options = parser.parse_args()
-    base, sample = load_backbone(), load_sample().sets
+    base, sample = load_backbone(), load_sample()
 
     def batches(name: str) -> Any:
         wanted = options.images * (2 if name == "calibration" else 1)

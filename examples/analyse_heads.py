@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=32, help="ID and OOD images to rank; four times as many to judge")
     given = parser.parse_args()
     model: Any = he.load(given.model) if given.model else load_backbone()
-    sample, prune = load_sample().sets, given.prune
+    sample, prune = load_sample(), given.prune
 
     def drawn(name: str, draw: int, count: int = given.images) -> list[Any]:
         """Batches of a set; each draw has different images."""

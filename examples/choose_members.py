@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--ranking", choices=["taylor", "circuit"], default="taylor", help="circuits take longer")
     parser.add_argument("--seed", type=int, default=0, help="draws images and members")
     options = parser.parse_args()
-    base, sample = load_backbone(), load_sample().sets
+    base, sample = load_backbone(), load_sample()
     preprocess: Any = base.metadata.preprocessing
 
     def batches(name: str, part: int) -> list[Any]:

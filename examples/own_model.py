@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("hydra-own"), help="folder for the model")
     options = parser.parse_args()
     torch.manual_seed(0)
-    seen, held_out = load_sample().train, load_sample().test
+    seen, held_out = load_sample()["train"], load_sample()["test"]
     pixels = PROCESSOR([seen[index][0] for index in range(len(seen))])
     model = train(ViT(len(seen.class_names)), pixels, torch.tensor(seen.labels), options.steps)
     hydra = make_ensemble(model, held_out, options.output)

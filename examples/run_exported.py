@@ -107,7 +107,7 @@ def main() -> None:
         from hydra_ensembles.demo.run import load_backbone, load_sample
 
         options.model = he.export(load_backbone(), "demo.onnx")
-        images = [load_sample().sets["test"][row][0] for row in range(3)]
+        images = [load_sample()["test"][row][0] for row in range(3)]
     else:
         from PIL import Image
 

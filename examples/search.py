@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=256, help="images of each set, at most")
     parser.add_argument("--output", type=Path, default=Path("hydra-search"), help="folder of the search")
     options = parser.parse_args()
-    backbone, sample = load_backbone(), load_sample().sets
+    backbone, sample = load_backbone(), load_sample()
     preprocess: Any = backbone.metadata.preprocessing
 
     def batches(name: str, **how: Any) -> Any:

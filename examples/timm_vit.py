@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--prune", type=int, default=0, help="heads each member loses; default: nothing is pruned")
     parser.add_argument("--output", type=Path, default=Path("hydra-vit"), help="folder for run and model")
     options = parser.parse_args()
-    sample = load_sample().sets
+    sample = load_sample()
     images = sample["calibration"] if options.images is None else data.load(options.images)
     models, processor = [embedded_vit()], load_backbone().metadata.preprocessing
     if options.model is not None:

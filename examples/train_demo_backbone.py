@@ -292,7 +292,7 @@ def _timm_version() -> str:
 
 def store(trained: Path, results: Path) -> None:
     """Store the copy of seed 0 in the package, and the logs of all."""
-    classes = load_sample().test.class_names
+    classes = load_sample()["test"].class_names
     model = _vision_transformer(len(classes))
     state = load_file(trained / "copy_0.safetensors")
     model.load_state_dict({name: tensor.float() for name, tensor in state.items()})

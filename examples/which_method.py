@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="updates of each training")
     parser.add_argument("--images", type=int, default=128, help="images of each set")
     options = parser.parse_args()
-    base, sample = load_backbone(), load_sample().sets
+    base, sample = load_backbone(), load_sample()
 
     def batches(name: str, shuffle: bool = False) -> Any:
         chosen = data.subset(sample[name], min(options.images, len(sample[name])), seed=0)

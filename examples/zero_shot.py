@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--prune", type=int, default=0, help="heads that each of three members loses; 0: one model")
     parser.add_argument("--output", type=Path, default=Path("hydra-zero-shot"), help="folder for the saved model")
     options = parser.parse_args()
-    sample = load_sample().sets
+    sample = load_sample()
     images = data.subset(sample["circuit_id"], 48, seed=0) if options.images is None else data.load(options.images)
     others = data.subset(sample["circuit_ood"], 32, seed=0)
     if options.others is not None:

@@ -114,7 +114,7 @@ def of_demo(seed: int, images: int, device: torch.device) -> Iterator[Line]:
     backbone, sample = load_backbone().to(device), load_sample()
     prepare: Any = backbone.metadata.preprocessing
     models = demo_models(backbone, [tuned(backbone, sample, MEMBERS * seed + one) for one in range(MEMBERS)])
-    sets = (sample.calibration, sample.circuit_id, sample.test.select(range(min(images, len(sample.test)))))
+    sets = (sample["calibration"], sample["circuit_id"], sample["test"].select(range(min(images, len(sample["test"])))))
     batches: list[Any] = [list(he.data.batches(one, prepare, 60)) for one in sets]
     return of_models("demo", seed, models, *batches, (prepare.mean, prepare.std))
 

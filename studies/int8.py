@@ -115,10 +115,10 @@ def of_demo(root: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """The embedded model, on images of EuroSAT that it has not seen: half of them certify."""
     backbone, sample = load_backbone(), load_sample()
     prepare: Any = backbone.metadata.preprocessing
-    known: Any = list(he.data.batches(sample.circuit_id, prepare, 96))
+    known: Any = list(he.data.batches(sample["circuit_id"], prepare, 96))
     folder_of = root / "data" / "images" / "eurosat"
     parts = [as_images(he.data.load(folder_of, split=one)) for one in ("validation", "test")]
-    inside = [he.data.only_classes(one, sample.test.class_names, relabel=True) for one in parts]
+    inside = [he.data.only_classes(one, sample["test"].class_names, relabel=True) for one in parts]
     images, labels = read(inside, prepare, torch.cat([inputs for inputs, _ in known]))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     certify, test = (list(zip(images[one].split(32), labels[one].split(32), strict=True)) for one in order.chunk(2))

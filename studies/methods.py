@@ -230,7 +230,8 @@ def updates(lab: ClassifierLab) -> int:
 def lora(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
     """Low-rank updates of the attention and a classifier for each member; all else stays pretrained."""
     training = sped_up(lab, setting["faster"], seed=lab.derived("lora"), reinit_classifier="random")
-    settings = baselines.LoRA(lab.members) if setting["as"] == "paper" else baselines.LoRA.joint(lab.members)
+    together: Any = {"rank": 8, "alpha": None, "gain": 10.0, "training": "together"}  # as the public code
+    settings = baselines.LoRA(lab.members, **({} if setting["as"] == "paper" else together))
     return learned(lab, LORA, setting, baselines.lora_ensemble, lab.task.start, training, settings)
 
 

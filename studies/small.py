@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import hydra_ensembles as he
 from hydra_ensembles import Prediction
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.demo import DemoSample, load_backbone, load_sample
+from hydra_ensembles.demo import load_backbone, load_sample
 from hydra_ensembles.demo.run import EPOCHS, FAR, NEAR, demo_config, training_batches
 from hydra_ensembles.familiarity import Answered, fit_on
 from hydra_ensembles.model.metadata import Calibration
@@ -152,10 +152,10 @@ def demo_seed(root: Path, output: Path, seed: int) -> dict[str, dict[str, Array]
     """The columns of every method for one seed; its models and columns are kept."""
     backbone, sample, folder = load_backbone(), load_sample(), root / "data" / "images"
     prepare: Any = backbone.metadata.preprocessing
-    known: list[Any] = list(he.data.batches(sample.circuit_id, prepare, 96))  # fits familiarity and temperature
+    known: list[Any] = list(he.data.batches(sample["circuit_id"], prepare, 96))  # fits familiarity and temperature
     fitted = torch.cat([batch[0] for batch in known])
     parts = [as_images(he.data.load(folder / "eurosat", split=split)) for split in ("validation", "test")]
-    inside = [he.data.only_classes(one, sample.test.class_names, relabel=True) for one in parts]
+    inside = [he.data.only_classes(one, sample["test"].class_names, relabel=True) for one in parts]
     foreign = {name: [he.data.only_classes(one, [name]) for one in parts] for name in NEAR}
     foreign |= {FAR[0]: [at_most(as_images(he.data.load(folder / "fashion_mnist", split="test")), FOREIGN)]}
     sets = {name: read(ones, prepare, fitted) for name, ones in {"eurosat": inside, **foreign}.items()}
@@ -181,7 +181,7 @@ def read(parts: Sequence[ImageDataset], prepare: Any, without: Tensor) -> tuple[
     return joined[kept], torch.cat(labels)[kept]
 
 
-def tuned(backbone: he.Ensemble, sample: DemoSample, seed: int) -> he.Ensemble:
+def tuned(backbone: he.Ensemble, sample: dict[str, ImageDataset], seed: int) -> he.Ensemble:
     """A fine-tuning of the whole model by the demo's recipe for its members."""
     recipe: Any = demo_config(seed, EPOCHS).recipe
     recipe = replace(recipe, last_blocks=None, reinit_classifier=None)

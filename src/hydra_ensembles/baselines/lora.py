@@ -26,8 +26,9 @@ INPUTS = ("query", "key", "value")
 class LoRA(Checked):
     """How members of a LoRA-Ensemble differ from the model they come from, and how they are trained.
 
-    The defaults are the paper's: rank 4, alpha 8, three fine-tunings with different seeds. `LoRA.joint` has the
-    settings of the public code of LoRA-Ensemble, whose members train together and start further apart.
+    The defaults are the paper's: rank 4, alpha 8, three fine-tunings with different seeds. The public code of
+    LoRA-Ensemble trains 16 members together, which start further apart: `LoRA(16, rank=8, alpha=None, gain=10,
+    training="together")`, with `Recipe(reinit_classifier="random")`.
 
     Attributes:
         members: Number of members; one is LoRA-single.
@@ -42,11 +43,6 @@ class LoRA(Checked):
     alpha: Positive | None = 8.0
     gain: Positive | None = None
     training: Literal["apart", "together"] = "apart"
-
-    @classmethod
-    def joint(cls, members: int = 16, rank: int = 8) -> "LoRA":
-        """The settings of the public code; they go with `Recipe(reinit_classifier="random")`."""
-        return cls(members, rank, alpha=None, gain=10.0, training="together")
 
     @property
     def scale(self) -> float:

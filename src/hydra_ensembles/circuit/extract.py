@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, takewhile
 from pathlib import Path
-from typing import Literal
 
 import torch
 from tqdm import tqdm
 
 from .._utils import require_device, without_autocast
 from ..batches import Batches, Sources, in_model_order
-from ..data.synthetic import synthetic_ood
 from ..digest import digest
 from ..errors import ConfigError, DataError
 from ..heads.masking import (
@@ -45,7 +43,7 @@ from .scores import CircuitData, Method, Objective, Ties, read_samples
 def extract_circuit(
     ensemble: Ensemble | DualEncoder,
     id_batches: Batches,
-    ood_batches: Sources | Literal["synthetic"] | None = None,
+    ood_batches: Sources | None = None,
     *,
     score: Score = "avg",
     budget: int,
@@ -65,7 +63,7 @@ def extract_circuit(
 
     S is the accuracy on the labelled `id_batches` (`"acc"`), the AUROC of the maximum softmax probability between them
     and `ood_batches` (`"ood"`, ties count half), or the mean of both (`"avg"`). `ood_batches` may be a mapping from
-    names to batches: sources of equal weight, however many samples each has; `"synthetic"` makes them of the ID
+    names to batches: sources of equal weight, however many samples each has; `data.synthetic_ood` makes some of the ID
     samples. All samples are held in memory. The model has one member and is not changed.
 
     `method="naive"` runs the whole model for every head: the reference. `"exact"` makes the same choices with a small
@@ -102,7 +100,9 @@ def extract_circuit(
     candidates = heads_in(ensemble, layers)
     require_budget(budget, max_removable(ensemble, candidates))
     if score != "acc" and ood_batches is None:
-        raise DataError(f'score="{score}" needs OOD samples; give ood_batches, or "synthetic", or use score="acc"')
+        raise DataError(
+            f'score="{score}" needs OOD samples; give ood_batches (data.synthetic_ood makes some), or use score="acc"'
+        )
 
     device = require_device(device or ensemble.device)
     model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences)
@@ -110,9 +110,6 @@ def extract_circuit(
     if getattr(model.config.stem, "prefix", ()):
         raise ConfigError("heads are searched in a model without a prefix; give the one before with_prefix")
     id_batches = in_model_order(id_batches, "id_batches", model)
-    if isinstance(ood_batches, str) and score != "acc":
-        id_batches = list(id_batches) if isinstance(id_batches, Iterator) else id_batches
-        ood_batches = synthetic_ood(id_batches, seed=seed)
     model = working_copy(model, device)
     samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
     identity = {

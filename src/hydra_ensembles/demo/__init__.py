@@ -1,5 +1,5 @@
 """The embedded demo: a small trained vision transformer and a sample of real images, inside the package."""
 
-from .run import DemoSample, load_backbone, load_sample, run_demo
+from .run import load_backbone, load_sample, run_demo
 
-__all__ = ["DemoSample", "load_backbone", "load_sample", "run_demo"]
+__all__ = ["load_backbone", "load_sample", "run_demo"]

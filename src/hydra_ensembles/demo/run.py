@@ -3,8 +3,6 @@
 The model and the images are in the package.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,35 +39,6 @@ SHARED = 4  # first layers, of 6, that all members share, so that they run once
 EPOCHS = 10
 
 
-@dataclass(frozen=True)
-class DemoSample:
-    """The images of the demo; the sets are disjoint, and the backbones were trained only on `train`.
-
-    Attributes:
-        train: Labelled EuroSAT images of seven classes that the backbone was trained on, to train members on.
-        circuit_id: Labelled EuroSAT images of the backbone's seven classes, to rank heads and to fit familiarity on.
-        circuit_ood: Images of PermanentCrop, a class the backbone does not know, to rank heads on.
-        calibration: Labelled images to choose thresholds on.
-        test: Labelled images to report results on.
-        near: OOD test sets from the same satellites: classes the backbone does not know.
-        far: OOD test set of another kind of image.
-    """
-
-    train: ImageDataset
-    circuit_id: ImageDataset
-    circuit_ood: ImageDataset
-    calibration: ImageDataset
-    test: ImageDataset
-    near: Mapping[str, ImageDataset]
-    far: Mapping[str, ImageDataset]
-
-    @property
-    def sets(self) -> dict[str, ImageDataset]:
-        """All sets by their names in the file."""
-        fields = {name: getattr(self, name) for name in ("train", "circuit_id", "circuit_ood", "calibration", "test")}
-        return {**fields, **self.near, **self.far}
-
-
 def load_backbone() -> Ensemble:
     """The embedded vision transformer (6 layers of 6 heads, 64×64 images, 7 EuroSAT classes); float16 on disk.
 
@@ -81,18 +50,21 @@ def load_backbone() -> Ensemble:
     return Ensemble.from_pretrained(BACKBONE, dtype=torch.float32)
 
 
-def load_sample() -> DemoSample:
-    """The embedded images; the data card next to them says where they come from and what they are for.
+def load_sample() -> dict[str, ImageDataset]:
+    """The embedded images by set; the sets are disjoint, and the backbone was trained only on `train`.
+
+    Labelled EuroSAT images of the backbone's seven classes are in `train`, to train members on, `circuit_id`, to rank
+    heads and to fit familiarity on, `calibration`, and `test`, to report results on. `circuit_ood` are images of
+    PermanentCrop, a class the backbone does not know, to rank heads on. OOD test sets are `AnnualCrop` and `River`, of
+    the same satellites, and `FashionMNIST`. The data card next to them says where all come from.
 
     Examples:
         >>> from hydra_ensembles.demo import load_sample
         >>> sample = load_sample()
-        >>> len(sample.test), sorted(sample.near), sample.test.class_names[0]
-        (420, ['AnnualCrop', 'River'], 'Forest')
+        >>> len(sample["test"]), sample["test"].class_names[0]
+        (420, 'Forest')
     """
-    sets = read_images(SAMPLE)
-    near, far = ({name: sets.pop(name) for name in names} for names in (NEAR, FAR))
-    return DemoSample(**sets, near=near, far=far)
+    return read_images(SAMPLE)
 
 
 def read_images(path: Path) -> dict[str, ImageDataset]:
@@ -136,7 +108,7 @@ def run_demo(
     """
     backbone, sample = load_backbone(), load_sample()
     prepare: Any = backbone.metadata.preprocessing
-    sets: dict[str, Any] = {name: list(batches(images, prepare, BATCH)) for name, images in sample.sets.items()}
+    sets: dict[str, Any] = {name: list(batches(images, prepare, BATCH)) for name, images in sample.items()}
     with Store(output, {"seed": seed, "epochs": epochs}, "a demo") as run:
         assert run.folder is not None
         single = fit_familiarity(backbone, sets["circuit_id"], held_out=0.0, seed=seed)
@@ -152,7 +124,7 @@ def run_demo(
             progress=progress,
         )
         models = {SINGLE: single, HYDRA: hydra}
-        groups = {group: {name: sets[name] for name in getattr(sample, group)} for group in ("near", "far")}
+        groups = {"near": {name: sets[name] for name in NEAR}, "far": {name: sets[name] for name in FAR}}
         about: dict[str, Any] = {"id_name": ID_NAME, "progress": progress}
         evaluations = [evaluate(model, sets["test"], groups, name=name, **about) for name, model in models.items()]
         costs = measure_costs(models, sets["test"][0][0], repeats=7, warmup=1)
@@ -191,7 +163,7 @@ def demo_config(seed: int, epochs: int) -> HydraConfig:
     )
 
 
-def training_batches(sample: DemoSample, backbone: Ensemble, seed: int) -> BatchLoader:
+def training_batches(sample: dict[str, ImageDataset], backbone: Ensemble, seed: int) -> BatchLoader:
     """Training images, randomly rotated and mirrored: satellite images have no preferred orientation."""
     preprocessing: Any = backbone.metadata.preprocessing
 
@@ -201,4 +173,4 @@ def training_batches(sample: DemoSample, backbone: Ensemble, seed: int) -> Batch
         once = (torch.rot90(image, turn, (1, 2)) for image, turn in zip(pixels, turns, strict=True))
         return torch.stack([image.flip(2) if mirror else image for image, mirror in zip(once, mirrored, strict=True)])
 
-    return BatchLoader(sample.train, turned, TRAIN_BATCH, shuffle=True, seed=seed, drop_last=True)
+    return BatchLoader(sample["train"], turned, TRAIN_BATCH, shuffle=True, seed=seed, drop_last=True)

@@ -1,7 +1,7 @@
 """Members of a fused ensemble learn, without labels, the probabilities of the models they came from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
@@ -18,13 +18,6 @@ from .loop import Job, TrainOptions, trains
 from .recipe import Recipe, trainable_state
 
 RECIPE = Recipe(learning_rate=2e-5, epochs=2, train_groups=("attention", "mlp", "norms", "readout"))
-
-
-@dataclass(frozen=True)
-class Teachers:
-    """What a distillation depends on besides its recipe: digests of the models."""
-
-    models: tuple[str, ...]
 
 
 class DistillLearner(EnsembleLearner):
@@ -101,8 +94,8 @@ def distill(
     above = hydra.num_layers - hydra.config.trunk
     chosen = recipe or RECIPE
     chosen = replace(chosen, last_blocks=min(chosen.last_blocks or above, above))
-    teachers = Teachers(tuple(digest([str(one.config), one]) for one in models))
-    job = Job(chosen, batches, validation, settings=teachers, **run)
+    teachers = [digest([str(one.config), one]) for one in models]
+    job = Job(chosen, batches, validation, settings={"teachers": teachers}, **run)
     result = train_classifier(partial(DistillLearner, hydra, models, chosen), hydra, job)
     line = f"distilled {result.described(chosen)}"
     return Ensemble.from_state(hydra.config, result.state_like(hydra), trained_metadata(hydra, batches, result, line))

@@ -39,6 +39,6 @@ def test_no_image_is_in_two_sets_and_none_but_those_to_train_on_was_trained_on()
 def test_the_backbone_knows_its_classes() -> None:
     sample, backbone = load_sample(), load_backbone()
     assert (backbone.num_members, backbone.num_layers, backbone.num_heads, backbone.head_dim) == (1, 6, 6, 24)
-    assert (backbone.dtype, backbone.metadata.labels) == (torch.float32, sample.test.class_names)
-    said = backbone.predict([sample.test[row][0] for row in range(70)])
-    assert (said.label.numpy() == sample.test.labels[:70]).mean() > 0.9
+    assert (backbone.dtype, backbone.metadata.labels) == (torch.float32, sample["test"].class_names)
+    said = backbone.predict([sample["test"][row][0] for row in range(70)])
+    assert (said.label.numpy() == sample["test"].labels[:70]).mean() > 0.9

@@ -17,9 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def few() -> Any:
         every = {"calibration": 2}  # half of them certify, and both thresholds together want 59
-        sets = {name: one.select(range(0, len(one), every.get(name, 4))) for name, one in whole.sets.items()}
-        near, far = ({name: sets.pop(name) for name in names} for names in (run.NEAR, run.FAR))
-        return run.DemoSample(**sets, near=near, far=far)
+        return {name: one.select(range(0, len(one), every.get(name, 4))) for name, one in whole.items()}
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run, "load_sample", few)
@@ -41,5 +39,5 @@ def test_it_leaves_a_report_evaluations_and_a_model_that_says_why_it_declines(fo
     assert set(foreign) == {"ood.AnnualCrop", "ood.River", "ood.FashionMNIST"}
     model = he.load(folder / "model")
     assert (model.num_members, model.config.trunk) == (3, run.SHARED)
-    seen = model.predict([load_sample().far["FashionMNIST"][row][0] for row in range(8)])
+    seen = model.predict([load_sample()["FashionMNIST"][row][0] for row in range(8)])
     assert "unfamiliar" in seen.reason
