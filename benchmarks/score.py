@@ -192,10 +192,10 @@ def gpu(options: argparse.Namespace, folder: Path) -> Numbers:
     files, count = sorted(source.iterdir()), options.rows or 24_576
     theirs, ours = vit(options.model, options.size, device)
     theirs = theirs.to(torch.bfloat16)
-    how: Any = {"batch_size": batch, "precision": "bfloat16", "compile": options.compile}
+    how: Any = {"batch_size": batch, "precision": "bfloat16"}
     found: Numbers = {"shared_memory_gb": shutil.disk_usage("/dev/shm").free / 1e9}
     scorer = Scorer(ours, **how)
-    runner = ours.optimize(plans=[scorer.plan], dtype=torch.bfloat16, compile=options.compile)
+    runner = ours.optimize(plans=[scorer.plan], dtype=torch.bfloat16)
     inputs = torch.randn(batch, 3, options.size, options.size, device=device, dtype=torch.bfloat16)
     for measured in (False, True):
         began, passes = time.perf_counter(), (max(1, count // batch // 2) if measured else 3)
@@ -287,7 +287,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[100, 1000, 100_000], help="of shards")
     parser.add_argument("--model", default="vit_base_patch16_224", help="of the part gpu, a ViT of timm")
     parser.add_argument("--size", type=int, default=224, help="of its images")
-    parser.add_argument("--compile", action="store_true", help="compile it")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "tables" / "score.csv")
     options = parser.parse_args(arguments)
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()

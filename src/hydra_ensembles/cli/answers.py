@@ -123,7 +123,6 @@ def score(
     keep: Annotated[list[str] | None, typer.Option(help="Column of tables to copy to the output, repeatable.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="Write probabilities and member logits, too.")] = False,
     precision: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the model.")] = False,
     workers: Annotated[int | None, typer.Option(help="Processes that decode; one for each core if not given.")] = None,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Ray cluster that does it: auto, local.")] = None,
     batch_size: BatchSize = BATCH,
@@ -142,7 +141,7 @@ def score(
     """
     from ..serve.scoring import score as scored
 
-    how: dict[str, Any] = {"precision": precision, "compile": compile, "workers": workers, "ray": ray}
+    how: dict[str, Any] = {"precision": precision, "workers": workers, "ray": ray}
     settings = {"columns": common.named_columns(column), "keep": keep or (), "wide": wide, "batch_size": batch_size}
     ensemble = common.load_model(model, device if ray is None else "cpu")
     found = scored(ensemble, source, output, **settings, **how, progress=not quiet)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from fsspec import url_to_fs
-from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.nn import functional as F
@@ -254,15 +253,12 @@ class Remote:
 
 
 def file_system(url: str | Path) -> tuple[Any, str]:
-    """The file system of fsspec behind a path or a URL, and the path in it; without s3fs, S3 is pyarrow's."""
+    """The file system of fsspec behind a path or a URL, and the path in it."""
     try:
         found: tuple[Any, str] = url_to_fs(str(url) if is_url(url) else str(expanded(url).absolute()))
-        return found
     except (ImportError, ValueError) as error:
-        if not str(url).startswith("s3://"):
-            raise DataError(f"{url} cannot be opened: {error}") from error
-    files, path = library("pyarrow.fs", extra="data").FileSystem.from_uri(str(url))
-    return ArrowFSWrapper(files), path
+        raise DataError(f"{url} cannot be opened: {error}") from error
+    return found
 
 
 def is_url(path: str | Path) -> bool:

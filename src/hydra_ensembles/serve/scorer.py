@@ -79,7 +79,6 @@ class Scorer:
         wide: bool = False,
         batch_size: int = 64,
         precision: Literal["float32", "bfloat16", "float16"] | None = None,
-        compile: bool = False,
         plan: Plan | None = None,
     ) -> None:
         """Prepare a classifier, or load it from a folder or hub id.
@@ -90,7 +89,6 @@ class Scorer:
             wide: Whether `probs` and `member_logits`, which are long, are among the answers.
             batch_size: Samples per pass.
             precision: Floating type to compute in; None for that of the model.
-            compile: Whether to compile the model.
             plan: How it runs, if that was measured before: answers of one plan are equal to the last bit.
         """
         if isinstance(model, str | Path):
@@ -106,7 +104,7 @@ class Scorer:
         self.plan: Plan = _fastest(model, reader, batch_size, dtype) if plan is None else plan
         least = batch_size if model.device.type == "cpu" else max(1, batch_size // 4)
         shapes = max(3 * len(reader.examples()), USUAL_SHAPES)
-        run: Any = model.optimize(plans=[self.plan], dtype=dtype, compile=compile, shapes=shapes)
+        run: Any = model.optimize(plans=[self.plan], dtype=dtype, shapes=shapes)
         self._runner = Runner(run, batch_size, least)
         self.reading = Reading(Reader(run), self._runner.batching, self.kept)
 

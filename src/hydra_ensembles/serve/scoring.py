@@ -14,7 +14,7 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
@@ -33,16 +33,15 @@ from ..files import write_atomically
 from ..model.dual_encoder import require_classifier
 from ..model.ensemble import Answering
 from ..monitor import Monitor
-from ..settings import require, short
+from ..settings import short
 from ..store import IDENTITY, Store
 from .protocol import REASON_WORDS, Array, output_fields
-from .rows import Item, Remote, Source, cores, file_system, is_local, sources
+from .rows import Item, Source, cores, file_system, is_local, sources
 from .scorer import ERROR, Arrays, Reading, ReadItems, Scorer, kept_names, parquet
 
 ROWS, END, ABOUT, MONITOR, SUMMARY = "rows", "_end", "about.json", "monitor.json", "summary.json"
 CALIBRATION, MODEL, RANGE = (f"hydra_ensembles {name}".encode() for name in ("calibration", "model", "rows"))  # footer
 AT_ONCE = 8  # shards of one file that a worker of a cluster gets at a time
-FETCHED = 8  # windows of remote files that are fetched ahead
 SHOWN = 5  # most frequent errors in a summary
 
 
@@ -76,14 +75,11 @@ class Scored:
         lines, answered = [f"{self.rows:,} rows in {self.shards:,} files"], self.rows - self.unreadable
         if self.accepted is not None:
             why = ", ".join(f"{number:,} {reason}" for reason, number in self.reasons.items())
-            lines.append(
-                f"accepted {self.accepted / max(answered, 1):.1%} of {answered:,} answers; declined: {why or 0}"
-            )
+            share = f"accepted {self.accepted / max(answered, 1):.1%} of {answered:,} answers"
+            lines.append(f"{share}; declined: {why or 0}")
         lines += [f"promised: {one}" for one in self.promise]
         if self.watched:
-            changed = (
-                f"alarm: {', '.join(self.alarms)} changed" if self.alarms else "inputs are like those of calibration"
-            )
+            changed = f"alarm, {', '.join(self.alarms)} changed" if self.alarms else "inputs are as in calibration"
             lines.append(f"monitor: {changed}")
         if self.unreadable:
             lines.append(f"{self.unreadable:,} have no answer: column `error` says why")
@@ -102,7 +98,6 @@ def score(
     batch_size: int = 64,
     shard_rows: int = 4096,
     precision: Literal["float32", "bfloat16", "float16"] | None = None,
-    compile: bool = False,
     workers: int | None = None,
     ray: str | None = None,
     progress: bool = True,
@@ -125,7 +120,6 @@ def score(
         batch_size: Samples per pass.
         shard_rows: Rows per shard.
         precision: Floating type to compute in; None for that of the model.
-        compile: Whether to compile the model.
         workers: Processes that decode, 0 for none, beside each model; None for as many as there are cores (on Ray: on
             a GPU those that each has of the cluster's; none on a CPU, where a model takes one core).
         ray: Address of a Ray cluster that does the work, `"auto"` for the one that runs here, `"local"` for a new one.
@@ -136,8 +130,8 @@ def score(
     kept_names(keep, [one.name for one in output_fields(model)])
     files, path = file_system(output)
     found = sources(source, model.kind, columns, keep, images=shard_rows, without=output)
-    how: dict[str, Any] = {"keep": list(keep), "wide": wide, "precision": precision, "compile": compile}
-    settings = {"columns": dict(columns or {}), "rows": shard_rows, "batch": batch_size, **how}
+    how: dict[str, Any] = {"keep": list(keep), "wide": wide, "precision": precision}
+    settings = {"columns": dict(columns or {}), "rows": shard_rows, **how}
     identity = _identity(model)
     with _opened(files, path, {"model": identity, **settings}) as folder:
         about = folder.read_json(ABOUT) or {}
@@ -321,7 +315,7 @@ Window = tuple[Shard | None, list[Item]]
 
 def _write(scorer: Scorer, work: Sequence[Work], folder: Folder, workers: int, bar: Any = None) -> int:
     """Write all missing shards; returns the rows."""
-    rows, parts, pending = 0, list[Arrays](), None
+    rows, parts, pending = 0, list[Arrays](), list[Future[None]]()
     with ThreadPoolExecutor(1) as writer:
 
         def written(shard: Shard, parts: Sequence[Arrays]) -> None:
@@ -334,11 +328,11 @@ def _write(scorer: Scorer, work: Sequence[Work], folder: Folder, workers: int, b
             if bar is not None:
                 bar.update(count)
             if shard is not None:
-                if pending is not None:
-                    pending.result()
-                pending, parts = writer.submit(written, shard, parts), []
-        if pending is not None:
-            pending.result()
+                for one in pending:
+                    one.result()
+                pending, parts = [writer.submit(written, shard, parts)], []
+        for one in pending:
+            one.result()
     return rows
 
 
@@ -346,27 +340,26 @@ def _read_ahead(
     reading: Reading, work: Sequence[Work], workers: int, bar: Any
 ) -> Iterator[tuple[Shard | None, ReadItems]]:
     """All windows, read by processes that are at most two windows ahead each."""
-    with ThreadPoolExecutor(FETCHED) as pool:
-        windows = _fetched(_windows(work, reading.window, bar), pool)
-        if not workers:
-            yield from map(reading.__getitem__, windows)
-            return
-        loader = DataLoader(
-            reading,  # type: ignore[arg-type]
-            sampler=windows,  # type: ignore[arg-type]
-            batch_size=None,
-            num_workers=require("workers", workers, int),
-            collate_fn=_as_it_is,
-            worker_init_fn=_start,
-            generator=torch.Generator(),  # the caller's is not touched
-        )
-        try:
-            yield from loader
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            told = f"a process that reads has died ({error}); finished shards are kept"
-            raise StorageError(f"{told}: run this again, with more memory in /dev/shm or with workers=0") from error
+    windows = _windows(work, reading.window, bar)
+    if not workers:
+        yield from map(reading.__getitem__, windows)
+        return
+    loader: Any = DataLoader(
+        reading,  # type: ignore[arg-type]
+        sampler=windows,  # type: ignore[arg-type]
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=_start,
+        generator=torch.Generator(),  # the caller's is not touched
+    )
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        told = f"a process that reads has died ({error}); finished shards are kept"
+        raise StorageError(f"{told}: run this again, with more memory in /dev/shm or with workers=0") from error
 
 
 def _as_it_is(read: Any) -> Any:
@@ -385,44 +378,6 @@ def _windows(work: Sequence[Work], size: int, bar: Any) -> Iterator[Window]:
             bytes_, counted = bytes_ + one.source.size, counted + max(one.source.count() - len(one.done) * one.rows, 0)
             bar.total = round(counted * waiting / bytes_) if counted and bytes_ else None
         yield from one.windows(size)
-
-
-def _fetched(windows: Iterator[Window], pool: Executor) -> Iterator[Window]:
-    """Windows with the contents of remote files, which are fetched some windows ahead."""
-    coming: deque[tuple[Shard | None, Future[list[Item]] | list[Item]]] = deque()
-    for shard, items in windows:
-        remote = any(isinstance(item.content, Remote) for item in items)
-        coming.append((shard, pool.submit(_contents, items) if remote else items))
-        if len(coming) > FETCHED or not isinstance(coming[0][1], Future):
-            yield _ready(*coming.popleft())
-    yield from (_ready(*one) for one in coming)
-
-
-def _ready(shard: Shard | None, items: Future[list[Item]] | list[Item]) -> Window:
-    return shard, items.result() if isinstance(items, Future) else items
-
-
-def _contents(items: Sequence[Item]) -> list[Item]:
-    """Items with the contents of remote files; object stores give many at once."""
-    groups: dict[int, list[Remote]] = {}
-    for item in items:
-        if isinstance(item.content, Remote):
-            groups.setdefault(id(item.content.files), []).append(item.content)
-    found = dict[str, Any]()
-    for group in groups.values():
-        paths = [one.path for one in group]
-        got = group[0].files.cat(paths, on_error="return")
-        found |= got if isinstance(got, dict) else {paths[0]: got}
-
-    def with_content(item: Item) -> Item:
-        if not isinstance(item.content, Remote):
-            return item
-        content = found.get(item.content.path)
-        if isinstance(content, bytes):
-            return replace(item, content=content)
-        return replace(item, content=None, error=f"it cannot be read: {content}")
-
-    return [with_content(item) for item in items]
 
 
 # --- what was seen ---------------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_processes_urls_patterns_and_folders_of_datasets(
         local = next(output.glob(f"rows/{'_'.join(file.split('/')[-1].split('_')[:3])}_*"))
         assert repr(found) == repr(pq.read_table(local).to_pylist())
     with pytest.raises(CheckpointError, match="another run"):
-        score("memory://archive", place, batch_size=5)
+        score("memory://archive", place, shard_rows=5)
     assert score(f"{source}/[ac].csv", tmp_path / "pattern") == (9, 1, 3)
     files.pipe("/pictures/1.png", picture(1))
     assert score("memory://pictures", tmp_path / "pictures", "image", keep=[], workers=2)[:2] == (1, 0)
