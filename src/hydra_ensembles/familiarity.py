@@ -4,7 +4,7 @@ Fitting reads the data once and holds their features in memory (3 kB a sample an
 statistics are stored with the ensemble, and every prediction has their scores.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -144,34 +144,27 @@ def with_earlier(
     return Familiarity(together, {**familiarity.state, **state})
 
 
-def answers(
-    ensemble: Ensemble, batches: Batches, name: str, labelled: bool, seed: int = 0
-) -> Iterator[tuple[Inputs, Answered]]:
-    """Yield every batch unchanged, with the model's outputs for it; labels are zeros if not `labelled`.
+def read_answers(
+    ensemble: Ensemble, batches: Batches, name: str, labelled: bool = True, seed: int = 0, logits: bool = True
+) -> Answered:
+    """A model's outputs for all samples: labels are zeros if not `labelled`; logits, which may be many, are optional.
 
-    A loader that shuffles does so by `seed`. With several processes, each reads all batches.
+    A loader that shuffles does so by `seed`.
     """
+    parts = list[Answered]()
     if labelled:
         batches = in_model_order(batches, name, ensemble)
     with dropping(False), torch.no_grad(), first_epoch(batches, seed):
         for index, inputs, targets in iterate(batches, name, labelled, ensemble.raw):
-            features, logits = ensemble.features_and_logits(ensemble.prepare(inputs))
+            features, found = ensemble.features_and_logits(ensemble.prepare(inputs))
             check_finite(features, f"features of batch {index} of {name}")
             labels = torch.zeros(features.shape[1], dtype=torch.long)
             if labelled:
                 labels = require_labels(targets, ensemble.num_classes, name, index).cpu()
-            known = features.float().cpu(), at_least_float32(logits).cpu()
-            yield inputs, Answered(*known, labels, sample_digests(inputs))
-
-
-def read_answers(
-    ensemble: Ensemble, batches: Batches, name: str, labelled: bool = True, seed: int = 0, logits: bool = True
-) -> Answered:
-    """A model's outputs for all samples, see `answers`; of logits, which may be many, none unless wanted."""
-    found = (one for _, one in answers(ensemble, batches, name, labelled, seed))
-    parts = [one if logits else one._replace(logits=one.logits[..., :0].clone()) for one in found]
-    features, kept, *rest = zip(*parts, strict=True)
-    return Answered(torch.cat(features, dim=1), torch.cat(kept, dim=1), *map(torch.cat, rest))
+            kept = at_least_float32(found if logits else found[..., :0]).cpu()
+            parts.append(Answered(features.float().cpu(), kept, labels, sample_digests(inputs)))
+    every, wanted, *rest = zip(*parts, strict=True)
+    return Answered(torch.cat(every, dim=1), torch.cat(wanted, dim=1), *map(torch.cat, rest))
 
 
 def sample_digests(inputs: Inputs) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from .._utils import derive_seed
 from ..batches import Batches
 from ..errors import ConfigError
-from ..familiarity import answers, with_score
+from ..familiarity import read_answers, with_score
 from ..metrics.distance import log_odds
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
@@ -90,12 +90,10 @@ def cache(
     ensemble: Ensemble, batches: Batches, name: str, statistics: Mapping[str, Tensor], size: int, shuffle: bool = False
 ) -> DataLoader[tuple[Tensor, ...]]:
     """Batches of the embeddings of all images, and of which members are right."""
-    embedded, right = list[Tensor](), list[Tensor]()
-    for _, samples in answers(ensemble, batches, name, labelled=True):
-        x = torch.baddbmm(statistics["shift"][:, None], samples.features, statistics["projection"].mT)
-        embedded.append(F.normalize(x, dim=-1).transpose(0, 1))  # [B, M, e]
-        right.append((samples.logits.argmax(dim=-1) == samples.labels).T)  # [B, M]
-    data = TensorDataset(torch.cat(embedded), torch.cat(right))
+    samples = read_answers(ensemble, batches, name)
+    x = torch.baddbmm(statistics["shift"][:, None], samples.features, statistics["projection"].mT)
+    right = samples.logits.argmax(dim=-1) == samples.labels
+    data = TensorDataset(F.normalize(x, dim=-1).transpose(0, 1).contiguous(), right.T.contiguous())  # [B, M, …]
     generator = torch.Generator() if shuffle else None
     return DataLoader(data, batch_size=size, shuffle=shuffle, generator=generator)
 
