@@ -50,13 +50,6 @@ class Description:
         return "\n".join(lines)
 
 
-def describe(config: EnsembleConfig, parameters: int) -> Description:
-    """Describe an ensemble with this configuration and `parameters` stored parameters."""
-    tokens = config.stem.max_tokens
-    sizes = config.encoder.heads, 0 if config.pooling is None else config.pooling.heads
-    return Description(parameters, multiply_adds(config, tokens), tokens, config.heads, *sizes)
-
-
 def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
     """Multiply-adds of one input; the shortcut of the last block is ignored, for comparison with other libraries."""
     encoder, stem = config.encoder, config.stem

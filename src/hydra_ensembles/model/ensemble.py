@@ -20,7 +20,7 @@ from ..settings import from_plain, to_plain
 from ..store import Form
 from . import LATER
 from .config import GROUPS, EnsembleConfig, KeptHeads, LowRank, Outputs, PatchStemConfig
-from .cost import Description, describe
+from .cost import Description, multiply_adds
 from .inputs import Arguments, Given, Prepared, packed, read_inputs
 from .layers import Context, Encoder, GroupedNorm, OurModel, Past, Places, dropping
 from .member_states import (
@@ -479,7 +479,10 @@ class Ensemble(OurModel, Answering, Saved):  # Module first: FSDP swaps the clas
 
     def describe(self) -> Description:
         """Parameters, multiply-adds and heads kept; print it."""
-        return describe(self.config, sum(parameter.numel() for parameter in self.parameters()))
+        config, tokens = self.config, self.config.stem.max_tokens
+        sizes = config.encoder.heads, 0 if config.pooling is None else config.pooling.heads
+        parameters = sum(parameter.numel() for parameter in self.parameters())
+        return Description(parameters, multiply_adds(config, tokens), tokens, config.heads, *sizes)
 
     def __repr__(self) -> str:
         config, encoder = self.config, self.config.encoder

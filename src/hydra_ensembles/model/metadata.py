@@ -202,11 +202,6 @@ class Metadata(Checked):
     chosen: tuple[str, ...] = field(default=(), repr=False)
 
     @property
-    def measured(self) -> bool:
-        """Whether it contains anything measured with the current weights, which is invalid for others."""
-        return self.calibration is not None or self.familiarity is not None or bool(self.metrics)
-
-    @property
     def unmeasured(self) -> "Metadata":
         """A copy without anything measured with earlier weights."""
         return replace(self, calibration=None, familiarity=None, metrics={})
