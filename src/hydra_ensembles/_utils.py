@@ -42,7 +42,7 @@ def require_device(device: torch.device | str) -> torch.device:
         resolved = torch.device(device)
         if resolved.type == "cuda":  # counted, not tried: a process must not use memory of a GPU assigned to another
             usable = (resolved.index or 0) < gpus
-            if usable and resolved.index is None:
+            if usable and str(resolved) == "cuda":
                 resolved = torch.device("cuda", torch.cuda.current_device())
         else:
             usable = torch.empty(0, device=resolved).device.type != "meta"  # it holds no numbers

@@ -148,12 +148,12 @@ class Cascade(OurModel, Answering, Saved):
     @property
     def device(self) -> torch.device:
         """Device of the first ensemble."""
-        return self.front.device  # type: ignore[no-any-return]
+        return self.front.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the first ensemble."""
-        return self.front.dtype  # type: ignore[no-any-return]
+        return self.front.dtype
 
     @property
     def raw(self) -> bool:  # type: ignore[override]
