@@ -22,6 +22,8 @@ from hydra_ensembles.heads.ranking import (
     distinct_taylor,
     random_members,
 )
+from hydra_ensembles.metrics.ood import auroc
+from hydra_ensembles.preprocessing import TextPreprocessing
 from hydra_ensembles.settings import from_plain
 from hydra_ensembles.store import Store
 from hydra_ensembles.training.recipe import DataRecipe
@@ -99,9 +101,19 @@ class ClassifierTask(Task):
     def about(self) -> dict[str, Any]:
         """The OOD sets of the task, and the paper's task that it stands for."""
         groups = {group: [one.name for one in sets] for group, sets in self._foreign("report").items()}
+        if matched := list(self.plain.get("matched", ())):
+            groups["matched"] = [cut_name(name) for name in matched]
         fewest = {"fewest": self.settings["fewest"]} if "fewest" in self.settings else {}
         backbone = BACKBONES.get(self.plain["backbone"], self.plain["backbone"])
-        return {"tasks": {self.suite.id.name: groups}, "paper": self.plain["paper"], "backbone": backbone, **fewest}
+        facts = {**fewest, "lengths": self.lengths()} if matched else fewest
+        return {"tasks": {self.suite.id.name: groups}, "paper": self.plain["paper"], "backbone": backbone, **facts}
+
+    def lengths(self) -> dict[str, float]:
+        """How well the number of tokens alone tells each OOD set from the test set: AUROC, 0.5 if it says nothing."""
+        inside, *outside = (one for one in self.sets("report") if one.group != "held-out")
+        widths = cast(TextSamples, inside.samples).widths.double()
+        apart = {one.name: auroc(widths, cast(TextSamples, one.samples).widths.double()) for one in outside}
+        return {name: max(one, 1 - one) for name, one in apart.items()}
 
     @property
     def ranking_precision(self) -> str:
@@ -184,10 +196,11 @@ class ClassifierTask(Task):
 
     def _train(self) -> Samples:
         if "sentences" in self.plain:
-            return self.samples(self._by_sentences[1])
+            return self.samples(at_most(self._by_sentences[1], self.plain.get("rows")))
         reference = given(self.suite, "train")
         splits = self.plain.get("train", [reference.split])
-        return self.samples(*(self.source.load(replace(reference, split=name)) for name in splits))
+        sets = (self.source.load(replace(reference, split=name)) for name in splits)
+        return self.samples(*(at_most(one, self.plain.get("rows")) for one in sets))
 
     @property
     def validation(self) -> Any:
@@ -248,6 +261,10 @@ class ClassifierTask(Task):
         for group, references in self._foreign(stage).items():
             for reference in references:
                 yield Set(task, reference.name, group, self.reported(reference))
+                if stage == "report" and reference.name in self.plain.get("matched", ()):
+                    like = cast(TextSamples, self.reported(self.suite.id)).widths
+                    cut = cast(TextSamples, self.reported(reference)).cut_like(like)
+                    yield Set(task, cut_name(reference.name), "matched", cut)
 
     def _foreign(self, stage: Stage) -> dict[str, Sequence[SetRef]]:
         if stage == "held_out":
@@ -312,12 +329,24 @@ class ClassifierTask(Task):
         return pretrained(self.source.root, self.plain["backbone"], size, classes).to(self.device)
 
 
+def cut_name(name: str) -> str:
+    """The name of an OOD set whose texts are cut to the lengths of the test set."""
+    return f"{name}, cut"
+
+
 def _held_out(plain: Mapping[str, Any]) -> SetRef:
     name, without = plain["source"].rpartition("/")[2], tuple(plain.get("without", ()))
     return SetRef(name, plain["source"], plain.get("split", "test"), without=without, labels="optional")
 
 
 # --- a seed ----------------------------------------------------------------------------------------------------------
+
+
+def read_by(model: Any, samples: Samples) -> Samples:
+    """Samples as a model reads them: texts within its template, if it has one."""
+    prepare = model.metadata.preprocessing
+    templated = isinstance(samples, TextSamples) and isinstance(prepare, TextPreprocessing) and prepare.template
+    return cast(TextSamples, samples).templated(prepare) if templated else samples
 
 
 class ClassifierLab(Lab):
@@ -335,8 +364,8 @@ class ClassifierLab(Lab):
     def answering(self, method: str, setting: Setting) -> Callable[[Set], Prediction]:
         model = self.model(method, setting)
         if isinstance(model, he.Ensemble):
-            model = he.fit_familiarity(model, self.familiar(), score="mahalanobis")
-        return lambda one: self.answered(model, one.samples)
+            model = he.fit_familiarity(model, self.familiar(model), score="mahalanobis")
+        return lambda one: self.answered(model, read_by(model, one.samples))
 
     @torch.no_grad()
     def answered(self, model: Any, samples: Samples) -> Prediction:
@@ -344,9 +373,9 @@ class ClassifierLab(Lab):
         batches = (move(inputs, self.task.device, torch.float32) for inputs, _ in self.task.batches(samples))
         return Prediction.concat([model.predict(inputs) for inputs in batches])
 
-    def familiar(self) -> SampleBatches:
+    def familiar(self, model: he.Ensemble) -> SampleBatches:
         """Training samples for fitting familiarity."""
-        return self.task.batches(Drawn(self.task.train, self.task.settings["familiar"]))
+        return self.task.batches(Drawn(read_by(model, self.task.train), self.task.settings["familiar"]))
 
     @property
     def members(self) -> int:

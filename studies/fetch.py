@@ -1,15 +1,17 @@
-"""Public data sets for the studies: convert checkouts of repositories to Parquet files with small images.
+"""Public data sets for the studies: convert checkouts of repositories to Parquet files with small images, or texts.
 
 `python -m studies prepare NAME SOURCE DATA` reads a checkout of the repository named in `SETS` and writes
-`DATA/images/NAME/SPLIT.parquet`: images with labels and class names, or with captions. Photographs become JPEGs with a
+`DATA/images/NAME/SPLIT.parquet`, or `DATA/text/…`: labels and class names, or captions. Photographs become JPEGs with a
 short side of at most 128 pixels; CIFAR-100 and TinyImageNet are unchanged. Sets used only for testing, and those that
 need only a few images per class, keep equally many images of each class. The originals' terms apply.
 """
 
 import csv
 import hashlib
+import html
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +36,9 @@ TINY_EACH = 100
 TINY_OTHERS = ("validation", "test")
 CAPTIONS = 5
 
-Row = tuple[bytes, int | list[str]]  # an image, and its label or captions
+TWEETS = {"train": slice(0, 16000), "validation": slice(16000, 19000), "test": slice(19000, None)}
+
+Row = tuple[bytes | str, int | list[str]]  # an image or a text, and its label or captions
 Splits = Mapping[str, Iterable[Row]]
 
 
@@ -45,6 +49,7 @@ class PublicSet:
     repository: str
     splits: Callable[[Path, Path], Splits]  # of the checkout and the output folder
     names: Callable[[Path], Sequence[str]] | None  # in label order; None: images have captions
+    below: str = "images"  # folder of its kind
 
 
 def prepare(name: str, source: Path, data: Path) -> list[Path]:
@@ -52,7 +57,7 @@ def prepare(name: str, source: Path, data: Path) -> list[Path]:
     if name not in SETS:
         raise ConfigError(f"there is no public set {name!r}; choose one of {', '.join(SETS)}")
     public_set = SETS[name]
-    folder = data / "images" / name
+    folder = data / public_set.below / name
     if not source.is_dir():
         raise DataError(f"{source} is not a folder; check out github:{public_set.repository} there")
     names = None if public_set.names is None else public_set.names(source)
@@ -66,20 +71,23 @@ def prepare(name: str, source: Path, data: Path) -> list[Path]:
 
 def as_table(rows: Iterable[Row], names: Sequence[str] | None, origin: str) -> pa.Table:
     """A split in the layout of Hugging Face data sets, with images in bytes."""
-    images, targets = zip(*rows, strict=True) if (rows := list(rows)) else ((), ())
-    if not images:
-        raise DataError(f"there are no images of {origin}; is it a whole checkout of the right repository?")
+    items, targets = zip(*rows, strict=True) if (rows := list(rows)) else ((), ())
+    if not items:
+        raise DataError(f"there is nothing of {origin}; is it a whole checkout of the right repository?")
     column = "captions" if names is None else "label"
-    features: dict[str, Any] = {"image": {"_type": "Image"}}
+    text = isinstance(items[0], str)
+    features: dict[str, Any] = (
+        {"text": {"dtype": "string", "_type": "Value"}} if text else {"image": {"_type": "Image"}}
+    )
     features[column] = (
         {"feature": {"dtype": "string", "_type": "Value"}, "_type": "Sequence"}
         if names is None
         else {"names": list(names), "_type": "ClassLabel"}
     )
+    images = [] if text else [{"bytes": image, "path": None} for image in items]
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     columns = {
-        "image": pa.array(
-            [{"bytes": image, "path": None} for image in images], pa.struct({"bytes": pa.binary(), "path": pa.string()})
-        ),
+        **({"text": pa.array(items, pa.string())} if text else {"image": pa.array(images, kind)}),
         column: pa.array(targets, pa.list_(pa.string()) if names is None else pa.int64()),
     }
     return pa.table(columns).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
@@ -224,6 +232,38 @@ def tiny_names(source: Path) -> list[str]:
     return [words[name].partition(",")[0] for name in tiny_classes(source)]
 
 
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def intents(parts: Mapping[str, Sequence[str]]) -> Callable[[Path, Path], Splits]:
+    """Splits of CLINC150 from these parts of it."""
+
+    def read(source: Path, _: Path) -> Splits:
+        told = json.loads((source / "data" / "data_full.json").read_text(encoding="utf-8"))
+        numbers = {name: number for number, name in enumerate(intent_names(source))} | {"oos": 0}
+        return {
+            split: [(text, numbers[label]) for name in names for text, label in told[name]]
+            for split, names in parts.items()
+        }
+
+    return read
+
+
+def intent_names(source: Path) -> list[str]:
+    """The 150 intents of CLINC150."""
+    told = json.loads((source / "data" / "data_full.json").read_text(encoding="utf-8"))
+    return sorted({label for _, label in told["train"]})
+
+
+def tweets(source: Path, _: Path) -> Splits:
+    """Tweets in a fixed random order; of those that differ in case, spaces or punctuation alone, the first."""
+    with (source / "data" / "labeled_data.csv").open(encoding="utf-8", newline="") as file:
+        listed = [(html.unescape(row["tweet"]).strip(), int(row["class"])) for row in csv.DictReader(file)]
+    first = {re.sub(r"\W+", " ", text.lower()).strip(): (text, label) for text, label in reversed(listed)}
+    rows = sorted(first.values(), key=lambda row: hashlib.sha256(row[0].encode()).digest())
+    return {split: rows[part] for split, part in TWEETS.items()}
+
+
 def _images_of(folder: Path, splits: Sequence[str]) -> Iterator[bytes]:
     """The images of existing splits."""
     for split in splits:
@@ -261,5 +301,17 @@ SETS: Mapping[str, PublicSet] = {
         flower_names,
     ),
     "tinyimagenet": PublicSet("seshuad/IMagenet", tinyimagenet, tiny_names),
+    "clinc150": PublicSet(
+        "clinc/oos-eval",
+        intents({"train": ["train"], "validation": ["val"], "test": ["test"]}),
+        intent_names,
+        "text",
+    ),
+    "clinc150_oos": PublicSet(  # none of the 150 intents
+        "clinc/oos-eval", intents({"train": ["oos_train", "oos_val"], "test": ["oos_test"]}), lambda _: ["oos"], "text"
+    ),
+    "tweets": PublicSet(
+        "t-davidson/hate-speech-and-offensive-language", tweets, lambda _: ["hate", "offensive", "neither"], "text"
+    ),
     "cifar100_full": PublicSet("Taragon123/Taragon123.github.io", cifar100, cifar100_names),
 }

@@ -24,6 +24,7 @@ from .classifiers import ClassifierLab, ClassifierTask, Heads
 from .engine import Method, Setting, slug
 from .rows import SINGLE as SINGLE
 from .samples import SampleBatches, Unchanged
+from .weights import judge
 
 DEEP, SOUP = "Deep Ensembles", "Soup"
 HYDRA, TUNED, HYDRA_CIRC, HYDRA_TAYLOR = "Hydra", "Hydra, tuned", "Hydra (Circ)", "Hydra (Taylor)"
@@ -31,7 +32,7 @@ DISTILLED = "Hydra, distilled"
 LOOKED_FOR = tuple(f"{DISTILLED}, {which}" for which in ("cheap", "dearer", "beside"))  # in a study of their own
 CIRC_AVG, MC_DROPOUT = "CircAvg", "MC Dropout"
 LORA, BATCH_ENSEMBLE, MIMO, PACKED = "LoRA-Ensemble", "BatchEnsemble", "MIMO", "Packed-Ensembles"
-OBA, LAPLACE = "OBA", "Laplace (last layer)"
+OBA, LAPLACE, WORDS = "OBA", "Laplace (last layer)", "Label words"
 CLASSIFIERS = "Deep Ensembles (classifiers)"
 CLASSIFIER_ALONE, ALONE = "Hydra (Circ), classifier alone", "cifar100-classifier"  # D.2 read otherwise
 
@@ -317,6 +318,19 @@ def paper_row(make: Making, trainings: float, **changes: Any) -> Row:
     return Row(make, trainings, **{"like": CIRC_AVG, "kinds": EVERY, **changes})
 
 
+def label_words(lab: ClassifierLab, setting: Setting) -> he.Ensemble:
+    """The language model itself, not trained: the probabilities of a word for each class, within a template."""
+    words = dict(zip(lab.task.class_names, lab.task.plain["words"][setting["words"]], strict=True))
+    template = lab.task.plain["words"][setting["template"]]
+    how = words, template, setting["template"] == "question"
+    return lab.once(slug(str(dict(setting))), lambda: judge(lab.task.source.root, *how).to(lab.task.device))
+
+
+def label_settings(_: ClassifierTask) -> list[Setting]:
+    """A question in the chat template, with words without a space; or a text that is to be continued."""
+    return [{"template": "question", "words": "answers"}, {"template": "text", "words": "continuations"}]
+
+
 ROWS: Mapping[str, Row] = {
     SINGLE: Row(single, 1, single_rates, kinds=EVERY),
     "Single, trained as long": Row(longer, 3, rates(0.3, 1, 3), kinds=EVERY),
@@ -348,6 +362,7 @@ ROWS: Mapping[str, Row] = {
     DISTILLED: Row(distilled, 4),
     **{name: Row(distilled, 9, listed(name), kinds=()) for name in LOOKED_FOR},
     TUNED: Row(branches, 3, lambda task: list(task.settings["candidates"])),
+    WORDS: Row(label_words, 0, label_settings, kinds=()),
 }
 """Methods in the order of the tables."""
 

@@ -173,6 +173,7 @@ BACKBONES = {"demo": "vit-6x144", "text-sst2": "minilm-l6"}  # of rows that do n
 BACKBONE = "dinov2-s"
 METHODS = {"Single": "single", "Laplace (last layer)": "laplace", "MC Dropout": "dropout", "Soup": "soup"}
 METHODS |= {"Hydra": "hydra", "Hydra, distilled": "hydra distilled", "Deep Ensembles": "deep"}
+METHODS |= {"LoRA-single": "lora single", "LoRA-Ensemble": "lora", "Label words": "words"}
 METHODS |= {"Hydra (Taylor)": "hydra taylor", "Hydra (Circ)": "hydra circ"}
 CHAINS = {"cascade soup-hydra": ("Soup", "Hydra"), "cascade soup-deep": ("Soup", "Deep Ensembles")}
 TODAY = "single softmax"  # what people do: the lowest threshold on softmax that the same rows allow, without a promise

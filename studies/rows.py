@@ -31,7 +31,7 @@ SINGLE = "Single"  # the method with the model a user has
 HELD_OUT = "held-out"  # the samples that calibrate, beside the test set: `TASK|held-out`
 COMPARED = (
     *(SINGLE, "Laplace (last layer)", "MC Dropout", "Soup", "Deep Ensembles", "Hydra", "Hydra, distilled"),
-    *("Hydra (Taylor)", "Hydra (Circ)", "BayesVLM"),
+    *("Hydra (Taylor)", "Hydra (Circ)", "BayesVLM", "LoRA-single", "LoRA-Ensemble", "Label words"),
 )
 STORED = ("correct", "doubt", "calibrated_doubt", "calibrated_nll", "nll", "mahalanobis", "entropy")
 MOST_SEEDS, MOST_OUTSIDE = 5, 1000

