@@ -501,8 +501,10 @@ def attend(
     if causal and (mask is not None or written_out or start):
         earlier = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(start)
         mask = earlier if mask is None else mask & earlier
-    by_kernel = shares is not None and len(set(shares)) == 1 and not written_out and (mask is None or not q.is_cuda)
-    if shares is not None and not by_kernel:  # kernels take groups of one size, and on a GPU only without a mask
+    group, by_kernel = 1, False
+    if shares is not None and len(set(shares)) == 1 and not written_out:  # kernels take groups of one size
+        group, by_kernel = (1, True) if mask is None else (shares[0], False)  # and on a GPU only without a mask
+    elif shares is not None:
         k, v = to_heads(k, 2, shares), to_heads(v, 2, shares)
     if written_out:
         weights = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * (q.shape[3] ** -0.5 if factor is None else factor)
@@ -514,9 +516,14 @@ def attend(
             weights = dropped(weights, dropout, rule)
         weights = F.dropout(weights, dropout) if rule is True else weights
         return (weights @ v.transpose(1, 2)).transpose(1, 2)
+    tokens = q.shape[1]
+    if group > 1:  # the queries of a group stand one after another, [R, g·T', H / g, d_k]
+        q = q.unflatten(2, (-1, group)).permute(0, 3, 1, 2, 4).flatten(1, 2)
+        if mask is not None and mask.shape[-2] > 1:
+            mask = mask.repeat(*(1,) * (mask.dim() - 2), group, 1)
     with _right_gradients(q, k, v):
         z = F.scaled_dot_product_attention(
-            q.transpose(1, 2),  # [R, H, T', d_k]
+            q.transpose(1, 2),  # [R, H, T', d_k], or [R, H / g, g·T', d_k]
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
@@ -525,7 +532,8 @@ def attend(
             scale=factor,
             enable_gqa=by_kernel,
         )
-    return z.transpose(1, 2)
+    z = z.transpose(1, 2)
+    return z if group == 1 else z.unflatten(1, (group, tokens)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def to_heads(groups: Tensor, axis: int, shares: tuple[int, ...]) -> Tensor:
