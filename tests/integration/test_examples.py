@@ -11,6 +11,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EXPECTED = {  # what each prints, and options that make it faster
     "abstain.py": (r"test +\{.*\nAnnualCrop +\{.*\nFashionMNIST +\{", "--images 48"),
     "analyse_heads.py": (r"whole .*accuracy .*\nwithout 2 heads .*AUROC .*\n", "--images 8 --prune 2"),
+    "any_network.py": (r"of the accepted answers .*\ntest: \d+% accepted, .* of them wrong\n", ""),
     "choose_members.py": (r"members +pruned +accuracy.*\n(?: .*%.*\n){5}", "--members 1 2 --images 24"),
     "hf_bert.py": (r"accept .*wonderful\n.* accept .*stale\n(?:.*\n)*saved to hydra-bert/model", "--prune 2"),
     "run_exported.py": (r"(?:\{'label': '.*', 'confidence': .*'reason': .*\}\n){3}", ""),
