@@ -119,7 +119,7 @@ class Photos(torch.utils.data.Dataset[torch.Tensor]):
 
 
 @torch.inference_mode()
-def loop(model: Any, data: Any, names: Sequence[str], output: Path, workers: int, **options: Any) -> None:
+def loop(model: Any, data: Any, names: Sequence[Any], output: Path, workers: int, **options: Any) -> None:
     """Labels and confidences of all items, in a Parquet file."""
     parameter, found = next(model.parameters()), []
     for inputs in DataLoader(data, BATCH, num_workers=workers, **options):
@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     machine = (hardware, str(torch.__version__), platform.python_version(), os.cpu_count())
-    kept = [list(row.values()) for row in read_csv(options.output)] if options.output.exists() else []
+    kept: list[list[Any]] = [list(row.values()) for row in read_csv(options.output)] if options.output.exists() else []
     for part in options.parts:
         with tempfile.TemporaryDirectory() as folder:
             found = PARTS[part](options, Path(folder))

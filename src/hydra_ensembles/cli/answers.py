@@ -142,7 +142,12 @@ def score(
     from ..serve.scoring import score as scored
 
     how: dict[str, Any] = {"precision": precision, "workers": workers, "ray": ray}
-    settings = {"columns": common.named_columns(column), "keep": keep or (), "wide": wide, "batch_size": batch_size}
+    settings: dict[str, Any] = {
+        "columns": common.named_columns(column),
+        "keep": keep or (),
+        "wide": wide,
+        "batch_size": batch_size,
+    }
     ensemble = common.load_model(model, device if ray is None else "cpu")
     found = scored(ensemble, source, output, **settings, **how, progress=not quiet)
     print(found)

@@ -368,12 +368,12 @@ def sources(
         cells = Cells(kind, vars(known), tuple(keep), place, folder)
         for file, name in names.items():
             tar = next((suffix for suffix in _TARS if file.lower().endswith(suffix)), None)
-            if read := readers.get(tar or PurePosixPath(file).suffix.lower()):
-                state, arguments = digest([0, [name.rpartition("/")[2], *files[file]]])[:8], (place, file, name, cells)
-                counted = partial(_counted, read, place, file, files[file][0])
-                one = Source(name, 0, state, files[file][0], partial(read, *arguments), counted, read is _parquet)
-                found.append(one)
-                tables += [one] if read in (_parquet, _arrow, _csv) else []
+            if table := readers.get(tar or PurePosixPath(file).suffix.lower()):
+                size, _ = files[file]
+                state = digest([0, [name.rpartition("/")[2], *files[file]]])[:8]
+                rows, counted = partial(table, place, file, name, cells), partial(_counted, table, place, file, size)
+                found.append(Source(name, 0, state, size, rows, counted, table is _parquet))
+                tables += found[-1:] if table in (_parquet, _arrow, _csv) else []
     if not found:
         kinds = ", ".join((*suffixes, *readers))
         raise DataError(f"{path} has no {kind}s, but {len(files)} other files; accepted are {kinds}")

@@ -35,9 +35,9 @@ from ..model.ensemble import Answering
 from ..monitor import Monitor
 from ..settings import short
 from ..store import IDENTITY, Store
-from .protocol import REASON_WORDS, Array, output_fields
+from .protocol import REASON_WORDS, Array, Arrays, output_fields
 from .rows import Item, Source, cores, file_system, is_local, sources
-from .scorer import ERROR, Arrays, Reading, ReadItems, Scorer, kept_names, parquet
+from .scorer import ERROR, Reading, ReadItems, Scorer, kept_names, parquet
 
 ROWS, END, ABOUT, MONITOR, SUMMARY = "rows", "_end", "about.json", "monitor.json", "summary.json"
 CALIBRATION, MODEL, RANGE = (f"hydra_ensembles {name}".encode() for name in ("calibration", "model", "rows"))  # footer
@@ -346,7 +346,7 @@ def _read_ahead(
         return
     loader: Any = DataLoader(
         reading,  # type: ignore[arg-type]
-        sampler=windows,  # type: ignore[arg-type]
+        sampler=windows,
         batch_size=None,
         num_workers=workers,
         collate_fn=_as_it_is,
