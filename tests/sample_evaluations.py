@@ -89,7 +89,7 @@ def methods() -> list[Evaluation]:
 def costs() -> list[Cost]:
     rows = {"Single": (2_000_000, 1.0), "Deep Ensemble": (6_000_000, 3.0), "Hydra": (4_000_000, 1.25)}
     return [
-        Cost(name, parameters, 10**9, 5 * ratio, 4.9 * ratio, 5.2 * ratio, ratio, 2**20 * 30, 4, "NVIDIA H200", 20)
+        Cost(name, parameters, 10**9, 5 * ratio, ratio, 4, "NVIDIA H200", 20)
         for name, (parameters, ratio) in rows.items()
     ]
 

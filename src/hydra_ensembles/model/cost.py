@@ -1,16 +1,15 @@
 """Cost of a model: parameters, multiply-adds, time."""
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .._utils import few_digits
-from ..batches import move
 from .config import EncoderConfig, EnsembleConfig, KeptHeads, LowRank, PatchStemConfig
 from .inputs import Given, model_call
 from .layers import evaluating
@@ -124,20 +123,17 @@ def _readout(config: EnsembleConfig) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """Measured cost of one model, for a batch of `batch` inputs; latencies are the median and the quartiles.
+    """Measured cost of one model, for a batch of `batch` inputs; the latency is a median.
 
-    `latency_ratio` is the median divided by that of the first model; `peak_memory_bytes` the weights plus the peak
-    allocation of a forward pass, on a GPU. Parameters and multiply-adds (of one input) are None where unknown.
+    `latency_ratio` is the latency divided by that of the first model. Parameters and multiply-adds (of one input) are
+    None where unknown.
     """
 
     name: str
     parameters: int | None
     multiply_adds: int | None
     latency_ms: float
-    latency_low_ms: float
-    latency_high_ms: float
     latency_ratio: float
-    peak_memory_bytes: int | None
     batch: int
     device: str
     repeats: int
@@ -152,19 +148,16 @@ def measure_costs(
     with evaluating(*models.values()), torch.no_grad():
         interleaved_times(runs, warmup, example.device)
         times = interleaved_times(runs, repeats, example.device)
-        memory = {name: _peak_memory(model, inputs, example.device) for name, model in models.items()}
-    reference = statistics.median(times[next(iter(models))])
+    reference = median(times[next(iter(models))])
     where = torch.cuda.get_device_name(example.device) if example.is_cuda else example.device.type
     costs = []
     for name, model in models.items():
-        median = statistics.median(times[name])
-        low, _, high = statistics.quantiles(times[name], method="inclusive") if repeats > 1 else (median,) * 3
         known: Any = model.describe() if hasattr(model, "describe") else None
         parameters, work = (None, None) if known is None else (known.parameters, known.multiply_adds)
         if known is None and isinstance(model, nn.Module):
             parameters = sum(p.numel() for p in model.parameters())
-        latency = (1e3 * median, 1e3 * low, 1e3 * high, median / reference)
-        costs.append(Cost(name, parameters, work, *latency, memory[name], len(example), where, repeats))
+        seconds = median(times[name])
+        costs.append(Cost(name, parameters, work, 1e3 * seconds, seconds / reference, len(example), where, repeats))
     return tuple(costs)
 
 
@@ -190,18 +183,3 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
-
-
-def _peak_memory(model: Any, inputs: Any, device: torch.device) -> int | None:
-    """Bytes of the weights, plus the peak allocation of one run; other models on the device do not count."""
-    if device.type != "cuda":
-        return None
-    if hasattr(model, "choice_for"):  # optimized: its graphs allocated at recording, so run the module behind them
-        inputs = move(inputs, device, model.dtype)
-        model = model.module(model.choice_for(inputs).plan)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    model_call(model, inputs)()
-    _wait(device)
-    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
-    return sum(tensor.nbytes for tensor in tensors) + torch.cuda.max_memory_allocated(device) - before

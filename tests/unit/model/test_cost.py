@@ -35,8 +35,7 @@ def test_latency_is_a_ratio_to_the_first_model(monkeypatch):
     costs = measure_costs(models, torch.zeros(2, 3), repeats=3, warmup=0)
     assert [one.name for one in costs] == ["fast", "slow"]
     assert (costs[0].latency_ratio, costs[1].latency_ratio) == (1, pytest.approx(3))
-    slow = (costs[1].latency_low_ms, costs[1].latency_ms, costs[1].latency_high_ms)
-    assert slow == pytest.approx((11, 12, 16))
+    assert costs[1].latency_ms == pytest.approx(12)
 
 
 def test_an_ensemble_brings_its_counts_and_keeps_its_mode():
@@ -47,17 +46,6 @@ def test_an_ensemble_brings_its_counts_and_keeps_its_mode():
     assert (costs[0].parameters, costs[0].multiply_adds) == (description.parameters, description.multiply_adds)
     assert (costs[1].parameters, costs[1].multiply_adds) == (0, None)
     assert all(module.training for module in ensemble.modules())
-
-
-@pytest.mark.gpu
-def test_memory_on_a_gpu_is_weights_and_the_most_beside_them():
-    model = nn.Linear(1024, 1024, bias=False).cuda()
-    other = nn.Linear(4096, 4096).cuda()
-    inputs = torch.zeros(256, 1024, device="cuda")
-    costs = measure_costs({"a": model, "b": nn.Sequential(model)}, inputs, repeats=3)
-    assert costs[0].peak_memory_bytes == pytest.approx(4 * (1024 * 1024 + 256 * 1024), rel=0.1)
-    assert 0.2 < costs[1].latency_ratio < 5
-    assert other.weight.is_cuda
 
 
 def test_models_take_turns_and_another_one_goes_first_each_time():
