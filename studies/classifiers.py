@@ -22,7 +22,6 @@ from hydra_ensembles.heads.ranking import (
     distinct_taylor,
     random_members,
 )
-from hydra_ensembles.metrics.ood import auroc
 from hydra_ensembles.preprocessing import TextPreprocessing
 from hydra_ensembles.settings import from_plain
 from hydra_ensembles.store import Store
@@ -101,19 +100,9 @@ class ClassifierTask(Task):
     def about(self) -> dict[str, Any]:
         """The OOD sets of the task, and the paper's task that it stands for."""
         groups = {group: [one.name for one in sets] for group, sets in self._foreign("report").items()}
-        if matched := list(self.plain.get("matched", ())):
-            groups["matched"] = [cut_name(name) for name in matched]
         fewest = {"fewest": self.settings["fewest"]} if "fewest" in self.settings else {}
         backbone = BACKBONES.get(self.plain["backbone"], self.plain["backbone"])
-        facts = {**fewest, "lengths": self.lengths()} if matched else fewest
-        return {"tasks": {self.suite.id.name: groups}, "paper": self.plain["paper"], "backbone": backbone, **facts}
-
-    def lengths(self) -> dict[str, float]:
-        """How well the number of tokens alone tells each OOD set from the test set: AUROC, 0.5 if it says nothing."""
-        inside, *outside = (one for one in self.sets("report") if one.group != "held-out")
-        widths = cast(TextSamples, inside.samples).widths.double()
-        apart = {one.name: auroc(widths, cast(TextSamples, one.samples).widths.double()) for one in outside}
-        return {name: max(one, 1 - one) for name, one in apart.items()}
+        return {"tasks": {self.suite.id.name: groups}, "paper": self.plain["paper"], "backbone": backbone, **fewest}
 
     @property
     def ranking_precision(self) -> str:
@@ -195,12 +184,15 @@ class ClassifierTask(Task):
         return self.read("train", self._train)
 
     def _train(self) -> Samples:
+        return self.samples(*(at_most(one, self.plain.get("rows")) for one in self.trains_on()))
+
+    def trains_on(self) -> Sequence[Any]:
+        """The data sets that it trains on, before any limit on their rows."""
         if "sentences" in self.plain:
-            return self.samples(at_most(self._by_sentences[1], self.plain.get("rows")))
+            return [self._by_sentences[1]]
         reference = given(self.suite, "train")
         splits = self.plain.get("train", [reference.split])
-        sets = (self.source.load(replace(reference, split=name)) for name in splits)
-        return self.samples(*(at_most(one, self.plain.get("rows")) for one in sets))
+        return [self.source.load(replace(reference, split=name)) for name in splits]
 
     @property
     def validation(self) -> Any:
@@ -261,10 +253,6 @@ class ClassifierTask(Task):
         for group, references in self._foreign(stage).items():
             for reference in references:
                 yield Set(task, reference.name, group, self.reported(reference))
-                if stage == "report" and reference.name in self.plain.get("matched", ()):
-                    like = cast(TextSamples, self.reported(self.suite.id)).widths
-                    cut = cast(TextSamples, self.reported(reference)).cut_like(like)
-                    yield Set(task, cut_name(reference.name), "matched", cut)
 
     def _foreign(self, stage: Stage) -> dict[str, Sequence[SetRef]]:
         if stage == "held_out":
@@ -327,11 +315,6 @@ class ClassifierTask(Task):
         if self.scratch:
             return small_vit(size, classes).to(self.device)
         return pretrained(self.source.root, self.plain["backbone"], size, classes).to(self.device)
-
-
-def cut_name(name: str) -> str:
-    """The name of an OOD set whose texts are cut to the lengths of the test set."""
-    return f"{name}, cut"
 
 
 def _held_out(plain: Mapping[str, Any]) -> SetRef:

@@ -84,7 +84,7 @@ def separated(ours: Array, theirs: Array, pairs: Sequence[tuple[Array, Array]]) 
 
 def duplicates_lines(task: ClassifierTask) -> Iterator[Cells]:
     """How many texts of the test set and of the held-out sentences training repeats, whole or eight words in a row."""
-    held_out, train = task._by_sentences
+    held_out, (train,) = task.validation, task.trains_on()
     test = cast(TextDataset, task.source.load(task.suite.id))
     known = [words(train, row) for row in range(len(train))]
     whole, grams = set(known), {one for text in known for one in grams_of(text)}

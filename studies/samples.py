@@ -192,14 +192,6 @@ class TextSamples(Samples):
         labels = tensors.pop("labels")
         return cls({name: tensor.to(device) for name, tensor in tensors.items()}, labels)
 
-    def cut_like(self, widths: Tensor) -> "TextSamples":
-        """The same texts, each cut where needed so that their lengths are spread like these."""
-        ranks = self.widths.argsort().argsort().double() / max(len(self) - 1, 1)
-        most = torch.quantile(widths.double(), ranks).long()  # [N], the longest text gets the longest of them
-        inside = torch.arange(self.inputs["attention_mask"].shape[1]) < most[:, None]
-        inputs = {name: tokens * inside.to(tokens) for name, tokens in self.inputs.items()}
-        return TextSamples(inputs, self.labels)
-
     def templated(self, prepare: TextPreprocessing) -> "TextSamples":
         """The same texts in the template of a preprocessing with the same tokenizer."""
         words = Tokenizer.from_str(prepare.tokenizer)

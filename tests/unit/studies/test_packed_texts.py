@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
 from small_studies import CPU
 
@@ -14,7 +13,6 @@ from studies.classifiers import ClassifierTask, recipe
 from studies.engine import Stage, run
 from studies.promise import compared, lines
 from studies.rows import Rows, published, write_rows
-from studies.samples import TextSamples
 from studies.sets import DataFolder
 from studies.tables import read_csv
 from unit.convert.test_decoders import language_model, word_tokenizer
@@ -82,11 +80,3 @@ def test_every_method_of_the_study_of_a_decoder(tmp_path: Path) -> None:
     found = run(task, tmp_path / "runs", [], [0], ["choose", "report", "tables"])
     rows = Rows.read(found / "rows.parquet")
     assert [*rows.runs] == plain["methods"]
-    assert {"amazon, cut", "clinc150"} <= rows.about["lengths"].keys()
-    assert rows.about["tasks"]["tweets"]["matched"] == [f"{name}, cut" for name in plain["matched"]]
-
-
-def test_texts_are_cut_to_the_lengths_of_others() -> None:
-    mask = torch.arange(9) < torch.tensor([9, 3, 7, 5])[:, None]
-    cut = TextSamples({"attention_mask": mask.long()}, torch.zeros(4)).cut_like(torch.tensor([2, 4, 4, 6, 8]))
-    assert cut.widths.tolist() == [8, 2, 5, 4]
