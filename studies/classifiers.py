@@ -38,7 +38,7 @@ from .weights import BACKBONES, SCRATCH, fresh_classifier, pretrained, redrawn, 
 INSIDE = ("rank", "calibrate", "B")
 SPARE = 3  # extra heads that a circuit ranks, for members that would otherwise be equal
 Heads = Literal["circuits", "taylor", "random"]
-APART = ("methods", "seeds", "seeds_of", "held_out", "corruptions", "most")  # settings that decide no model
+APART = ("methods", "seeds", "seeds_of", "held_out", "corruptions", "most", "fewest")  # settings that decide no model
 LISTS = "Hydra, distilled"  # nor do lists of settings to choose from
 
 
@@ -100,7 +100,8 @@ class ClassifierTask(Task):
     def about(self) -> dict[str, Any]:
         """The OOD sets of the task, and the paper's task that it stands for."""
         groups = {group: [one.name for one in sets] for group, sets in self._foreign("report").items()}
-        fewest = {"fewest": self.settings["fewest"]} if "fewest" in self.settings else {}
+        known = {**self.settings, **self.plain}
+        fewest = {"fewest": known["fewest"]} if "fewest" in known else {}
         backbone = BACKBONES.get(self.plain["backbone"], self.plain["backbone"])
         return {"tasks": {self.suite.id.name: groups}, "paper": self.plain["paper"], "backbone": backbone, **fewest}
 
