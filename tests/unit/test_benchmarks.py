@@ -94,11 +94,11 @@ def test_two_checkouts_are_measured_side_by_side(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_server_is_measured(tmp_path: Path) -> None:
-    found = {
-        row["key"]: row["value"] for row in ran(serve, tmp_path, "--uploads", "32", "--turns", "1", "--requests", "100")
-    }
-    assert float(found["throughput.ratio"]) > 0
-    assert found["endurance.wrong"] == "0"
+    options = ("--kinds", "image", "--turns", "1", "--seconds", "0.5", "--minutes", "0.02")
+    assert [row["wrong"] for row in ran(serve, tmp_path, *options)] == ["0"]
+    rows = ran(serve, tmp_path, *options[:-2], "--contenders", "hydra", "fastapi", "loop")
+    assert [row["contender"] for row in rows] == ["hydra, 0.02 minutes", *["hydra"] * 3, *["fastapi"] * 3, "loop"]
+    assert all(float(row["per_second"]) > 0 for row in rows)
 
 
 @pytest.mark.slow
