@@ -139,7 +139,7 @@ def test_a_server_answers_with_the_stage(which: str, request: pytest.FixtureRequ
         return told, plain, answer, (await client.get("/metrics")).text
 
     told, plain, answer, metrics = talk(make_app(chain, settings()), conversation)
-    assert 'hydra_stage_faults{stage="1"} 0.0' in metrics
+    assert 'hydra_stage_faults{model="model",stage="1"} 0.0' in metrics
     assert "stage" in {one["name"] for one in told.json()["outputs"]}
     assert plain.status_code == (200 if which == "alike" else 400)
     assert answer.status_code == 200, answer.text

@@ -213,8 +213,9 @@ def serve(
 ) -> None:
     """Answer requests over HTTP.
 
-    A page to try it is at /, JSON at /v1/predict, the Open Inference Protocol at /v2. Clients must send the key in
-    HYDRA_API_KEY if it is set. SIGTERM and Ctrl-C end it once all requests are answered.
+    A page to try it is at /, JSON at /v1/predict, the Open Inference Protocol at /v2, all of it at /docs. Clients must
+    send the key in HYDRA_API_KEY if it is set. SIGTERM and Ctrl-C end it once all requests are answered. Of a folder
+    of models all are served, by the names of their folders.
 
     \b
     Example:
@@ -222,12 +223,13 @@ def serve(
       HYDRA_API_KEY=... hydra-ensembles serve safe --host 0.0.0.0 --max-batch 32 --watch watch/
     """
     given = common.settings_in(locals())
-    loaded = common.load_model(given.pop("model"), given.pop("device"))
+    from ..serve.app import load_all
     from ..serve.app import serve as serving
     from ..serve.batcher import ServeSettings
 
+    name_or_folder, place = given.pop("model"), common.place_of(given.pop("device"))
     (settings,) = common.read_settings([ServeSettings], config, given, changes)
-    serving(loaded, settings)
+    serving(load_all(name_or_folder, place), settings)
 
 
 # --- evaluate, report, demo ------------------------------------------------------------------------------------------

@@ -112,14 +112,19 @@ def named_columns(pairs: Iterable[str] | None) -> dict[str, str]:
 
 def load_model(name: str, device: str = "auto", classifies: bool = True) -> Any:
     """Load a folder (or hub id) of ours onto a device; with `classifies` it must be a classifier."""
+    from ..model.dual_encoder import load, require_classifier
+
+    model = load(name, device=place_of(device))
+    return require_classifier(model, f"{name}: this command") if classifies else model
+
+
+def place_of(device: str) -> Any:
+    """The device of an option; `auto` is a GPU if there is one."""
     import torch
 
     from .._utils import require_device
-    from ..model.dual_encoder import load, require_classifier
 
-    place = require_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    model = load(name, device=place)
-    return require_classifier(model, f"{name}: this command") if classifies else model
+    return require_device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
 
 
 def new_folder(output: Path) -> Path:

@@ -1,22 +1,23 @@
 """The HTTP server: routes for people, programs and Open Inference Protocol clients, around one engine.
 
 An abstention is a normal response: status 200, `accept: false`, and the reason. Errors are `{"error": …}` with a
-4xx or 5xx status; they contain no path and no stack trace. One process serves one model; put a proxy in front of it
-where clients are not trusted.
+4xx or 5xx status; they contain no path and no stack trace. One process has one batcher a model; put a proxy in front
+of it where clients are not trusted.
 """
 
 import asyncio
 import hmac
 import os
+import random
 import re
 import signal
 import socket
 import sys
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from .._utils import __version__, library
-from ..cascade import Cascade
+from ..checkpoint import CONFIG, locate
 from ..errors import DataError, RequestError, StorageError
 from ..files import expanded
 from ..model.dual_encoder import load, require_classifier
@@ -34,7 +35,7 @@ from . import protocol
 from .batcher import API_KEY, Engine, ServeSettings
 from .protocol import Answer, Array, Raw, Served
 from .rows import Row, cores, doubling
-from .telemetry import Telemetry, Watch, log_failure, log_to_stdout
+from .telemetry import Counts, Telemetry, Watch, log_failure, log_to_stdout
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -46,18 +47,43 @@ POLICY = (
 )  # nothing from elsewhere
 CLOSED_BY_CLIENT = 499  # no client receives it; it appears in the log
 KEEP_ALIVE = 75  # seconds an idle connection stays open; longer than in proxies, which would lose requests otherwise
+SWITCH = 0.0005  # seconds that a decoding thread may keep the event loop waiting
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
+@dataclass
+class Running:
+    """A model that is served, what runs it, its metrics and its monitor."""
+
+    served: Served
+    engine: Engine
+    counts: Counts
+    watch: Watch | None = None
+
+
+def _running(model: Answering, settings: ServeSettings, telemetry: Telemetry) -> Running:
+    """A model with its engine, connected with its metrics and its monitor."""
+    engine = Engine(require_classifier(model, "make_app"), settings)
+    served = Served(model, settings.name)
+    running = Running(served, engine, Counts(telemetry, served, lambda: engine.waiting))
+    engine.observe = running.counts.batch
+    if settings.watch is not None:
+        folder = expanded(settings.watch)
+        running.watch = Watch(model, folder, settings.name, settings.webhook, settings.on_alarm)
+        engine.watched = running.watch.update
+        running.counts.watch(running.watch.monitor)
+    return running
+
+
 def make_app(
-    model: Answering, settings: ServeSettings | None = None, *, engine: Any = None, key: str | None = None
+    model: Answering | Mapping[str, Answering], settings: ServeSettings | None = None, *, key: str | None = None
 ) -> "FastAPI":
     """The server of a model, as an ASGI application: run it with `hydra-ensembles serve`, or your own server.
 
     Args:
-        model: A classifier.
+        model: A classifier; or several by name, each with its own queue (and below `watch` its own folder). Clients
+            choose by `/v1/predict?model=NAME` and `/v2/models/NAME`.
         settings: Batches and limits; the address and the socket are for `serve`.
-        engine: Runs the model, as `batcher.Engine` does, which is used if it is None.
         key: What clients must send; None takes it from `HYDRA_API_KEY`.
 
     Examples:
@@ -70,90 +96,99 @@ def make_app(
     fastapi = library("fastapi", extra="serve")
     from fastapi import FastAPI, Request, Response
     from fastapi.responses import HTMLResponse, JSONResponse
+    from fastapi.security import APIKeyHeader, HTTPBearer
     from starlette.exceptions import HTTPException
 
     settings = settings or ServeSettings()
-    running = engine or Engine(require_classifier(model, "make_app"), settings)
-    served, name = Served(model, settings.name), settings.name
-    telemetry = Telemetry(served, doubling(1, settings.max_batch), lambda: running.waiting)
-    running.observe = telemetry.batch
-    if isinstance(model, Cascade):
-        telemetry.stages(model.faults)
-    watch = None
-    if settings.watch is not None:
-        watch = Watch(model, expanded(settings.watch), name, settings.webhook, settings.on_alarm)
-        running.watched = watch.update
-        telemetry.watch(watch.monitor)
-    pool, most, key = (
-        ThreadPoolExecutor(cores(), "decode"),
-        int(settings.max_body * 1e6),
-        key or os.environ.get(API_KEY),
-    )
+    telemetry = Telemetry(doubling(1, settings.max_batch))
+    if isinstance(model, Mapping):
+        own = {name: None if settings.watch is None else settings.watch / name for name in model}
+        each = {name: replace(settings, name=name, watch=folder) for name, folder in own.items()}
+        models = {name: _running(one, each[name], telemetry) for name, one in model.items()}
+    else:
+        models = {settings.name: _running(model, settings, telemetry)}
+    pool, key = ThreadPoolExecutor(cores(), "decode"), key or os.environ.get(API_KEY)
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        await running.start()
+        for one in models.values():
+            await one.engine.start()
         try:
             yield
         finally:
-            await running.close()
+            await asyncio.gather(*(one.engine.close() for one in models.values()))
             pool.shutdown()
-            if watch is not None:
-                watch.save()
+            for one in models.values():
+                if one.watch is not None:
+                    one.watch.save()
 
     async def decoded(work: Callable[..., Any], *given: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *given)
 
-    async def answered(request: Request, rows: list[Row]) -> Sequence[Answer]:
+    async def answered(request: Request, one: Running, rows: list[Row]) -> Sequence[Answer]:
         if len(rows) > settings.max_queue:
             raise RequestError(f"got {len(rows)} samples in one request; at most {settings.max_queue} fit", 413)
-        answers: Sequence[Answer] = await running.answer(rows)
-        request.state.fields |= {"rows": len(rows), "outcomes": telemetry.answers(answers)}
+        answers: Sequence[Answer] = await one.engine.answer(rows)
+        request.state.fields |= {"rows": len(rows), "outcomes": one.counts.answers(answers)}
         return answers
 
-    async def keyed(request: Request) -> None:
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    bearer: Any = fastapi.Depends(HTTPBearer(auto_error=False))
+    header: Any = fastapi.Depends(APIKeyHeader(name="X-API-Key", auto_error=False))
+
+    async def keyed(held: Any = bearer, named: Any = header) -> None:
+        given = held.credentials.strip() if held else named or ""
         if key and not hmac.compare_digest(given.encode("utf-8", "replace"), key.encode()):
             raise RequestError("a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY", 401)
 
+    async def chosen(model: str | None = None) -> Running:
+        name = next(iter(models)) if model is None and len(models) == 1 else model
+        if name not in models:
+            wrong = "several models are served" if name is None else f"there is no model {short(name)}"
+            raise RequestError(f"{wrong}; add ?model=NAME, one of {', '.join(models)}", 404 if name else 400)
+        return models[name]
+
     app: FastAPI = fastapi.FastAPI(
-        title=f"hydra-ensembles: {name}",
+        title=f"hydra-ensembles: {', '.join(models)}",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,  # it would redirect to whatever host the request names
         default_response_class=JSONResponse,
     )
-    private: dict[str, Any] = {"dependencies": [fastapi.Depends(keyed)]}
+    app.state.models = models
+    of_model: Any = fastapi.Depends(chosen)
+    answers_of, inferred, refusal = protocol.schemas([one.served for one in models.values()])
+    locks = [fastapi.Depends(keyed)] if key else []
+    private: dict[str, Any] = {"dependencies": locks, "responses": {"4XX": {"model": refusal}}}
 
-    @app.get("/")
+    @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
         """The page to try the model on."""
         headers = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
         return HTMLResponse(PAGE.read_bytes(), headers=headers)
 
     @app.get("/v1/model", **private)
-    async def described() -> dict[str, Any]:
+    async def described(one: Running = of_model) -> dict[str, Any]:
         """What is served: kind, classes, members, thresholds, and what the monitor says."""
-        return served.facts | {"watch": None if watch is None else watch.monitor.summary()}
+        return one.served.facts | {"watch": None if one.watch is None else one.watch.monitor.summary()}
 
-    @app.post("/v1/predict", **private)
-    async def predict(request: Request) -> JSONResponse:
+    @app.post("/v1/predict", response_model=answers_of, openapi_extra={"requestBody": protocol.SAMPLES}, **private)
+    async def predict(request: Request, one: Running = of_model) -> JSONResponse:
         """Labels of images or texts, each with its uncertainty and a verdict."""
-        rows = await decoded(raw_rows, served, await _raws(request, await _body(request, most), settings.max_queue))
-        answers = await answered(request, rows)
-        told = [served.plain(answer, row.notes) for row, answer in zip(rows, answers, strict=True)]
-        return JSONResponse({"model": name, "predictions": told})
+        one.engine.require_room()
+        raws = await _raws(request, settings.max_queue)
+        rows = await decoded(raw_rows, one.served, raws)
+        answers = await answered(request, one, rows)
+        told = [one.served.plain(answer, row.notes) for row, answer in zip(rows, answers, strict=True)]
+        return JSONResponse({"model": one.served.name, "predictions": told})
 
     @app.post("/v1/audit", **private)
-    async def audit(request: Request) -> dict[str, Any]:
+    async def audit(request: Request, one: Running = of_model) -> dict[str, Any]:
         """Right labels of a random sample of earlier answers: `{"rows": [{"label", "accept", "right"}, …]}`."""
-        if watch is None:
+        if one.watch is None:
             raise RequestError("this server has no monitor; start it with --watch FOLDER", 404)
-        watch.audit(*audited_rows(served, protocol.request_of(await _body(request, most))))
-        return watch.monitor.summary()
+        one.watch.audit(*audited_rows(one.served, protocol.request_of(await request.body())))
+        return one.watch.monitor.summary()
 
     @app.get("/metrics", **private)
     async def metrics() -> Response:
@@ -164,37 +199,50 @@ def make_app(
     @app.get("/v2")
     async def about() -> dict[str, Any]:
         """Metadata of the server."""
-        return {"name": "hydra-ensembles", "version": __version__, "extensions": ["binary_tensor_data"]}
+        known = {"name": "hydra-ensembles", "version": __version__, "models": list(models)}
+        return {**known, "extensions": ["binary_tensor_data"]}
 
     @app.get("/v2/health/live")
     async def live() -> dict[str, bool]:
         """Whether the server runs."""
         return {"live": True}
 
-    async def ready() -> JSONResponse:
-        """Whether the model takes requests."""
-        return JSONResponse({"ready": running.ready}, 200 if running.ready else 503)
+    @app.get("/v2/health/ready")
+    async def all_ready() -> JSONResponse:
+        """Whether every model takes requests."""
+        return readiness(*models.values())
 
-    async def metadata() -> dict[str, Any]:
-        """Inputs and outputs of the model, its classes and reasons."""
-        return protocol.model_metadata(served)
+    def readiness(*those: Running) -> JSONResponse:
+        ready = all(one.engine.ready for one in those)
+        return JSONResponse({"ready": ready}, 200 if ready else 503)
 
-    async def infer(request: Request) -> Response:
-        """Answers as named tensors."""
-        body = await _body(request, most)
-        message, inputs = await decoded(protocol.read_request, body, request.headers.get(protocol.HEADER))
-        outputs = protocol.asked_outputs(message, served)
-        tensors = {name: torch.tensor(array) for name, array in inputs.items()}
-        rows = await decoded(served.reader.tensors, tensors)
-        answers = await answered(request, rows)
-        content, headers = protocol.write_answer(message, served, outputs, answers)
-        return Response(content, headers=headers)
+    def open_inference(one: Running, prefix: str) -> None:
+        @app.get(prefix, **private)
+        async def metadata() -> dict[str, Any]:
+            """Inputs and outputs of the model, its classes and reasons."""
+            return protocol.model_metadata(one.served)
 
-    app.get("/v2/health/ready")(ready)
-    for prefix in (f"/v2/models/{name}", f"/v2/models/{name}/versions/1"):
-        app.get(prefix, **private)(metadata)
-        app.get(f"{prefix}/ready")(ready)
-        app.post(f"{prefix}/infer", **private)(infer)
+        @app.get(f"{prefix}/ready")
+        async def ready() -> JSONResponse:
+            """Whether the model takes requests."""
+            return readiness(one)
+
+        @app.post(f"{prefix}/infer", response_model=inferred, **private)
+        async def infer(request: Request) -> Response:
+            """Answers as named tensors."""
+            one.engine.require_room()
+            header, body = request.headers.get(protocol.HEADER), await request.body()
+            message, inputs = await decoded(protocol.read_request, body, header)
+            outputs = protocol.asked_outputs(message, one.served)
+            tensors = {name: torch.tensor(array) for name, array in inputs.items()}
+            rows = await decoded(one.served.reader.tensors, tensors)
+            answers = await answered(request, one, rows)
+            content, headers = protocol.write_answer(message, one.served, outputs, answers)
+            return Response(content, headers=headers)
+
+    for name, one in models.items():
+        for version in ("", "/versions/1"):
+            open_inference(one, f"/v2/models/{name}{version}")
 
     async def unknown(request: Request, error: Any) -> Response:
         where = f"{request.method} {request.url.path[:100]}"
@@ -202,15 +250,16 @@ def make_app(
 
     app.add_exception_handler(HTTPException, unknown)
     routes = [route.path for route in app.routes if hasattr(route, "path")]
-    app.add_middleware(_Gate, seconds=settings.timeout, telemetry=telemetry, routes=routes)
+    app.add_middleware(_Gate, settings=settings, telemetry=telemetry, routes=routes)
     return app
 
 
 class _Gate:
-    """Around every request: its deadline, its errors, its number, and its line in the log."""
+    """Around every request: its limits, its errors, its number, and its line in the log."""
 
-    def __init__(self, app: Any, seconds: float, telemetry: Telemetry, routes: Sequence[str]) -> None:
-        self._app, self._seconds, self._telemetry, self._routes = app, seconds, telemetry, routes
+    def __init__(self, app: Any, settings: ServeSettings, telemetry: Telemetry, routes: Sequence[str]) -> None:
+        self._app, self._seconds, self._telemetry, self._routes = app, settings.timeout, telemetry, routes
+        self._places, self._most = 4 * settings.max_queue + 64, int(settings.max_body * 1e6)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request."""
@@ -221,7 +270,7 @@ class _Gate:
             return
         began, request, status, started = time.perf_counter(), Request(scope, receive), CLOSED_BY_CLIENT, False
         header = request.headers.get("x-request-id", "")
-        name = header if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", header) else uuid.uuid4().hex[:16]
+        name = header if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", header) else f"{random.getrandbits(64):016x}"
         request.state.fields = {"id": name}
         route = request.url.path if request.url.path in self._routes else "elsewhere"
 
@@ -233,10 +282,23 @@ class _Gate:
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in own.items())]
             await send(message)
 
-        refusal: RequestError | None = None
+        async def limited() -> Any:
+            nonlocal room
+            message = await receive()
+            room -= len(message.get("body", b""))
+            if room < 0:  # whatever Content-Length says
+                raise RequestError(f"the body is too large; at most {self._most} bytes are accepted", 413)
+            return message
+
+        refusal, room, takes = None, self._most, int(scope["method"] == "POST")
+        self._places -= takes
         try:
+            if self._places < 0 and takes:
+                raise RequestError("too many requests are open; try again later", 503, retry_after=1)
+            if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+                raise RequestError("compressed bodies are not accepted; send it uncompressed", 415)
             async with asyncio.timeout(self._seconds):
-                await self._app(scope, receive, named)
+                await self._app(scope, limited, named)
         except RequestError as error:
             refusal = error
         except DataError as error:  # from preprocessing or the model, which say what is wrong with the input
@@ -248,21 +310,11 @@ class _Gate:
         except Exception as error:
             log_failure(error, id=name, route=route)
             refusal = RequestError(f"internal error; see the log under {name}", 500)
+        finally:
+            self._places += takes
         if refusal is not None and not started:
             await _refusal(refusal)(scope, receive, named)
         self._telemetry.request(route, status, time.perf_counter() - began, **request.state.fields)
-
-
-async def _body(request: "Request", most: int) -> bytes:
-    """The body, up to its maximum size, whatever Content-Length says."""
-    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise RequestError("compressed bodies are not accepted; send it uncompressed", 415)
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > most:
-            raise RequestError(f"the body is too large; at most {most} bytes are accepted", 413)
-    return bytes(body)
 
 
 # --- rows of a request -----------------------------------------------------------------------------------------------
@@ -295,28 +347,24 @@ def audited_rows(served: Served, body: Mapping[str, Any]) -> tuple[Array, Array,
     return given, right, accepted.astype(bool)
 
 
-async def _raws(request: "Request", body: bytes, most: int) -> list[Raw]:
+async def _raws(request: "Request", most: int) -> list[Raw]:
     """The images and texts of a body: a form (files in any field, texts in `text`), JSON, or one image."""
+    from starlette.exceptions import HTTPException
+
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
-        return protocol.read_named(protocol.request_of(body))
+        return protocol.read_named(protocol.request_of(await request.body()))
     if kind.startswith("image/") or kind == "application/octet-stream":
-        return [body]
+        return [await request.body()]
     if kind != "multipart/form-data":
         accepted = "multipart/form-data, application/json or image/*"
         raise RequestError(f"content of the type {kind[:100]!r} is not accepted; send {accepted}", 415)
-    from starlette.exceptions import HTTPException
-    from starlette.requests import Request as Form
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body}
-
     try:
-        form = await Form(request.scope, receive).form(max_files=most, max_fields=most, max_part_size=len(body))
+        async with request.form(max_files=most, max_fields=most, max_part_size=1 << 40) as form:
+            items = form.multi_items()
+            fields = [(name, value if isinstance(value, str) else await value.read()) for name, value in items]
     except HTTPException as error:
         raise RequestError(f"the form cannot be read: {error.detail}") from error
-    fields = [(name, value if isinstance(value, str) else await value.read()) for name, value in form.multi_items()]
-    await form.close()
     if strange := [name for name, value in fields if isinstance(value, str) and name != "text"]:
         raise RequestError(f"there is no field {short(strange[0])}; in a form, texts are in the field text")
     return [value for _, value in fields]
@@ -334,8 +382,17 @@ def _refusal(error: RequestError) -> "Response":
 # --- running it ------------------------------------------------------------------------------------------------------
 
 
-def serve(model: Answering | str | Path, settings: ServeSettings | None = None) -> None:
-    """Serve a classifier, or a folder or hub id of one, until a signal arrives; then finish all accepted requests.
+def load_all(source: str | Path, device: Any = None) -> Answering | dict[str, Answering]:
+    """The model of a folder or hub id; or of a folder of models all, by the names of their folders."""
+    folder = locate(source)
+    inside = sorted(one.parent for one in folder.glob(f"*/{CONFIG}"))
+    if (folder / CONFIG).exists() or not inside:
+        return require_classifier(load(folder, device=device), f"{source}: serving")
+    return {one.name: require_classifier(load(one, device=device), f"{one}: serving") for one in inside}
+
+
+def serve(model: Answering | Mapping[str, Answering] | str | Path, settings: ServeSettings | None = None) -> None:
+    """Serve classifiers, as `load_all` and `make_app` take them, until a signal; then finish all accepted requests.
 
     The model is loaded and warm before the server listens. Its address is printed to standard error, and the log to
     standard output, as lines of JSON.
@@ -345,11 +402,12 @@ def serve(model: Answering | str | Path, settings: ServeSettings | None = None) 
         library(name, extra="serve")
     uvicorn = library("uvicorn", extra="serve")
     torch.set_num_threads(min(torch.get_num_threads(), cores()))
+    sys.setswitchinterval(SWITCH)
     log_to_stdout()
-    loaded = load(model) if isinstance(model, str | Path) else model
-    engine = Engine(require_classifier(loaded, "serve"), settings)
-    app = make_app(loaded, settings, engine=engine)
-    engine.load()
+    loaded = load_all(model) if isinstance(model, str | Path) else model
+    app = make_app(loaded, settings)
+    for one in app.state.models.values():
+        one.engine.load()
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -357,7 +415,6 @@ def serve(model: Answering | str | Path, settings: ServeSettings | None = None) 
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(settings.timeout) + 5,
-        limit_concurrency=4 * settings.max_queue + 64,
     )
     former = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises the signal again when done; exit with 0
     try:
@@ -382,7 +439,7 @@ def _listening(settings: ServeSettings) -> socket.socket:
     if not os.environ.get(API_KEY) and settings.host not in LOOPBACK:
         print(f"warning: anyone who reaches {where} gets answers; set {API_KEY} to require a key", file=sys.stderr)
     threads = f"threads: {torch.get_num_threads()}"
-    print(f"serving {settings.name} at {where} ({threads}); Ctrl-C ends it", file=sys.stderr, flush=True)
+    print(f"serving at {where} ({threads}); Ctrl-C ends it", file=sys.stderr, flush=True)
     return listener
 
 
@@ -395,7 +452,7 @@ def ray_app(model: str | Path, settings: ServeSettings | None = None, **options:
     Every replica is a whole server; Ray starts and stops them with the load, and gives each request to one of them.
 
     Args:
-        model: A saved classifier, by a folder or hub id that every machine can read.
+        model: A saved classifier, by a folder or hub id that every machine can read; or a folder of several.
         settings: Batches and limits. Tell Ray where to listen: `serve.start(http_options=...)`.
             A key in HYDRA_API_KEY is read in the process that calls this.
         options: Of `ray.serve.deployment`, such as `num_replicas=2`, `autoscaling_config={"max_replicas": 4}` or
@@ -413,14 +470,13 @@ class _Replica:
     """A server of one model on Ray."""
 
     def __init__(self, model: str | Path, settings: ServeSettings, key: str | None) -> None:
-        loaded = load(model, device="cuda" if torch.cuda.is_available() else "cpu")
-        self._engine = Engine(loaded, settings)
-        self._app = make_app(loaded, settings, engine=self._engine, key=key)
+        self._app = make_app(load_all(model, "cuda" if torch.cuda.is_available() else "cpu"), settings, key=key)
 
     def check_health(self) -> None:
         """Raise if the device has failed for good: Ray then starts another replica."""
-        if self._engine.failure is not None:
-            raise self._engine.failure
+        for one in self._app.state.models.values():
+            if one.engine.failure is not None:
+                raise one.engine.failure
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app

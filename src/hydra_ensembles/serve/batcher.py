@@ -41,10 +41,10 @@ class ServeSettings(Checked):
     Attributes:
         host: Address to listen on; 0.0.0.0 for every interface.
         port: Port to listen on, 0 for any free one.
-        name: What clients call the model.
+        name: What clients call the model; of a folder of models, each has the name of its own folder.
         max_batch: Maximum number of samples that the model sees at once.
         max_wait: Milliseconds that a sample waits for others to fill a batch.
-        max_queue: Maximum number of samples that wait; further ones are told to retry (503).
+        max_queue: Maximum number of samples that wait, and of those in a request; others are told to retry (503).
         timeout: Seconds after which a request fails (504).
         precision: Floating type to compute in; that of the model if not given.
         compile: Compile the model for the batch sizes it will see.
@@ -221,14 +221,18 @@ class Engine:
             await self._working
             self._thread.shutdown()
 
-    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
-        """Queue all of these rows and wait for their answers; `RequestError` (503) if there is no room for them."""
+    def require_room(self, rows: int = 1) -> None:
+        """Raise `RequestError` (503) if so many rows cannot be queued now; asked before a body is read, too."""
         if self.failure is not None:
             raise RequestError("the device of the model has failed, and this server must be restarted", 503)
         if self._closing:
             raise RequestError("this server is shutting down; try another, or try later", 503, retry_after=1)
-        if self.waiting + len(rows) > self._settings.max_queue:
+        if self.waiting + rows > self._settings.max_queue:
             raise RequestError("too many samples are waiting; try again later", 503, retry_after=1)
+
+    async def answer(self, rows: Sequence[Row]) -> Sequence[Answer]:
+        """Queue all of these rows and wait for their answers, if there is room."""
+        self.require_room(len(rows))
         loop = asyncio.get_running_loop()
         queued = [_Waiting(row, loop.create_future(), loop.time()) for row in rows]
         for one in queued:

@@ -9,12 +9,13 @@ batches that a server can split and join.
 """
 
 import base64
+import heapq
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -168,7 +169,7 @@ class Served:
             **numbers,
             "top": [
                 {"label": labels[index], "probability": finite(probs[index])}
-                for index in np.argsort(-probs, kind="stable")[:SHOWN].tolist()
+                for index in heapq.nlargest(SHOWN, range(len(labels)), probs.tolist().__getitem__)
             ],
             "members": [{"label": labels[int(p.argmax())], "probability": finite(p.max())} for p in members],
         }
@@ -315,3 +316,40 @@ def model_metadata(served: Served) -> dict[str, Any]:
         inputs[0] |= {"datatype": "FP32", "shape": [-1, reader.inputs[0].shape[0], *reader.image_size]}
     about = {"name": served.name, "versions": ["1"], "platform": "hydra_ensembles", "parameters": served.facts}
     return {**about, "inputs": inputs, "outputs": outputs}
+
+
+# --- descriptions for OpenAPI ----------------------------------------------------------------------------------------
+
+_FILE, _FILES = {"type": "string", "format": "binary"}, {"type": "array", "items": {"type": "string"}}
+_FORM = {"file": {"type": "array", "items": _FILE}, "text": _FILES}
+_JSON = {"image": {"type": "string", "description": "base64"}, "images": _FILES, "text": {"type": "string"}}
+SAMPLES = {
+    "content": {
+        "multipart/form-data": {"schema": {"type": "object", "properties": _FORM}},
+        "application/json": {"schema": {"type": "object", "properties": {**_JSON, "texts": _FILES}}},
+        "image/*": {"schema": _FILE},
+    }
+}
+"""The body that `/v1/predict` takes."""
+
+
+def schemas(models: Iterable[Served]) -> tuple[Any, Any, Any]:
+    """The bodies of answers, of those in the protocol, and of refusals; what a model answers depends on its fits."""
+    from pydantic import Field, create_model  # comes with FastAPI
+
+    fields = [field for one in models for field in one.outputs if field.name not in ("label", "accept", "reason")]
+    optional: Any = {
+        field.name: (float | None, Field(None, description=field.meaning)) for field in fields if not field.shape
+    }
+    share: Any = create_model("Share", label=(str, ...), probability=(float | None, ...))
+    lists: Any = {"top": (list[share], ...), "members": (list[share], ...), "notes": (list[str], [])}
+    verdict: Any = {"accept": (bool | None, ...), "reason": (Literal["unsure", "unfamiliar", "alarm"] | None, ...)}
+    one: Any = create_model("Prediction", label=(str, ...), index=(int, ...), **verdict, **optional, **lists)
+    tensor: Any = create_model(
+        "Tensor", name=(str, ...), datatype=(str, ...), shape=(list[int], ...), data=(list[Any], [])
+    )
+    return (
+        create_model("Answers", model=(str, ...), predictions=(list[one], ...)),
+        create_model("Inferred", model_name=(str, ...), model_version=(str, ...), outputs=(list[tensor], ...)),
+        create_model("Refusal", error=(str, ...)),
+    )

@@ -20,13 +20,15 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from .._utils import __version__, library
+from ..cascade import Cascade
 from ..monitor import Monitor, OnAlarm
-from ..prediction import Prediction
+from ..prediction import OUTPUTS, Prediction
 from .protocol import REASON_WORDS, Answer, Served
 
 LOGGER = logging.getLogger(__name__)
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SHARES = tuple(round(0.05 * step, 2) for step in range(1, 21))
+FACTS = ("version", "kind", "members", "classes", "device")  # of a model
 SHOWN = ("confidence", "disagreement", "p_value", "familiarity")  # outputs between 0 and 1
 SAVED_EVERY = 1.0  # seconds; a kill loses what the rows of so long have said
 UNCALIBRATED = "no verdict"  # the model has no threshold
@@ -34,71 +36,32 @@ OUTCOMES = tuple(word or "accepted" for word in REASON_WORDS)
 
 
 class Telemetry:
-    """The metrics of one server."""
+    """The metrics of one server: of its requests, and those that `Counts` fills for each model."""
 
-    def __init__(self, served: Served, sizes: Sequence[int], waiting: Callable[[], int]) -> None:
-        """Start at zero; `sizes` are those of batches, and `waiting` returns the number of queued samples."""
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """Start at zero; `sizes` are those of batches."""
         self._client = library("prometheus_client", extra="serve")
         self._registry = self._client.CollectorRegistry()
         kinds = self._client.Counter, self._client.Histogram, self._client.Gauge
         counter, histogram, gauge = (partial(kind, registry=self._registry) for kind in kinds)
         self._requests = counter("hydra_requests", "Requests by route and status.", ["route", "status"])
         self._seconds = histogram("hydra_request_seconds", "Time from first to last byte.", ["route"], buckets=SECONDS)
-        self._outcomes = counter("hydra_answers", "Answers by outcome.", ["outcome"])
-        self._batches = histogram("hydra_batch_rows", "Samples in a batch.", buckets=[*sizes, math.inf])
-        self._batch_seconds = histogram("hydra_batch_seconds", "Time the model takes for a batch.", buckets=SECONDS)
-        gauge("hydra_queue_rows", "Samples waiting for a batch.").set_function(waiting)
-        model = served.ensemble
-        facts = {"name": served.name, "version": __version__, "kind": model.kind}
-        facts |= {"members": str(model.num_members), "classes": str(model.num_classes), "device": str(model.device)}
-        gauge("hydra_model", "The model that is served.", list(facts)).labels(**facts).set(1)
-        self._scores = {
-            field.name: histogram(f"hydra_score_{field.name}", field.meaning, buckets=[*SHARES, math.inf])
-            for field in served.outputs
-            if field.name in SHOWN
+        one, shares = ["model"], [*SHARES, math.inf]
+        self.outcomes = counter("hydra_answers", "Answers by outcome.", [*one, "outcome"])
+        self.batches = histogram("hydra_batch_rows", "Samples in a batch.", one, buckets=[*sizes, math.inf])
+        self.seconds = histogram("hydra_batch_seconds", "Time the model takes for a batch.", one, buckets=SECONDS)
+        self.queue = gauge("hydra_queue_rows", "Samples waiting for a batch.", one)
+        self.facts = gauge("hydra_model", "A model that is served.", [*one, *FACTS])
+        self.scores = {
+            name: histogram(f"hydra_score_{name}", OUTPUTS[name].meaning, one, buckets=shares) for name in SHOWN
         }
-        meaning = "Answers by the class that was predicted, accepted or not."
-        self._labels = counter("hydra_labels", meaning, ["label"])
-        self._names = served.labels
-        calibrated = any(field.name == "accept" for field in served.outputs)
-        for word in OUTCOMES if calibrated else (UNCALIBRATED,):
-            self._outcomes.labels(word)  # export zero before the first answer
-
-    def watch(self, monitor: Monitor) -> None:
-        """Report the tests of a monitor, as they are when they are asked for."""
-        gauge = partial(self._client.Gauge, registry=self._registry)
-        for name, meaning, value in (
-            ("alarm", "Whether inputs have changed, or the promise is broken.", lambda: float(monitor.alarm)),
-            ("rows", "Rows watched.", lambda: monitor.rows),
-            ("audited", "Accepted rows compared with their right labels.", lambda: monitor.audited),
-        ):
-            gauge(f"hydra_watch_{name}", meaning).set_function(value)
-        evidence = gauge("hydra_watch_log_wealth", f"Evidence of a change; {monitor.limit:.3f} is an alarm.", ["test"])
-        for name in monitor.wealth:
-            evidence.labels(name).set_function(lambda name=name: monitor.wealth[name])
-
-    def stages(self, faults: Sequence[int]) -> None:
-        """Report on how many batches each stage of a cascade has failed."""
-        failed = self._client.Gauge("hydra_stage_faults", "Batches it failed on.", ["stage"], registry=self._registry)
-        for stage in range(len(faults)):
-            failed.labels(str(stage)).set_function(lambda stage=stage: faults[stage])
-
-    def batch(self, rows: int, seconds: float) -> None:
-        """Count a batch that the model has run."""
-        self._batches.observe(rows)
-        self._batch_seconds.observe(seconds)
-
-    def answers(self, answers: Sequence[Answer]) -> dict[str, int]:
-        """Count answers and their scores; return the number of answers per outcome."""
-        counts: dict[str, int] = {}
-        for answer in answers:
-            outcome = OUTCOMES[int(answer["reason"])] if "reason" in answer else UNCALIBRATED
-            counts[outcome] = counts.get(outcome, 0) + 1
-            self._outcomes.labels(outcome).inc()
-            self._labels.labels(self._names[int(answer["label"])]).inc()
-            for name, histogram in self._scores.items():
-                histogram.observe(float(answer[name]))
-        return counts
+        self.labels = counter("hydra_labels", "Answers by the predicted class, accepted or not.", [*one, "label"])
+        self.alarm = gauge("hydra_watch_alarm", "Whether inputs have changed, or the promise is broken.", one)
+        self.watched = gauge("hydra_watch_rows", "Rows watched.", one)
+        self.audited = gauge("hydra_watch_audited", "Accepted rows compared with their right labels.", one)
+        meaning = "Evidence of a change, as a logarithm; hydra_watch_alarm says whether it is enough."
+        self.evidence = gauge("hydra_watch_log_wealth", meaning, [*one, "test"])
+        self.faults = gauge("hydra_stage_faults", "Batches a stage failed on.", [*one, "stage"])
 
     def request(self, route: str, status: int, seconds: float, **fields: Any) -> None:
         """Count a request, and log it."""
@@ -110,6 +73,48 @@ class Telemetry:
         """The metrics in Prometheus format, and their content type."""
         content: bytes = self._client.generate_latest(self._registry)
         return content, str(self._client.CONTENT_TYPE_LATEST)
+
+
+class Counts:
+    """The metrics of one model."""
+
+    def __init__(self, telemetry: Telemetry, served: Served, waiting: Callable[[], int]) -> None:
+        """Start at zero; `waiting` returns the number of queued samples."""
+        model, name, names = served.ensemble, served.name, [field.name for field in served.outputs]
+        self._all, self._name, self._names = telemetry, name, served.labels
+        telemetry.queue.labels(name).set_function(waiting)
+        facts = (__version__, model.kind, model.num_members, model.num_classes, model.device)
+        telemetry.facts.labels(name, *map(str, facts)).set(1)
+        self._scores = {key: telemetry.scores[key].labels(name) for key in SHOWN if key in names}
+        for word in OUTCOMES if "accept" in names else (UNCALIBRATED,):
+            telemetry.outcomes.labels(name, word)  # export zero before the first answer
+        for stage in range(len(model.faults) if isinstance(model, Cascade) else 0):
+            telemetry.faults.labels(name, str(stage)).set_function(lambda stage=stage: model.faults[stage])
+
+    def watch(self, monitor: Monitor) -> None:
+        """Report the tests of a monitor, as they are when they are asked for."""
+        self._all.alarm.labels(self._name).set_function(lambda: float(monitor.alarm))
+        self._all.watched.labels(self._name).set_function(lambda: monitor.rows)
+        self._all.audited.labels(self._name).set_function(lambda: monitor.audited)
+        for test in monitor.wealth:
+            self._all.evidence.labels(self._name, test).set_function(lambda test=test: monitor.wealth[test])
+
+    def batch(self, rows: int, seconds: float) -> None:
+        """Count a batch that the model has run."""
+        self._all.batches.labels(self._name).observe(rows)
+        self._all.seconds.labels(self._name).observe(seconds)
+
+    def answers(self, answers: Sequence[Answer]) -> dict[str, int]:
+        """Count answers and their scores; return the number of answers per outcome."""
+        counts: dict[str, int] = {}
+        for answer in answers:
+            outcome = OUTCOMES[int(answer["reason"])] if "reason" in answer else UNCALIBRATED
+            counts[outcome] = counts.get(outcome, 0) + 1
+            self._all.outcomes.labels(self._name, outcome).inc()
+            self._all.labels.labels(self._name, self._names[int(answer["label"])]).inc()
+            for name, histogram in self._scores.items():
+                histogram.observe(float(answer[name]))
+        return counts
 
 
 class Watch:

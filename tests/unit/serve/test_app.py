@@ -5,6 +5,7 @@ import base64
 import copy
 import json
 import re
+from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -210,7 +211,7 @@ def test_the_model_is_warm_before_the_server_listens(monkeypatch: pytest.MonkeyP
 def test_metrics_count_outcomes_scores_batches_and_refusals() -> None:
     async def conversation(client: httpx.AsyncClient) -> str:
         before = (await client.get("/metrics")).text
-        assert 'hydra_answers_total{outcome="unfamiliar"} 0.0' in before
+        assert 'hydra_answers_total{model="model",outcome="unfamiliar"} 0.0' in before
         for seed in range(5):
             await client.post("/v1/predict", files={"file": picture(seed)})
         await client.post("/v1/predict", json={})
@@ -223,9 +224,11 @@ def test_metrics_count_outcomes_scores_batches_and_refusals() -> None:
     expected = served("image").predict([opened(picture(seed)) for seed in range(5)])
     outcomes = [reason or "accepted" for reason in expected.reason]
     for word in ("accepted", "unsure", "unfamiliar"):
-        assert float(lines[f'hydra_answers_total{{outcome="{word}"}}']) == outcomes.count(word)
+        assert float(lines[f'hydra_answers_total{{model="model",outcome="{word}"}}']) == outcomes.count(word)
     assert sum(float(count) for name, count in lines.items() if name.startswith("hydra_labels_total")) == 5
-    assert float(lines["hydra_score_confidence_sum"]) == pytest.approx(expected.confidence.sum().item(), rel=1e-3)
+    assert float(lines['hydra_score_confidence_sum{model="model"}']) == pytest.approx(
+        expected.confidence.sum().item(), rel=1e-3
+    )
 
 
 def test_a_line_of_the_log_has_no_input(log: list[str]) -> None:
@@ -266,6 +269,89 @@ def test_a_request_is_given_up_at_its_deadline() -> None:
         unread = client.post("/v1/predict", content=endless(), headers=typed("image/png"))
         return [await client.post("/v1/predict", files={"file": picture()}), await unread]
 
-    engine = Mock(answer=lambda rows: asyncio.Event().wait(), start=AsyncMock(), close=AsyncMock(), waiting=0)
-    for late in talk(make_app(served("image"), settings(timeout=0.05), engine=engine), conversation):
+    app = make_app(served("image"), settings(timeout=0.05))
+    app.state.models["model"].engine = Mock(
+        answer=lambda rows: asyncio.Event().wait(), start=AsyncMock(), close=AsyncMock()
+    )
+    for late in talk(app, conversation):
         assert (late.status_code, "0.05" in late.json()["error"]) == (504, True)
+
+
+def test_a_full_server_refuses_before_it_reads_and_says_when_to_come_back() -> None:
+    """Neither the queue nor the number of open requests grows without limit, and probes are still answered."""
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        one, hold = app.state.models["model"], asyncio.Event()
+        open_requests, arrived = [], asyncio.Event()
+
+        async def slow() -> Any:
+            arrived.set()
+            await hold.wait()
+            yield picture()
+
+        async def unread() -> Any:
+            raise AssertionError("the body was read")
+            yield b""
+
+        for _ in range(4 + 64):  # of 4 * max_queue + 64
+            open_requests.append(
+                asyncio.create_task(client.post("/v1/predict", content=slow(), headers=typed("image/png")))
+            )
+        await arrived.wait()
+        one.engine.waiting = 1
+        full = await client.post("/v1/predict", content=unread(), headers=typed("image/png"))
+        assert full.json()["error"] == "too many requests are open; try again later"
+        assert (await client.get("/v2/health/ready")).status_code == 200
+        one.engine.waiting = 0
+        hold.set()
+        assert {200, 503} >= {answer.status_code for answer in await asyncio.gather(*open_requests)}
+        one.engine.waiting = 1
+        busy = await client.post("/v1/predict", content=unread(), headers=typed("image/png"))
+        assert "waiting" in busy.json()["error"]
+        for answer in (full, busy):
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+
+    app = make_app(served("image"), settings(max_queue=1))
+    talk(app, conversation)
+
+
+def test_several_models_each_with_its_queue_its_numbers_and_its_monitor(tmp_path: Path) -> None:
+    for kind in ("image", "text"):
+        served(kind).save_pretrained(tmp_path / "models" / f"my-{kind}")
+    models = app_module.load_all(tmp_path / "models")
+    assert isinstance(models, dict)
+
+    async def conversation(client: httpx.AsyncClient) -> str:
+        assert (await client.get("/v2")).json()["models"] == ["my-image", "my-text"]
+        for where, status in (("", 400), ("?model=your-text", 404), ("?model=my-image", 400), ("?model=my-text", 200)):
+            answer = await client.post(f"/v1/predict{where}", json={"text": "hello"})
+            assert answer.status_code == status, answer.text
+            assert status == 200 or "my-" in answer.text or "reads images" in answer.text
+        assert answer.json()["model"] == "my-text"
+        (found,) = answer.json()["predictions"]
+        assert found["confidence"] == pytest.approx(served("text").predict(["hello"]).confidence.item(), abs=2e-4)
+        assert (await client.get("/v1/model?model=my-image")).json()["kind"] == "image"
+        inferred = await client.post("/v2/models/my-image/infer", json=pixels([0.5] * 192))
+        assert inferred.json()["model_name"] == "my-image"
+        return (await client.get("/metrics")).text
+
+    text = talk(make_app(models, settings(watch=tmp_path / "watch")), conversation)
+    for name in models:
+        assert f'hydra_watch_rows{{model="{name}"}} 1.0' in text
+        assert (tmp_path / "watch" / name / "monitor.json").exists()
+    one = app_module.load_all(tmp_path / "models" / "my-text")
+    assert one.kind == "text"
+
+
+def test_the_description_has_what_answers_have() -> None:
+    async def conversation(client: httpx.AsyncClient) -> tuple[Any, Any, str]:
+        answer = await client.post("/v1/predict", files={"file": turned()})
+        return answer.json(), (await client.get("/openapi.json")).json(), (await client.get("/docs")).text
+
+    answer, described, docs = talk(make_app(served("image"), settings()), conversation)
+    (prediction,) = answer["predictions"]
+    assert described["components"]["schemas"]["Prediction"]["properties"].keys() == prediction.keys()
+    predict = described["paths"]["/v1/predict"]["post"]
+    assert predict["responses"].keys() == {"200", "4XX"}
+    assert "multipart/form-data" in predict["requestBody"]["content"]
+    assert "/openapi.json" in docs

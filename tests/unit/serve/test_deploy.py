@@ -51,9 +51,14 @@ def exposed() -> tuple[str, set[str]]:
 
 def test_containers_start_the_server_read_only_where_probes_and_users_find_it(exposed: tuple[str, set[str]]) -> None:
     lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    steps = dict(line.split(None, 1) for line in lines if line.strip() and not line.startswith("#"))
-    made = check_command([*json.loads(steps["ENTRYPOINT"]), *json.loads(steps["CMD"])])
-    assert (made["port"], int(steps["USER"]) > 0) == (int(steps["EXPOSE"]), True)  # not root
+    base, *stages = " \n".join(line for line in lines if line.strip() and line[0] != "#").split("FROM ")[1:]
+    for stage in stages:
+        assert stage.startswith("base AS ")
+        steps = dict(line.split(None, 1) for line in (base + stage).splitlines() if not line.strip().startswith("base"))
+        made = check_command([*json.loads(steps["ENTRYPOINT"]), *json.loads(steps["CMD"])])
+        assert (made["port"], int(steps["USER"]) > 0) == (int(steps["EXPOSE"]), True)  # not root
+    targets = set(re.findall(r"--target (\w+)", (DEPLOY / "Dockerfile").read_text()))
+    assert targets == {stage.split()[2] for stage in stages} == {"cpu", "cuda"}
     assert f":{made['port']}/v2/health/ready" in steps["HEALTHCHECK"]
     compose, kserve = document("compose.yaml")["services"], document("kserve.yaml")
     assert API_KEY in compose["hydra"]["environment"]

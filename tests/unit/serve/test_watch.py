@@ -53,8 +53,8 @@ def test_a_server_alarms_tells_and_keeps_the_evidence(tmp_path: Path) -> None:
     before, said, saved, answer, metrics = talk(killed, until_alarm)
     assert (before["rows"], before["alarm"]) == (0, False)  # rows that warm the model up are not watched
     assert set(said["why"]) <= {"familiarity", "confidence"}
-    assert "hydra_watch_alarm 1.0" in metrics
-    assert f"hydra_watch_rows {said['rows']:.1f}" in metrics
+    assert 'hydra_watch_alarm{model="model"} 1.0' in metrics
+    assert f'hydra_watch_rows{{model="model"}} {said["rows"]:.1f}' in metrics
     outputs = {one["name"]: one["data"] for one in answer["outputs"]}
     assert outputs["reason"][-1] == 3  # of the batch that alarmed, and all later ones
     (tmp_path / "monitor.json").write_text(json.dumps(saved))  # what a kill would have left
