@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from .._utils import with_float64, without_autocast
 from ..batches import Batches, Inputs
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, ConfigError
 from ..model.dual_encoder import DualEncoder, checked_names, checked_templates, embed, prompts_of, require_model
 from ..model.layers import GroupedLinear, dropping
 from ..model.metadata import Metadata
@@ -271,6 +271,4 @@ def _inputs_of_projections(dual: DualEncoder, pairs: Batches) -> tuple[Tensor, T
             images, texts, _ = read_pairs(raw, "pairs", index)
             parts["texts"].append(embed(dual.text, None, dual.text.prepare(texts), normalize=False)[0].cpu().double())
             parts["images"].append(features_of(dual.image, images).cpu().double())
-    if sum(map(len, parts["images"])) < 2:
-        raise DataError("BayesVLM compares pairs with each other; give at least two")
     return torch.cat(parts["images"]), torch.cat(parts["texts"])

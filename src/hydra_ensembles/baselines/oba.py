@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._utils import derive_seed, require_device
 from ..batches import Batches, Inputs, epoch_of, in_model_order, labelled, require_rereadable, restored
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from ..metrics.probabilities import class_logits
 from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
@@ -150,9 +150,6 @@ def pruned_masks(
         masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
         total = sum(parameter.numel() for parameter in copy.parameters())
         fixed = total - sum(weight.numel() for weight in weights.values())
-        if settings.keep * total <= fixed:
-            rest = f"norms, embeddings and classifier, which stay, are {fixed / total:.3f} of all parameters"
-            raise ConfigError(f"OBA.keep is {settings.keep}, but {rest}; keep more")
         for step in range(settings.steps):
             with epoch_of(train, step, seed, place):
                 batches = islice(labelled(train, copy.num_classes, "train"), settings.batches)

@@ -178,15 +178,13 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 NO_HEAD = Head(-1, -1)  # the `head` of a result with no further head removed
 
 
-def require_finite(finite: Tensor, samples: CircuitData, head: Head) -> None:
-    """Raise if the logits of a sample are not finite (`finite` is `[n]`), and name it."""
-    if finite.all():
-        return
+def not_finite(finite: Tensor, samples: CircuitData, head: Head) -> DataError:
+    """An error that names a sample whose logits are not finite (`finite` is `[n]`)."""
     number = int((~finite).nonzero()[0, 0])
     names = [name for name, count in samples.sources.items() for _ in range(count)]
     name, number = names[number], number - names.index(names[number])
     state = "" if head == NO_HEAD else f" with head {head} switched off"
-    raise DataError(f"sample {number} of {name} gives logits that are NaN or infinite{state}; check it, or the dtype")
+    return DataError(f"sample {number} of {name} gives logits that are NaN or infinite{state}; check it, or the dtype")
 
 
 class Result(NamedTuple):
@@ -327,6 +325,6 @@ class Tally:
         results = []
         for model, (is_finite, summed, *counts) in zip(models, table, strict=True):
             if not is_finite:
-                require_finite(self.finite[model], self.samples, self.heads[model])
+                raise not_finite(self.finite[model], self.samples, self.heads[model])
             results.append(self.objective.result(self.heads[model], counts, summed))
         return results

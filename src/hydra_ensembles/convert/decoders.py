@@ -268,6 +268,8 @@ def _config(found: Found, num_labels: int | None, words: tuple[int, ...] = ()) -
     heads, width = int(config.num_attention_heads), int(config.hidden_size)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = found.count(f"{first}attention.out") // width // heads
+    if not head_dim:
+        raise core.refuse("its attention has no output projection where this architecture has it")
     mlp_width = found.count(f"{first}mlp.down.weight") // width
     norms = [hasattr(block, name) for name in ("input_layernorm", "post_attention_layernorm")]
     parallel = 1 if norms == [True, False] else 2 * bool(getattr(block, "use_parallel_residual", False))

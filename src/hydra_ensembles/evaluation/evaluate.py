@@ -19,7 +19,7 @@ from ..batches import Batches, Inputs, iterate, length_of, move, renumbered, req
 from ..calibrate import REUSED
 from ..data.dataset import Dataset
 from ..digest import digest, require_other_samples
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from ..familiarity import recognised, sample_digests
 from ..metrics.probabilities import Convention, at_least_float32
 from ..model.dual_encoder import require_classifier, require_model
@@ -106,9 +106,9 @@ def evaluate(
         for key, group, data in sets:
             columns, digests = dict[str, list[Tensor]](), list[Tensor]()
             for found, labels, samples in _over(model, data, key, group in ("id", "shift"), kept, progress):
-                about = familiarity.about(found["scores"]) if familiarity and "scores" in found else None
+                far = familiarity.about(found["scores"]) if familiarity and "scores" in found else None
                 raw = at_least_float32(found["logits"])  # [M, B, C]
-                prediction = rule.prediction(raw, check_finite=False, unfamiliarity=about)
+                prediction = rule.prediction(raw, check_finite=False, unfamiliarity=far)
                 more: dict[str, Any] = {one: found[one] for one in ("stage", "forced") if one in found}
                 for title, column in columns_of(replace(prediction, **more), reported, labels).items():
                     columns.setdefault(title, []).append(column)
@@ -127,8 +127,6 @@ def _identity(model: Any, output: object) -> dict[str, Any]:
     """What answers depend on, besides the inputs, for a folder that keeps them."""
     if output is None:
         return {}
-    if not isinstance(model, Answering) or not isinstance(model, nn.Module):
-        raise ConfigError(f"output needs an Ensemble or a cascade, got a {type(model).__name__}; leave output out")
     fitted = model.metadata.familiarity
     statistics = None if fitted is None else [fitted.settings.scores, fitted.state]
     kind = model.device.type

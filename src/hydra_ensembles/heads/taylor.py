@@ -132,7 +132,7 @@ def head_importance(model: Ensemble, batches: LabelledBatches, heads: Sequence[H
         sensitivity = (weight.detach().cpu().double() * gradient.cpu().double()).abs()
         scores[layer] = sensitivity.mean((2, 3)).mean(1)  # [K, 3] for query, key, value -> [K]
         if not scores[layer].isfinite().all():
-            raise DataError(f"gradients are not finite in {weight.dtype}; use ensemble.float(), or check the weights")
+            raise DataError(f"gradients are not finite in {weight.dtype}; try ensemble.float(), check weights, inputs")
     return [float(scores[head.layer][head_rows(model.config, head)[0]]) for head in heads]
 
 
@@ -147,12 +147,10 @@ def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: S
     precise = torch.promote_types(model.dtype, torch.float32)
     totals = [torch.zeros_like(weight, dtype=precise, requires_grad=False) for weight in weights]
     samples = 0
-    for index, inputs, labels in batches:
+    for _, inputs, labels in batches:
         with torch.enable_grad():
             logits = class_logits(model(inputs)[0])  # [1, B, C] -> [B, C]
             loss = F.cross_entropy(logits.to(precise), labels.to(model.device), reduction="sum")
-            if not loss.isfinite():
-                raise DataError(f"batch {index} of {NAME} gives no finite loss in {model.dtype}; check its inputs")
             gradients = torch.autograd.grad(loss, weights)
         for total, gradient in zip(totals, gradients, strict=True):
             total += gradient

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from ..errors import DataError
 
 _DRAWS_AT_ONCE = 4_000_000  # held in memory: a thousand resamples of ten thousand samples are split into such pieces
 _CALIBRATED = 200  # simulations of a perfectly calibrated model, to see how large its error is by chance
@@ -72,8 +71,6 @@ def paired(
     """
     ours, theirs = ([column.detach().cpu() for column in given] for given in (columns, minus or ()))
     count = len(ours[0])
-    if any(len(column) != count for column in [*ours, *theirs]) or not count:
-        raise DataError(f"columns have {[len(column) for column in [*ours, *theirs]]} rows; give one for each sample")
 
     def measured(weights: Tensor) -> Tensor:
         return statistic(weights, *ours) - (statistic(weights, *theirs) if theirs else 0.0)

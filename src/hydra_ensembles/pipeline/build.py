@@ -28,7 +28,7 @@ from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..data.synthetic import synthetic_ood
 from ..digest import digest, digest_batches, require_other_samples, row_digests, source_digest
-from ..errors import DataError, TooFewSamplesError
+from ..errors import TooFewSamplesError
 from ..familiarity import fit_familiarity
 from ..fuse import fuse
 from ..heads.masking import Head
@@ -165,7 +165,7 @@ class Chain:
         lost, count = self.config.lost, self.config.pruned_members
         more = min(lost + EXTRA_HEADS, removable(self.base, self.config.layers(self.base)))
         sizes = {score: more if score != "avg" else pool or lost for score in CIRCUIT_ORDER[:count]}
-        rankings = {score: self.circuit(score, size) for score, size in sizes.items()}
+        rankings: dict[str, HeadRanking] = {score: self.circuit(score, size) for score, size in sizes.items()}
         return circuit_members(rankings, lost, count, pool, self.config.seed)
 
     def circuit(self, score: Score, budget: int) -> HeadRanking:
@@ -356,8 +356,6 @@ def halves(batches: list[ReadBatch], seed: int) -> tuple[list[ReadBatch], list[R
     way, so that no data are in memory twice.
     """
     total = samples_in(batches)
-    if total < 2:
-        raise DataError(f"id has {total} samples; two halves need at least 2: give more, or validation as well")
     order = np.random.Generator(np.random.PCG64(seed)).permutation(total)
     chosen = torch.zeros(total, dtype=torch.bool)
     chosen[torch.from_numpy(order[: (total + 1) // 2])] = True
