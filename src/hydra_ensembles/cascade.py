@@ -93,7 +93,6 @@ class Cascade(OurModel, Answering, Saved):
     """Stages that answer in turn; made by `cascade`. It predicts, calibrates, saves and serves like an `Ensemble`.
 
     Attributes:
-        faults: For each stage, how many batches it failed on, its optimized form included.
         by_share: Whether, to measure times, the share that was asked for goes on, whatever the thresholds.
     """
 
@@ -121,7 +120,7 @@ class Cascade(OurModel, Answering, Saved):
             metadata = Metadata(source=ours[0].metadata.source, familiarity=familiarity)
         self.metadata = replace(metadata, labels=known.labels, preprocessing=ours[0].metadata.preprocessing)
         self._orders = [self._order_of(index, stage) for index, stage in enumerate(stages)]
-        self.faults = [0] * len(stages)
+        self.faults: list[int] = [0] * len(stages)
 
     def _order_of(self, index: int, stage: Stage) -> list[int] | None:
         """Where a stage has each class of the cascade; None if in the same order. Refused if the classes differ."""

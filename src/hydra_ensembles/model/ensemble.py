@@ -81,6 +81,7 @@ class Answering:
     Attributes:
         raw: Whether it reads raw items where it can, because its parts prepare them differently.
         per_row: Fields of its predictions, `[B]` each, that do not follow from logits.
+        faults: For each stage of a cascade, how many batches it failed on, its optimized form included.
     """
 
     kind: Literal["image", "text"]
@@ -97,6 +98,7 @@ class Answering:
     outputs: Outputs = "classes"
     raw = False
     per_row: tuple[str, ...] = ()
+    faults: Sequence[int] = ()
 
     @property
     def class_names(self) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from .._utils import __version__, library
-from ..cascade import Cascade
 from ..monitor import Monitor, OnAlarm
 from ..prediction import OUTPUTS, Prediction
 from .protocol import REASON_WORDS, Answer, Served
@@ -88,7 +87,7 @@ class Counts:
         self._scores = {key: telemetry.scores[key].labels(name) for key in SHOWN if key in names}
         for word in OUTCOMES if "accept" in names else (UNCALIBRATED,):
             telemetry.outcomes.labels(name, word)  # export zero before the first answer
-        for stage in range(len(model.faults) if isinstance(model, Cascade) else 0):
+        for stage in range(len(model.faults)):
             telemetry.faults.labels(name, str(stage)).set_function(lambda stage=stage: model.faults[stage])
 
     def watch(self, monitor: Monitor) -> None:
