@@ -155,10 +155,6 @@ class Familiarity:
             return False
         return self.state.keys() == other.state.keys() and not differing_names([self.state, other.state])
 
-    def part(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names start with `prefix`, without the prefix."""
-        return {name.removeprefix(prefix): tensor for name, tensor in self.state.items() if name.startswith(prefix)}
-
     def scores(self, features: Tensor, logits: Tensor) -> Tensor:
         """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
         names, statistics = self.settings.scores, self._on(features.device)
@@ -175,9 +171,11 @@ class Familiarity:
     def _on(self, device: torch.device) -> dict[str, Statistics]:
         """The statistics of each score on a device, cached."""
         if device not in self._placed:
-            parts = {score: self.part(f"{score}.") for score in self.settings.scores}
+            placed: dict[str, dict[str, Tensor]] = {score: {} for score in self.settings.scores}
             with torch.inference_mode(False):  # gradients may be needed later
-                placed = {score: {name: one.to(device) for name, one in part.items()} for score, part in parts.items()}
+                for name, tensor in self.state.items():
+                    score, _, part = name.rpartition(".")
+                    placed[score][part] = tensor.to(device)
                 self._placed[device] = {score: ready(tensors) for score, tensors in placed.items()}
         return self._placed[device]
 
