@@ -17,6 +17,7 @@ from . import small as of_small
 from .claims import write_claims
 from .classifiers import ClassifierTask
 from .controls import write_controls
+from .distilled import make as make_distilled
 from .distilled import write_distilled
 from .engine import Task, opened
 from .engine import run as run_study
@@ -279,11 +280,13 @@ def int8(
 
 @app.command()
 def distilled(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of vision-cifar100-distilled.")],
-    results: Annotated[Path, typer.Option(help="Folder with tables/.")] = RESULTS,
+    data: Annotated[Path | None, typer.Option(help="Also run the study: folder with data/ and weights/.")] = None,
+    output: Output = RUNS,
+    run: Annotated[Path | None, typer.Option(help="Also read this finished run of the study.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder with rows/ and tables/.")] = RESULTS,
 ) -> None:
-    """Write the tables of distilled Hydras: settings on held-out rows, the best at each price on the test set."""
-    for path in write_distilled(run, results):
+    """Compare distilled Hydras with Deep Ensembles: every stored study; with a GPU, settings and the best of them."""
+    for path in write_distilled(results, run if data is None else make_distilled(data, output)):
         print(f"wrote {path}")
 
 

