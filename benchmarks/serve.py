@@ -8,7 +8,8 @@
 All contenders run the same function from raw rows to answers (`Answers`: the plans of `optimize`, promise and reasons)
 in the same batches, and get the same requests: JSON with a JPEG file in base64, or with a text. Only ours has a
 monitor, metrics and a log besides. Each is started anew in each turn, in another order, and is alone with the client,
-on the loopback; `loop` is that function in one process without HTTP. 1, 8 and 64 clients never pause.
+on the loopback; `loop` is that function in one process without HTTP. 1, 8 and 64 clients never pause. `processor_ms`
+is what an answer took of all its processes: a machine that others use changes it less than the times.
 
 *Endurance*: 64 clients, one request in twenty broken: every good one must get the answer of `predict`, every bad one a
 4xx that says why; the growth of memory from a fifth of the time to the end.
@@ -56,11 +57,11 @@ SIDE, WAIT_MS, BATCH = 256, 5.0, 16  # pixels of an upload; the settings of all 
 CONTENDERS, CLIENTS = ("hydra", "litserve", "fastapi", "loop"), (1, 8, 64)
 BROKEN = 0.05  # share of the requests of the endurance
 NEAR = 1e-3  # tolerance of a confidence against `predict`: batches of other sizes round differently
-HEAD = ("kind", "contender", "clients", "requests", "per_second", "p50_ms", "p99_ms", "start_s", "memory_mb", "wrong")
-HEAD += ("growth", "turns", "versions", "hardware")
+HEAD = ("kind", "contender", "clients", "requests", "per_second", "p50_ms", "p99_ms", "start_s", "memory_mb")
+HEAD += ("processor_ms", "wrong", "growth", "turns", "versions", "hardware")
 PLACES = {"hydra": "/v2/health/ready", "litserve": "/health", "fastapi": "/health"}
 Answer = tuple[int, bytes]
-Load = tuple[list[float], float]  # seconds of every answer, and of all
+Load = tuple[list[float], float, float]  # seconds of every answer, of all, and of the server's processors
 
 
 # --- models and requests ---------------------------------------------------------------------------------------------
@@ -187,13 +188,14 @@ def run_fastapi(folder: str, port: int) -> None:
 def run_loop(folder: str, seconds: float) -> None:
     """A plain loop without HTTP, which decodes the same bodies and runs the same batches: prints its rate."""
     answers, kind = Answers(folder), he.load(folder).kind
-    bodies, count, began = [body_of(raw) for raw in raw_rows(kind, 320)], 0, time.perf_counter()
+    bodies, count = [body_of(raw) for raw in raw_rows(kind, 320)], 0
+    began, used = time.perf_counter(), time.process_time()
     while time.perf_counter() < began + seconds:
         rows = [answers.read(json.loads(bodies[(count + index) % len(bodies)])) for index in range(BATCH)]
         for answer in answers(rows):
             json.dumps(answer)
         count += BATCH
-    print(count, time.perf_counter() - began)
+    print(count, time.perf_counter() - began, time.process_time() - used)
 
 
 def command_of(contender: str, folder: Path, port: int) -> list[str]:
@@ -270,8 +272,9 @@ async def saturate(port: int, choose: Callable[[], bytes], clients: int, seconds
     return time.perf_counter() - began
 
 
-def load(port: int, requests: Sequence[bytes], clients: int, seconds: float) -> Load:
-    """Seconds of every answer and of all; an answer that is none ends the program."""
+def load(port: int, requests: Sequence[bytes], clients: int, seconds: float, process: int = 0) -> Load:
+    """Load a server; an answer that is none ends the program."""
+    began = processor(process) if process else 0.0
     times, draws = list[float](), random.Random(clients)
 
     def told(request: bytes, spent: float, answer: Answer) -> None:
@@ -279,15 +282,28 @@ def load(port: int, requests: Sequence[bytes], clients: int, seconds: float) -> 
         if answer[0] != 200:
             raise SystemExit(f"status {answer[0]}: {answer[1]!r}")
 
-    return times, asyncio.run(saturate(port, lambda: draws.choice(requests), clients, seconds, told))
+    spent = asyncio.run(saturate(port, lambda: draws.choice(requests), clients, seconds, told))
+    return times, spent, processor(process) - began if process else 0.0
+
+
+def family(process: int) -> Iterator[Path]:
+    """A process and its children, below /proc."""
+    yield (place := Path(f"/proc/{process}"))
+    for file in place.glob("task/*/children"):
+        for child in file.read_text().split():
+            yield from family(int(child))
 
 
 def memory(process: int) -> float:
     """Megabytes of a process and its children; what they share counts once."""
-    children = Path(f"/proc/{process}/task").glob("*/children")
-    of_children = sum(memory(int(child)) for file in children for child in file.read_text().split())
-    match = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text(), re.M)
-    return of_children + (int(match[1]) / 1e3 if match else float("nan"))
+    sizes = (re.search(r"^Pss:\s+(\d+) kB", (one / "smaps_rollup").read_text(), re.M) for one in family(process))
+    return sum(int(size[1]) / 1e3 for size in sizes if size)
+
+
+def processor(process: int) -> float:
+    """Seconds of processor time of a process and its children."""
+    fields = ((one / "stat").read_text().rpartition(")")[2].split() for one in family(process))
+    return sum(int(one[11]) + int(one[12]) for one in fields) / os.sysconf("SC_CLK_TCK")
 
 
 def compared(kind: str, folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -300,20 +316,21 @@ def compared(kind: str, folder: Path, options: argparse.Namespace) -> Iterator[d
             if contender == "loop":
                 command = [*command_of("loop", folder, 0)[:-1], str(options.seconds)]
                 said = subprocess.run(command, env=environment(ROOT), check=True, capture_output=True, text=True)
-                count, spent = map(float, said.stdout.split())
-                loads.setdefault((contender, 0), []).append(([spent / count] * int(count), spent))
+                count, spent, used = map(float, said.stdout.split())
+                loads.setdefault((contender, 0), []).append(([spent / count] * int(count), spent, used))
                 continue
             with running(contender, folder) as (port, process, start):
                 load(port, requests, 8, 1)
                 for clients in CLIENTS:
-                    found = load(port, requests, clients, options.seconds)
+                    found = load(port, requests, clients, options.seconds, process)
                     loads.setdefault((contender, clients), []).append(found)
                     print(f"{kind} {contender} {clients}: {len(found[0]) / found[1]:.1f}/s", flush=True)
                 starts.setdefault(contender, []).append((start, memory(process)))
     for (contender, clients), turns in loads.items():
-        times = 1e3 * np.concatenate([one for one, _ in turns])
+        times = 1e3 * np.concatenate([one for one, _, _ in turns])
         line = {"kind": kind, "contender": contender, "clients": clients, "requests": len(times), "turns": len(turns)}
-        line["per_second"] = statistics.median(len(one) / spent for one, spent in turns)
+        line["per_second"] = statistics.median(len(one) / spent for one, spent, _ in turns)
+        line["processor_ms"] = statistics.median(1e3 * used / len(one) for one, _, used in turns)
         if clients:
             line |= {f"p{percent}_ms": np.percentile(times, percent) for percent in (50, 99)}
             line |= dict(zip(("start_s", "memory_mb"), np.median(starts[contender], axis=0), strict=True))
@@ -382,13 +399,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.port:
         requests = [as_json(body_of(raw)) for raw in raw_rows(options.kinds[0], 320)]
         for clients in CLIENTS:
-            times, spent = load(options.port, requests, clients, options.seconds)
+            times, spent, _ = load(options.port, requests, clients, options.seconds)
             late = 1e3 * np.percentile(times, (50, 99))
             print(f"{clients} clients: {len(times) / spent:.1f}/s, p50 {late[0]:.0f} ms, p99 {late[1]:.0f} ms")
         return
     torch.set_num_threads(1)
     known = [f"{name} {version(name)}" for name in ("torch", "fastapi", "uvicorn", "litserve") if find_spec(name)]
     about = {"versions": ", ".join(known), "hardware": f"CPU {platform.machine()}, {os.cpu_count()} cores, 1 thread"}
+    about["hardware"] += f", load {os.getloadavg()[0]:.0f} before"
     lines: list[dict[str, Any]] = read_csv(options.output) if options.output.exists() else []
     lines = [one for one in lines if ("minutes" in one["contender"]) != bool(options.minutes)]  # of the other part
     for kind in options.kinds:
