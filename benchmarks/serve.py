@@ -57,8 +57,8 @@ SIDE, WAIT_MS, BATCH = 256, 5.0, 16  # pixels of an upload; the settings of all 
 CONTENDERS, CLIENTS = ("hydra", "litserve", "fastapi", "loop"), (1, 8, 64)
 BROKEN = 0.05  # share of the requests of the endurance
 NEAR = 1e-3  # tolerance of a confidence against `predict`: batches of other sizes round differently
-HEAD = ("kind", "contender", "clients", "requests", "per_second", "p50_ms", "p99_ms", "start_s", "memory_mb")
-HEAD += ("processor_ms", "wrong", "growth", "turns", "versions", "hardware")
+HEAD = ["kind", "contender", "clients", "requests", "per_second", "p50_ms", "p99_ms", "start_s", "memory_mb"]
+HEAD += ["processor_ms", "wrong", "growth", "turns", "versions", "hardware"]
 PLACES = {"hydra": "/v2/health/ready", "litserve": "/health", "fastapi": "/health"}
 Answer = tuple[int, bytes]
 Load = tuple[list[float], float, float]  # seconds of every answer, of all, and of the server's processors
@@ -142,7 +142,8 @@ class Answers:
 
     def __call__(self, rows: Sequence[Any]) -> list[dict[str, Any]]:
         """The answers of rows, as JSON data."""
-        return [self._served.plain(answer) for answer in self._runner.answers(rows)]
+        found: Any = self._runner.answers(rows)
+        return [self._served.plain(answer) for answer in found]
 
 
 def run_fastapi(folder: str, port: int) -> None:

@@ -6,7 +6,7 @@ A module of its own, as LitServe's worker process imports it.
 import sys
 from typing import Any
 
-import litserve
+import litserve  # type: ignore[import-not-found]
 from serve import BATCH, WAIT_MS, Answers
 
 

@@ -282,6 +282,9 @@ class _Gate:
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in own.items())]
             await send(message)
 
+        refusal: RequestError | None = None
+        room, takes = self._most, int(scope["method"] == "POST")
+
         async def limited() -> Any:
             nonlocal room
             message = await receive()
@@ -290,7 +293,6 @@ class _Gate:
                 raise RequestError(f"the body is too large; at most {self._most} bytes are accepted", 413)
             return message
 
-        refusal, room, takes = None, self._most, int(scope["method"] == "POST")
         self._places -= takes
         try:
             if self._places < 0 and takes:
