@@ -396,7 +396,7 @@ class _Pass:
             inputs = self.preprocess(list(items))
         finally:
             torch.set_rng_state(state)
-        targets = torch.tensor(labels, dtype=torch.int64)  # [B]
+        targets = torch.from_numpy(np.asarray(labels).reshape(len(labels)))  # [B]; some data sets give arrays [1]
         return {**inputs, "labels": targets} if isinstance(inputs, Mapping) else (inputs, targets)
 
 
