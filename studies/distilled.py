@@ -1,7 +1,8 @@
 """Distilled Hydras: settings on held-out rows, the best at each price on the test set, and every stored study of one.
 
-    python -m studies distilled --data shared                            # with a GPU: runs the study, then the tables
-    python benchmarks/inference.py --batches 128 --contenders top-k9 top-k10 top-k10-mean top-k10-lost4 top-k10-mean-lost4
+    python -m studies distilled --data shared      # with a GPU: runs the study, then the tables
+    python benchmarks/inference.py --batches 128 --contenders top-k9 top-k10 top-k10-mean top-k10-lost4
+    python benchmarks/inference.py --batches 128 --contenders top-k10-mean-lost4
     python benchmarks/inference.py --batches 128 --contenders top-k11 --members 3 5 8
 
 `make` runs the study `vision-cifar100-distilled` in phases of several processes, which fill a GPU: what it needs of
