@@ -56,7 +56,7 @@ def main() -> None:
     preprocess: Any = load_backbone().metadata.preprocessing
 
     def read(name: str) -> tuple[Tensor, Tensor]:
-        inputs, labels = next(iter(data.batches(load_sample().sets[name], preprocess, batch_size=1000)))
+        inputs, labels = next(iter(data.batches(load_sample()[name], preprocess, batch_size=1000)))
         return nn.functional.interpolate(inputs, size=32, mode="area"), labels
 
     network = trained(*read("train"), options.epochs)
