@@ -4,6 +4,7 @@ What lies between 0 and 1 has a histogram. Inputs like the held-out data fill th
 visible there.
 """
 
+import copy
 import json
 import logging
 import math
@@ -12,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -124,7 +126,8 @@ class Watch:
         known = self._path.exists()
         self.monitor = Monitor.load(self._path, model) if known else Monitor(model)
         self.monitor.decide(model, on_alarm)
-        self._lock, self._saved = threading.Lock(), -math.inf
+        self._lock, self._writer = threading.Lock(), ThreadPoolExecutor(1, "monitor")
+        self.save()  # a folder that cannot be written is found at once
         if self.monitor.alarm:
             self._tell()
 
@@ -140,8 +143,13 @@ class Watch:
 
     def save(self) -> None:
         """Write the state, whose evidence a restart goes on from."""
-        self.monitor.save(self._path)
+        self._write().result()
+
+    def _write(self) -> "Future[None]":
+        """Write a copy, while the model goes on: flushing a disk may take long."""
         self._saved = time.monotonic()
+        self._written = self._writer.submit(copy.deepcopy(self.monitor).save, self._path)
+        return self._written
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -150,8 +158,12 @@ class Watch:
             quiet = not self.monitor.alarm
             yield
             alarmed = quiet and self.monitor.alarm
-            if alarmed or time.monotonic() - self._saved > SAVED_EVERY:
+            if alarmed:
                 self.save()
+            elif self._written.done() and time.monotonic() - self._saved > SAVED_EVERY:
+                if error := self._written.exception():
+                    log_failure(error)
+                self._write()
         if alarmed:
             self._tell()
 
