@@ -24,6 +24,7 @@ import os
 import platform
 import random
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -32,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -234,8 +235,12 @@ def running(contender: str, folder: Path) -> Iterator[tuple[int, int, float]]:
                 continue
         yield port, child.pid, time.perf_counter() - began
     finally:
+        workers = [int(one.name) for one in family(child.pid)][1:]
         child.terminate()
         child.wait()
+        for worker in workers:  # LitServe leaves its own behind
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
 
 
 # --- load ------------------------------------------------------------------------------------------------------------
