@@ -134,7 +134,7 @@ def loop(model: Any, data: Any, names: Sequence[Any], output: Path, workers: int
 
 
 def in_turn(ours: Callable[[Path], Any], theirs: Callable[[Path], Any], rows: int, turns: int) -> Numbers:
-    """Rows a second, in turn after one turn to warm up, and ratios, also of processor time (others change it little)."""
+    """Rows a second, in turn after one turn to warm up, and ratios, also of processor time: others hardly change it."""
     seconds: dict[str, list[float]] = {"ours": [], "loop": []}
     busy: dict[str, list[float]] = {"ours": [], "loop": []}
     with tempfile.TemporaryDirectory() as folder:
