@@ -43,6 +43,8 @@ def length_lines(task: ClassifierTask, results: Path) -> Iterator[Cells]:
     references = (task.suite.id, *task.suite.near, *task.suite.far)
     widths = {one.name: lengths(task, one) for one in references}
     for reference in references[1:]:
+        if not np.intersect1d(widths[inside], widths[reference.name]).size:
+            continue  # none of its texts is as long as one of the test set
         pairs = [alike(widths[inside], widths[reference.name], seed) for seed in range(DRAWS)]
         told = separated(widths[inside], widths[reference.name], pairs)
         for method, seeds in rows.runs.items():

@@ -39,7 +39,7 @@ from ..settings import from_plain
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # not EPS and its like: decoding them starts programs
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # quota and period of the control group
-SHORTEST = 16  # minimum number of tokens that texts are padded to
+SHORTEST, USUAL = 16, 512  # minimum number of tokens that texts are padded to; that a server prepares for
 _CHANGES = ("mtime", "ETag", "etag", "LastModified", "created")  # what a file system says of a file's last change
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
@@ -169,13 +169,15 @@ class Reader:
         return [Row(self._padded({name: x[row] for name, x in given.items()}), notes=notes) for row in range(len(main))]
 
     def examples(self) -> list[Row]:
-        """A blank row of every shape that is known in advance."""
+        """A blank row of every shape that is known in advance; of texts, up to a usual length."""
         if self._raw:
             blank = library("PIL.Image", extra="data").new("RGB", self.image_size[::-1]) if self.image_size else "a"
             return [self.read(blank)]
         if self.image_size is not None:
             return [Row({self._main: torch.zeros(self.inputs[0].shape[0], *self.image_size, dtype=self.dtype)})]
-        return [self.tensors({self._main: torch.zeros(1, length, dtype=torch.long)})[0] for length in self.lengths()]
+        lengths = self.lengths()
+        usual = [length for length in lengths if length <= max(USUAL, lengths[0])]  # windows of decoders are far longer
+        return [self.tensors({self._main: torch.zeros(1, length, dtype=torch.long)})[0] for length in usual]
 
     def lengths(self) -> list[int]:
         """Lengths that texts are padded to; none for models without a padding mask."""
