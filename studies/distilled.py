@@ -71,7 +71,7 @@ def write_distilled(results: Path, run: Path | None = None) -> list[Path]:
     stored = folder / "inference.csv"
     rows = [row for row in read_csv(stored) if PLACE.items() <= row.items()] if stored.exists() else []
     prices = {(row["contender"], int(row["members"])): float(row["ratio_to_single"]) for row in rows}
-    paths, lines = [], list[Cells]()
+    paths, lines = list[Path](), list[Cells]()
     for path in sorted((results / "rows").glob("*.parquet")):
         study = Study(Rows.read(path))
         if DISTILLED in study.methods and study.name != TASK:
