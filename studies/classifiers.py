@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -169,7 +169,7 @@ class ClassifierTask(Task):
             tokens = {part: one[:, :widest].cpu().numpy().astype(np.uint16) for part, one in texts.inputs.items()}
             arrays |= {f"{name}|{part}": one for part, one in tokens.items()} | {f"{name}|labels": texts.labels.numpy()}
         self.pack.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(self.pack, **arrays)
+        np.savez_compressed(self.pack, allow_pickle=False, **arrays)
         return self.pack
 
     @property
@@ -221,7 +221,10 @@ class ClassifierTask(Task):
     @cached_property
     def inside(self) -> dict[str, Samples]:
         """Held-out ID samples: `rank` and `calibrate` (half A) rank heads and calibrate, `B` chooses settings."""
-        return {name: self.read(name, lambda name=name: self.samples(self._halves[name])) for name in INSIDE}
+        return {name: self.read(name, partial(self._half, name)) for name in INSIDE}
+
+    def _half(self, name: str) -> Samples:
+        return self.samples(self._halves[name])
 
     @cached_property
     def _halves(self) -> dict[str, Any]:

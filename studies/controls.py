@@ -52,8 +52,8 @@ def length_lines(task: ClassifierTask, results: Path) -> Iterator[Cells]:
                 by_seed = []
                 for seed in seeds:
                     columns = rows.columns(method, seed)
-                    both = (columns[f"{inside}|{name}|{column}"] for name in (inside, reference.name))
-                    by_seed.append(separated(*both, pairs))
+                    ours, theirs = (columns[f"{inside}|{name}|{column}"] for name in (inside, reference.name))
+                    by_seed.append(separated(ours, theirs, pairs))
                 found = np.mean(by_seed, axis=0)
                 yield method, score, reference.name, len(seeds), *map(float, found), *told, len(pairs[0][0])
 
@@ -79,7 +79,8 @@ def separated(ours: Array, theirs: Array, pairs: Sequence[tuple[Array, Array]]) 
     """AUROC of a score on all rows, and its mean over matched draws."""
 
     def of(known: Array, foreign: Array) -> float:
-        return float(auroc(*(torch.from_numpy(side.astype(np.float64)) for side in (known, foreign))))
+        first, second = (torch.from_numpy(side.astype(np.float64)) for side in (known, foreign))
+        return float(auroc(first, second))
 
     return of(ours, theirs), float(np.mean([of(ours[first], theirs[second]) for first, second in pairs]))
 

@@ -79,7 +79,6 @@ class Task(ABC):
 
     name: str
     device: torch.device
-    ranking_precision = "highest"  # of products, while heads are ranked: small differences decide
 
     @property
     @abstractmethod
@@ -110,6 +109,11 @@ class Task(ABC):
     @abstractmethod
     def lab(self, number: int, store: Store, choices: Path) -> "Lab":
         """One seed."""
+
+    @property
+    def ranking_precision(self) -> str:
+        """The precision of products while heads are ranked: small differences decide."""
+        return "highest"
 
     def batches(self, samples: Samples) -> SampleBatches:
         """Batches for evaluation."""

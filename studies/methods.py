@@ -376,7 +376,7 @@ def methods_of(task: ClassifierTask) -> dict[str, Method]:
     methods = {name: row for name, row in ROWS.items() if kind in row.kinds}
     if not task.plain["recovery"]["preset"].startswith("cifar100"):
         methods.pop(CLASSIFIER_ALONE, None)
-    methods = {name: ROWS[name] for name in task.plain.get("methods", methods)}
+    found: dict[str, Method] = {name: ROWS[name] for name in task.plain.get("methods", methods)}
     for name, settings in task.plain.get("settings", {}).items():
-        methods[name] = replace(methods[name], settings=one_of(*settings))
-    return methods
+        found[name] = replace(found[name], settings=one_of(*settings))
+    return found

@@ -263,8 +263,8 @@ def answers(columns: Mapping[str, Array], task: str, place: str) -> Answers:
     plain = columns[f"{task}|{place}|doubt"].astype(np.float64)
     doubt = columns.get(f"{task}|{place}|calibrated_doubt")
     if doubt is None:
-        inside = (columns[f"{task}|{task}|{name}"].astype(np.float64) for name in ("doubt", "calibrated_doubt"))
-        doubt = np.interp(plain, *map(np.sort, inside))
+        before, after = (columns[f"{task}|{task}|{name}"].astype(np.float64) for name in ("doubt", "calibrated_doubt"))
+        doubt = np.interp(plain, np.sort(before), np.sort(after))
     return {
         "doubt": doubt.astype(np.float64),
         "plain": plain,
@@ -346,8 +346,8 @@ def answered(takes: npt.NDArray[np.bool_], wrong: Array) -> dict[str, float]:
     return {"accepted": float(takes.mean()), "errors": float(wrong[takes].sum() / max(1, takes.sum()))}
 
 
-COLUMNS = ("accepted", "errors", "foreign_accepted", "near_accepted", "near_errors", "far_accepted", "far_errors")
-COLUMNS += ("exceeded", "nothing_promised", "average_accepted", "average_errors", "price", "asked", "accuracy", "nll")
+COLUMNS = ["accepted", "errors", "foreign_accepted", "near_accepted", "near_errors", "far_accepted", "far_errors"]
+COLUMNS += ["exceeded", "nothing_promised", "average_accepted", "average_errors", "price", "asked", "accuracy", "nll"]
 
 
 def lines(results: Path, name: str) -> list[list[Any]]:
