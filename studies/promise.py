@@ -198,7 +198,7 @@ class Stored:
     rows: Rows
     task: str
     groups: Mapping[str, Sequence[str]]  # names of stored OOD sets by `near` and `far`
-    prices: Mapping[str, float]  # time over Single's, by method
+    prices: Mapping[str, float]  # time over Single's, by method; multiply-adds where no time was measured
 
     @classmethod
     def read(cls, results: Path, name: str) -> "Stored":
@@ -208,7 +208,12 @@ class Stored:
         kept = {group: [one for one in sets if f"{task}|{one}" in rows.places] for group, sets in groups.items()}
         files = [results / "tables" / f"{name}_{kind}.csv" for kind in ("costs", "times")]
         costs = [row for path in files if path.is_file() for row in read_csv(path)]
-        return cls(name, rows, task, kept, {row["method"]: float(row["time"]) for row in costs if row["time"]})
+        prices = {row["method"]: float(row["time"]) for row in costs if row["time"]}
+        counted = results / "tables" / f"{name}_models.csv"
+        if not prices and counted.is_file():
+            work = {row["method"]: float(row["multiply_adds"]) for row in read_csv(counted) if row["multiply_adds"]}
+            prices = {method: one / work["Single"] for method, one in work.items()}
+        return cls(name, rows, task, kept, prices)
 
     @property
     def backbone(self) -> str:
