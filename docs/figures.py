@@ -283,6 +283,10 @@ PANELS = {  # tasks with their backbones, and how they are called; others follow
     "cifar10 dinov2-s": "CIFAR-10",
     "sst2 minilm-l6": "SST-2, MiniLM",
     "sst2 nomic-12x768": "SST-2, 12 x 768",
+    "sst2 smollm2-135m": "SST-2, SmolLM2",
+    "clinc150 smollm2-135m": "CLINC150, SmolLM2",
+    "tweets smollm2-135m": "tweets, SmolLM2",
+    "eurosat vit-6x144": "the demo",
 }
 MARKS = {  # methods of the table of shares: their colour, whether they are squares, and how they are called
     "single softmax": ("off", False, "one model, plain threshold: no promise"),
