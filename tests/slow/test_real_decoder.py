@@ -40,7 +40,7 @@ for name in ("transformers", "peft", "timm", "accelerate"):
 import hydra_ensembles as he
 from serving import ask, settings
 saved = torch.load(sys.argv[2], weights_only=True)
-answer = ask(he.load(sys.argv[1]), "POST", "/v1/predict", settings(), json={"texts": saved["texts"]}).json()
+answer = ask(he.load(sys.argv[1]), "POST", "/v1/predict", settings(max_batch=1), json={"texts": saved["texts"]}).json()
 found = [one["confidence"] for one in answer["predictions"]]
 assert torch.allclose(torch.tensor(found), saved["probs"].max(-1).values, atol=2e-4), found
 """
