@@ -115,8 +115,8 @@ def of_demo(seed: int, images: int, device: torch.device) -> Iterator[Line]:
     prepare: Any = backbone.metadata.preprocessing
     models = demo_models(backbone, [tuned(backbone, sample, MEMBERS * seed + one) for one in range(MEMBERS)])
     sets = (sample["calibration"], sample["circuit_id"], sample["test"].select(range(min(images, len(sample["test"])))))
-    batches: list[Any] = [list(he.data.batches(one, prepare, 60)) for one in sets]
-    return of_models("demo", seed, models, *batches, (prepare.mean, prepare.std))
+    held_out, train, test = (list(he.data.batches(one, prepare, 60)) for one in sets)
+    return of_models("demo", seed, models, held_out, train, cast(Any, test), (prepare.mean, prepare.std))
 
 
 def of_task(task: ClassifierTask, folder: Path, seed: int, images: int) -> Iterator[Line]:
@@ -125,7 +125,8 @@ def of_task(task: ClassifierTask, folder: Path, seed: int, images: int) -> Itera
         lab = cast(Any, opened_lab)
         models = {name: lab.model(name) for name in MODELS}
         parts = (task.inside["B"], task.inside["calibrate"], Drawn(task.reported(task.suite.id), images))
-        yield from of_models(task.name, seed, models, *map(task.batches, parts), (MEAN, STD))
+        held_out, train, test = map(task.batches, parts)
+        yield from of_models(task.name, seed, models, held_out, train, test, (MEAN, STD))
 
 
 def write_lines(path: Path, lines: Iterable[Line]) -> Path:
