@@ -52,8 +52,12 @@ def length_lines(task: ClassifierTask, results: Path) -> Iterator[Cells]:
                 by_seed = []
                 for seed in seeds:
                     columns = rows.columns(method, seed)
+                    if f"{inside}|{inside}|{column}" not in columns:
+                        continue  # passes with dropout have no distances
                     ours, theirs = (columns[f"{inside}|{name}|{column}"] for name in (inside, reference.name))
                     by_seed.append(separated(ours, theirs, pairs))
+                if not by_seed:
+                    continue
                 found = np.mean(by_seed, axis=0)
                 yield method, score, reference.name, len(seeds), *map(float, found), *told, len(pairs[0][0])
 
