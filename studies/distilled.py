@@ -73,9 +73,9 @@ def write_distilled(results: Path, run: Path | None = None) -> list[Path]:
     prices = {(row["contender"], int(row["members"])): float(row["ratio_to_single"]) for row in rows}
     paths, lines = list[Path](), list[Cells]()
     for path in sorted((results / "rows").glob("*.parquet")):
-        study = Study(Rows.read(path))
-        if DISTILLED in study.methods and study.name != TASK:
-            lines += results_lines(study, Stored.read(results, path.stem).prices)
+        kept = Rows.read(path)
+        if DISTILLED in kept.runs and path.stem != TASK:
+            lines += results_lines(Study(kept), Stored.read(results, path.stem).prices)
     if run is not None:
         path = folder / "distill_settings.csv"
         paths.append(write_csv(path, settings_lines(run, prices)))
