@@ -414,7 +414,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = {"versions": ", ".join(known), "hardware": f"CPU {platform.machine()}, {os.cpu_count()} cores, 1 thread"}
     about["hardware"] += f", load {os.getloadavg()[0]:.0f} before"
     lines: list[dict[str, Any]] = read_csv(options.output) if options.output.exists() else []
-    lines = [one for one in lines if ("minutes" in one["contender"]) != bool(options.minutes)]  # of the other part
+    others = [("minutes" in one["contender"]) != bool(options.minutes) for one in lines]  # of the other part
+    lines = [one for one, other in zip(lines, others, strict=True) if other or one["kind"] not in options.kinds]
     for kind in options.kinds:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "model"
