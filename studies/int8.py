@@ -143,4 +143,4 @@ def of_text(task: ClassifierTask, folder: Path) -> Iterator[dict[str, Any]]:
 def write_table(root: Path, text: ClassifierTask, folder: Path, results: Path) -> Path:
     """Write `tables/int8.csv`."""
     lines = [*of_demo(root, folder), *of_text(text, folder)]
-    return write_csv(results / "tables" / TABLE, [(*HEAD, *TIMED), *(line.values() for line in lines)])
+    return write_csv(results / "tables" / TABLE, [(*HEAD, *TIMED), *([*line.values()] for line in lines)])
