@@ -289,7 +289,7 @@ PANELS = {  # tasks with their backbones, and how they are called; others follow
     "eurosat vit-6x144": "the demo",
 }
 MARKS = {  # methods of the table of shares: their colour, whether they are squares, and how they are called
-    "single softmax": ("off", False, "one model, plain threshold: no promise"),
+    "single softmax": ("off", False, "threshold, no promise"),
     "single": ("base", False, "one model"),
     "laplace": ("base", True, "Laplace"),
     "soup": ("m0", False, "soup"),
@@ -317,12 +317,12 @@ def shares() -> None:
         foot + 110, "Share that each method may answer with at most 5 % errors, against its inference time."
     )
     for place, task in enumerate(tasks):
-        left, top, wide, tall = 56 + 187 * (place % 3), 44 + 262 * (place // 3), 140, 190
+        left, top, wide, tall = 54 + 193 * (place % 3), 44 + 262 * (place // 3), 134, 190
         means = {name: [sum(one) / len(one) for one in zip(*found[task][name], strict=True)] for name in found[task]}
         shown = {name: (price, share) for name, (price, share) in means.items() if name in MARKS and price <= DEAREST}
         low, high = (end(share for _, share in shown.values()) for end in (min, max))
-        step = next(one for one in (0.025, 0.05, 0.1, 0.25) if high <= one * math.floor(low / one) + 4 * one)
-        low = step * math.floor(low / step)
+        step = next(one for one in (0.01, 0.02, 0.03, 0.05, 0.1, 0.25) if high <= one * math.floor(low / one) + 4 * one)
+        low = min(step * math.floor(low / step), 1 - 4 * step)
         drawing.say(left + wide / 2, top - 14, PANELS.get(task, task), "title")
         drawing.box(left, top, wide, tall, "card", 6)
         for number in range(5):
