@@ -167,7 +167,6 @@ def simulate(folder: Path, draws: int = DRAWS, processes: int = 1) -> Path:
 
 # --- methods on stored rows ------------------------------------------------------------------------------------------
 
-CONTROLS = ("vision-tinyimagenet-faster",)  # stored studies that are left out: the same task as another one
 ADDS = {"vision-cifar100-distilled": ("Hydra, distilled",)}  # studies of which only some methods are shown
 BACKBONES = {"demo": "vit-6x144", "text-sst2": "minilm-l6"}  # of rows that do not say it; otherwise:
 BACKBONE = "dinov2-s"
@@ -254,7 +253,7 @@ def compared(results: Path) -> list[str]:
     names = []
     for path in sorted((results / "rows").glob("*.parquet")):
         rows = Rows.read(path)
-        if path.stem not in CONTROLS and len(rows.about["tasks"]) == 1 and {"Single", "Soup"} <= set(rows.runs):
+        if len(rows.about["tasks"]) == 1 and {"Single", "Soup"} <= set(rows.runs):
             names.append(path.stem)
     return names
 
